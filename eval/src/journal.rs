@@ -115,7 +115,7 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "give the options that it was made with, remove it, or name another file with --journal",
+        "give the options that it was made with, remove it, or name another file with ‹journal›",
     )
 }
 

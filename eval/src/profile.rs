@@ -144,13 +144,13 @@ impl Profile {
         if self.window() < least {
             return Err(Error::usage(
                 format!("windows of {} tokens score nothing by this rule", self.window()),
-                format!("choose --window {least} or more; 512 and 2048 are common choices"),
+                format!("choose ‹window={least}› or more; 512 and 2048 are common choices"),
             ));
         }
         if self.window() > LONGEST {
             return Err(Error::usage(
                 format!("windows of {} tokens are too long; at most {LONGEST} are read", self.window()),
-                "choose a shorter --window; 512 and 2048 are common choices",
+                "choose a shorter ‹window›; 512 and 2048 are common choices",
             ));
         }
         match self {

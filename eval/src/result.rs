@@ -281,7 +281,7 @@ fn fault(path: &Path, reason: String) -> Error {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "measure again: quant eval MODEL --text TEXT --json=FILE".into(),
+        remedy: "measure again: ‹eval(MODEL, text=TEXT, json=FILE)›".into(),
     }
 }
 

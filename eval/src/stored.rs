@@ -178,7 +178,7 @@ impl StoredReference {
         };
         Err(Error::usage(
             format!("the stored reference {} was made {differs}", self.path.display()),
-            "give the options that it was made with, or make it anew: quant eval MODEL --text TEXT --save-reference FILE",
+            "give the options that it was made with, or make it anew: ‹eval(MODEL, text=TEXT, save_reference=FILE)›",
         ))
     }
 
@@ -370,6 +370,6 @@ fn fault(path: &Path, reason: String) -> Error {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "make it anew: quant eval MODEL --text TEXT --save-reference FILE".into(),
+        remedy: "make it anew: ‹eval(MODEL, text=TEXT, save_reference=FILE)›".into(),
     }
 }

@@ -124,7 +124,7 @@ impl EvaluationText {
                         "{} is not WikiText-2's raw test split, which wt2 profiles are of",
                         origin.display()
                     ),
-                    format!("ask for the same rule on any text: --profile {}", profile.name()),
+                    format!("ask for the same rule on any text: ‹profile={}›", profile.name()),
                 )
             })?,
             false => joined.into(),
@@ -399,7 +399,7 @@ fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
         line: None,
         reason,
         remedy: "put the tokenizer_config.json that belongs to the model beside it, with a `bos_token` or \
-                 `eos_token` of its vocabulary, or choose another --profile"
+                 `eos_token` of its vocabulary, or choose another ‹profile›"
             .into(),
     };
     if tokenization.settings.fields().is_empty() {

@@ -1,5 +1,7 @@
 //! The commands, and the options that all have.
 
+use std::ffi::OsString;
+
 use clap::{Parser, Subcommand};
 
 use crate::commands::{bench, chat, completions, demo, eval, gate, generate, inspect, plan, quantize};
@@ -58,15 +60,15 @@ pub enum Command {
 }
 
 impl Command {
-    /// After an interruption: the command line that goes on with the run, if one does.
-    pub fn resuming(&self) -> Option<String> {
+    /// After an interruption of this command line: the one that continues the run, if one does.
+    pub fn resuming(&self, words: &[OsString]) -> Option<String> {
         let adds = match self {
             Self::Quantize(args) => !args.resume,
             Self::Eval(args) if args.journal.is_some() => false,
             _ => return None,
         };
         let mut words: Vec<String> =
-            std::env::args_os().map(|word| word.into_string().ok()).collect::<Option<_>>()?;
+            words.iter().map(|word| word.to_str().map(str::to_owned)).collect::<Option<_>>()?;
         if adds {
             words.push("--resume".into());
         }

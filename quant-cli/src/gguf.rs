@@ -2,16 +2,7 @@
 
 use std::path::PathBuf;
 
-use quant_core::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
-use quant_core::gguf::{self, GgufRequest, MIXTURES, Mixture};
-use quant_core::quantize::gptq::GptqSettings;
-use quant_core::recipe::Pattern;
-use quant_core::{Error, Result};
-
-use crate::recipe::RecipeOptions;
-
-/// The mixture of a request that names none.
-const DEFAULT_MIXTURE: &str = "Q4_K_M";
+use quant_core::run::GgufSettings;
 
 /// What is about GGUF files alone.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -49,141 +40,16 @@ fn size(text: &str) -> std::result::Result<u64, String> {
 }
 
 impl GgufOptions {
-    fn given(&self) -> [(&'static str, bool); 6] {
-        [
-            ("--pre", self.pre.is_some()),
-            ("--allow-fallback", self.allow_fallback),
-            ("--reference-search", self.reference_search),
-            ("--imatrix", self.imatrix.is_some()),
-            ("--save-imatrix", self.save_imatrix.is_some()),
-            ("--split-max-size", self.split_max_size.is_some()),
-        ]
-    }
-
-    /// Fails where an option is given and no GGUF file is written.
-    ///
-    /// # Errors
-    /// [`Error::Usage`].
-    pub fn refuse(&self) -> Result<()> {
-        match self.given().into_iter().find(|(_, given)| *given) {
-            Some((option, _)) => Err(Error::usage(
-                format!("{option} has no effect: it is about GGUF files"),
-                "add --format gguf, or leave it out",
-            )),
-            None => Ok(()),
+    /// What these options say.
+    pub fn settings(&self) -> GgufSettings {
+        let options = self.clone();
+        GgufSettings {
+            pre: options.pre,
+            allow_fallback: options.allow_fallback,
+            reference_search: options.reference_search,
+            imatrix: options.imatrix,
+            save_imatrix: options.save_imatrix,
+            split_max_size: options.split_max_size,
         }
     }
-}
-
-impl RecipeOptions {
-    /// Whether a GGUF file is written.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] when other formats are named too.
-    pub fn writes_gguf(&self) -> Result<bool> {
-        let named = self.format.iter().any(|format| format == gguf::FORMAT);
-        if named && self.format.len() > 1 {
-            return Err(Error::usage(
-                "GGUF is written in a run of its own",
-                "run once with --format gguf, and once with the other formats",
-            ));
-        }
-        Ok(named)
-    }
-
-    /// What is asked for, `weighted` by an importance matrix or not.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] for a type that is unknown, and for options that are about other formats.
-    pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
-        if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
-            return Err(Error::usage(
-                format!("{option} has no effect with --format {}", gguf::FORMAT),
-                "leave it out; --scheme names the types, and --calibration weighs errors",
-            ));
-        }
-        let overrides = self.overrides.iter().map(|text| {
-            let (pattern, kind) = text.rsplit_once('=').ok_or_else(|| {
-                Error::usage(
-                    format!("override `{text}` has no `=`"),
-                    "write --override PATTERN=TYPE, for example ffn_down=q6_k",
-                )
-            })?;
-            Ok((Pattern::new(pattern)?, kind_of(kind)?))
-        });
-        Ok(GgufRequest {
-            mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
-            overrides: overrides.collect::<Result<_>>()?,
-            ignore: self.ignore.iter().map(|text| Pattern::new(text)).collect::<Result<_>>()?,
-            pre: self.gguf.pre.clone(),
-            allow_fallback: self.gguf.allow_fallback,
-            weighted,
-            gptq: self.gguf_method()?,
-            search: match self.gguf.reference_search {
-                true => Search::Reference,
-                false => Search::Refined,
-            },
-        })
-    }
-
-    /// The settings of GPTQ, where it is the method.
-    fn gguf_method(&self) -> Result<Option<GptqSettings>> {
-        let settings = match self.method.as_deref() {
-            None | Some("rtn") => return Ok(None),
-            Some("gptq") => GptqSettings {
-                damping: self.damping.unwrap_or(GptqSettings::default().damping),
-                ..GptqSettings::default()
-            },
-            Some(other) => {
-                return Err(Error::usage(
-                    format!("the method {other} does not write GGUF files"),
-                    "choose gptq, or leave it out: rows are rounded to nearest then",
-                ));
-            }
-        };
-        settings.check()?;
-        if self.gguf.reference_search {
-            return Err(Error::usage(
-                "--reference-search and --method gptq ask for different bytes",
-                "leave one of them out",
-            ));
-        }
-        Ok(Some(settings))
-    }
-
-    fn not_for_gguf(&self) -> Vec<(&'static str, bool)> {
-        vec![
-            ("--preset", self.preset.is_some()),
-            ("--recipe", self.recipe.is_some()),
-            ("--group-size", self.group_size.is_some()),
-            ("--symmetric", self.symmetric),
-            ("--asymmetric", self.asymmetric),
-            ("--alpha", self.alpha.is_some()),
-            ("--smooth-producers", self.smooth_producers.is_some()),
-            ("--channel-maxima", self.channel_maxima.is_some()),
-            ("--skip", !self.skip.is_empty()),
-            ("--output-alpha", self.output_alpha.is_some()),
-            ("--attention-alpha", self.attention_alpha.is_some()),
-            ("--search", self.search.is_some()),
-            ("--damping", self.damping.is_some() && self.method.is_none()),
-            ("--block-size", self.block_size.is_some()),
-            ("--act-order", self.act_order.is_some()),
-            ("--layer-inputs", self.layer_inputs.is_some()),
-            ("--scale-search", self.scale_search.is_some()),
-        ]
-    }
-}
-
-fn mixture(name: &str) -> Result<&'static Mixture> {
-    gguf::mixture(name).ok_or_else(|| {
-        let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        Error::usage(format!("`{name}` is no type of GGUF files"), format!("known are {}", known.join(", ")))
-    })
-}
-
-fn kind_of(name: &str) -> Result<&'static BlockType> {
-    block_type(name).ok_or_else(|| {
-        let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(format!("`{name}` is no type of a tensor"), format!("known are {}", known.join(", ")))
-    })
 }

@@ -3,11 +3,12 @@
 use std::borrow::Cow;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use quant_core::checkpoint::{printable_lines, steers};
+pub use quant_core::run::bytes;
+pub use quant_core::run::files::{check_writable, distinct, outside, write_file};
+use quant_core::wording::{CommandLine, worded};
 use quant_core::{Error, Result};
-pub use quant_evaluator::report::bytes;
 use serde::Serialize;
 
 use crate::colors;
@@ -36,15 +37,17 @@ pub fn print_raw(text: &str) -> Result<()> {
     written.map_err(|e| Error::io("write", "standard output", e))
 }
 
-/// Tells the user something on stderr. Nobody may be reading it; that must not stop the work.
+/// Tells the user something on stderr, with settings named as options. Nobody may be reading it; that must not stop the
+/// work.
 pub fn tell(text: &str) {
-    let text = printable_lines(text);
+    let text = worded(text, &CommandLine);
+    let text = printable_lines(&text);
     let text = if colors::shows(&std::io::stderr()) { colors::message(&text) } else { text.as_ref().into() };
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// Tells what is wrong with the arguments, or prints the help that was asked for; the exit code.
-pub fn refused_arguments(error: &clap::Error) -> ExitCode {
+pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
         // Arguments that steer a terminal are shown without colours too.
@@ -52,7 +55,7 @@ pub fn refused_arguments(error: &clap::Error) -> ExitCode {
         // Nobody may be reading it.
         _ => drop(error.print()),
     }
-    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+    u8::try_from(error.exit_code()).unwrap_or(2)
 }
 
 /// Whether a run ended because nobody reads its output any more.
@@ -86,28 +89,6 @@ pub struct JsonOption {
     pub json: Option<PathBuf>,
 }
 
-/// Fails when a file cannot be written, before work is done whose result would be lost.
-pub fn check_writable(path: &Path) -> Result<()> {
-    use std::os::unix::fs::FileTypeExt;
-    if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo()) {
-        return Err(Error::usage(
-            format!("{} is a named pipe, and writing to it would wait for a reader", path.display()),
-            "name a file",
-        ));
-    }
-    // Opened without truncation: if the work fails, what was there stays.
-    let new = !path.exists();
-    std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path)
-        .map_err(|e| Error::io("write", path, e))?;
-    if new {
-        std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
-    }
-    Ok(())
-}
-
 impl JsonOption {
     /// Fails when the file cannot be written, before work is done whose result would be lost.
     pub fn check(&self) -> Result<()> {
@@ -119,7 +100,7 @@ impl JsonOption {
 
     /// The same, and fails when the file is one that is read, or lies in the directory of a model that is read.
     pub fn check_beside(&self, model: &Path, read: &[&Path]) -> Result<()> {
-        let written = [("--json", self.json.as_deref())];
+        let written = [("json", self.json.as_deref())];
         distinct(&written, read)?;
         outside(&written, &[model])?;
         self.check()
@@ -141,61 +122,6 @@ impl JsonOption {
             None => table(),
         }
     }
-}
-
-/// Writes a file of which either all is there afterwards, or what was there before. Devices and pipes are written to.
-pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    let fault = |e: std::io::Error| Error::io("write", path, e);
-    // A link stays one.
-    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    if target.metadata().is_ok_and(|m| !m.is_file()) {
-        return std::fs::write(&target, bytes).map_err(fault);
-    }
-    let directory = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
-    file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
-    // Temporary files are for their owner alone; results are for others too.
-    file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)?;
-    file.persist(&target).map(drop).map_err(|e| fault(e.error))
-}
-
-/// Where a path leads, whether it is there yet or not.
-fn real(path: &Path) -> PathBuf {
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let beside = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
-    path.canonicalize().ok().or_else(beside).unwrap_or_else(|| path.to_owned())
-}
-
-/// Fails when a file that is to be written lies in the directory of a model that is read.
-pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()> {
-    for (option, path) in written {
-        let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
-        if let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) {
-            return Err(Error::usage(
-                format!("{option} would write {} into the model {}", path.display(), model.display()),
-                format!("give {option} a file outside of it"),
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// Fails when a file that is to be written is one that is read, or is to be written twice: the option and
-/// the file of each. Nothing is written yet.
-pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()> {
-    let mut taken: Vec<PathBuf> = read.iter().map(|p| real(p)).collect();
-    for (option, path) in written {
-        let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
-        if taken.contains(&real(path)) {
-            return Err(Error::usage(
-                format!("{option} would write {}, which is read or written by this very run", path.display()),
-                format!("give {option} a file of its own"),
-            ));
-        }
-        taken.push(real(path));
-    }
-    Ok(())
 }
 
 /// Seconds as `4.2 s`, `3 min 20 s`, `2 h 5 min`.

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use quant_core::checkpoint::printable_lines;
 use quant_core::{Event, Observer};
-use serde::Serialize;
 
 use crate::output::{duration, tell};
 
@@ -19,21 +18,13 @@ const LINE_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Progress {
     mode: Mode,
     state: Mutex<Option<Stage>>,
-    steps: Mutex<Vec<StepTime>>,
     expected: Mutex<Option<(&'static str, f64)>>,
 }
 
-/// What a step took in all.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct StepTime {
-    /// Its name.
-    pub step: &'static str,
-    /// Seconds.
-    pub seconds: f64,
-}
-
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone)]
 enum Mode {
+    /// To another observer, and nothing else.
+    Forward(Arc<dyn Observer>),
     Quiet,
     Lines,
     Bar,
@@ -100,42 +91,25 @@ impl Progress {
             (false, true) => Mode::Bar,
             (false, false) => Mode::Lines,
         };
-        Self { mode, state: Mutex::new(None), steps: Mutex::default(), expected: Mutex::default() }
+        Self { mode, state: Mutex::new(None), expected: Mutex::default() }
     }
 
-    /// Whether a bar is drawn, so that an estimate of the time is worth its cost.
-    pub fn draws_bar(&self) -> bool {
-        self.mode == Mode::Bar
-    }
-
-    /// The seconds that the next stage of this name is expected to take: what is shown until its first unit is done.
-    pub fn expect(&self, stage: &'static str, seconds: f64) {
-        *self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some((stage, seconds));
+    /// All events, notes included, for another observer; nothing is printed.
+    pub fn forwarded(to: Arc<dyn Observer>) -> Self {
+        Self { mode: Mode::Forward(to), state: Mutex::default(), expected: Mutex::default() }
     }
 
     /// A note to the user.
     pub fn note(&self, text: &str) {
-        if self.mode == Mode::Quiet {
-            return;
+        match &self.mode {
+            Mode::Quiet => return,
+            Mode::Forward(to) => return to.event(&event_of(text)),
+            Mode::Lines | Mode::Bar => {}
         }
         let state = self.lock();
         match state.as_ref().and_then(|s| s.bar.as_ref()) {
             Some(bar) => bar.suspend(|| tell(text)),
             None => tell(text),
-        }
-    }
-
-    /// What each step took so far, in the order in which they first came.
-    pub fn step_times(&self) -> Vec<StepTime> {
-        self.steps.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
-    }
-
-    fn add_time(&self, step: &'static str, elapsed: Duration) {
-        let mut steps = self.steps.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let seconds = elapsed.as_secs_f64();
-        match steps.iter_mut().find(|s| s.step == step) {
-            Some(known) => known.seconds += seconds,
-            None => steps.push(StepTime { step, seconds }),
         }
     }
 
@@ -150,11 +124,14 @@ impl Progress {
     }
 
     fn show(&self, event: &Event, tokens: Option<u64>) {
+        if let Mode::Forward(to) = &self.mode {
+            return to.event(event);
+        }
         match event {
             Event::StageStarted { stage, unit, units } => {
                 let mut expected = self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 let seconds = expected.take_if(|(name, _)| name == stage).map(|(_, seconds)| seconds);
-                *self.lock() = Some(Stage::new(stage, unit, Timing::new(*units, seconds), self.mode, tokens));
+                *self.lock() = Some(Stage::new(stage, unit, Timing::new(*units, seconds), &self.mode, tokens));
             }
             Event::Resumed { units } => {
                 if let Some(stage) = self.lock().as_mut() {
@@ -163,7 +140,7 @@ impl Progress {
             }
             Event::UnitDone { detail } => {
                 if let Some(stage) = self.lock().as_mut() {
-                    stage.advance(detail, self.mode);
+                    stage.advance(detail, &self.mode);
                 }
             }
             Event::StepStarted { step } => {
@@ -177,8 +154,12 @@ impl Progress {
                     bar.finish_and_clear();
                 }
             }
-            Event::StepDone { step, elapsed } => self.add_time(step, *elapsed),
             Event::Warning { message } => self.note(&format!("warning: {message}")),
+            Event::Note { label, message } => self.note(&format!("{label}: {message}")),
+            Event::Expected { stage, seconds } => {
+                let mut expected = self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *expected = Some((stage, *seconds));
+            }
             _ => {}
         }
     }
@@ -187,6 +168,23 @@ impl Progress {
 impl Observer for Progress {
     fn event(&self, event: &Event) {
         self.show(event, None);
+    }
+
+    /// Only a bar shows it before the first unit is done.
+    fn wants_estimate(&self) -> bool {
+        match &self.mode {
+            Mode::Bar => true,
+            Mode::Forward(to) => to.wants_estimate(),
+            Mode::Quiet | Mode::Lines => false,
+        }
+    }
+}
+
+/// A note as an event: what it begins with says which.
+fn event_of(text: &str) -> Event {
+    match (text.strip_prefix("warning: "), text.strip_prefix("note: ")) {
+        (Some(message), _) => Event::Warning { message: message.to_owned() },
+        (_, note) => Event::Note { label: "note", message: note.unwrap_or(text).to_owned() },
     }
 }
 
@@ -203,14 +201,14 @@ impl Observer for Rated<'_> {
 }
 
 impl Stage {
-    fn new(name: &'static str, unit: &'static str, timing: Timing, mode: Mode, rate: Option<u64>) -> Self {
+    fn new(name: &'static str, unit: &'static str, timing: Timing, mode: &Mode, rate: Option<u64>) -> Self {
         let shown = Arc::new(Mutex::new(timing));
-        let bar = (mode == Mode::Bar).then(|| bar(name, timing.units, shown.clone()));
+        let bar = matches!(mode, Mode::Bar).then(|| bar(name, timing.units, shown.clone()));
         let (last_line, detail) = (timing.started, String::new());
         Self { name, unit, timing, last_line, bar, shown, rate, step: "", detail }
     }
 
-    fn advance(&mut self, detail: &str, mode: Mode) {
+    fn advance(&mut self, detail: &str, mode: &Mode) {
         self.timing.advance();
         self.detail = printable_lines(detail).to_string();
         self.step = "";
@@ -219,7 +217,7 @@ impl Stage {
             bar.inc(1);
         }
         let Timing { units, done, .. } = self.timing;
-        if mode == Mode::Lines && self.last_line.elapsed() >= LINE_INTERVAL && done < units {
+        if matches!(mode, Mode::Lines) && self.last_line.elapsed() >= LINE_INTERVAL && done < units {
             self.last_line = Instant::now();
             let left = self.timing.left().map(|left| format!("{} left", duration(left)));
             let parts = [self.tokens_per_second(), left].into_iter().flatten().collect::<Vec<_>>().join(" ");

@@ -13,7 +13,7 @@ use crate::inputs::Opened;
 /// This build of the program, on this processor, and on a GPU where its name is given.
 pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, session: &Session) -> Tool {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
-    let executable = std::env::current_exe().ok();
+    let executable = session.code.clone().or_else(|| std::env::current_exe().ok());
     Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),

@@ -1,10 +1,10 @@
 //! The process that runs a model's tokenizer or chat template for another one of this program, within limits that the
 //! other sets.
 
+use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::ExitCode;
 
 use quant_core::calibrate::InProcess;
 use quant_core::worker::{WORKER_ARGUMENT, serve};
@@ -12,17 +12,17 @@ use quant_core::{Error, Result};
 use signal_hook::low_level;
 
 /// Whether this process was started as a worker.
-pub fn is_asked_for() -> bool {
-    std::env::args_os().nth(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
+pub fn is_asked_for(arguments: &[OsString]) -> bool {
+    arguments.get(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
 }
 
 /// Serves until the other process has no more questions, or is no more.
-pub fn run() -> ExitCode {
+pub fn run() -> u8 {
     // What panics on a crafted file is an answer, and nobody reads this process's output.
     std::panic::set_hook(Box::new(|_| ()));
     match answer() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => ExitCode::from(error.category().exit_code()),
+        Ok(()) => 0,
+        Err(error) => error.category().exit_code(),
     }
 }
 

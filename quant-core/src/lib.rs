@@ -10,7 +10,7 @@
 //!                                        gets)                  zeros)
 //! ```
 //!
-//! [`pipeline`] drives them. It is itself driven through traits, so that the library touches no
+//! [`pipeline`] drives them, and [`run`] is what programs call: directories in, directories out. It is itself driven through traits, so that the library touches no
 //! terminal, clock, or global state: weights come from a [`TensorSource`], go to a
 //! [`TensorSink`], progress is told to an [`Observer`], and a [`CancelToken`] stops it between
 //! units of work. Parallel steps run on the rayon pool the caller installed.
@@ -31,9 +31,11 @@ mod progress;
 pub mod quantize;
 pub mod random;
 pub mod recipe;
+pub mod run;
 pub mod scheme;
 pub mod transform;
 pub mod vector;
+pub mod wording;
 pub mod worker;
 
 pub use checkpoint::{TensorSink, TensorSource};

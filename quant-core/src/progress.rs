@@ -45,10 +45,25 @@ pub enum Event {
         /// What it took this time.
         elapsed: Duration,
     },
-    /// Something the user should know, though the run goes on.
+    /// Something the user should know, though the run goes on. Settings are named as in [`wording`](crate::wording).
     Warning {
         /// What.
         message: String,
+    },
+    /// Something about the run or its result that is worth a line. Settings are named as in [`wording`](crate::wording).
+    Note {
+        /// `note`, or `lost` for what a format has no place for.
+        label: &'static str,
+        /// What.
+        message: String,
+    },
+    /// What a stage that is going to start is expected to take; only where the observer
+    /// [wants it](Observer::wants_estimate).
+    Expected {
+        /// The stage.
+        stage: &'static str,
+        /// Seconds.
+        seconds: f64,
     },
 }
 
@@ -56,6 +71,11 @@ pub enum Event {
 pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
+
+    /// Whether [`Event::Expected`] is of use: the estimate takes a measurement of a tenth of a second.
+    fn wants_estimate(&self) -> bool {
+        false
+    }
 }
 
 /// Does some of the work of a step, and reports its start and what it took.

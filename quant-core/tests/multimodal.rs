@@ -392,7 +392,7 @@ fn the_residual_stream_is_not_rotated() {
         assert_eq!(error.category(), Category::Usage);
         let (message, remedy) = (error.to_string(), error.remedy());
         assert!(message.contains("projector") && message.contains(class.name), "{message}");
-        assert!(remedy.contains("--skip rotate"), "{remedy}");
+        assert!(remedy.contains("‹skip=rotate›"), "{remedy}");
         // Folding norms leaves the stream as it is.
         let folded = quant_core::transform::fold_norms(&model).unwrap();
         let windows = common::windows(tiny.vocab, 1, 20, 2);

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it.
-const STAGES: [&str; 13] = [
+/// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it; whole runs use all.
+const STAGES: [&str; 14] = [
     "blocks",
     "checkpoint",
     "scheme",
@@ -18,9 +18,10 @@ const STAGES: [&str; 13] = [
     "pipeline",
     "gguf",
     "engines",
+    "run",
 ];
 /// What every stage may use. Of the stages they name error types alone.
-const SHARED: [&str; 6] = ["digest", "error", "progress", "random", "vector", "worker"];
+const SHARED: [&str; 7] = ["digest", "error", "progress", "random", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {

@@ -13,7 +13,7 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("gone on with", 0, 0),
     ("vouches", 0, 0),
     ("safety: as above", 0, 0),
-    ("told", 10, 194),
+    ("told", 10, 192),
     ("is none", 9, 120),
     ("usual", 2, 146),
     ("turned", 3, 131),

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
-use crate::{cuda, interop, sanitize};
+use crate::{cuda, interop, python, sanitize};
 
 /// The README's second command, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -23,7 +23,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, fmt, clippy, doc, deny, interop, sanitize, cuda
+    /// Run these steps only: test, fmt, clippy, doc, deny, python, interop, sanitize, cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -45,6 +45,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(fetched) = fetched {
         let _ = fetched.join();
     }
+    steps.step("python", python::run);
     // Its readers compute on one core for most of their time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.beside("interop", interop.arg("interop"), |steps| {
@@ -59,6 +60,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn fetch() {
     interop::fetch();
     let _ = cuda::fetch();
+    python::fetch();
 }
 
 /// The program with the feature `hub`, tested against a hub of its own. Its client takes minutes to compile, and seldom

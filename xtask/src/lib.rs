@@ -25,6 +25,7 @@ pub mod peers_kernels;
 pub mod peers_models;
 pub mod peers_quantizers;
 pub mod plant;
+pub mod python;
 pub mod quality;
 pub mod quality_floats;
 pub mod quality_gguf;

@@ -7,8 +7,8 @@ use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
     ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, peers_experts, peers_kernels, peers_models,
-    peers_quantizers, plant, quality, quality_floats, quality_gguf, quality_qoq, quality_w8a8, same_bytes,
-    sanitize, search_agreement, synth,
+    peers_quantizers, plant, python, quality, quality_floats, quality_gguf, quality_qoq, quality_w8a8,
+    same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -32,6 +32,8 @@ enum Command {
     Cuda,
     /// Make a directory that proves and measures the CUDA kernels on a machine with a GPU
     Gpu(gpu::Args),
+    /// Build the Python package and test it in a fresh virtual environment
+    Python,
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
         Command::Sanitize => sanitize::run(),
         Command::Cuda => cuda::run(),
         Command::Gpu(args) => gpu::run(&args),
+        Command::Python => python::run(),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::SameBytes(args) => same_bytes::run(&args),

@@ -143,7 +143,7 @@ pub fn judge(
             path: policy.path.clone(),
             line: None,
             reason: "compares with a baseline, and none was given".into(),
-            remedy: "give it with --baseline FILE; --update makes one of results that are good".into(),
+            remedy: "give it with ‹baseline=FILE›; ‹update› makes one of results that are good".into(),
         });
     }
     let mut notes = Vec::new();
@@ -217,7 +217,7 @@ pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
         return Err(Error::usage(
             "no result was given",
-            "give the files that `quant eval --json=FILE` wrote",
+            "give the files that ‹eval(json=FILE)› wrote",
         ));
     }
     let mut seen = BTreeSet::new();
@@ -249,7 +249,7 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
                 path: policy.path.clone(),
                 line: Some(line),
                 reason,
-                remedy: "measure it with --reference and the model that it was made from".into(),
+                remedy: "measure it with ‹reference› and the model that it was made from".into(),
             });
         }
     }
@@ -276,15 +276,15 @@ fn bind(
         reason,
         remedy: remedy.into(),
     };
-    let update = "measure what the baseline was measured on, or make a new one with --update";
+    let update = "measure what the baseline was measured on, or make a new one with ‹update›";
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
         let reason = format!("holds the result `{}`, which was not given", missing.escape_default());
-        return Err(fault(reason, "give all results of the baseline, or make a new one with --update"));
+        return Err(fault(reason, "give all results of the baseline, or make a new one with ‹update›"));
     }
     for (name, result) in results {
         let Some(before) = baseline.results.get(name) else {
             let reason = format!("holds no result `{}`", name.escape_default());
-            return Err(fault(reason, "make a new baseline of all results with --update"));
+            return Err(fault(reason, "make a new baseline of all results with ‹update›"));
         };
         let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone()).unwrap_or_default();
         for (what, now, then) in [
@@ -309,7 +309,7 @@ fn bind(
                     format!("`{name}` has another {whose}cache of keys and values: {then} there, {now} now");
                 return Err(fault(
                     reason,
-                    "measure with the same --kv, or make a new baseline with --update",
+                    "measure with the same ‹kv›, or make a new baseline with ‹update›",
                 ));
             }
         }
@@ -435,6 +435,6 @@ fn lacks(policy: &Policy, line: usize, name: &str, what: &str) -> Error {
         path: policy.path.clone(),
         line: Some(line),
         reason: format!("checks `{}`, which was measured without {what}", name.escape_default()),
-        remedy: "measure with --reference MODEL, and make the baseline of such results".into(),
+        remedy: "measure with ‹reference=MODEL›, and make the baseline of such results".into(),
     }
 }

@@ -13,6 +13,8 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 pub use self::evaluation::{EvaluationReport, WorstWindow};
 pub use self::gate::gate_page;
 pub use self::quantization::{LinearCell, quantization_page};
+pub use quant_core::run::bytes;
+
 use crate::{Divergence, Estimate, Evaluation, Tool};
 
 const STYLE: &str = include_str!("style.css");
@@ -71,23 +73,6 @@ fn nats_of(estimate: Estimate) -> String {
 /// A tile of a mean with its error.
 fn estimate_tile(name: &str, estimate: Estimate, digits: usize, note: &str) -> Markup {
     tile(name, &format!("{estimate:.digits$}"), note)
-}
-
-/// `1234567` → `1.23 MB`.
-pub fn bytes(count: u64) -> String {
-    let units = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{count} B"),
-        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
-        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
-        _ => format!("{value:.0} {}", units[unit]),
-    }
 }
 
 /// Results by size and divergence; those to which no other is better in both are marked.

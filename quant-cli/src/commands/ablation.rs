@@ -68,7 +68,7 @@ const STEPS: &[Step] = &[
 ];
 
 /// How the rows are made.
-#[derive(Debug, Clone, clap::Args)]
+#[derive(Debug, Clone, Default, clap::Args)]
 pub struct AblationOptions {
     /// Quantize MODEL, a float one, with one step of QServe's QoQ after the other, in memory, and show what each gives
     #[arg(long, conflicts_with_all = ["reference", "save_reference", "journal", "report", "compare", "kv", "execution"])]

@@ -7,11 +7,12 @@ use quant_calibration_data::demo_model;
 use quant_core::model::Decoder;
 use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
+use quant_core::run::{Text, write};
 use quant_core::{Error, Result};
 use quant_evaluator::{Divergence, Profile, Reference, Scores, compare_all};
 use serde::Serialize;
 
-use super::{Session, eval, quantize};
+use super::{Session, eval};
 use crate::inputs::{self, Opened};
 use crate::output::{self, JsonOption, bytes, duration, table};
 
@@ -77,7 +78,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let opened = inputs::open(&model, session)?;
     let profile = Profile::gptq(WINDOW)?;
     let windows = args.quick.then_some(4);
-    let text = eval::text(&opened, inputs::HELDOUT_NAME, profile.into(), windows, session)?;
+    let text = eval::text(&opened, &Text::Named(inputs::HELDOUT_NAME.to_owned()), profile.into(), windows, session)?;
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
@@ -175,7 +176,7 @@ fn produce(
         observer: &session.progress,
         cancel: &session.cancel,
     };
-    let written = quantize::write(&[job], opened, &[out.to_owned()], false, false, session)?;
+    let written = write(&[job], &opened.directory, &[out.to_owned()], (false, false), &session.host())?;
     Ok(written.iter().map(|(_, report)| report.bytes_after).sum())
 }
 

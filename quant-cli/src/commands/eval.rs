@@ -7,6 +7,7 @@ use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::digest::sha256_hex;
 use quant_core::model::{CudaRunner, Decoder};
 use quant_core::pipeline::QuantReport;
+use quant_core::run::{self, Text};
 use quant_core::{Error, Result};
 use quant_evaluator::report::{EvaluationReport, WorstWindow, nats};
 use quant_evaluator::statistics::Quantile;
@@ -18,7 +19,7 @@ use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
-use super::reference;
+use super::reference::{self, OpenedReference};
 use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
@@ -73,8 +74,11 @@ pub struct Args {
     /// Show another result of the same text and profile on that page; can be repeated
     #[arg(long, value_name = "RESULT", requires = "report")]
     pub compare: Vec<PathBuf>,
+    // Not documentation, which would become part of the help.
+    #[allow(missing_docs)]
     #[command(flatten, next_help_heading = "Ablation")]
     pub ablation: AblationOptions,
+    #[allow(missing_docs)]
     #[command(flatten)]
     pub json: JsonOption,
 }
@@ -94,46 +98,116 @@ const DEFAULT_WINDOW: usize = 2048;
 /// Tokens of a window that a report shows.
 const EXCERPT_TOKENS: usize = 48;
 
+/// What an evaluation gave.
+pub struct Evaluated {
+    /// The numbers.
+    pub result: Evaluation,
+    /// The page, where one was asked for.
+    pub page: Option<String>,
+    /// The journal, which is of no use once the result is safe.
+    journal: Option<PathBuf>,
+}
+
+impl Evaluated {
+    /// Removes the journal.
+    ///
+    /// # Errors
+    /// When it cannot be removed.
+    pub fn finish(&self) -> Result<()> {
+        match &self.journal {
+            Some(path) => std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e)),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Evaluates.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
+    let text = Text::Named(args.text.clone());
+    if args.ablation.ablation {
+        let Prepared { opened, text, .. } = Prepared::new(args, &text, session)?;
+        return ablation::run(&args.ablation, &opened, &text, &args.json, session);
+    }
+    let done = evaluate(args, &text, args.report.is_some(), session)?;
+    args.json.emit(&done.result, || show(&done.result))?;
+    // Only now is nothing lost with it.
+    done.finish()
+}
+
+/// What is measured, opened and cut into windows, before any computation.
+struct Prepared {
+    gpu: Option<CudaRunner>,
+    others: Vec<(String, Evaluation)>,
+    opened: Opened,
+    quantization: Option<QuantReport>,
+    reference: Option<OpenedReference>,
+    request: ProfileRequest,
+    text: EvaluationText,
+}
+
+impl Prepared {
+    fn new(args: &Args, source: &Text, session: &Session) -> Result<Self> {
+        check(args, source)?;
+        let gpu = gpu(args)?;
+        // What is there and no file is for the journal to refuse.
+        let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
+        for path in args.report.iter().chain(&args.save_reference).chain(kept) {
+            output::check_writable(path)?;
+        }
+        let others = compared(&args.compare)?;
+        let opened = inputs::open(&args.model, session)?;
+        let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
+        let reference = args.reference.as_deref().map(|path| reference::open(path, session)).transpose()?;
+        let positions = opened.model.architecture().max_positions;
+        let profile = args.profile.clone().unwrap_or_else(|| format!("gptq-{}", positions.min(DEFAULT_WINDOW)));
+        let request = ProfileRequest::parse(&profile, args.window, positions)?;
+        let text = text(&opened, source, request, args.windows, session)?;
+        Ok(Self { gpu, others, opened, quantization, reference, request, text })
+    }
+}
+
+/// Fails where what is to be written would destroy what is read, or settings exclude each other.
+fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
-        ("--json", args.json.json.as_deref()),
-        ("--report", args.report.as_deref()),
-        ("--journal", args.journal.as_deref()),
-        ("--save-reference", args.save_reference.as_deref()),
+        ("json", args.json.json.as_deref()),
+        ("report", args.report.as_deref()),
+        ("journal", args.journal.as_deref()),
+        ("save_reference", args.save_reference.as_deref()),
     ];
-    let inputs: Vec<&Path> = args
-        .compare
-        .iter()
-        .chain(&args.reference)
-        .map(PathBuf::as_path)
-        .chain([Path::new(&args.text)])
-        .collect();
+    let inputs: Vec<&Path> =
+        args.compare.iter().chain(&args.reference).map(PathBuf::as_path).chain(source.file()).collect();
     output::distinct(&outputs, &inputs)?;
     let models: Vec<&Path> =
         [Some(&args.model), args.reference.as_ref()].into_iter().flatten().map(PathBuf::as_path).collect();
     output::outside(&outputs, &models)?;
-    args.json.check()?;
-    let gpu = gpu(args)?;
-    // What is there and no file is for the journal to refuse.
-    let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
-    for path in args.report.iter().chain(&args.save_reference).chain(kept) {
-        output::check_writable(path)?;
+    if args.save_reference.is_some() {
+        let others = [
+            ("reference", args.reference.is_some()),
+            ("journal", args.journal.is_some()),
+            ("report", args.report.is_some()),
+            ("execution", args.execution != Execution::Fake),
+            ("kv", args.kv != KvBits::Auto),
+        ];
+        if let Some((option, _)) = others.into_iter().find(|(_, given)| *given) {
+            return Err(Error::usage(
+                format!("‹{option}› and ‹save_reference› exclude each other"),
+                "keep a reference in a run of its own",
+            ));
+        }
     }
-    let others = compared(&args.compare)?;
-    let opened = inputs::open(&args.model, session)?;
-    let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
-    let reference = args.reference.as_deref().map(|path| reference::open(path, session)).transpose()?;
-    let positions = opened.model.architecture().max_positions;
-    let profile = args.profile.clone().unwrap_or_else(|| format!("gptq-{}", positions.min(DEFAULT_WINDOW)));
-    let request = ProfileRequest::parse(&profile, args.window, positions)?;
-    let text = text(&opened, &args.text, request, args.windows, session)?;
-    if args.ablation.ablation {
-        return ablation::run(&args.ablation, &opened, &text, &args.json, session);
-    }
+    args.json.check()
+}
+
+/// Measures a model on a text, with a page about the result where `with_page` is set; [`Evaluated::finish`] ends it.
+///
+/// # Errors
+/// As `quant eval`.
+pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) -> Result<Evaluated> {
+    let prepared = Prepared::new(args, source, session)?;
+    let Prepared { gpu, others, opened, quantization, reference, request, text } = prepared;
     if let Some(reference) = &reference {
         reference.check(&opened, &text, |reference| {
-            self::text(reference, &args.text, request, args.windows, session)
+            self::text(reference, source, request, args.windows, session)
         })?;
     }
     let kv = args.kv.scheme(&opened.model);
@@ -188,7 +262,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             ((scores, Some(divergence)), known, journal.finish())
         }
         (None, Some(path)) => {
-            let about = (&tool, &model, args.text.as_str());
+            let about = (&tool, &model, source.name());
             let scores = store_reference(&decoder, &text, about, path, &observer, &session.cancel)?;
             ((scores, None), 0, None)
         }
@@ -202,17 +276,15 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let seconds = started.elapsed().as_secs_f64();
     let read: usize = text.windows[known..].iter().map(|w| w.input().len()).sum();
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
-    let result = Evaluation::new(tool, model, compared_with, (args.text.clone(), &text), measured, time);
-    if let Some(path) = &args.report {
-        let page = page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?;
+    let result = Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
+    let page = match with_page {
+        true => Some(page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?),
+        false => None,
+    };
+    if let (Some(path), Some(page)) = (&args.report, &page) {
         output::write_file(path, page.as_bytes())?;
     }
-    args.json.emit(&result, || show(&result))?;
-    // Only now is nothing lost with it.
-    match journal {
-        Some(path) => std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e)),
-        None => Ok(()),
-    }
+    Ok(Evaluated { result, page, journal })
 }
 
 /// The GPU, where one is asked for; that there is none is better known before anything is read.
@@ -221,8 +293,8 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
         (Device::Cpu, _) => Ok(None),
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
-            "--device cuda is where the kernels run, and this evaluation runs none",
-            "add --execution kernels, or leave --device out; an ablation runs on the processor",
+            "‹device=cuda› is where the kernels run, and this evaluation runs none",
+            "add ‹execution=kernels›, or leave ‹device› out; an ablation runs on the processor",
         )),
     }
 }
@@ -299,7 +371,7 @@ fn journal<T: Measured>(
 /// Tokenizes and cuts an evaluation text.
 pub fn text(
     opened: &Opened,
-    source: &str,
+    source: &Text,
     request: ProfileRequest,
     windows: Option<u64>,
     session: &Session,
@@ -309,10 +381,10 @@ pub fn text(
     if window > positions {
         session.progress.note(&format!(
             "warning: windows of {window} tokens are longer than the {positions} positions the model was made \
-             for; --window {positions} stays inside"
+             for; ‹window={positions}› stays inside"
         ));
     }
-    let (documents, origin) = inputs::texts(source, session)?;
+    let (documents, origin) = run::documents(source, &session.host())?;
     let tokenizer = inputs::tokenizer(&opened.directory)?;
     let tokenization = Tokenization {
         tokenizer: &tokenizer,

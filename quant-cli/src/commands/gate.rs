@@ -3,7 +3,6 @@
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use quant_core::{Error, Result};
 use quant_evaluator::Evaluation;
@@ -41,15 +40,15 @@ pub struct Args {
 }
 
 /// Judges; the exit code says how it ended.
-pub fn run(args: &Args, session: &Session) -> Result<ExitCode> {
+pub fn run(args: &Args, session: &Session) -> Result<u8> {
     let inputs =
         args.results.iter().chain(&args.policy).chain(args.baseline.as_ref().filter(|_| !args.update));
     let inputs: Vec<&Path> = inputs.map(PathBuf::as_path).collect();
     let outputs = [
-        ("--junit", args.junit.as_deref()),
-        ("--json", args.json.json.as_deref()),
-        ("--report", args.report.as_deref()),
-        ("--baseline", args.baseline.as_deref().filter(|_| args.update)),
+        ("junit", args.junit.as_deref()),
+        ("json", args.json.json.as_deref()),
+        ("report", args.report.as_deref()),
+        ("baseline", args.baseline.as_deref().filter(|_| args.update)),
     ];
     output::distinct(&outputs, &inputs)?;
     for path in outputs[..3].iter().filter_map(|(_, path)| path.filter(|p| *p != Path::new("-"))) {
@@ -78,7 +77,7 @@ fn judged(
     baseline: Option<&Path>,
     results: &[(String, Evaluation)],
     session: &Session,
-) -> Result<ExitCode> {
+) -> Result<u8> {
     let policy = Policy::read(policy)?;
     let read = baseline.map(|path| Ok::<_, Error>((Baseline::read(path)?, path))).transpose()?;
     let outcome = judge(&policy, read.as_ref().map(|(b, path)| (b, *path)), results)?;
@@ -99,11 +98,11 @@ fn judged(
     if let Err(error) = on_github(&outcome) {
         output::tell(&format!("warning: {error}"));
     }
-    Ok(ExitCode::from(match outcome.verdict {
+    Ok(match outcome.verdict {
         Verdict::Pass => 0,
         Verdict::Fail => 1,
         Verdict::Inconclusive => 3,
-    }))
+    })
 }
 
 /// What GitHub Actions shows beside the log, where this is one of its steps.
@@ -145,7 +144,7 @@ fn show(outcome: &Outcome) -> String {
 }
 
 /// Writes a baseline and shows what it changes.
-fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<ExitCode> {
+fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<u8> {
     // What is no baseline is not replaced: it may be something else.
     let before = match path.try_exists().map_err(|e| Error::io("read", path, e))? {
         true => Baseline::read(path).map_err(|e| not_replaced(path, e))?,
@@ -155,7 +154,7 @@ fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<ExitCode> {
     let text = difference(&before, &after);
     output::write_file(path, after.to_json()?.as_bytes())?;
     output::print(&format!("{text}\nwritten to {}\n", path.display()))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(0)
 }
 
 fn not_replaced(path: &Path, error: Error) -> Error {
@@ -164,7 +163,7 @@ fn not_replaced(path: &Path, error: Error) -> Error {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "only a baseline is replaced: remove this file, or name another with --baseline".into(),
+            remedy: "only a baseline is replaced: remove this file, or name another with ‹baseline›".into(),
         },
         other => other,
     }

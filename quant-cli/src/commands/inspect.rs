@@ -1,7 +1,7 @@
 //! `quant inspect MODEL`: what a checkpoint holds.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use quant_core::Result;
 use quant_core::format::container_of;
@@ -23,8 +23,9 @@ pub struct Args {
     json: JsonOption,
 }
 
+/// What a checkpoint holds, as JSON.
 #[derive(Serialize)]
-struct Report {
+pub struct Report {
     schema: &'static str,
     family: &'static str,
     layers: usize,
@@ -72,7 +73,16 @@ struct TensorReport {
 /// Prints what is there.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_beside(&args.model, &[])?;
-    let opened = inputs::open(&args.model, session)?;
+    let report = report(&args.model, session)?;
+    args.json.emit(&report, || show(&report))
+}
+
+/// What is there.
+///
+/// # Errors
+/// When the model cannot be opened.
+pub fn report(path: &Path, session: &Session) -> Result<Report> {
+    let opened = inputs::open(path, session)?;
     let (model, a) = (&opened.model, opened.model.architecture());
     let source = model.source();
     let tensors: Vec<TensorReport> = source
@@ -104,7 +114,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let loses = losses(&opened, session, linears.iter().map(|l| l.module.as_str()))?;
     let first = a.attentions().first().copied();
-    let report = Report {
+    Ok(Report {
         schema: "quant-inspect/3",
         family: a.family,
         layers: a.layers,
@@ -128,8 +138,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         carried: model.carried(),
         linears,
         tensors,
-    };
-    args.json.emit(&report, || show(&report))
+    })
 }
 
 /// What the container could not hold: of what was asked for, where the report of the run lies beside the weights, and

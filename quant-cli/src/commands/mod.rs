@@ -1,4 +1,4 @@
-//! One file a verb.
+//! One file per command.
 
 mod ablation;
 pub mod bench;
@@ -14,16 +14,17 @@ pub mod plan;
 pub mod quantize;
 mod reference;
 
-use std::process::ExitCode;
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use quant_core::run::Host;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Result};
 
 use crate::cli::Command;
 use crate::progress::Progress;
 
-/// What every verb has at hand.
+/// What every command has at hand.
 pub struct Session {
     /// Where progress and notes go.
     pub progress: Progress,
@@ -31,10 +32,25 @@ pub struct Session {
     pub cancel: CancelToken,
     /// What runs the tokenizers and chat templates of models.
     pub text_workers: Arc<dyn TextWorkers>,
+    /// The file that holds this code, where that is not the executable.
+    pub code: Option<PathBuf>,
 }
 
-/// Runs a verb; only the gate has several good ends.
-pub fn run(command: &Command, session: &Session) -> Result<ExitCode> {
+impl Session {
+    /// The same as the library takes it.
+    pub fn host(&self) -> Host<'_> {
+        Host {
+            observer: &self.progress,
+            cancel: &self.cancel,
+            catalog: self,
+            text_workers: self.text_workers.clone(),
+            code: self.code.as_deref(),
+        }
+    }
+}
+
+/// Runs a command and gives its exit code; only the gate has several good ends.
+pub fn run(command: &Command, session: &Session) -> Result<u8> {
     let done = match command {
         Command::Gate(args) => return gate::run(args, session),
         Command::Demo(args) => demo::run(args, session),
@@ -47,5 +63,5 @@ pub fn run(command: &Command, session: &Session) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(args, session),
         Command::Completions(args) => completions::run(args),
     };
-    done.map(|()| ExitCode::SUCCESS)
+    done.map(|()| 0)
 }

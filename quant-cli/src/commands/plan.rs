@@ -1,16 +1,17 @@
 //! `quant plan MODEL`: what would happen to every tensor.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS, READ};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
+use quant_core::run::{self, RecipeSettings, plan_gguf};
+use quant_core::wording::{CommandLine, Wording, worded};
 use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
-use crate::inputs;
 use crate::output::{self, JsonOption, bytes, table};
 use crate::recipe::RecipeOptions;
 
@@ -90,7 +91,7 @@ struct VerdictJson {
 
 #[derive(Serialize)]
 struct SelectorJson<'a> {
-    option: &'a str,
+    option: String,
     pattern: &'a str,
     outcome: &'a str,
     modules: &'a [String],
@@ -128,29 +129,61 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .filter_map(|file| file.as_deref())
         .collect();
     args.json.check_beside(model, &read)?;
-    if args.recipe.writes_gguf()? {
-        return super::gguf::plan(model, &args.recipe, args.all, &args.json, session);
+    let settings = args.recipe.settings();
+    if settings.writes_gguf()? {
+        return super::gguf::plan(model, &settings, args.all, &args.json, session);
     }
-    args.recipe.gguf.refuse()?;
-    let recipe = args.recipe.recipe()?;
-    let opened = super::quantize::prepared(inputs::open(model, session)?, &recipe, &args.recipe, session)?;
-    let plans = args.recipe.plans(&opened.model, &recipe)?;
-    let peak = Plan::peak_memory(&plans, &opened.model);
-    let outlines: Vec<Outline> = plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect();
-    // The time rests on a measurement, so it is told to people and kept out of what machines compare.
-    let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
-    let needs = Needs { memory: peak, seconds };
-    let carried = opened.model.carried();
-    args.json.emit(&json(&plans, &outlines, peak, carried.clone()), || {
-        text(&plans, &outlines, needs, carried.as_ref(), args.all)
+    let planned = Planned::new(model, &settings, session)?;
+    args.json.emit(&json(&planned, &CommandLine), || {
+        worded(&text(&planned, args.all), &CommandLine).into_owned()
     })
 }
 
-/// What a run will need, about.
-#[derive(Clone, Copy)]
-struct Needs {
+/// A plan as JSON in a program's own words, and about how many seconds it will take, where that is known.
+///
+/// # Errors
+/// As `quant plan`.
+pub fn value(
+    model: &Path,
+    settings: &RecipeSettings,
+    wording: &dyn Wording,
+    session: &Session,
+) -> Result<(serde_json::Value, Option<f64>)> {
+    let (value, seconds) = if settings.writes_gguf()? {
+        let (plan, input_bytes) = plan_gguf(model, settings, &session.host())?;
+        (serde_json::to_value(super::gguf::value(&plan, input_bytes)), None)
+    } else {
+        let planned = Planned::new(model, settings, session)?;
+        (serde_json::to_value(json(&planned, wording)), Some(planned.seconds))
+    };
+    Ok((value.map_err(|e| Error::Internal(e.to_string()))?, seconds))
+}
+
+/// Plans for all formats, and what a run will need, about.
+struct Planned {
+    plans: Vec<Plan>,
+    outlines: Vec<Outline>,
+    carried: Option<Carried>,
     memory: u64,
     seconds: f64,
+}
+
+impl Planned {
+    fn new(model: &Path, settings: &RecipeSettings, session: &Session) -> Result<Self> {
+        settings.gguf.refuse()?;
+        let recipe = settings.recipe()?;
+        let host = session.host();
+        let opened = run::prepared(run::open(model, &host)?, &recipe, settings, &host)?;
+        let plans = settings.plans(&opened.model, &recipe)?;
+        Ok(Self {
+            memory: Plan::peak_memory(&plans, &opened.model),
+            outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
+            // The time rests on a measurement, so it is told to people and kept out of what machines compare.
+            seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
+            carried: opened.model.carried(),
+            plans,
+        })
+    }
 }
 
 fn outcome(entry: &PlanEntry) -> String {
@@ -163,15 +196,11 @@ fn outcome(entry: &PlanEntry) -> String {
     }
 }
 
-fn json<'a>(
-    plans: &'a [Plan],
-    outlines: &[Outline],
-    peak_memory_bytes: u64,
-    carried: Option<Carried>,
-) -> PlanJson<'a> {
+fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
+    let Planned { plans, outlines, carried, memory, .. } = planned;
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
-        option: s.option,
+        option: wording.setting(s.option, None),
         pattern: &s.pattern,
         outcome: &s.outcome,
         modules: &s.modules,
@@ -180,14 +209,15 @@ fn json<'a>(
         schema: "quant-plan/2",
         method: first.map_or("", |plan| &plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
-        peak_memory_bytes,
-        carried,
+        peak_memory_bytes: *memory,
+        carried: carried.clone(),
         selectors: selectors.collect(),
-        formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline)).collect(),
+        formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline, wording)).collect(),
     }
 }
 
-fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
+fn format_json<'a>(plan: &'a Plan, outline: &Outline, wording: &dyn Wording) -> FormatJson<'a> {
+    let said = |texts: Vec<String>| texts.iter().map(|text| worded(text, wording).into_owned()).collect();
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
@@ -205,8 +235,8 @@ fn format_json<'a>(plan: &'a Plan, outline: &Outline) -> FormatJson<'a> {
         format: plan.container.name(),
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
-        warnings: plan.warnings(),
-        loses: plan.losses(),
+        warnings: said(plan.warnings()),
+        loses: said(plan.losses()),
         engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
@@ -228,7 +258,8 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
     EngineJson { engine: engine.name, version: engine.version, read: READ, family, ranks }
 }
 
-fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Carried>, all: bool) -> String {
+fn text(planned: &Planned, all: bool) -> String {
+    let Planned { plans, outlines, carried, memory, seconds } = planned;
     let mut text = String::new();
     if let Some(Carried { class, tensors, bytes: size }) = carried {
         text.push_str(&format!(
@@ -247,9 +278,8 @@ fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Car
     }
     for s in plans.first().into_iter().flat_map(|plan| &plan.selectors) {
         text.push_str(&format!(
-            "{} {}: {} linear(s) get {}\n",
-            s.option,
-            s.pattern,
+            "{}: {} linear(s) get {}\n",
+            CommandLine.setting(s.option, Some(&s.pattern)),
             s.modules.len(),
             s.outcome
         ));
@@ -259,8 +289,8 @@ fn text(plans: &[Plan], outlines: &[Outline], needs: Needs, carried: Option<&Car
     }
     text.push_str(&format!(
         "about {} of memory and {} on this machine\n",
-        bytes(needs.memory),
-        about(needs.seconds)
+        bytes(*memory),
+        about(*seconds)
     ));
     text
 }

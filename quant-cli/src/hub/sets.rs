@@ -87,6 +87,7 @@ mod tests {
             progress: Progress::new(true),
             cancel: CancelToken::new(),
             text_workers: std::sync::Arc::new(quant_core::calibrate::InProcess),
+            code: None,
         };
         let cache = RepositoryCache::new(scratch.path(), "datasets", "a/b");
         let path = scratch.path().join("file");

@@ -32,7 +32,7 @@ impl ChannelMaxima {
                 path: path.to_owned(),
                 line: None,
                 reason,
-                remedy: "give a file that --save-channel-maxima wrote, or one with a vector a linear".into(),
+                remedy: "give a file that ‹save_channel_maxima› wrote, or one with a vector a linear".into(),
             };
             if info.shape.len() != 1 || !info.dtype.is_weight_float() {
                 return Err(broken(format!(
@@ -64,7 +64,7 @@ impl ChannelMaxima {
             path: path(),
             line: None,
             reason,
-            remedy: "give maxima of the same model, or leave --channel-maxima out to gather them".into(),
+            remedy: "give maxima of the same model, or leave ‹channel_maxima› out to gather them".into(),
         };
         let values =
             self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima of `{linear}`")))?;

@@ -36,6 +36,6 @@ pub use ranges::ChannelRanges;
 pub use rows::InputRows;
 pub use settings::TokenizerSettings;
 pub use statistics::{AbsMean, AttentionStatistic, GramSum, SampledRows, Statistic, StatisticsPass, gram};
-pub use text::{Corpus, read_corpus, read_documents, read_json_lines};
+pub use text::{Corpus, corpus_of_rows, read_corpus, read_documents, read_json_lines};
 pub use tokenizer::{PlacedTokens, TextTokenizer, guard_panics, panic_is_handled};
 pub use windows::{Sampling, TokenWindows};

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::Conversation;
 use crate::{Error, Result};
@@ -60,6 +60,60 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
     match chats.is_empty() && !texts {
         true => Err(empty(path)),
         false if texts => Ok(Corpus::Texts(read_documents(path)?)),
+        false => Ok(Corpus::Chats(chats)),
+    }
+}
+
+/// A corpus of rows that a program holds, all of one kind: texts (a string, or an object with a string `text`), or
+/// conversations (an object with `messages`, or a list of messages). `origin` names it in messages.
+///
+/// # Errors
+/// [`Error::Text`] with the number of the row, counted from 1, for a row of another kind or a malformed one; when the rows
+/// hold no text, or more than 1 GiB.
+pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
+    let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
+    for (number, row) in (1..).zip(rows) {
+        let fault = |reason: String| Error::InputFile {
+            path: origin.to_owned(),
+            line: Some(number),
+            reason,
+            remedy: "each row is a string or has a field `text`, or each is a list of messages or has a field `messages`"
+                .into(),
+        };
+        let chat = match row {
+            Value::Array(messages) => Some(json!({ "messages": messages })),
+            Value::Object(fields) if fields.contains_key("messages") => Some(Value::Object(fields)),
+            Value::String(text) => {
+                texts.push(text);
+                None
+            }
+            Value::Object(mut fields) => match fields.remove("text") {
+                Some(Value::String(text)) => {
+                    texts.push(text);
+                    None
+                }
+                _ => return Err(fault("has no string field `text`".into())),
+            },
+            _ => return Err(fault("is neither a text nor a conversation".into())),
+        };
+        bytes += match chat {
+            Some(chat) => {
+                let size = chat.to_string().len();
+                chats.push(Conversation::new(number, chat).map_err(fault)?);
+                size
+            }
+            None => texts.last().map_or(0, String::len),
+        };
+        if !chats.is_empty() && !texts.is_empty() {
+            return Err(fault("is of another kind than the rows before it".into()));
+        }
+        if bytes as u64 > LARGEST_FILE {
+            return Err(fault(format!("goes beyond {LARGEST_FILE} bytes of text, at most which are taken")));
+        }
+    }
+    match chats.is_empty() {
+        true if texts.iter().all(|text| text.trim().is_empty()) => Err(empty(origin)),
+        true => Ok(Corpus::Texts(texts)),
         false => Ok(Corpus::Chats(chats)),
     }
 }
@@ -190,6 +244,30 @@ mod tests {
                 }
                 other => panic!("{other}"),
             }
+        }
+    }
+
+    #[test]
+    fn rows_are_of_one_kind() {
+        let origin = Path::new("dataset");
+        let of = |rows: Value| corpus_of_rows(rows.as_array().unwrap().clone(), origin);
+        let texts = Corpus::Texts(vec!["a".into(), "b".into()]);
+        assert_eq!(of(json!(["a", { "text": "b", "id": 1 }])).unwrap(), texts);
+        let message = json!({ "role": "user", "content": "a" });
+        match of(json!([[message], { "messages": [message] }])).unwrap() {
+            Corpus::Chats(chats) => assert_eq!(chats.iter().map(Conversation::line).collect::<Vec<_>>(), [1, 2]),
+            other => panic!("{other:?}"),
+        }
+        for (rows, says) in [
+            (json!(["a", [message]]), "dataset:2: is of another kind"),
+            (json!([3]), "dataset:1: is neither"),
+            (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
+            (json!([["a"]]), "dataset:1: has no string field `role`"),
+            (json!([" "]), "dataset: holds no text"),
+            (json!([]), "dataset: holds no text"),
+        ] {
+            let error = of(rows).unwrap_err().to_string();
+            assert!(error.starts_with(says), "{error}");
         }
     }
 

@@ -133,7 +133,7 @@ impl TokenWindows {
         if sampling.mask == Mask::Prompts {
             return Err(Error::usage(
                 format!("{} is plain text, in which no prompts can be masked", origin.display()),
-                "give conversations (.jsonl with `messages`) with --calibration, or leave the mask out",
+                "give conversations (.jsonl with `messages`) with ‹calibration›, or leave the mask out",
             ));
         }
         let texts: Vec<&str> = documents.iter().map(String::as_str).collect();

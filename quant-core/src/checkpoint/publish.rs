@@ -62,7 +62,7 @@ pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
         Some(_) if !metadata.is_file() => Some("is not a regular file".into()),
         Some(archive) => match archive.is_own_file(target)? {
             true => None,
-            false => Some("was not written by quant, so --force does not replace it".into()),
+            false => Some("was not written by quant, so ‹force› does not replace it".into()),
         },
         None if metadata.is_dir() => not_replaceable(target)?,
         None => Some("is not a directory".into()),
@@ -93,13 +93,13 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         Ok(Err(_)) => None,
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
             let reason =
-                format!("was not written by quant (it has no {MANIFEST}), so --force does not replace it");
+                format!("was not written by quant (it has no {MANIFEST}), so ‹force› does not replace it");
             return Ok(Some(reason));
         }
         Err(e) => return Err(e),
     };
     let Some(listed) = listed else {
-        return Ok(Some(format!("has a {MANIFEST} that cannot be read, so --force does not replace it")));
+        return Ok(Some(format!("has a {MANIFEST} that cannot be read, so ‹force› does not replace it")));
     };
     present.sort_unstable();
     for (name, len) in &present {
@@ -110,12 +110,12 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
             Some(Some(written)) if Some(*written) == *len => {}
             Some(Some(_)) if len.is_some() => {
                 return Ok(Some(format!(
-                    "holds `{printed}`, which was changed since quant wrote it, so --force does not replace it"
+                    "holds `{printed}`, which was changed since quant wrote it, so ‹force› does not replace it"
                 )));
             }
             _ => {
                 return Ok(Some(format!(
-                    "holds `{printed}`, which quant did not write, so --force does not replace it"
+                    "holds `{printed}`, which quant did not write, so ‹force› does not replace it"
                 )));
             }
         }

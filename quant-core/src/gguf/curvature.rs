@@ -37,7 +37,7 @@ impl<'a> Curvature<'a> {
         match (0..a.layers).any(has_experts) {
             true => Err(Error::usage(
                 "GPTQ onto the blocks of GGUF files is for models without experts",
-                "leave --method out: scales are searched for with the importance of each expert's channels",
+                "leave ‹method› out: scales are searched for with the importance of each expert's channels",
             )),
             false => Ok(()),
         }

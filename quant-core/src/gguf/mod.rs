@@ -42,7 +42,7 @@ use crate::pipeline::Program;
 /// The name of the format among those that are written.
 pub const FORMAT: &str = "gguf";
 /// One line for help and tables.
-pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as --scheme";
+pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as ‹scheme›";
 
 impl GgufPlan {
     /// The archive of a plan: its metadata, with what an importance matrix adds.

@@ -354,8 +354,8 @@ impl<'a> Types<'a> {
     /// Fails where a pattern selects nothing that types are about.
     fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
         let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
-        let ignored = self.request.ignore.iter().map(|pattern| ("--ignore", pattern));
-        let overridden = self.request.overrides.iter().map(|(pattern, _)| ("--override", pattern));
+        let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern));
+        let overridden = self.request.overrides.iter().map(|(pattern, _)| ("override", pattern));
         for (option, pattern) in ignored.chain(overridden) {
             if !weights.iter().any(|draft| selects(pattern, draft)) {
                 let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();

@@ -211,7 +211,7 @@ impl Writer<'_> {
                 true => Ok(recalled),
                 false => Err(Error::usage(
                     format!("what `{name}` is made of is not what it was when the run was interrupted"),
-                    "start again without --resume",
+                    "start again without ‹resume›",
                 )),
             };
         }

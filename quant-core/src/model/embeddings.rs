@@ -117,7 +117,7 @@ impl Model {
                     a.max_positions
                 ),
                 format!(
-                    "ask for {} at most: with --seq-len, --window, or --prefill and --decode together",
+                    "ask for {} at most: with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together",
                     a.max_positions
                 ),
             )),

@@ -127,7 +127,7 @@ fn quantize_all(
         (true, _) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
-                "give one with --calibration",
+                "give one with ‹calibration›",
             ));
         }
     };

@@ -347,7 +347,7 @@ impl QuantReport {
             path: path.clone(),
             line: None,
             reason,
-            remedy: "remove it, or take the one that `quant quantize` wrote with these weights".into(),
+            remedy: "remove it, or take the one that ‹quantize()› wrote with these weights".into(),
         };
         let bytes = read_capped(&path, &path, LARGEST)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;

@@ -174,7 +174,7 @@ pub(super) fn recalled(
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
             format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
-            "start again without --resume",
+            "start again without ‹resume›",
         ));
     }
     Ok(tensor)

@@ -71,7 +71,7 @@ impl Plan {
             let format = self.container.name();
             Error::usage(
                 format!("the {format} format has no place for the scales of keys and values in FP8"),
-                "leave kvf8 out of the scheme, or write --format compressed-tensors",
+                "leave kvf8 out of the scheme, or write ‹format=compressed-tensors›",
             )
         })
     }

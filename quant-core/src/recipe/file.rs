@@ -59,7 +59,7 @@ use crate::{Error, Result, format};
 /// A recipe file is read up to this size.
 const MAX_BYTES: u64 = 1 << 20;
 /// Where a recipe can be had from.
-const START: &str = "`quant plan --print-recipe awq-w4a16` prints one to start from";
+const START: &str = "‹plan(print_recipe=awq-w4a16)› prints one to start from";
 
 /// How `quant quantize --recipe` treats a model.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]

@@ -52,7 +52,7 @@ impl Plan {
             true => Ok(()),
             false => Err(Error::usage(
                 "which tokens experts are calibrated on has no effect: no layer of the model has experts",
-                "leave --expert-tokens and --expert-floor out, in a recipe expert_tokens and expert_floor",
+                "leave ‹expert_tokens› and ‹expert_floor› out, in a recipe expert_tokens and expert_floor",
             )),
         }
     }
@@ -70,14 +70,14 @@ impl Plan {
                      and larger weights round worse",
                     scheme.granularity.group_size(0)
                 ),
-                "choose --method rtn, gptq or awq, or a scheme such as wf8af8-channel",
+                "choose ‹method=rtn›, gptq or awq, or a scheme such as wf8af8-channel",
             ));
         }
         if self.calibrates_cache() && self.method.has("smooth-attention") {
             return Err(Error::usage(
                 "`smooth-attention` helps caches of integers: FP8 has steps that grow with the numbers, and one scale for all \
                  channels of keys",
-                "leave the step out, for example with --skip smooth-attention",
+                "leave the step out, for example with ‹skip=smooth-attention›",
             ));
         }
         if self.method.has("clip") && !quantized().any(|(_, scheme)| scheme.takes_clip_bounds()) {
@@ -113,13 +113,13 @@ impl Plan {
                 format!(
                     "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
                 ),
-                "leave --channel-maxima out, so that they are gathered after that, or put `smoothquant` first",
+                "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
             ));
         }
         if self.method.has("smoothquant") && !in_blocks {
             return Err(Error::usage(
                 format!("method `{}` has no effect: all activations stay float", self.method.name),
-                "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another --method",
+                "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another ‹method›",
             ));
         }
         for entry in self.entries.iter().filter(rounded) {

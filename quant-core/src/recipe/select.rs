@@ -4,8 +4,8 @@ use super::{Pattern, Recipe};
 use crate::scheme::SchemeRequest;
 use crate::{Error, Result};
 
-const IGNORE: &str = "--ignore";
-const OVERRIDE: &str = "--override";
+const IGNORE: &str = "ignore";
+const OVERRIDE: &str = "override";
 
 /// Which modules an `--ignore` or `--override` selected.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,8 +95,8 @@ impl<'r> Selection<'r> {
             let none_of_them_is = |module: &String| self.decisive(module, in_block) != Some(index);
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
-                    format!("{option} {pattern} has no effect: other patterns decide over all it matches"),
-                    "remove it; --ignore wins over --override, and a later --override over an earlier one",
+                    format!("‹{option}={pattern}› has no effect: other patterns decide over all it matches"),
+                    "remove it; ‹ignore› wins over ‹override›, and a later ‹override› over an earlier one",
                 ));
             }
             modules.retain(|module| !none_of_them_is(module));

@@ -4,6 +4,7 @@
 //! is an error of that file; one that does not end is killed when the run is cancelled. It is never waited for
 //! otherwise, and it ends with us: its standard input closes then.
 
+use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -36,6 +37,7 @@ const MOST_THREADS: usize = 16;
 #[derive(Debug, Clone)]
 pub struct ProcessWorkers {
     program: PathBuf,
+    arguments: Vec<OsString>,
     threads: usize,
     limits: Limits,
     cancel: CancelToken,
@@ -52,7 +54,12 @@ impl ProcessWorkers {
     /// Workers of another executable.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
         let threads = threads.clamp(1, MOST_THREADS);
-        Self { program: program.to_owned(), threads, limits: Limits::default(), cancel, instead: None }
+        Self { program: program.to_owned(), arguments: Vec::new(), threads, limits: Limits::default(), cancel, instead: None }
+    }
+
+    /// The same with arguments before [`WORKER_ARGUMENT`], for a program that serves as a worker only with them.
+    pub fn with_arguments(self, arguments: Vec<OsString>) -> Self {
+        Self { arguments, ..self }
     }
 
     /// The same with other limits.
@@ -70,7 +77,11 @@ impl ProcessWorkers {
         ours.set_read_timeout(Some(LOOK))?;
         ours.set_write_timeout(Some(LOOK))?;
         let mut command = Command::new(&self.program);
-        command.arg0("quant-text-worker").arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
+        if self.arguments.is_empty() {
+            // An interpreter finds itself by that name.
+            command.arg0("quant-text-worker");
+        }
+        command.args(&self.arguments).arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
         // In a group of its own no key of the terminal reaches it: what ends it is decided here.
         command.process_group(0).stdin(Stdio::piped()).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
         Ok(Running { child: command.spawn()?, socket: ours, granted: None })

@@ -121,7 +121,7 @@ impl TokenWindows {
                 line: None,
                 reason: "holds no token that an assistant wrote, and prompts are masked".into(),
                 remedy: "give conversations with messages of the role `assistant`, or count all tokens \
-                         (--mask none)"
+                         (‹mask=none›)"
                     .into(),
             });
         }

@@ -142,7 +142,7 @@ impl One<'_> {
         self.fault(
             format_args!("does not let prompts be told from answers: {reason}"),
             "give a template with {% generation %} blocks around what the assistant writes \
-             (chat_template.jinja beside the model is taken first), or count all tokens (--mask none)",
+             (chat_template.jinja beside the model is taken first), or count all tokens (‹mask=none›)",
         )
     }
 }

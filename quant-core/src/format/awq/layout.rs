@@ -46,7 +46,7 @@ pub(super) fn layout(
     let unusable = |what: String| {
         Error::usage(
             format!("`{module}.weight`: {what}"),
-            "leave it float with --ignore, or write --format compressed-tensors",
+            "leave it float with ‹ignore›, or write ‹format=compressed-tensors›",
         )
     };
     if scheme.activations != ActivationScheme::Float {

@@ -82,13 +82,13 @@ impl Container for AutoAwq {
                     "`{outside}`, which stays float, is a part of the names of linears that are to be quantized, and \
                      readers of the {METHOD} format match it anywhere in a name"
                 ),
-                "write --format compressed-tensors",
+                "write ‹format=compressed-tensors›",
             ));
         }
         if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
             return Err(Error::usage(
                 format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
-                "leave it float, or write --format compressed-tensors",
+                "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
         let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
@@ -98,7 +98,7 @@ impl Container for AutoAwq {
                 format!(
                     "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
                 ),
-                "leave modules float with --ignore, or write --format compressed-tensors",
+                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }

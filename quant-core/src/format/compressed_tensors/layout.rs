@@ -141,7 +141,7 @@ pub(super) fn layout_as(
     let unusable = |what: String| {
         Error::usage(
             format!("`{module}.weight`: {what}"),
-            "leave it float with --ignore, or choose another scheme",
+            "leave it float with ‹ignore›, or choose another scheme",
         )
     };
     let bits = scheme.bits();

@@ -66,7 +66,7 @@ impl Container for GptqV1 {
 
     /// One scheme for all: readers differ in how they look for others. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
-        const REMEDY: &str = "leave it float, or write --format compressed-tensors";
+        const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
         let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));
         if let Some(module) = head {
             return Err(Error::usage(
@@ -84,7 +84,7 @@ impl Container for GptqV1 {
                     "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one \
                      scheme for all"
                 ),
-                "leave modules float with --ignore, or write --format compressed-tensors",
+                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }

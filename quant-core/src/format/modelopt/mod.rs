@@ -83,7 +83,7 @@ impl Container for ModelOpt {
         if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
             return Err(Error::usage(
                 format!("`{module}.weight`: the {METHOD} format is written with NVFP4 weights, not {scheme}"),
-                "choose --scheme nvfp4 or nvfp4a16, or write --format compressed-tensors",
+                "choose ‹scheme=nvfp4› or nvfp4a16, or write ‹format=compressed-tensors›",
             ));
         }
         if !k.is_multiple_of(NV_GROUP) {
@@ -117,7 +117,7 @@ impl Container for ModelOpt {
         if schemes.embedding.is_some() {
             return Err(Error::usage(
                 format!("the embedding is to be quantized, which the {METHOD} format has no place for"),
-                "leave it float, or write --format compressed-tensors",
+                "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
         let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
@@ -128,7 +128,7 @@ impl Container for ModelOpt {
                     "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one scheme \
                      for all"
                 ),
-                "leave modules float with --ignore, or write --format compressed-tensors",
+                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }
@@ -183,8 +183,8 @@ impl Container for ModelOpt {
             excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
         {
             notes.push(format!(
-                "vLLM 0.33 leaves `{module}` float as well, for its name contains that of `{float}`: write --format \
-                 compressed-tensors"
+                "vLLM 0.33 leaves `{module}` float as well, for its name contains that of `{float}`: write \
+                 ‹format=compressed-tensors›"
             ));
         }
         notes

@@ -172,17 +172,17 @@ pub(super) fn layout(
     let Some(kind) = Kind::of(scheme) else {
         return unusable(
             format!("the {METHOD} format has no {scheme}"),
-            "choose --scheme w4a8-g128-asym-progressive, w4a8-channel-asym or w8a8-channel-sym, leave it float with \
-             --ignore, or write --format compressed-tensors",
+            "choose ‹scheme=w4a8-g128-asym-progressive›, w4a8-channel-asym or w8a8-channel-sym, leave it float with \
+             ‹ignore›, or write ‹format=compressed-tensors›",
         );
     };
     if scale_dtype != Dtype::F16 {
         return unusable(
             format!("the {METHOD} format stores scales as F16, not {scale_dtype}"),
-            "write --format compressed-tensors",
+            "write ‹format=compressed-tensors›",
         );
     }
-    const FLOAT: &str = "leave it float with --ignore, or write --format compressed-tensors";
+    const FLOAT: &str = "leave it float with ‹ignore›, or write ‹format=compressed-tensors›";
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return unusable(format!("{n} × {k} weights exceed the address space"), FLOAT);
     }

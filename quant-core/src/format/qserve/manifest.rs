@@ -240,7 +240,7 @@ mod tests {
         these.quantized[1] = ("b", "w8a8-channel-sym".parse().unwrap());
         let error = QServe.check(&these).unwrap_err();
         assert!(error.to_string().contains("`b` is to be w8a8-channel-sym and `a`"), "{error}");
-        assert!(error.remedy().contains("--ignore"));
+        assert!(error.remedy().contains("‹ignore›"));
         these.quantized.pop();
         these.embedding = Some(LinearScheme::default());
         assert!(QServe.check(&these).unwrap_err().to_string().contains("the embedding"));

@@ -88,7 +88,7 @@ impl Container for QServe {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(
                 format!("the {METHOD} format is read for text models alone"),
-                "write --format compressed-tensors",
+                "write ‹format=compressed-tensors›",
             ));
         }
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
@@ -96,7 +96,7 @@ impl Container for QServe {
         if let Some(module) = head {
             return Err(Error::usage(
                 format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
-                "leave it float, or write --format compressed-tensors",
+                "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
         let Some((first, scheme)) = schemes.quantized.first() else { return Ok(()) };
@@ -106,7 +106,7 @@ impl Container for QServe {
                 format!(
                     "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
                 ),
-                "leave modules float with --ignore, or write --format compressed-tensors",
+                "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
         }
     }

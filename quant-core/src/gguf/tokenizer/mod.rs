@@ -71,7 +71,7 @@ pub(super) fn metadata(
     let mut notes = Vec::new();
     let Some(sidecar) = directory.sidecar(JSON) else {
         if pre.is_some() {
-            return Err(Error::usage("--pre has no effect: the model has no tokenizer.json", "leave it out"));
+            return Err(Error::usage("‹pre› has no effect: the model has no tokenizer.json", "leave it out"));
         }
         notes.push(
             "the model has no tokenizer.json: the file gets no vocabulary, and takes token ids only".into(),
@@ -98,7 +98,7 @@ pub(super) fn metadata(
         bpe::Kind::SentencePiece => {
             if pre.is_some() {
                 return Err(Error::usage(
-                    "--pre has no effect: SentencePiece has no pre-tokenizer of that kind",
+                    "‹pre› has no effect: SentencePiece has no pre-tokenizer of that kind",
                     "leave it out",
                 ));
             }

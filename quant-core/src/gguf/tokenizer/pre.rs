@@ -188,7 +188,7 @@ pub(super) fn unrecognized(path: &Path) -> Error {
         path: path.to_owned(),
         line: None,
         reason: "has a pre-tokenizer that is not recognized".into(),
-        remedy: "add --pre NAME, with the name of llama.cpp's that does the same, or --pre none for a file without a \
+        remedy: "add ‹pre=NAME›, with the name of llama.cpp's that does the same, or ‹pre=none› for a file without a \
                  vocabulary"
             .into(),
     }
@@ -226,6 +226,6 @@ mod tests {
         assert_eq!(find(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), &[1, 2]), None);
         let error = unrecognized(Path::new("tokenizer.json"));
         assert_eq!(error.category(), crate::Category::Input);
-        assert!(error.remedy().contains("--pre NAME") && error.remedy().contains("--pre none"));
+        assert!(error.remedy().contains("‹pre=NAME›") && error.remedy().contains("‹pre=none›"));
     }
 }

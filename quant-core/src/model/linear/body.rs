@@ -141,7 +141,7 @@ fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
 pub(super) fn no_integers(tensor: &QuantizedTensor) -> Error {
     Error::usage(
         format!("the kernels for GPUs do not multiply {} weights", tensor.scheme),
-        "leave --device out: the kernels for processors do",
+        "leave ‹device› out: the kernels for processors do",
     )
 }
 

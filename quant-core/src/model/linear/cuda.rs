@@ -22,13 +22,13 @@ impl CudaRunner {
             return Err(Error::Unavailable {
                 what: "an NVIDIA GPU".into(),
                 reason: "this program is linked statically, and loads no libraries".into(),
-                remedy: "build one with `cargo build --release`, or leave --device out".into(),
+                remedy: "build one with `cargo build --release`, or leave ‹device› out".into(),
             });
         }
         let runner = Runner::new().map_err(|e| Error::Unavailable {
             what: "an NVIDIA GPU".into(),
             reason: e.to_string(),
-            remedy: "run where there is one with its driver, or leave --device out".into(),
+            remedy: "run where there is one with its driver, or leave ‹device› out".into(),
         })?;
         Ok(Self(Arc::new(runner)))
     }
@@ -57,9 +57,9 @@ impl CudaRunner {
 pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
     let (what, remedy) = match error {
         quant_kernels_cuda::Error::Operands(_) => {
-            ("a product on a GPU", "leave --device out: the kernels for processors take these weights")
+            ("a product on a GPU", "leave ‹device› out: the kernels for processors take these weights")
         }
-        _ => ("a product on a GPU", "leave --device out, or see docs/kernels/cuda-host.md"),
+        _ => ("a product on a GPU", "leave ‹device› out, or see docs/kernels/cuda-host.md"),
     };
     Error::Unavailable { what: what.into(), reason: error.to_string(), remedy: remedy.into() }
 }

@@ -1,21 +1,21 @@
-//! The model card of a checkpoint that `quant quantize` writes, `README.md`: what was done to the model and how it is
+//! The model card of a checkpoint, `README.md`: what was done to the model and how it is
 //! loaded. Hubs show it, and read its header.
 
 use std::collections::BTreeMap;
 
-use quant_core::checkpoint::ModelDirectory;
-use quant_core::engines::{ENGINES, Outline, Verdict};
-use quant_core::pipeline::{Job, QuantReport};
-use quant_core::recipe::PlanEntry;
 use serde_json::Value;
 
-use crate::output::bytes;
+use super::summary::bytes;
+use crate::checkpoint::ModelDirectory;
+use crate::engines::{ENGINES, Engine, Outline, Verdict};
+use crate::pipeline::{Job, QuantReport};
+use crate::recipe::PlanEntry;
 
 /// The name of the card in a checkpoint.
-pub const NAME: &str = "README.md";
+pub(super) const NAME: &str = "README.md";
 
 /// The card. Like the report it holds no paths and no times: the same job gives the same bytes.
-pub fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
+pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
     let base =
         directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
     let mut card = String::from("---\nlibrary_name: transformers\npipeline_tag: text-generation\n");
@@ -81,7 +81,7 @@ fn counts(job: &Job<'_>) -> String {
 /// The engines that load it, with their commands.
 fn engines(job: &Job<'_>) -> String {
     let outline = Outline::new(job.plan, job.model);
-    let row = |engine: &quant_core::engines::Engine| {
+    let row = |engine: &Engine| {
         let remark = match engine.loads(&outline, 1)? {
             Verdict::Yes => String::new(),
             Verdict::With(remark) => cell(&remark),

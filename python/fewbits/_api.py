@@ -1,0 +1,456 @@
+"""The functions of the package. Keyword arguments have the names and defaults of the command line's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Union
+
+from fewbits._call import PathOrName, Texts, optional_path, path, run, text_argument
+from fewbits._errors import UsageError
+from fewbits._events import Event
+from fewbits._plans import Inspection, Plan
+from fewbits._results import Evaluation, GateResult, Gguf, Quantized
+
+_OnEvent = Union[Callable[[Event], object], None]
+_Patterns = Union[str, Sequence[str]]
+_Overrides = Union[Mapping[str, str], Sequence[str]]
+_Number = Union[str, float]
+
+
+def _list(given: _Patterns, name: str) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    listed = list(given)
+    if not all(isinstance(one, str) for one in listed):
+        raise TypeError(f"{name}= is a string or a list of strings")
+    return listed
+
+
+def _overrides(given: _Overrides) -> list[str]:
+    if isinstance(given, Mapping):
+        return [f"{pattern}={scheme}" for pattern, scheme in given.items()]
+    return _list(given, "override")
+
+
+def _text(given: _Number | None) -> str | None:
+    return None if given is None else str(given)
+
+
+def _check_count(name: str, count: int | None) -> None:
+    if count is None:
+        return
+    if not isinstance(count, int):
+        raise TypeError(f"{name}= is an integer, not a {type(count).__name__}")
+    if count < 0:
+        raise UsageError(f"{name}={count} is negative", "give a count")
+
+
+def _settings(
+    *,
+    preset: str | None,
+    recipe: PathOrName | None,
+    method: str | None,
+    scheme: str | None,
+    format: _Patterns,
+    group_size: int | str | None,
+    symmetric: bool | None,
+    ignore: _Patterns,
+    override: _Overrides,
+    alpha: _Number | None,
+    smooth_producers: str | None,
+    channel_maxima: PathOrName | None,
+    skip: _Patterns,
+    output_alpha: _Number | None,
+    attention_alpha: _Number | None,
+    search: str | None,
+    damping: float | None,
+    block_size: int | None,
+    act_order: str | None,
+    layer_inputs: str | None,
+    scale_search: str | None,
+    requantize: bool,
+    samples: int | None,
+    seq_len: int | None,
+    seed: int | None,
+    packing: str | None,
+    mask: str | None,
+    expert_tokens: str | None,
+    expert_floor: int | None,
+    pre: str | None,
+    allow_fallback: bool,
+    reference_search: bool,
+    imatrix: PathOrName | None,
+    save_imatrix: PathOrName | None = None,
+) -> dict[str, Any]:
+    """The settings of the recipe as the native half takes them."""
+    counts = {
+        "block_size": block_size,
+        "samples": samples,
+        "seq_len": seq_len,
+        "seed": seed,
+        "expert_floor": expert_floor,
+    }
+    for name, count in counts.items():
+        _check_count(name, count)
+    return {
+        "preset": preset,
+        "recipe": optional_path(recipe),
+        "method": method,
+        "scheme": scheme,
+        "format": _list(format, "format"),
+        "group_size": _text(group_size),
+        "symmetric": symmetric,
+        "ignore": _list(ignore, "ignore"),
+        "override": _overrides(override),
+        "gguf": {
+            "pre": pre,
+            "allow_fallback": allow_fallback,
+            "reference_search": reference_search,
+            "imatrix": optional_path(imatrix),
+            "save_imatrix": optional_path(save_imatrix),
+        },
+        "alpha": _text(alpha),
+        "smooth_producers": smooth_producers,
+        "channel_maxima": optional_path(channel_maxima),
+        "skip": _list(skip, "skip"),
+        "output_alpha": _text(output_alpha),
+        "attention_alpha": _text(attention_alpha),
+        "search": search,
+        "damping": damping,
+        "act_order": act_order,
+        "layer_inputs": layer_inputs,
+        "scale_search": scale_search,
+        "requantize": requantize,
+        "packing": packing,
+        "mask": mask,
+        "expert_tokens": expert_tokens,
+        **counts,
+    }
+
+
+def plan(
+    model: PathOrName,
+    *,
+    preset: str | None = None,
+    recipe: PathOrName | None = None,
+    method: str | None = None,
+    scheme: str | None = None,
+    format: _Patterns = (),
+    group_size: int | str | None = None,
+    symmetric: bool | None = None,
+    ignore: _Patterns = (),
+    override: _Overrides = (),
+    alpha: _Number | None = None,
+    smooth_producers: str | None = None,
+    channel_maxima: PathOrName | None = None,
+    skip: _Patterns = (),
+    output_alpha: _Number | None = None,
+    attention_alpha: _Number | None = None,
+    search: str | None = None,
+    damping: float | None = None,
+    block_size: int | None = None,
+    act_order: str | None = None,
+    layer_inputs: str | None = None,
+    scale_search: str | None = None,
+    requantize: bool = False,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+    packing: str | None = None,
+    mask: str | None = None,
+    expert_tokens: str | None = None,
+    expert_floor: int | None = None,
+    pre: str | None = None,
+    allow_fallback: bool = False,
+    reference_search: bool = False,
+    imatrix: PathOrName | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """What :func:`quantize` with the same arguments would do to every tensor; only headers are read.
+
+    ``format`` is one format or several, ``symmetric=False`` means grids with a zero point, and ``override`` is
+    ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.
+
+    Raises :class:`QuantError`.
+    """
+    settings = _settings(
+        preset=preset,
+        recipe=recipe,
+        method=method,
+        scheme=scheme,
+        format=format,
+        group_size=group_size,
+        symmetric=symmetric,
+        ignore=ignore,
+        override=override,
+        alpha=alpha,
+        smooth_producers=smooth_producers,
+        channel_maxima=channel_maxima,
+        skip=skip,
+        output_alpha=output_alpha,
+        attention_alpha=attention_alpha,
+        search=search,
+        damping=damping,
+        block_size=block_size,
+        act_order=act_order,
+        layer_inputs=layer_inputs,
+        scale_search=scale_search,
+        requantize=requantize,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        packing=packing,
+        mask=mask,
+        expert_tokens=expert_tokens,
+        expert_floor=expert_floor,
+        pre=pre,
+        allow_fallback=allow_fallback,
+        reference_search=reference_search,
+        imatrix=imatrix,
+    )
+    return Plan(run("plan", {"model": path(model), "settings": settings}, threads=threads))
+
+
+def quantize(
+    model: PathOrName,
+    output: PathOrName,
+    *,
+    preset: str | None = None,
+    recipe: PathOrName | None = None,
+    method: str | None = None,
+    scheme: str | None = None,
+    format: _Patterns = (),
+    group_size: int | str | None = None,
+    symmetric: bool | None = None,
+    ignore: _Patterns = (),
+    override: _Overrides = (),
+    alpha: _Number | None = None,
+    smooth_producers: str | None = None,
+    channel_maxima: PathOrName | None = None,
+    skip: _Patterns = (),
+    output_alpha: _Number | None = None,
+    attention_alpha: _Number | None = None,
+    search: str | None = None,
+    damping: float | None = None,
+    block_size: int | None = None,
+    act_order: str | None = None,
+    layer_inputs: str | None = None,
+    scale_search: str | None = None,
+    requantize: bool = False,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+    packing: str | None = None,
+    mask: str | None = None,
+    expert_tokens: str | None = None,
+    expert_floor: int | None = None,
+    pre: str | None = None,
+    allow_fallback: bool = False,
+    reference_search: bool = False,
+    imatrix: PathOrName | None = None,
+    save_imatrix: PathOrName | None = None,
+    calibration: Texts | None = None,
+    save_channel_maxima: PathOrName | None = None,
+    force: bool = False,
+    resume: bool = False,
+    report: PathOrName | None = None,
+    threads: int | None = None,
+    on_event: _OnEvent = None,
+    progress: bool = False,
+) -> Quantized | Gguf:
+    """Quantizes a model into ``output``, which appears only when it is complete and verified.
+
+    ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a dataset
+    with a field ``text`` or ``messages``, or lists of chat messages. An iterable is read to its end.
+
+    ``on_event`` is called with every :class:`Event` on the calling thread; what it raises stops the run. ``progress=True``
+    shows a bar of tqdm. Ctrl-C stops the run where nothing is lost and raises ``KeyboardInterrupt``; the same call with
+    ``resume=True`` continues it, and the result is the same, byte for byte.
+
+    Raises :class:`QuantError`.
+    """
+    settings = _settings(
+        preset=preset,
+        recipe=recipe,
+        method=method,
+        scheme=scheme,
+        format=format,
+        group_size=group_size,
+        symmetric=symmetric,
+        ignore=ignore,
+        override=override,
+        alpha=alpha,
+        smooth_producers=smooth_producers,
+        channel_maxima=channel_maxima,
+        skip=skip,
+        output_alpha=output_alpha,
+        attention_alpha=attention_alpha,
+        search=search,
+        damping=damping,
+        block_size=block_size,
+        act_order=act_order,
+        layer_inputs=layer_inputs,
+        scale_search=scale_search,
+        requantize=requantize,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        packing=packing,
+        mask=mask,
+        expert_tokens=expert_tokens,
+        expert_floor=expert_floor,
+        pre=pre,
+        allow_fallback=allow_fallback,
+        reference_search=reference_search,
+        imatrix=imatrix,
+        save_imatrix=save_imatrix,
+    )
+    named, rows = text_argument(calibration, "calibration")
+    request = {
+        "model": path(model),
+        "output": path(output),
+        "settings": settings,
+        "calibration": named,
+        "save_channel_maxima": optional_path(save_channel_maxima),
+        "force": force,
+        "resume": resume,
+        "report": optional_path(report),
+    }
+    done = run(
+        "quantize",
+        request,
+        rows=rows,
+        on_event=on_event,
+        progress=progress,
+        threads=threads,
+        resume_with="resume=True",
+    )
+    return Gguf(done) if done["schema"].startswith("quant-gguf-summary/") else Quantized(done)
+
+
+def evaluate(
+    model: PathOrName,
+    *,
+    text: Texts,
+    reference: PathOrName | None = None,
+    save_reference: PathOrName | None = None,
+    profile: str | None = None,
+    window: int | None = None,
+    windows: int | None = None,
+    execution: Literal["fake", "kernels"] = "fake",
+    device: Literal["cpu", "cuda"] = "cpu",
+    kv: Literal["auto", "16", "8", "4", "fp8"] | int = "auto",
+    journal: PathOrName | None = None,
+    report: PathOrName | None = None,
+    compare: Iterable[PathOrName] = (),
+    threads: int | None = None,
+    on_event: _OnEvent = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Measures perplexity on a text, and the divergence from ``reference`` where one is given.
+
+    ``text`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, or rows of a dataset
+    with a field ``text``. ``on_event``, ``progress`` and Ctrl-C are as in :func:`quantize`; with a ``journal`` the same call
+    continues what was stopped.
+
+    Raises :class:`QuantError`.
+    """
+    _check_count("window", window)
+    _check_count("windows", windows)
+    named, rows = text_argument(text, "text")
+    request = {
+        "model": path(model),
+        "text": named,
+        "reference": optional_path(reference),
+        "save_reference": optional_path(save_reference),
+        "profile": profile,
+        "window": window,
+        "windows": windows,
+        "execution": execution,
+        "device": device,
+        "kv": str(kv),
+        "journal": optional_path(journal),
+        "report": optional_path(report),
+        "compare": [path(one) for one in compare],
+    }
+    done = run(
+        "evaluate",
+        request,
+        rows=rows,
+        on_event=on_event,
+        progress=progress,
+        threads=threads,
+        resume_with=None if journal is None else "this journal=",
+    )
+    return Evaluation(done["result"], done["page"])
+
+
+_Results = Union[PathOrName, Evaluation, Mapping[str, Evaluation], Sequence[Union[PathOrName, Evaluation]]]
+
+
+def _results(given: _Results) -> list[dict[str, Any]]:
+    """Results with the names by which a policy and a baseline know them."""
+    if isinstance(given, Mapping):
+        return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
+    if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):
+        given = [given]
+    return [
+        {"name": one.name, "result": one.to_dict()} if isinstance(one, Evaluation) else {"path": path(one)}
+        for one in given
+    ]
+
+
+def gate(
+    results: _Results,
+    *,
+    policy: PathOrName,
+    baseline: PathOrName | None = None,
+    report: PathOrName | None = None,
+    junit: PathOrName | None = None,
+) -> GateResult:
+    """Decides by a policy whether models have become worse than they may.
+
+    ``results`` are files that :meth:`Evaluation.save` or the command line wrote, evaluations, or ``{"name": evaluation}``. A
+    file is known by its name without the extension, an evaluation by the last part of its model's path. ``policy`` is a
+    path, or the text of a policy (TOML). A gate that fails raises nothing: see :attr:`GateResult.verdict`, or call
+    :meth:`GateResult.check`.
+
+    Raises :class:`QuantError`.
+    """
+    named = path(policy)
+    request = {
+        "results": _results(results),
+        "policy": None if "\n" in named else named,
+        "policy_text": named if "\n" in named else None,
+        "baseline": optional_path(baseline),
+        "report": optional_path(report),
+        "junit": optional_path(junit),
+    }
+    done = run("gate", request)
+    return GateResult(done["outcome"], done["page"], done["summary"])
+
+
+def update_baseline(results: _Results, baseline: PathOrName) -> str:
+    """Makes results the baseline of later gates, and returns its path. Only a baseline is replaced.
+
+    Raises :class:`QuantError`.
+    """
+    written: str = run("baseline", {"results": _results(results), "baseline": path(baseline)})
+    return written
+
+
+def inspect(model: PathOrName) -> Inspection:
+    """What a checkpoint holds.
+
+    Raises :class:`QuantError`.
+    """
+    return Inspection(run("inspect", path(model)))
+
+
+def preset_recipe(preset: str) -> str:
+    """A preset as a recipe file (TOML), to start one's own from.
+
+    Raises :class:`QuantError`.
+    """
+    text: str = run("recipe", preset)
+    return text

@@ -1,0 +1,96 @@
+"""How the package calls its native half."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Union
+
+from fewbits import _native
+from fewbits._errors import UsageError
+from fewbits._events import Event, Listener
+
+#: A path, or a name that stands for one.
+PathOrName = Union[str, "PathLike[str]"]
+#: A text: a file, the name of a built-in one, or rows.
+Texts = Union[str, "PathLike[str]", Iterable[Any]]
+
+
+def code() -> str:
+    """The file of the native half: a run is resumed by the same one only."""
+    found = _native.__file__
+    if found is None:
+        raise AssertionError("the native half was loaded from no file")
+    return found
+
+
+def python() -> str | None:
+    """The interpreter, where it is a program that can be started once more; tokenizers run in such processes."""
+    named = sys.executable
+    return named if named and Path(named).is_file() else None
+
+
+def run(
+    kind: str,
+    request: object,
+    *,
+    rows: list[str] | None = None,
+    on_event: Callable[[Event], object] | None = None,
+    progress: bool = False,
+    threads: int | None = None,
+    resume_with: str | None = None,
+) -> Any:
+    """Runs a job of the native half and returns its result. After Ctrl-C, `resume_with` is how the same call continues."""
+    if threads is not None and not 1 <= threads <= 1024:
+        raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
+    listener = Listener(on_event, progress)
+    wants_estimate = on_event is not None
+    try:
+        answer = _native.run(
+            kind, json.dumps(request), rows, listener, code(), python(), threads, wants_estimate
+        )
+    except KeyboardInterrupt as stopped:
+        if resume_with is not None and sys.version_info >= (3, 11):
+            stopped.add_note(f"nothing that was finished is lost: the same call with {resume_with} continues")
+        raise
+    finally:
+        listener.close()
+    return json.loads(answer)
+
+
+def path(given: PathOrName) -> str:
+    """A path as text; names of models stay as they are."""
+    return fspath(given)
+
+
+def optional_path(given: PathOrName | None) -> str | None:
+    """The same of a path that may be absent."""
+    return None if given is None else fspath(given)
+
+
+def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str] | None]:
+    """A text as the native half takes it: a path or a name, or rows as JSON."""
+    if given is None:
+        return None, None
+    if isinstance(given, (str, PathLike)):
+        return fspath(given), None
+    if isinstance(given, (bytes, Mapping)):
+        raise TypeError(f"{name}= is a path, the name of a text, or rows; a single row goes into a list")
+    rows = list(given)
+    if rows and all(isinstance(row, Mapping) and "role" in row for row in rows):
+        # The messages of one conversation.
+        rows = [rows]
+    return None, [_row(row, number, name) for number, row in enumerate(rows, 1)]
+
+
+def _row(row: Any, number: int, name: str) -> str:
+    """A row as JSON; of a dataset's row the columns that are read, others may hold anything."""
+    if isinstance(row, Mapping):
+        row = {key: row[key] for key in ("messages", "tools", "text") if key in row}
+    try:
+        return json.dumps(row)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"row {number} of {name}= is neither a text nor a conversation: {error}") from error

@@ -1,0 +1,229 @@
+"""Results that read a model and change nothing: plans and inspections."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fewbits._results import Result, _size, _table
+
+
+@dataclass(frozen=True)
+class EngineVerdict:
+    """Whether an engine loads what would be written."""
+
+    engine: str
+    version: str
+    #: How many ranks (GPUs).
+    ranks: int
+    #: ``yes``, ``no`` or a word between.
+    loads: str
+    reason: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PlannedFormat:
+    """What would be written in one format."""
+
+    format: str
+    output_bytes: int
+    #: None for GGUF files, which count all weights.
+    bits_per_quantized_weight: float | None
+    warnings: tuple[str, ...]
+    #: What the format cannot hold of what is asked for.
+    loses: tuple[str, ...]
+    engines: tuple[EngineVerdict, ...]
+    #: Each tensor, as in JSON.
+    tensors: tuple[Mapping[str, Any], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+class Plan(Result):
+    """What :func:`fewbits.plan` found."""
+
+    __slots__ = ("seconds",)
+
+    #: About how long a run takes on this machine, where that is known.
+    seconds: float | None
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        super().__init__(answer["plan"])
+        self.seconds = answer["seconds"]
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is about a GGUF file."""
+        return "mixture" in self._fields
+
+    @property
+    def method(self) -> str | None:
+        """The method; none for GGUF files."""
+        return self._fields.get("method")
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the model."""
+        return int(self._fields["input_bytes"])
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """About how much memory a run takes, where that is known."""
+        return self._fields.get("peak_memory_bytes")
+
+    @property
+    def formats(self) -> tuple[PlannedFormat, ...]:
+        """What would be written, one for each format."""
+        fields = self._fields
+        if self.is_gguf:
+            one = {"format": fields["format"], "output_bytes": fields["output_bytes"], "warnings": fields["notes"]}
+            return (_planned({**one, "tensors": fields["tensors"]}),)
+        return tuple(_planned(one) for one in fields["formats"])
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the first format."""
+        return self.formats[0].output_bytes
+
+    def _shown(self) -> str:
+        written = ", ".join(f"{one.format} {_size(one.output_bytes)}" for one in self.formats)
+        return f"{self.method or 'gguf'}: {_size(self.input_bytes)} to {written}"
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(repr(self))}</p>"]
+        for planned in self.formats:
+            tensors = (
+                [
+                    str(t["tensor"]),
+                    "×".join(map(str, t["shape"])),
+                    str(t.get("action", t.get("type"))),
+                    _size(t.get("bytes_after", t.get("bytes", 0))),
+                ]
+                for t in planned.tensors
+            )
+            parts.append(_table(["tensor", "shape", "gets", "bytes"], tensors))
+            engines = ([one.engine, one.version, str(one.ranks), one.loads, one.reason or ""] for one in planned.engines)
+            if planned.engines:
+                parts.append(_table(["engine", "version", "ranks", "loads it", "why"], engines))
+        return "".join(parts)
+
+
+def _planned(fields: Mapping[str, Any]) -> PlannedFormat:
+    engines = (
+        EngineVerdict(one["engine"], one["version"], rank["ranks"], rank["loads"], rank["reason"])
+        for one in fields.get("engines", ())
+        for rank in one["ranks"]
+    )
+    return PlannedFormat(
+        format=fields["format"],
+        output_bytes=fields["output_bytes"],
+        bits_per_quantized_weight=fields.get("bits_per_quantized_weight"),
+        warnings=tuple(fields["warnings"]),
+        loses=tuple(fields.get("loses", ())),
+        engines=tuple(engines),
+        tensors=tuple(fields["tensors"]),
+    )
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """A linear of a checkpoint, and how its weight is stored."""
+
+    module: str
+    shape: tuple[int, int]
+    stored: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    file: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+class Inspection(Result):
+    """What :func:`fewbits.inspect` found."""
+
+    __slots__ = ()
+
+    @property
+    def family(self) -> str:
+        """The family of models."""
+        return str(self._fields["family"])
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+        return int(self._fields["layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the hidden states."""
+        return int(self._fields["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self._fields["vocab_size"])
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the model was made for."""
+        return int(self._fields["max_positions"])
+
+    @property
+    def quant_method(self) -> str | None:
+        """The format of its quantized weights; none for a float model."""
+        method: str | None = self._fields["quant_method"]
+        return method
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(self._fields["bytes"])
+
+    @property
+    def linears(self) -> tuple[LinearInfo, ...]:
+        """The linears of all blocks."""
+        return tuple(
+            LinearInfo(one["module"], (one["shape"][0], one["shape"][1]), one["stored"])
+            for one in self._fields["linears"]
+        )
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """All tensors."""
+        return tuple(
+            TensorInfo(one["tensor"], one["dtype"], tuple(one["shape"]), one["bytes"], one["file"])
+            for one in self._fields["tensors"]
+        )
+
+    def _shown(self) -> str:
+        stored = self.quant_method or "not quantized"
+        return f"{self.family}: {self.layers} blocks, hidden {self.hidden_size}, {stored}, {_size(self.bytes)}"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            [one.tensor, one.dtype, "×".join(map(str, one.shape)), _size(one.bytes), one.file] for one in self.tensors
+        )
+        return f"<p>{html.escape(repr(self))}</p>" + _table(["tensor", "dtype", "shape", "size", "file"], rows)

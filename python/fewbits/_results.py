@@ -1,0 +1,400 @@
+"""Results of runs: what the command line prints as JSON, with attributes."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fewbits._errors import QuantError
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def _table(header: list[str], rows: Iterator[list[str]]) -> str:
+    """A table of a notebook. Names come from files and are escaped."""
+    cells = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _frame(page: str) -> str:
+    """A page of its own inside a notebook. It has no scripts; the frame would let none run."""
+    return (
+        f'<iframe sandbox style="width:100%;height:36rem;border:0" title="report" '
+        f'srcdoc="{html.escape(page, quote=True)}"></iframe>'
+    )
+
+
+class Result:
+    """A result. ``to_dict()`` is what the command line prints with ``--json``."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = dict(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as they are in JSON."""
+        copy: dict[str, Any] = json.loads(json.dumps(self._fields))
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and isinstance(other, Result) and self._fields == other._fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the JSON to a file."""
+        with open(file, "w", encoding="utf-8") as out:
+            json.dump(self._fields, out, indent=2)
+            out.write("\n")
+
+    def _shown(self) -> str:
+        return ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown()})"
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """A tensor and its rounding error, relative to the root mean square of its weights."""
+
+    tensor: str
+    relative_rms: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was written."""
+
+    path: str
+    format: str
+    bytes_after: int
+    bits_per_quantized_weight: float
+    #: The tensor with the largest rounding error, where any was rounded.
+    worst_tensor: TensorError | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+    def report_page(self) -> str:
+        """The report as a page (HTML), read from the checkpoint's directory."""
+        from fewbits._call import run
+
+        page = run("page", self.path)
+        if page is None:
+            raise FileNotFoundError(f"{self.path} has no quant_report.json")
+        text: str = page
+        return text
+
+
+def _worst(fields: Mapping[str, Any]) -> TensorError | None:
+    worst = fields["worst_tensor"]
+    return None if worst is None else TensorError(**worst)
+
+
+class Quantized(Result):
+    """What :func:`fewbits.quantize` wrote as checkpoints. A notebook shows the report of the first."""
+
+    __slots__ = ()
+
+    @property
+    def method(self) -> str:
+        """The method."""
+        return str(self._fields["method"])
+
+    @property
+    def outputs(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints, one for each format."""
+        return tuple(Checkpoint(**{**one, "worst_tensor": _worst(one)}) for one in self._fields["outputs"])
+
+    @property
+    def path(self) -> str:
+        """The directory of the first checkpoint."""
+        return self.outputs[0].path
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the model's tensors."""
+        return int(self._fields["bytes_before"])
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the first checkpoint's tensors."""
+        return self.outputs[0].bytes_after
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return float(self._fields["seconds"])
+
+    @property
+    def steps(self) -> dict[str, float]:
+        """Seconds by step, all blocks together."""
+        return {step["step"]: step["seconds"] for step in self._fields["steps"]}
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that this process has had so far, whatever it did."""
+        peak = self._fields["peak_memory_bytes"]
+        return None if peak is None else int(peak)
+
+    def _shown(self) -> str:
+        outputs = ", ".join(
+            f"{one.path!r} ({one.format}, {_size(one.bytes_after)})" for one in self.outputs
+        )
+        return f"{self.method}: {_size(self.bytes_before)} to {outputs} in {self.seconds:.1f} s"
+
+    def _repr_html_(self) -> str:
+        try:
+            return _frame(self.outputs[0].report_page())
+        except (QuantError, OSError):
+            # Moved or deleted since: what is known here is still true.
+            return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+class Gguf(Result):
+    """What :func:`fewbits.quantize` wrote as a GGUF file."""
+
+    __slots__ = ()
+
+    @property
+    def path(self) -> str:
+        """The file, or the directory with it."""
+        return str(self._fields["path"])
+
+    @property
+    def mixture(self) -> str:
+        """The mixture of types."""
+        return str(self._fields["mixture"])
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the model's files."""
+        return int(self._fields["bytes_before"])
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes that were written."""
+        return int(self._fields["bytes_after"])
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight, all tensors together."""
+        return float(self._fields["bits_per_weight"])
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many tensors have each type."""
+        return dict(self._fields["types"])
+
+    @property
+    def worst_tensor(self) -> TensorError | None:
+        """The tensor with the largest rounding error."""
+        return _worst(self._fields)
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return float(self._fields["seconds"])
+
+    def _shown(self) -> str:
+        return f"{self.path!r}: {self.mixture}, {_size(self.bytes_after)}, {self.bits_per_weight:.2f} bits per weight"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error, where there are enough windows for one."""
+
+    mean: float
+    standard_error: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+    def __format__(self, spec: str) -> str:
+        error = "?" if self.standard_error is None else format(self.standard_error, spec)
+        return f"{format(self.mean, spec)} ± {error}"
+
+
+def _estimate(fields: Mapping[str, Any]) -> Estimate:
+    return Estimate(fields["mean"], fields["standard_error"])
+
+
+class Evaluation(Result):
+    """What :func:`fewbits.evaluate` measured. :meth:`save` writes what gates and the command line read."""
+
+    __slots__ = ("_page",)
+
+    def __init__(self, fields: Mapping[str, Any], page: str | None = None) -> None:
+        super().__init__(fields)
+        self._page = page
+
+    @property
+    def name(self) -> str:
+        """The last part of the model's path: what a gate calls this result."""
+        return os.path.basename(os.path.normpath(str(self._fields["model"]["path"])))
+
+    @property
+    def perplexity(self) -> Estimate:
+        """Perplexity."""
+        return _estimate(self._fields["perplexity"])
+
+    @property
+    def nll(self) -> Estimate:
+        """Nats per token."""
+        return _estimate(self._fields["nll"])
+
+    def _of_comparison(self, name: str) -> Estimate | None:
+        comparison = self._fields.get("comparison")
+        return None if comparison is None else _estimate(comparison[name])
+
+    @property
+    def kl(self) -> Estimate | None:
+        """Mean KL divergence from the reference, in nats per token; lower is better."""
+        return self._of_comparison("kl")
+
+    @property
+    def perplexity_ratio(self) -> Estimate | None:
+        """Perplexity, divided by the reference's."""
+        return self._of_comparison("perplexity_ratio")
+
+    @property
+    def top1_agreement(self) -> Estimate | None:
+        """Share of positions with the same most likely token as the reference."""
+        return self._of_comparison("top1_agreement")
+
+    @property
+    def at_noise_floor(self) -> bool | None:
+        """Whether the divergence is too small for this text to show; none without a reference."""
+        comparison = self._fields.get("comparison")
+        return None if comparison is None else comparison.get("at_noise_floor")
+
+    @property
+    def profile(self) -> str:
+        """The rule of scoring."""
+        return str(self._fields["profile"])
+
+    @property
+    def windows(self) -> int:
+        """Windows that were scored."""
+        return int(self._fields["windows"])
+
+    @property
+    def tokens_scored(self) -> int:
+        """Tokens that were scored."""
+        return int(self._fields["tokens_scored"])
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return float(self._fields["seconds"])
+
+    def page(self) -> str | None:
+        """The report as a page (HTML); none for a result that was read from a file."""
+        return self._page
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Evaluation:
+        """Reads what :meth:`save` wrote. A gate checks it as a whole."""
+        with open(file, encoding="utf-8") as read:
+            return cls(json.load(read))
+
+    def _shown(self) -> str:
+        kl = "" if self.kl is None else f", KL {self.kl:.5f} nats"
+        return f"{self.name}: perplexity {self.perplexity:.3f}{kl}, {self.windows} windows"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>" if self._page is None else _frame(self._page)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a gate."""
+
+    result: str
+    profile: str
+    name: str
+    line: int
+    verdict: str
+    value: float
+    standard_error: float | None
+    low: float | None
+    high: float | None
+    at_most: float | None
+    at_least: float | None
+    windows: int
+    windows_needed: int | None
+    message: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+class GateResult(Result):
+    """What :func:`fewbits.gate` decided."""
+
+    __slots__ = ("_page", "summary")
+
+    #: A summary in Markdown.
+    summary: str
+
+    def __init__(self, fields: Mapping[str, Any], page: str, summary: str) -> None:
+        super().__init__(fields)
+        self._page = page
+        self.summary = summary
+
+    @property
+    def verdict(self) -> str:
+        """``pass``, ``fail`` or ``inconclusive``."""
+        return str(self._fields["verdict"])
+
+    @property
+    def passed(self) -> bool:
+        """Whether the verdict is ``pass``."""
+        return self.verdict == "pass"
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line exits with: 0, 1 or 3."""
+        return {"pass": 0, "fail": 1, "inconclusive": 3}[self.verdict]
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Each check."""
+        return tuple(Check(**{name: one[name] for name in Check.__dataclass_fields__}) for one in self._fields["checks"])
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` with what failed or is open, unless the gate passes: for tests."""
+        if not self.passed:
+            lines = [f"{one.result}: {one.message}" for one in self.checks if one.verdict != "pass"]
+            raise AssertionError("\n".join([f"the gate is {self.verdict}", *lines]))
+
+    def page(self) -> str:
+        """The report as a page (HTML)."""
+        return self._page
+
+    def _shown(self) -> str:
+        return f"{self.verdict}, {len(self.checks)} checks"
+
+    def _repr_html_(self) -> str:
+        return _frame(self._page)

@@ -1,0 +1,253 @@
+"""For people who come from llm-compressor: :func:`oneshot` and its modifiers, on this package.
+
+Only the imports change:
+
+>>> from fewbits.llmcompressor import GPTQModifier, oneshot
+>>> oneshot(                                                                        # doctest: +SKIP
+...     model="MODEL",
+...     dataset=rows,
+...     recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+...     output_dir="OUT",
+...     max_seq_length=2048,
+...     num_calibration_samples=512,
+... )
+
+What is not known here is refused by its name, before any work: it is never left out in silence. One thing differs: samples
+are windows of ``max_seq_length`` tokens, into which texts are joined and cut, and not rows that are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Union
+
+from fewbits._api import quantize
+from fewbits._call import PathOrName, Texts
+from fewbits._errors import UsageError
+from fewbits._events import Event
+from fewbits._results import Gguf, Quantized
+
+__all__ = ["AWQModifier", "GPTQModifier", "QuantizationModifier", "SmoothQuantModifier", "oneshot"]
+
+#: Names of schemes there, and ours.
+SCHEMES = {
+    "W4A16": "w4a16-g128-sym",
+    "W4A16_ASYM": "w4a16-g128-asym",
+    "W8A16": "w8a16-channel-sym",
+    "W8A8": "w8a8",
+    "INT8": "w8a8",
+    "FP8": "fp8-static",
+    "FP8_DYNAMIC": "fp8",
+    "FP8_BLOCK": "fp8-block",
+    "NVFP4": "nvfp4",
+    "NVFP4A16": "nvfp4a16",
+    "MXFP4A16": "mxfp4a16",
+    "MXFP8": "mxfp8",
+}
+
+#: Orders of columns there, and ours.
+ACT_ORDERS: dict[object, str] = {
+    "static": "static-groups",
+    "weight": "static-groups",
+    None: "none",
+    False: "none",
+}
+
+_Names = Union[str, Sequence[str]]
+
+
+def _refuse(what: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    if unknown:
+        listed = ", ".join(f"`{name}`" for name in sorted(unknown))
+        raise UsageError(f"{what} does not take {listed} here", f"it takes {', '.join(sorted(known))}")
+
+
+class _Scheme:
+    """What modifiers with a scheme have in common."""
+
+    def __init__(self, targets: _Names, scheme: str | None, ignore: _Names) -> None:
+        name = type(self).__name__
+        if ([targets] if isinstance(targets, str) else list(targets)) != ["Linear"]:
+            raise UsageError(
+                f"{name}: targets={targets!r} is not taken", 'give targets="Linear", and name what stays float in ignore='
+            )
+        if scheme is not None and not (isinstance(scheme, str) and scheme.upper() in SCHEMES):
+            raise UsageError(f"{name}: scheme={scheme!r} is not known", f"choose one of {', '.join(SCHEMES)}")
+        self.scheme = None if scheme is None else SCHEMES[scheme.upper()]
+        self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+
+
+class QuantizationModifier(_Scheme):
+    """Rounds to nearest."""
+
+    def __init__(
+        self, *, targets: _Names = "Linear", scheme: str | None = None, ignore: _Names = (), **unknown: object
+    ) -> None:
+        _refuse("QuantizationModifier", unknown, ("targets", "scheme", "ignore"))
+        super().__init__(targets, scheme, ignore)
+
+
+class GPTQModifier(_Scheme):
+    """Rounds with GPTQ."""
+
+    def __init__(
+        self,
+        *,
+        targets: _Names = "Linear",
+        scheme: str | None = None,
+        ignore: _Names = (),
+        block_size: int = 128,
+        dampening_frac: float = 0.01,
+        actorder: object = "static",
+        **unknown: object,
+    ) -> None:
+        known = ("targets", "scheme", "ignore", "block_size", "dampening_frac", "actorder")
+        _refuse("GPTQModifier", unknown, known)
+        super().__init__(targets, scheme, ignore)
+        order = getattr(actorder, "value", actorder)
+        if not isinstance(order, (str, bool, type(None))) or order not in ACT_ORDERS:
+            raise UsageError(
+                f"GPTQModifier: actorder={order!r} is not known", 'choose "static", "weight", or None'
+            )
+        self.settings = {
+            "block_size": block_size,
+            "damping": dampening_frac,
+            "act_order": ACT_ORDERS[order],
+        }
+
+
+class AWQModifier(_Scheme):
+    """Scales channels by AWQ, and rounds to nearest where no other modifier rounds."""
+
+    def __init__(
+        self, *, targets: _Names = "Linear", scheme: str | None = None, ignore: _Names = (), **unknown: object
+    ) -> None:
+        _refuse("AWQModifier", unknown, ("targets", "scheme", "ignore"))
+        super().__init__(targets, scheme, ignore)
+
+
+class SmoothQuantModifier:
+    """Divides activations by scales, and multiplies weights with them."""
+
+    def __init__(self, *, smoothing_strength: float = 0.5, **unknown: object) -> None:
+        _refuse("SmoothQuantModifier", unknown, ("smoothing_strength",))
+        self.smoothing_strength = smoothing_strength
+
+
+_Modifier = Union[QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier]
+
+
+def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
+    """Modifiers as arguments of :func:`fewbits.quantize`."""
+    kinds = (QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier)
+    if isinstance(recipe, (str, PathLike)):
+        raise UsageError(
+            "recipes as text or files are not read here", "give modifiers, or a TOML recipe to fewbits.quantize(recipe=)"
+        )
+    modifiers = [recipe] if isinstance(recipe, kinds) else list(recipe)
+    for modifier in modifiers:
+        if not isinstance(modifier, kinds):
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise UsageError(
+                f"`{type(modifier).__name__}` is no modifier of fewbits.llmcompressor", f"it has {names}"
+            )
+    order = [type(modifier) for modifier in modifiers]
+    methods: dict[tuple[type, ...], str] = {
+        (QuantizationModifier,): "rtn",
+        (GPTQModifier,): "gptq",
+        (AWQModifier,): "awq",
+        (AWQModifier, QuantizationModifier): "awq",
+        (AWQModifier, GPTQModifier): "awq-gptq",
+        (SmoothQuantModifier, QuantizationModifier): "smoothquant",
+        (SmoothQuantModifier, GPTQModifier): "smoothquant-gptq",
+    }
+    method = methods.get(tuple(order))
+    if method is None:
+        names = " then ".join(kind.__name__ for kind in order) or "nothing"
+        known = "; ".join(" then ".join(kind.__name__ for kind in kinds) for kinds in methods)
+        raise UsageError(f"the recipe {names} is not known", f"known are: {known}")
+    settings: dict[str, Any] = {"method": method}
+    ignore: list[str] = []
+    schemes = set()
+    for modifier in modifiers:
+        if isinstance(modifier, SmoothQuantModifier):
+            settings["alpha"] = modifier.smoothing_strength
+            continue
+        if modifier.scheme is not None:
+            schemes.add(modifier.scheme)
+        ignore += [name for name in modifier.ignore if name not in ignore]
+        if isinstance(modifier, GPTQModifier):
+            settings.update(modifier.settings)
+    if len(schemes) != 1:
+        raise UsageError(f"the recipe names {len(schemes)} schemes", "give one modifier of it a scheme=")
+    # The head stays float without being named.
+    settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
+    settings["scheme"] = schemes.pop()
+    return settings
+
+
+def _rows(dataset: Texts, column: str) -> Texts:
+    """A dataset whose texts stand in a column of another name."""
+    if isinstance(dataset, (str, PathLike)):
+        return dataset
+
+    def renamed(row: Any) -> Any:
+        if isinstance(row, Mapping) and "messages" not in row:
+            if column not in row and "input_ids" in row:
+                raise UsageError(
+                    "the dataset holds tokens (`input_ids`)", "give its texts or messages: they are tokenized here"
+                )
+            return {"text": row.get(column)}
+        return row
+
+    return [renamed(row) for row in dataset]
+
+
+def oneshot(
+    *,
+    model: PathOrName,
+    recipe: _Modifier | Sequence[_Modifier],
+    output_dir: PathOrName,
+    dataset: Texts | None = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int = 384,
+    text_column: str = "text",
+    save_compressed: bool = True,
+    resume: bool = False,
+    force: bool = False,
+    threads: int | None = None,
+    on_event: Callable[[Event], object] | None = None,
+    progress: bool = False,
+    **unknown: object,
+) -> Quantized | Gguf:
+    """Quantizes a model directory into ``output_dir``, as compressed-tensors.
+
+    ``recipe`` is a modifier or several. ``dataset`` is what ``calibration`` of :func:`fewbits.quantize` may be; none means the
+    built-in text. The last five arguments are those of :func:`fewbits.quantize`.
+
+    Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each argument that is not known here.
+    """
+    known = ("model", "recipe", "output_dir", "dataset", "num_calibration_samples", "max_seq_length", "text_column")
+    _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
+    if not isinstance(model, (str, PathLike)):
+        raise UsageError(
+            f"model= is a {type(model).__name__}, and models are read from their directory here",
+            "give the directory that it was loaded from",
+        )
+    if not save_compressed:
+        raise UsageError("save_compressed=False is not taken: what is written is packed", "leave it out")
+    settings = _settings(recipe)
+    if settings["method"] != "rtn":
+        settings.update(samples=num_calibration_samples, seq_len=max_seq_length)
+        settings["calibration"] = None if dataset is None else _rows(dataset, text_column)
+    return quantize(
+        model,
+        output_dir,
+        resume=resume,
+        force=force,
+        threads=threads,
+        on_event=on_event,
+        progress=progress,
+        **settings,
+    )

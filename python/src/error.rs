@@ -1,0 +1,38 @@
+//! Errors of the library as exceptions of the package.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use quant_core::Error;
+use quant_core::wording::worded;
+
+use crate::wording::Keywords;
+
+/// The exception for an error, made by `fewbits._errors`, which has the classes.
+pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
+    let made = || -> PyResult<Bound<'_, PyAny>> {
+        let fields = PyDict::new(py);
+        fields.set_item("category", category(error))?;
+        fields.set_item("exit_code", error.category().exit_code())?;
+        fields.set_item("message", worded(&error.to_string(), &Keywords).into_owned())?;
+        fields.set_item("remedy", worded(&error.remedy(), &Keywords).into_owned())?;
+        fields.set_item("tensor", error.tensor())?;
+        fields.set_item("path", error.path().map(|path| path.display().to_string()))?;
+        py.import("fewbits._errors")?.getattr("make")?.call((), Some(&fields))
+    };
+    match made() {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(failed) => failed,
+    }
+}
+
+fn category(error: &Error) -> &'static str {
+    use quant_core::Category;
+    match error.category() {
+        Category::Usage => "usage",
+        Category::Input => "input",
+        Category::Environment => "environment",
+        Category::Numeric => "numeric",
+        Category::Internal => "internal",
+        Category::Interrupted => "interrupted",
+    }
+}

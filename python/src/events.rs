@@ -1,0 +1,48 @@
+//! Events on their way from the thread of a job to the caller's.
+
+use std::sync::Mutex;
+use std::sync::mpsc::Sender;
+
+use quant_core::wording::worded;
+use quant_core::{Event, Observer};
+use serde_json::{Value, json};
+
+use crate::wording::Keywords;
+
+/// Sends every event through a channel. Nobody may be listening any more; that does not stop the work.
+pub struct Channel {
+    pub sender: Mutex<Sender<Event>>,
+    pub wants_estimate: bool,
+}
+
+impl Observer for Channel {
+    fn event(&self, event: &Event) {
+        let sender = self.sender.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _ = sender.send(event.clone());
+    }
+
+    fn wants_estimate(&self) -> bool {
+        self.wants_estimate
+    }
+}
+
+/// The kind of an event, which is the name of its class, and its fields; none for kinds that the package does not know.
+pub fn fields(event: &Event) -> Option<(&'static str, Value)> {
+    let said = |message: &str| worded(message, &Keywords).into_owned();
+    Some(match event {
+        Event::StageStarted { stage, unit, units } => {
+            ("StageStarted", json!({ "stage": stage, "unit": unit, "units": units }))
+        }
+        Event::Resumed { units } => ("Resumed", json!({ "units": units })),
+        Event::UnitDone { detail } => ("UnitDone", json!({ "detail": detail })),
+        Event::StageDone => ("StageDone", json!({})),
+        Event::StepStarted { step } => ("StepStarted", json!({ "step": step })),
+        Event::StepDone { step, elapsed } => {
+            ("StepDone", json!({ "step": step, "seconds": elapsed.as_secs_f64() }))
+        }
+        Event::Warning { message } => ("Warned", json!({ "message": said(message) })),
+        Event::Note { label, message } => ("Noted", json!({ "label": label, "message": said(message) })),
+        Event::Expected { stage, seconds } => ("Expected", json!({ "stage": stage, "seconds": seconds })),
+        _ => return None,
+    })
+}

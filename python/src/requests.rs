@@ -1,0 +1,177 @@
+//! Requests of the Python half, read from JSON, and results as JSON.
+
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use quant_cli::commands::Session;
+use quant_cli::commands::{eval, inspect, plan, quantize};
+use quant_cli::device::Device;
+use quant_cli::kv::KvBits;
+use quant_cli::output::{JsonOption, peak_memory};
+use quant_cli::provenance;
+use quant_core::calibrate::corpus_of_rows;
+use quant_core::pipeline::QuantReport;
+use quant_core::recipe::Recipe;
+use quant_core::run::{QuantizeRequest, RecipeSettings, Text, open};
+use quant_core::{Error, Result};
+use quant_evaluator::report::quantization_page;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::wording::Keywords;
+
+/// What the Python half has put together.
+pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
+    serde_json::from_str(request).map_err(|e| {
+        Error::usage(format!("the request is not understood: {e}"), "see the signature of the function")
+    })
+}
+
+fn to_json(value: &impl serde::Serialize) -> Result<Value> {
+    serde_json::to_value(value).map_err(|e| Error::Internal(e.to_string()))
+}
+
+/// A text by its name, or as rows.
+fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result<Option<Text>> {
+    let Some(rows) = rows else { return Ok(name.map(Text::Named)) };
+    let origin = Path::new(called);
+    let values = rows.iter().zip(1..).map(|(row, line)| {
+        serde_json::from_str(row).map_err(|e| Error::InputFile {
+            path: origin.to_owned(),
+            line: Some(line),
+            reason: format!("is no text of valid characters: {e}"),
+            remedy: "leave this row out, or replace what is no Unicode in it".into(),
+        })
+    });
+    let values = values.collect::<Result<Vec<Value>>>()?;
+    Ok(Some(Text::Given(corpus_of_rows(values, origin)?, called.to_owned())))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Quantize {
+    model: PathBuf,
+    output: PathBuf,
+    settings: RecipeSettings,
+    calibration: Option<String>,
+    save_channel_maxima: Option<PathBuf>,
+    force: bool,
+    resume: bool,
+    report: Option<PathBuf>,
+}
+
+/// Quantizes.
+pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
+    let asked: Quantize = parse(request)?;
+    let request = QuantizeRequest {
+        model: asked.model,
+        output: asked.output,
+        settings: asked.settings,
+        calibration: text(asked.calibration, rows, "calibration")?,
+        save_channel_maxima: asked.save_channel_maxima,
+        force: asked.force,
+        resume: asked.resume,
+    };
+    let (_, summary) = quantize::quantize(&request, asked.report.as_deref(), session)?;
+    Ok(to_json(&summary)?.to_string())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Plan {
+    model: PathBuf,
+    settings: RecipeSettings,
+}
+
+/// Plans.
+pub fn plan(request: &str, session: &Session) -> Result<String> {
+    let Plan { model, settings } = parse(request)?;
+    let (plan, seconds) = plan::value(&model, &settings, &Keywords, session)?;
+    Ok(json!({ "plan": plan, "seconds": seconds }).to_string())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Evaluate {
+    model: PathBuf,
+    text: Option<String>,
+    reference: Option<PathBuf>,
+    save_reference: Option<PathBuf>,
+    profile: Option<String>,
+    window: Option<usize>,
+    windows: Option<u64>,
+    execution: String,
+    device: String,
+    kv: String,
+    journal: Option<PathBuf>,
+    report: Option<PathBuf>,
+    compare: Vec<PathBuf>,
+}
+
+/// Evaluates.
+pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
+    let asked: Evaluate = parse(request)?;
+    let Some(text) = text(asked.text, rows, "text")? else {
+        return Err(Error::usage("there is no text to evaluate on", "give ‹text›"));
+    };
+    if asked.windows == Some(0) {
+        return Err(Error::usage("no windows would be scored", "give ‹windows› of at least 1"));
+    }
+    let args = eval::Args {
+        model: asked.model,
+        reference: asked.reference,
+        save_reference: asked.save_reference,
+        text: text.name().to_owned(),
+        profile: asked.profile,
+        window: asked.window,
+        windows: asked.windows,
+        execution: choice("execution", &asked.execution)?,
+        device: choice::<Device>("device", &asked.device)?,
+        kv: choice::<KvBits>("kv", &asked.kv)?,
+        journal: asked.journal,
+        report: asked.report,
+        compare: asked.compare,
+        ablation: Default::default(),
+        json: JsonOption { json: None },
+    };
+    let done = eval::evaluate(&args, &text, true, session)?;
+    let result = to_json(&done.result)?;
+    let answer = json!({ "result": result, "page": done.page, "peak_memory_bytes": peak_memory() }).to_string();
+    done.finish()?;
+    Ok(answer)
+}
+
+/// One of the values that the command line offers.
+fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
+    T::from_str(given, false).map_err(|_| {
+        let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
+        let known: Vec<String> = known.map(|value| format!("{:?}", value.get_name())).collect();
+        Error::usage(
+            format!("‹{setting}={given}› is not understood"),
+            format!("choose one of {}", known.join(", ")),
+        )
+    })
+}
+
+/// What a checkpoint holds.
+pub fn inspect(request: &str, session: &Session) -> Result<String> {
+    let model: PathBuf = parse(request)?;
+    Ok(to_json(&inspect::report(&model, session)?)?.to_string())
+}
+
+/// The page about a checkpoint that was written, of the report beside its weights; `null` where there is none.
+pub fn page(request: &str, session: &Session) -> Result<String> {
+    let path: PathBuf = parse(request)?;
+    let opened = open(&path, &session.host())?;
+    let report = QuantReport::beside(opened.directory.path(), &opened.model)?;
+    let linears = provenance::linears(&opened.model);
+    let page = report.map(|report| quantization_page(&path.display().to_string(), &report, &linears));
+    Ok(json!(page).to_string())
+}
+
+/// A preset as a recipe file.
+pub fn preset_recipe(request: &str) -> Result<String> {
+    let preset: String = parse(request)?;
+    Ok(json!(Recipe::preset(&preset)?.to_toml()).to_string())
+}

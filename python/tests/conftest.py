@@ -1,0 +1,76 @@
+"""The model that ships with the program, cut to few blocks: it is what every test works on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BLOCKS = 3
+#: So little is enough for a search to have something to look at.
+QUICK = {"samples": 4, "seq_len": 64}
+
+
+def digests(directory: str | Path) -> dict[str, str]:
+    """The SHA-256 of every file of a directory."""
+    files = [path for path in Path(directory).rglob("*") if path.is_file()]
+    assert files
+    return {str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def read_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """The tensors of a file: type, shape and bytes."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    return {
+        name: (info["dtype"], info["shape"], body[info["data_offsets"][0] : info["data_offsets"][1]])
+        for name, info in header.items()
+    }
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    header, body = {}, b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with its first blocks."""
+    directory = tmp_path_factory.mktemp("model") / "demo-model"
+    command = [sys.executable, "-m", "fewbits", "demo", "--save-model", str(directory)]
+    subprocess.run(command, check=True, capture_output=True)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["num_hidden_layers"] > BLOCKS
+    config["num_hidden_layers"] = BLOCKS
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = directory / "model.safetensors"
+    kept = {
+        name: tensor
+        for name, tensor in read_safetensors(weights).items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < BLOCKS
+    }
+    write_safetensors(weights, kept)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def rtn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in 4 bits, rounded."""
+    import fewbits
+
+    out = tmp_path_factory.mktemp("rtn") / "out"
+    fewbits.quantize(model, out, method="rtn")
+    return out

@@ -1,0 +1,148 @@
+"""Exceptions: their kind, what they say, and in whose words."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import fewbits
+import pytest
+from conftest import QUICK, read_safetensors, write_safetensors
+
+
+def test_one_hierarchy() -> None:
+    kinds = {
+        fewbits.UsageError: ("usage", 2, ValueError),
+        fewbits.InputError: ("input", 4, ValueError),
+        fewbits.EnvironmentFailure: ("environment", 5, OSError),
+        fewbits.NumericError: ("numeric", 6, ArithmeticError),
+        fewbits.InternalError: ("internal", 70, RuntimeError),
+        fewbits.InterruptedRun: ("interrupted", 75, Exception),
+    }
+    for kind, (category, exit_code, also) in kinds.items():
+        assert issubclass(kind, fewbits.QuantError) and issubclass(kind, also)
+        error = kind("what", "do", "a.weight", "/p")
+        assert (error.category, error.exit_code) == (category, exit_code)
+        assert (error.message, error.remedy, error.tensor, error.path) == ("what", "do", "a.weight", "/p")
+        assert str(error) == "what\n  do" and str(kind("what")) == "what"
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind and (again.message, again.tensor) == ("what", "a.weight")
+    assert fewbits.EnvironmentFailure("what").errno is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "remedy"),
+    [
+        ({"group_size": 100}, "does not divide", "choose a group_size= that divides them"),
+        ({"ignore": "dwon_proj"}, "ignore= `dwon_proj` matches no linear", "did you mean down_proj"),
+        ({"method": "rtn", "samples": 4}, "samples= has no effect: method `rtn`", "choose another method="),
+        ({"method": "rtn", "calibration": "builtin"}, 'calibration="builtin" has no effect', "leave it out"),
+        ({"scheme": "w4a16-g64", "group_size": 128}, 'scheme="w4a16-g64" contradicts group_size=', "say it once"),
+        ({"preset": "awq-w4a16", "recipe": "x.toml"}, "preset= and recipe= both", "leave one of them out"),
+        ({"scheme": "q4_k_m"}, "", 'add format="gguf"'),
+        ({"format": "gguf", "alpha": 0.5}, 'alpha= has no effect with format="gguf"', "leave it out"),
+        ({"pre": "qwen2"}, "pre= has no effect", 'add format="gguf"'),
+        ({"override": ["down_proj"]}, "has no `=`", "override="),
+        ({"threads": 0}, "threads=0", "1 to 1024"),
+        ({"seed": -1}, "seed=-1 is negative", "count"),
+    ],
+)
+def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: str, remedy: str) -> None:
+    with pytest.raises(fewbits.UsageError) as caught:
+        fewbits.quantize(model, tmp_path / "out", **arguments)
+    error = caught.value
+    assert message in error.message and remedy in error.remedy, str(error)
+    # No option of the command line, and no mark, is left.
+    assert " --" not in str(error) and "‹" not in str(error), str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists(model: Path, rtn: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(rtn, out)
+    with pytest.raises(fewbits.UsageError, match="replace it with force=True") as caught:
+        fewbits.quantize(model, out, method="rtn")
+    assert caught.value.path == str(out)
+    fewbits.quantize(model, out, method="rtn", force=True)
+
+
+def test_input(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(fewbits.InputError) as caught:
+        fewbits.inspect(tmp_path)
+    assert caught.value.path is not None and str(tmp_path) in caught.value.message
+    with pytest.raises(fewbits.InputError, match="neither a file nor a set"):
+        fewbits.quantize(model, tmp_path / "out", calibration="no-such-set")
+    with pytest.raises(fewbits.InputError, match=r"calibration:2: .*no string field `text`"):
+        fewbits.quantize(model, tmp_path / "out", calibration=[{"text": "a"}, {"tokens": [1]}])
+    with pytest.raises(fewbits.InputError, match="samples= and seq_len="):
+        fewbits.quantize(model, tmp_path / "out", calibration=["too short"])
+    # Half of a character is no text.
+    with pytest.raises(fewbits.InputError, match="calibration:1: "):
+        fewbits.quantize(model, tmp_path / "out", calibration=["\ud800"])
+    config = json.loads((model / "config.json").read_text())
+    shutil.copytree(model, tmp_path / "odd")
+    (tmp_path / "odd/config.json").write_text(json.dumps({**config, "architectures": ["OddForCausalLM"]}))
+    with pytest.raises(fewbits.InputError, match="OddForCausalLM"):
+        fewbits.plan(tmp_path / "odd")
+
+
+def test_environment(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fewbits.EnvironmentFailure) as caught:
+        fewbits.quantize(model, tmp_path / "file/out", method="rtn")
+    assert isinstance(caught.value, OSError) and str(tmp_path) in str(caught.value.path)
+
+
+def test_numeric(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    tensors = read_safetensors(broken / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    dtype, shape, data = tensors[name]
+    tensors[name] = (dtype, shape, data[:10] + struct.pack("<e", float("nan")) + data[12:])
+    write_safetensors(broken / "model.safetensors", tensors)
+    with pytest.raises(fewbits.NumericError) as caught:
+        fewbits.quantize(broken, tmp_path / "out", method="rtn")
+    assert caught.value.tensor == name and caught.value.exit_code == 6
+    assert isinstance(caught.value, ArithmeticError)
+
+
+def test_arguments_of_a_wrong_type(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(TypeError, match="on_event="):
+        fewbits.quantize(model, out, on_event=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a single row goes into a list"):
+        fewbits.quantize(model, out, calibration={"text": "a"})
+    with pytest.raises(TypeError, match="row 1 of calibration="):
+        fewbits.quantize(model, out, calibration=[object()])
+    with pytest.raises(TypeError):
+        fewbits.quantize(model, out, groupsize=64)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="block_size= is an integer, not a str"):
+        fewbits.quantize(model, out, block_size="many")  # type: ignore[arg-type]
+    with pytest.raises(fewbits.UsageError, match="the request is not understood"):
+        fewbits.quantize(model, out, method="gptq", damping="much")  # type: ignore[arg-type]
+
+
+def test_warnings_are_python_s(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    (bare / "tokenizer.json").unlink()
+    with pytest.warns(fewbits.FewbitsWarning, match="no tokenizer.json"):
+        fewbits.quantize(bare, tmp_path / "out", method="rtn")
+    with pytest.warns(fewbits.FewbitsWarning, match="seq_len=[0-9]+ stays inside"), pytest.raises(fewbits.InputError):
+        fewbits.quantize(model, tmp_path / "long", samples=1000, seq_len=100_000)
+
+
+def test_a_hostile_template_does_not_end_this_process(model: Path, tmp_path: Path) -> None:
+    """It runs in a process of its own, which is ended."""
+    hostile = tmp_path / "hostile"
+    shutil.copytree(model, hostile)
+    (hostile / "chat_template.jinja").write_text("{% set x = 'a' * 100000000000 %}{{ x }}")
+    chat = [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]]
+    with pytest.raises(fewbits.QuantError) as caught:
+        fewbits.quantize(hostile, tmp_path / "out", calibration=chat, **QUICK)
+    assert caught.value.category in ("input", "environment")

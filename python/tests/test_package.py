@@ -1,0 +1,160 @@
+"""What the package consists of: the command line, stubs, the shim, the examples of its page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fewbits
+import pytest
+from conftest import QUICK, digests
+from fewbits import llmcompressor
+from fewbits.llmcompressor import (
+    AWQModifier,
+    GPTQModifier,
+    QuantizationModifier,
+    SmoothQuantModifier,
+    oneshot,
+)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_is_the_program_s(model: Path, tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "quant"
+    for command in ([str(script)], [sys.executable, "-m", "fewbits"]):
+        version = run(*command, "--version")
+        assert version.returncode == 0 and version.stdout.strip() == f"quant {fewbits.__version__}"
+        refused = run(*command, "quantize", str(model), "-o", str(tmp_path / "out"), "--group-size", "100")
+        assert refused.returncode == 2 and "choose a --group-size" in refused.stderr
+        assert run(*command, "inspect", str(tmp_path / "none")).returncode == 4
+        assert run(*command, "--no-such-option").returncode == 2
+
+
+def test_metadata() -> None:
+    metadata = importlib.metadata.metadata("fewbits")
+    assert metadata["Version"] == fewbits.__version__
+    assert metadata["License-Expression"] == "MIT OR Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert importlib.resources.files("fewbits").joinpath("py.typed").is_file()
+    assert sorted(fewbits.__all__) == fewbits.__all__
+    assert all(hasattr(fewbits, name) for name in fewbits.__all__)
+    # No other package is needed.
+    required = importlib.metadata.requires("fewbits") or []
+    assert all("extra ==" in requirement for requirement in required)
+
+
+def test_stubs_are_those_of_the_extension() -> None:
+    done = run(sys.executable, "-m", "mypy.stubtest", "fewbits", "--ignore-disjoint-bases")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_types_hold() -> None:
+    done = run(sys.executable, "-m", "mypy", "--strict", "-p", "fewbits")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_oneshot(model: Path, tmp_path: Path) -> None:
+    rows = [{"body": "The mill stood by the river, and nobody knew who owned it. " * 30}] * 10
+    recipe = [SmoothQuantModifier(smoothing_strength=0.8), GPTQModifier(scheme="W8A8", ignore=["lm_head"])]
+    arguments: dict[str, Any] = {"num_calibration_samples": 4, "max_seq_length": 64}
+    oneshot(
+        model=str(model),
+        dataset=rows,
+        text_column="body",
+        recipe=recipe,
+        output_dir=tmp_path / "theirs",
+        **arguments,
+    )
+    fewbits.quantize(
+        model,
+        tmp_path / "ours",
+        method="smoothquant-gptq",
+        scheme="w8a8",
+        alpha=0.8,
+        damping=0.01,
+        calibration=[row["body"] for row in rows],
+        **QUICK,
+    )
+    assert digests(tmp_path / "theirs") == digests(tmp_path / "ours")
+
+
+def test_schemes_of_oneshot_exist(model: Path) -> None:
+    for name, scheme in llmcompressor.SCHEMES.items():
+        method = "rtn" if scheme != "w8a8" else "smoothquant"
+        assert fewbits.plan(model, method=method, scheme=scheme, group_size=None).formats, name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: QuantizationModifier(config_groups={}), "QuantizationModifier does not take `config_groups`"),
+        (lambda: GPTQModifier(scheme="W4A16", offload_hessians=True), "`offload_hessians`"),
+        (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "actorder='group' is not known"),
+        (lambda: AWQModifier(mappings=[]), "`mappings`"),
+        (lambda: SmoothQuantModifier(num_calibration_steps=3), "`num_calibration_steps`"),
+        (lambda: QuantizationModifier(scheme="W3A5"), "scheme='W3A5' is not known"),
+        (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
+        (lambda: shot(pipeline="basic"), "oneshot does not take `pipeline`"),
+        (lambda: shot(model=3), "model= is a int"),
+        (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not read here"),
+        (lambda: shot(recipe=object()), "not iterable"),
+        (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "the recipe GPTQModifier then GPTQModifier"),
+        (lambda: shot(recipe=GPTQModifier()), "names 0 schemes"),
+        (lambda: shot(save_compressed=False), "save_compressed=False"),
+        (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "holds tokens"),
+    ],
+)
+def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises((fewbits.UsageError, TypeError)) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def shot(**arguments: Any) -> object:
+    given: dict[str, Any] = {"model": "M", "recipe": QuantizationModifier(scheme="W4A16"), "output_dir": "O"}
+    return oneshot(**{**given, **arguments})
+
+
+def page_of_the_guide() -> str:
+    return (Path(os.environ["FEWBITS_ROOT"]) / "docs/guide/python.md").read_text()
+
+
+def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the page's Python, one block after the other, in a directory with the model as `MODEL`."""
+    text = page_of_the_guide()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 6
+    (tmp_path / "MODEL").symlink_to(model)
+    policy = (Path(os.environ["FEWBITS_ROOT"]) / "docs/guide/gate.md").read_text().split("```toml\n")[1]
+    (tmp_path / "gate.toml").write_text(policy.split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    quick_quantize, quick_evaluate = fewbits.quantize, fewbits.evaluate
+
+    # The page's arguments are for real models.
+    def quantize(*positional: Any, **arguments: Any) -> Any:
+        if arguments.get("method") != "rtn":
+            arguments.update(QUICK)
+        return quick_quantize(*positional, **arguments)
+
+    monkeypatch.setattr(fewbits, "quantize", quantize)
+    monkeypatch.setattr(fewbits, "evaluate", lambda *p, **a: quick_evaluate(*p, **{**a, "window": 128, "windows": 4}))
+    monkeypatch.setattr(llmcompressor, "quantize", quantize)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in blocks:
+        exec(compile(block, "docs/guide/python.md", "exec"), names)
+    assert (tmp_path / "OUT").is_dir()
+
+
+def test_the_page_lists_every_function() -> None:
+    text = page_of_the_guide()
+    functions = [name for name in fewbits.__all__ if name[0].islower() and not name.startswith("__")]
+    assert functions and all(f"{name}(" in text for name in functions)

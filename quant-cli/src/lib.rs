@@ -1,0 +1,174 @@
+//! The `quant` command line: arguments, progress and exit codes; the work is done by the crates it
+//! drives. As a library it is part of the Python package, which has the same command line.
+#![deny(unsafe_code)]
+
+pub mod allocator;
+mod cli;
+mod colors;
+pub mod commands;
+pub mod device;
+mod generation;
+mod gguf;
+mod hub;
+mod inputs;
+pub mod kv;
+pub mod output;
+pub mod progress;
+pub mod provenance;
+mod recipe;
+mod signals;
+#[cfg(target_os = "linux")]
+pub mod text_worker;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Parser;
+use quant_core::calibrate::InProcess;
+#[cfg(target_os = "linux")]
+use quant_core::worker::ProcessWorkers;
+use quant_core::worker::TextWorkers;
+use quant_core::{CancelToken, Error};
+
+/// Stack of the thread that reads arguments and files, whatever the system's limit is.
+const STACK: usize = 8 << 20;
+
+/// Another program that this one is part of.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    /// The file that holds this code: what a resumed run must have in common with the interrupted one.
+    pub code: PathBuf,
+    /// The command that starts a process which calls [`text_worker`], where there is one.
+    pub worker: Option<(PathBuf, Vec<OsString>)>,
+}
+
+/// Runs the program with these arguments, of which the first is its name, and gives its exit code.
+pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
+    #[cfg(target_os = "linux")]
+    if text_worker::is_asked_for(&arguments) {
+        return text_worker::run();
+    }
+    // Its stack is that of four.
+    if let Err(error) = allocator::check_room_for_threads(4) {
+        return ended(&error, None);
+    }
+    let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(move || begin(&arguments, embedding));
+    match program.map(std::thread::JoinHandle::join) {
+        Ok(Ok(code)) => code,
+        Ok(Err(_)) => ended(&Error::Internal("the program panicked".into()), None),
+        Err(error) => ended(&no_threads(&error), None),
+    }
+}
+
+fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
+    let cli = match cli::Cli::try_parse_from(arguments) {
+        Ok(cli) => cli,
+        Err(error) => return output::refused_arguments(&error),
+    };
+    // What hf-hub would log, we tell ourselves, with a remedy.
+    let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    // A panic of the tokenizer library on a crafted file is caught and reported as an error.
+    let usual_hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !quant_core::calibrate::panic_is_handled() {
+            usual_hook(panic);
+        }
+    }));
+    // Any other panic is a bug of ours; it must end in its own exit code, with a line that says so.
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
+    match outcome {
+        Ok(Ok(code)) => code,
+        Ok(Err(error)) => ended(&error, cli.command.resuming(arguments)),
+        Err(_) => ended(&Error::Internal("the program panicked".into()), None),
+    }
+}
+
+/// Prints an error with its remedy, or after an interruption with the command that resumes the run; the exit code that it
+/// means.
+fn ended(error: &Error, resuming: Option<String>) -> u8 {
+    if output::is_closed_pipe(error) {
+        return 0;
+    }
+    let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
+    let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
+    output::tell(&format!("error: {error}\n  {remedy}"));
+    error.category().exit_code()
+}
+
+fn no_threads(error: &dyn std::error::Error) -> Error {
+    Error::Unavailable {
+        what: "a thread".into(),
+        reason: error.to_string(),
+        remedy: "ask for fewer (‹threads›), or raise the limits on processes and memory (ulimit -u and -v)"
+            .into(),
+    }
+}
+
+fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
+    let threads = threads(cli.threads)?;
+    let cancel = signals::install()?;
+    let pool = pool(threads)?;
+    let session = commands::Session {
+        progress: progress::Progress::new(cli.quiet),
+        text_workers: text_workers(threads, &cancel, embedding.as_ref().map(|e| e.worker.clone())),
+        cancel,
+        code: embedding.map(|embedding| embedding.code),
+    };
+    pool.install(|| commands::run(&cli.command, &session))
+}
+
+/// How many threads to run on: so many, or as many as there are processors.
+///
+/// # Errors
+/// [`Error::Memory`] where there is no room for their stacks; [`Error::Usage`] where `QUANT_ISA` names instructions that the
+/// processor has not.
+pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
+    // A path that cannot be had is reported before anything is computed on another.
+    quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
+        message: error.to_string(),
+        remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
+    })?;
+    let all = || std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = asked.unwrap_or_else(all);
+    allocator::check_room_for_threads(threads + 2)?;
+    Ok(threads)
+}
+
+/// A pool of so many threads.
+///
+/// # Errors
+/// [`Error::Unavailable`] where they cannot be started.
+pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
+}
+
+/// What runs tokenizers and templates: processes of their own where the system can limit them. Another program names the
+/// command that starts one, or `Some(None)` where it has none.
+#[cfg(target_os = "linux")]
+pub fn text_workers(
+    threads: usize,
+    cancel: &CancelToken,
+    worker: Option<Option<(PathBuf, Vec<OsString>)>>,
+) -> Arc<dyn TextWorkers> {
+    let workers = match worker {
+        None => ProcessWorkers::of_this_program(threads, cancel.clone()),
+        Some(Some((program, arguments))) => {
+            ProcessWorkers::of(&program, threads, cancel.clone()).with_arguments(arguments)
+        }
+        Some(None) => return Arc::new(InProcess),
+    };
+    Arc::new(workers.or_else(Arc::new(InProcess)))
+}
+
+/// What runs tokenizers and templates: this process.
+#[cfg(not(target_os = "linux"))]
+pub fn text_workers(
+    _threads: usize,
+    _cancel: &CancelToken,
+    _worker: Option<Option<(PathBuf, Vec<OsString>)>>,
+) -> Arc<dyn TextWorkers> {
+    Arc::new(InProcess)
+}

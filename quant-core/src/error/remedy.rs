@@ -1,0 +1,144 @@
+//! What to do about an error.
+
+use super::Error;
+
+impl Error {
+    /// What the user can do about it.
+    pub fn remedy(&self) -> String {
+        match self {
+            Self::Usage { remedy, .. }
+            | Self::Recipe { remedy, .. }
+            | Self::Unavailable { remedy, .. }
+            | Self::InputFile { remedy, .. } => {
+                remedy.clone()
+            }
+            Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
+                "‹plan(MODEL)› lists the names that can be matched".into()
+            }
+            Self::PatternMatchesNothing { nearest, .. } => {
+                format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
+            }
+            Self::GroupSizeDoesNotDivide(offenders) => format!(
+                "choose a ‹group_size› that divides them, or give these tensors their own scheme, \
+                 for example ‹override='{}=w4a16-channel'›",
+                offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
+            ),
+            Self::OutputExists { .. } => "choose another output, or replace it with ‹force›".into(),
+            Self::OutputIsInput { .. } => "write to a directory of its own".into(),
+            Self::NoCheckpoint { .. } => {
+                "give a Hugging Face model directory with config.json and model.safetensors, or its \
+                 shards with model.safetensors.index.json"
+                    .into()
+            }
+            Self::PickleOnly { .. } => {
+                "pickle files can run code when read, so they are never opened; convert them \
+                 once in a sandbox: load with transformers and `save_pretrained(..., \
+                 safe_serialization=True)`"
+                    .into()
+            }
+            Self::Safetensors { .. } => {
+                "the file is damaged, incomplete or hostile: fetch it again and compare its checksum".into()
+            }
+            Self::Index { .. } => {
+                "fetch the index and its shards again; they must come from the same revision".into()
+            }
+            Self::MissingTensor { path, .. } | Self::TensorShape { path, .. } | Self::Config { path, .. }
+                if path.extension().is_some_and(|extension| extension == "gguf") =>
+            {
+                "the GGUF file is damaged or incomplete: fetch it again".into()
+            }
+            Self::MissingTensor { .. } | Self::TensorShape { .. } => {
+                "config.json and the weights must come from the same model; fetch both again".into()
+            }
+            Self::TensorDtype { .. } => {
+                "convert the checkpoint to float32, float16 or bfloat16, or fetch it again".into()
+            }
+            Self::Config { .. } => "correct config.json, or fetch it again".into(),
+            Self::UnknownArchitecture { known, .. } => {
+                format!("this version knows {}", known.join(", "))
+            }
+            Self::AmbiguousNames { .. } => {
+                "two saves of the model may be mixed in one directory: fetch the checkpoint again into an empty one"
+                    .into()
+            }
+            Self::AlreadyQuantized { .. } => {
+                "quantize from the original float checkpoint, or give nothing but ‹format› to write the same \
+                 numbers in another container; ‹requantize› takes what the codes stand for as weights, and loses twice"
+                    .into()
+            }
+            Self::UnsupportedQuantization { .. } => {
+                "compressed-tensors, AWQ gemm, GPTQ, QServe, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
+                 ‹quantize()› also starts from the original float checkpoint"
+                    .into()
+            }
+            Self::NotRepackable { .. } => {
+                "quantize the original float checkpoint for this container".into()
+            }
+            Self::Tokenizer { .. } => {
+                "the model directory needs the tokenizer.json that belongs to it".into()
+            }
+            Self::Text { line: Some(_), .. } => {
+                "correct this line: each is a JSON object with a `text` field, or, for calibration, `messages`"
+                    .into()
+            }
+            Self::Text { .. } => {
+                "give a longer UTF-8 text, or a JSONL file whose every line has a `text` field (for \
+                 calibration, or `messages`), or \
+                 fewer or shorter windows (‹samples› and ‹seq_len›, or ‹windows› and ‹window›)"
+                    .into()
+            }
+            Self::NameTaken { .. } => {
+                "the checkpoint is half quantized, or not what it seems: fetch the original again, or leave the \
+                 other tensor float with ‹ignore›"
+                    .into()
+            }
+            Self::UnknownText { known, .. } => {
+                format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))
+            }
+            Self::Io { .. } => "check the path, its permissions and the disk".into(),
+            Self::Memory { .. } => {
+                "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer or shorter \
+                 windows; ‹plan()› predicts what a run takes"
+                    .into()
+            }
+            Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
+            Self::Locked { .. } => "wait for it to finish, or stop it".into(),
+            Self::Verification { .. } => {
+                "the disk returned other bytes than were written: check it and run again".into()
+            }
+            Self::NonFinite { .. } => {
+                "the checkpoint is broken: fetch it again, or repair this tensor".into()
+            }
+            Self::Numeric { .. } => {
+                "exclude this tensor with ‹ignore›, or choose another scheme for it with ‹override›".into()
+            }
+            Self::Logits { .. } => {
+                "see whether the model that this one was made from gives finite numbers on the same text".into()
+            }
+            Self::Calibration { .. } => {
+                "the float model overflows there, whatever is quantized: see whether ‹eval()› of it gives a finite \
+                 perplexity on this text, take another ‹calibration›, or ‹method=rtn›, which needs none"
+                    .into()
+            }
+            Self::Cache { .. } => {
+                "cache them as floats, with ‹kv=16› or a scheme without kv; where that fails too, the model itself \
+                 overflows"
+                    .into()
+            }
+            Self::Tensor(_) | Self::Internal(_) => {
+                "this is a bug: please report it with the command that led here".into()
+            }
+            Self::Interrupted => {
+                "run the same command again; ‹quantize()› goes on where it stopped with ‹resume›, ‹eval()› \
+                 where it was given a ‹journal›"
+                    .into()
+            }
+        }
+    }
+}
+
+/// `model.layers.3.mlp.down_proj.weight` → `down_proj`.
+fn suggestion_pattern(tensor: &str) -> String {
+    let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
+    module.rsplit('.').next().unwrap_or(module).to_owned()
+}

@@ -1,0 +1,234 @@
+//! Runs that write a GGUF file.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::files::{check_writable, distinct, outside, write_file};
+use super::gguf_settings::{check_importance, sampling};
+use super::host::{Host, Opened, as_floats, open};
+use super::outputs::given_up;
+use super::quantize::{QuantizeRequest, is_single_file};
+use super::settings::RecipeSettings;
+use super::texts::{BUILTIN, Text, calibration};
+use crate::calibrate::TokenWindows;
+use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use crate::gguf::{Curvature, GgufPlan, GgufReport, Importance, write_tensors};
+use crate::pipeline::REPORT;
+use crate::{Error, Result};
+
+/// The file's name in a directory.
+const FILE: &str = "model.gguf";
+
+/// A GGUF file that was written.
+#[derive(Debug)]
+pub struct GgufDone {
+    /// What each tensor got.
+    pub plan: GgufPlan,
+    /// Where it is.
+    pub published: Published,
+    /// What it did to every tensor.
+    pub report: GgufReport,
+    /// Bytes of the model's files.
+    pub bytes_before: u64,
+    /// What the run took.
+    pub seconds: f64,
+}
+
+/// Whether a request looks at a calibration text.
+fn gathers(request: &QuantizeRequest) -> bool {
+    request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
+}
+
+/// Fails for what the request alone shows.
+pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
+    let settings = &request.settings;
+    if request.save_channel_maxima.is_some() {
+        return Err(Error::usage("‹save_channel_maxima› has no effect with ‹format=gguf›", "leave it out"));
+    }
+    if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
+        return Err(Error::usage(
+            format!("‹split_max_size› writes several files, and {} is one", request.output.display()),
+            "give a directory as the output, or leave it out",
+        ));
+    }
+    check_importance(settings, gathers(request))?;
+    // Found here rather than after calibration.
+    if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
+        return Err(Error::usage(
+            "GPTQ needs a text: ‹calibration› is missing",
+            "add ‹calibration›, for example builtin",
+        ));
+    }
+    if !request.force && request.output.exists() {
+        return Err(Error::OutputExists { path: request.output.clone() });
+    }
+    if let Some(path) = &settings.gguf.save_imatrix {
+        let written = [("save_imatrix", Some(path.as_path()))];
+        distinct(&written, &request.files_read())?;
+        outside(&written, &[&request.model, &request.output])?;
+        check_writable(path)?;
+    }
+    Ok(())
+}
+
+/// Writes a GGUF file for a request that was checked.
+pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
+    let settings = &request.settings;
+    let gptq = settings.gguf_request(true)?.gptq.is_some();
+    let opened = source(&request.model, settings, host)?;
+    refuse_overlap(opened.directory.path(), &request.output)?;
+    if gptq {
+        Curvature::check(&opened.model)?;
+    }
+    let default = Text::Named(BUILTIN.to_owned());
+    let text = request.calibration.as_ref().unwrap_or(&default);
+    let windows = match gathers(request) {
+        true => Some(calibration(&opened, text, sampling(settings)?, host)?),
+        false => None,
+    };
+    let importance = importance(settings, text.name(), &opened, windows.as_ref(), host)?;
+    let (importance, origin) = match importance {
+        Some((importance, origin)) => (Some(importance), origin),
+        None => (None, String::new()),
+    };
+    let request_of_file = settings.gguf_request(importance.is_some())?;
+    let plan = GgufPlan::new(&opened.model, &opened.directory, request_of_file)?;
+    let importance = importance.map(|mut im| {
+        im.fit(&plan.tensors);
+        im
+    });
+    for note in &plan.notes {
+        host.note(note.as_str());
+    }
+    if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
+        return Err(Error::usage(
+            format!(
+                "the importance matrix has nothing for {} tensor(s), such as {}",
+                missing.len(),
+                missing[0]
+            ),
+            "give one of the same model",
+        ));
+    }
+    let mut curvature = match (plan.request.gptq, &windows) {
+        (Some(settings), Some(windows)) => {
+            Some(Curvature::new(&opened.model, windows, settings, host.cancel)?)
+        }
+        _ => None,
+    };
+    let weighing = (importance.as_ref(), curvature.as_mut());
+    let (published, report) = write(&plan, &opened, weighing, &origin, request, host)?;
+    let bytes_before = opened.directory.source().file_bytes();
+    drop(curvature);
+    Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
+}
+
+/// The model, as floats where that is asked for. What blocks of a GGUF file stand for may be written as floats unasked.
+fn source(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
+    let opened = open(model, host)?;
+    let keeps_floats = opened.directory.rounded_to().is_some() && settings.gguf_request(true)?.is_float();
+    if keeps_floats { Ok(opened) } else { as_floats(opened, settings, host) }
+}
+
+/// The importance matrix, and where it comes from.
+fn importance(
+    settings: &RecipeSettings,
+    text: &str,
+    opened: &Opened,
+    windows: Option<&TokenWindows>,
+    host: &Host<'_>,
+) -> Result<Option<(Importance, String)>> {
+    let gguf = &settings.gguf;
+    if (windows.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
+        return Err(Error::usage(
+            "an importance matrix has no effect: the model is quantized, and its codes are kept",
+            "leave it out, or add ‹requantize›",
+        ));
+    }
+    if let Some(path) = &gguf.imatrix {
+        return Ok(Some((Importance::read(path)?, path.display().to_string())));
+    }
+    let Some(windows) = windows else { return Ok(None) };
+    let found = Importance::gather(&opened.model, windows, text, host.observer, host.cancel)?;
+    if let Some(path) = &gguf.save_imatrix {
+        let bytes = match path.extension() == Some(OsStr::new("dat")) {
+            true => found.to_dat(),
+            false => found.to_gguf()?,
+        };
+        write_file(path, &bytes)?;
+    }
+    let origin = gguf.save_imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());
+    Ok(Some((found, origin)))
+}
+
+/// Writes the file at OUT where that ends in `.gguf`, else into a directory of that name.
+fn write(
+    plan: &GgufPlan,
+    opened: &Opened,
+    (importance, curvature): (Option<&Importance>, Option<&mut Curvature<'_>>),
+    origin: &str,
+    request: &QuantizeRequest,
+    host: &Host<'_>,
+) -> Result<(Published, GgufReport)> {
+    let single_file = is_single_file(&request.output);
+    let file_name = match request.output.file_name() {
+        Some(name) if single_file => name.to_string_lossy().into_owned(),
+        _ => FILE.to_owned(),
+    };
+    let split = request.settings.gguf.split_max_size;
+    let options = WriteOptions {
+        force: request.force,
+        resume: request.resume,
+        fingerprint: plan.fingerprint(&opened.directory, importance, &host.program()?),
+        archive: Arc::new(plan.archive(&file_name, split.is_some(), importance, origin)),
+        single_file,
+        max_shard_bytes: split.unwrap_or(WriteOptions::default().max_shard_bytes),
+        ..WriteOptions::default()
+    };
+    let mut writer = CheckpointWriter::create(&request.output, plan.outputs()?, options)?;
+    for note in writer.notes() {
+        host.note(note.as_str());
+    }
+    let (observer, cancel) = (host.observer, host.cancel);
+    let outcome = write_tensors(plan, &opened.model, importance, curvature, &mut writer, observer, cancel)
+        .and_then(|report| {
+            if !single_file {
+                writer.add_file(REPORT, report.to_json()?.as_bytes())?;
+            }
+            Ok(report)
+        });
+    let report = match outcome {
+        Ok(report) => report,
+        Err(error) => return Err(given_up(vec![writer], error)),
+    };
+    let published = writer.prepare(observer, cancel)?.publish()?;
+    Ok((published, report))
+}
+
+/// Bits per weight of a file, all tensors together.
+pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
+    let elements: usize = plan.tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
+    plan.output_bytes() as f64 * 8.0 / elements.max(1) as f64
+}
+
+/// What a GGUF file would hold, and bytes of the model's files.
+///
+/// # Errors
+/// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
+pub fn plan_gguf(
+    model: &Path,
+    settings: &RecipeSettings,
+    host: &Host<'_>,
+) -> Result<(GgufPlan, u64)> {
+    if settings.gguf.save_imatrix.is_some() {
+        return Err(Error::usage("‹save_imatrix› has no effect: a plan gathers none", "leave it out"));
+    }
+    let opened = source(model, settings, host)?;
+    // A plan is of what a run with an importance matrix does where one is named.
+    let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
+    let plan =
+        GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
+    Ok((plan, opened.directory.source().file_bytes()))
+}

@@ -1,0 +1,225 @@
+//! What is asked for where a GGUF file is to be written.
+
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+use super::settings::RecipeSettings;
+use crate::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
+use crate::calibrate::{Packing, Sampling};
+use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use crate::quantize::gptq::GptqSettings;
+use crate::recipe::Pattern;
+use crate::{Error, Result};
+
+/// The mixture of a request that names none.
+const DEFAULT_MIXTURE: &str = "Q4_K_M";
+
+/// What is about GGUF files alone.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GgufSettings {
+    /// The pre-tokenizer, by llama.cpp's name; `none` writes a file without vocabulary.
+    pub pre: Option<String>,
+    /// Whether rows that do not fit their type get another one.
+    pub allow_fallback: bool,
+    /// Whether scales are found as llama-quantize does, byte for byte.
+    pub reference_search: bool,
+    /// An importance matrix (GGUF or .dat) that weighs errors.
+    pub imatrix: Option<PathBuf>,
+    /// Where the importance matrix that was gathered is written; `.dat` for the older kind of file, else GGUF.
+    pub save_imatrix: Option<PathBuf>,
+    /// Bytes of tensors above which the model is written as several files.
+    pub split_max_size: Option<u64>,
+}
+
+impl GgufSettings {
+    fn given(&self) -> [(&'static str, bool); 6] {
+        [
+            ("pre", self.pre.is_some()),
+            ("allow_fallback", self.allow_fallback),
+            ("reference_search", self.reference_search),
+            ("imatrix", self.imatrix.is_some()),
+            ("save_imatrix", self.save_imatrix.is_some()),
+            ("split_max_size", self.split_max_size.is_some()),
+        ]
+    }
+
+    /// Fails where a setting is given and no GGUF file is written.
+    ///
+    /// # Errors
+    /// [`Error::Usage`].
+    pub fn refuse(&self) -> Result<()> {
+        match self.given().into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => Err(Error::usage(
+                format!("‹{option}› has no effect: it is about GGUF files"),
+                "add ‹format=gguf›, or leave it out",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+impl RecipeSettings {
+    /// Whether a GGUF file is written.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when other formats are named too.
+    pub fn writes_gguf(&self) -> Result<bool> {
+        let named = self.format.iter().any(|format| format == gguf::FORMAT);
+        if named && self.format.len() > 1 {
+            return Err(Error::usage(
+                "GGUF is written in a run of its own",
+                "run once with ‹format=gguf›, and once with the other formats",
+            ));
+        }
+        Ok(named)
+    }
+
+    /// What is asked for, `weighted` by an importance matrix or not.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a type that is unknown, and for settings that are about other formats.
+    pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
+        if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
+            return Err(Error::usage(
+                format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
+                "leave it out; ‹scheme› names the types, and ‹calibration› weighs errors",
+            ));
+        }
+        let overrides = self.overrides.iter().map(|text| {
+            let (pattern, kind) = text.rsplit_once('=').ok_or_else(|| {
+                Error::usage(
+                    format!("override `{text}` has no `=`"),
+                    "write ‹override=PATTERN=TYPE›, for example ffn_down=q6_k",
+                )
+            })?;
+            Ok((Pattern::new(pattern)?, kind_of(kind)?))
+        });
+        Ok(GgufRequest {
+            mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
+            overrides: overrides.collect::<Result<_>>()?,
+            ignore: self.ignore.iter().map(|text| Pattern::new(text)).collect::<Result<_>>()?,
+            pre: self.gguf.pre.clone(),
+            allow_fallback: self.gguf.allow_fallback,
+            weighted,
+            gptq: self.gguf_method()?,
+            search: match self.gguf.reference_search {
+                true => Search::Reference,
+                false => Search::Refined,
+            },
+        })
+    }
+
+    /// The settings of GPTQ, where it is the method.
+    fn gguf_method(&self) -> Result<Option<GptqSettings>> {
+        let settings = match self.method.as_deref() {
+            None | Some("rtn") => return Ok(None),
+            Some("gptq") => GptqSettings {
+                damping: self.damping.unwrap_or(GptqSettings::default().damping),
+                ..GptqSettings::default()
+            },
+            Some(other) => {
+                return Err(Error::usage(
+                    format!("the method {other} does not write GGUF files"),
+                    "choose gptq, or leave it out: rows are rounded to nearest then",
+                ));
+            }
+        };
+        settings.check()?;
+        if self.gguf.reference_search {
+            return Err(Error::usage(
+                "‹reference_search› and ‹method=gptq› ask for different bytes",
+                "leave one of them out",
+            ));
+        }
+        Ok(Some(settings))
+    }
+
+    fn not_for_gguf(&self) -> Vec<(&'static str, bool)> {
+        vec![
+            ("preset", self.preset.is_some()),
+            ("recipe", self.recipe.is_some()),
+            ("group_size", self.group_size.is_some()),
+            ("symmetric", self.symmetric == Some(true)),
+            ("asymmetric", self.symmetric == Some(false)),
+            ("alpha", self.alpha.is_some()),
+            ("smooth_producers", self.smooth_producers.is_some()),
+            ("channel_maxima", self.channel_maxima.is_some()),
+            ("skip", !self.skip.is_empty()),
+            ("output_alpha", self.output_alpha.is_some()),
+            ("attention_alpha", self.attention_alpha.is_some()),
+            ("search", self.search.is_some()),
+            ("damping", self.damping.is_some() && self.method.is_none()),
+            ("block_size", self.block_size.is_some()),
+            ("act_order", self.act_order.is_some()),
+            ("layer_inputs", self.layer_inputs.is_some()),
+            ("scale_search", self.scale_search.is_some()),
+        ]
+    }
+}
+
+fn mixture(name: &str) -> Result<&'static Mixture> {
+    gguf::mixture(name).ok_or_else(|| {
+        let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
+        Error::usage(format!("`{name}` is no type of GGUF files"), format!("known are {}", known.join(", ")))
+    })
+}
+
+fn kind_of(name: &str) -> Result<&'static BlockType> {
+    block_type(name).ok_or_else(|| {
+        let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
+        Error::usage(format!("`{name}` is no type of a tensor"), format!("known are {}", known.join(", ")))
+    })
+}
+
+/// Fails where settings about the calibration text or an importance matrix have nothing to act on.
+pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
+    if gathers && options.gguf.imatrix.is_some() {
+        return Err(Error::usage(
+            "‹imatrix› gives an importance matrix, and ‹calibration› or ‹save_imatrix› ask for another",
+            "leave one of them out",
+        ));
+    }
+    let sampling = [
+        ("samples", options.samples.is_some()),
+        ("seq_len", options.seq_len.is_some()),
+        ("seed", options.seed.is_some()),
+        ("packing", options.packing.is_some()),
+        ("mask", options.mask.is_some()),
+    ];
+    let of_experts = [
+        ("expert_tokens", options.expert_tokens.is_some()),
+        ("expert_floor", options.expert_floor.is_some()),
+    ];
+    if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
+        return Err(Error::usage(
+            format!(
+                "‹{option}› has no effect: importance is that of the tokens that are routed to each expert"
+            ),
+            "leave it out",
+        ));
+    }
+    match sampling.into_iter().find(|(_, given)| *given && !gathers) {
+        Some((option, _)) => Err(Error::usage(
+            format!("‹{option}› has no effect: no calibration text is looked at"),
+            "add ‹calibration›, or leave it out",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// How the text of an importance matrix is cut.
+pub(super) fn sampling(options: &RecipeSettings) -> Result<Sampling> {
+    let defaults = Sampling::default();
+    let sampling = Sampling {
+        samples: options.samples.unwrap_or(defaults.samples),
+        length: options.seq_len.unwrap_or(defaults.length),
+        seed: options.seed.unwrap_or(defaults.seed),
+        packing: options.packing.as_deref().map_or(Ok(Packing::Auto), str::parse)?,
+        mask: options.mask.as_deref().map_or(Ok(defaults.mask), str::parse)?,
+        ..defaults
+    };
+    sampling.check()?;
+    Ok(sampling)
+}

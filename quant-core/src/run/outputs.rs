@@ -1,0 +1,123 @@
+//! Where checkpoints go, and how they appear.
+
+use std::ffi::OsStr;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use super::host::Host;
+use super::model_card::{self, model_card};
+use super::quantize::QuantizeRequest;
+use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOptions};
+use crate::format::CONTAINERS;
+use crate::pipeline::{self, Job, QuantReport};
+use crate::recipe::Recipe;
+use crate::{Category, Error, Result, TensorSink};
+
+/// Where each format of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.
+pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
+    if recipe.containers.len() == 1 {
+        return Ok(vec![out.to_owned()]);
+    }
+    let entries = match std::fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            return Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect());
+        }
+        Err(e) => return Err(Error::io("list", out, e)),
+    };
+    // Checkpoints go into it, so it must not be one, nor anything else that somebody keeps.
+    let ours = |name: &OsStr| {
+        CONTAINERS.iter().any(|c| name == c.name() || name == OsStr::new(&format!("{}.job", c.name())))
+    };
+    for entry in entries {
+        let name = entry.map_err(|e| Error::io("list", out, e))?.file_name();
+        if !ours(&name) {
+            return Err(Error::usage(
+                format!(
+                    "{} is to hold a directory for each format, but it holds {:?}",
+                    out.display(),
+                    name.to_string_lossy()
+                ),
+                "choose another output",
+            ));
+        }
+    }
+    Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
+}
+
+/// Fails where an output exists and may not be replaced.
+pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
+    let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
+    if request.resume && outputs.len() > 1 {
+        // A run that dies while formats appear one after the other leaves some of them.
+        return Err(Error::usage(
+            format!("{} exists already, so the run cannot be resumed", path.display()),
+            "add ‹force›: the formats that are there are made again, and what is left of the others is used",
+        ));
+    }
+    Err(Error::OutputExists { path: path.clone() })
+}
+
+/// Runs jobs on one model, each into a directory that appears only when everything in it is verified; none appears
+/// before all are. `force` replaces what is there, `resume` continues what was interrupted.
+///
+/// # Errors
+/// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. What was finished stays where the same jobs can succeed later.
+pub fn write(
+    jobs: &[Job<'_>],
+    directory: &ModelDirectory,
+    outputs: &[PathBuf],
+    (force, resume): (bool, bool),
+    host: &Host<'_>,
+) -> Result<Vec<(Published, QuantReport)>> {
+    let program = host.program()?;
+    let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
+    for (i, (job, output)) in jobs.iter().zip(outputs).enumerate() {
+        // What is going to stand beside it counts when the room on the disk is looked at.
+        let others: u64 = jobs[i + 1..].iter().map(|j| j.plan.output_bytes()).sum();
+        let options = WriteOptions {
+            force,
+            resume,
+            fingerprint: pipeline::fingerprint(job, directory, &program),
+            companion_bytes: pipeline::companion_bytes(directory, job.plan)?.saturating_add(others),
+            ..WriteOptions::default()
+        };
+        let writer = match CheckpointWriter::create(output, job.plan.outputs(), options) {
+            Ok(writer) => writer,
+            Err(error) => return Err(given_up(writers, error)),
+        };
+        for note in writer.notes() {
+            host.note(note.as_str());
+        }
+        writers.push(writer);
+    }
+    let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();
+    let outcome = pipeline::quantize_each(jobs, sinks).and_then(|reports| {
+        for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
+            pipeline::add_companions(directory, job.plan, report, writer)?;
+            writer.add_file(model_card::NAME, model_card(directory, job, report).as_bytes())?;
+        }
+        Ok(reports)
+    });
+    let reports = match outcome {
+        Ok(reports) => reports,
+        Err(error) => return Err(given_up(writers, error)),
+    };
+    let prepared = writers.into_iter().map(|w| w.prepare(host.observer, host.cancel));
+    let prepared = prepared.collect::<Result<Vec<_>>>()?;
+    prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
+}
+
+/// Removes what was begun, unless what was finished is worth keeping because the same job can
+/// succeed later.
+pub(super) fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
+    let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
+    if !resumable {
+        for writer in writers {
+            if let Err(worse) = writer.abandon() {
+                return worse;
+            }
+        }
+    }
+    error
+}

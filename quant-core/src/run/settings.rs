@@ -1,0 +1,342 @@
+//! What to do with a model, as programs ask for it: a preset or a recipe file, and settings that override it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use super::gguf_settings::GgufSettings;
+use crate::calibrate::{ChannelMaxima, ExpertSampling, Sampling};
+use crate::format;
+use crate::model::Model;
+use crate::quantize::gptq::GptqSettings;
+use crate::recipe::{Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method};
+use crate::scheme::{Granularity, SchemeRequest};
+use crate::{Error, Result};
+
+const LOOKS_AT_NO_TEXT: &str = "searches nothing on a calibration text";
+const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
+
+/// The settings of `plan` and `quantize`; what is `None` or empty is the preset's or the recipe's.
+///
+/// Messages name a setting as its field is named, between `‹` and `›` ([`wording`](crate::wording)).
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RecipeSettings {
+    /// Method and scheme by one name; `awq-w4a16` where neither it nor a recipe nor a method is given.
+    pub preset: Option<String>,
+    /// A recipe file (TOML).
+    pub recipe: Option<PathBuf>,
+    /// How weights are found: a method, or steps in order, separated by commas.
+    pub method: Option<String>,
+    /// Number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
+    pub scheme: Option<String>,
+    /// Checkpoint formats; none means `compressed-tensors`.
+    pub format: Vec<String>,
+    /// Weights of a row that share a scale, or `channel`.
+    pub group_size: Option<String>,
+    /// Whether grids are symmetric.
+    pub symmetric: Option<bool>,
+    /// Patterns of linears that stay float.
+    pub ignore: Vec<String>,
+    /// Linears with a scheme of their own, as `PATTERN=SCHEME`. The last one that matches wins.
+    #[serde(rename = "override")]
+    pub overrides: Vec<String>,
+    /// What is about GGUF files alone.
+    pub gguf: GgufSettings,
+    /// SmoothQuant: migration strength, 0 to 1, or `auto`.
+    pub alpha: Option<String>,
+    /// SmoothQuant: what is divided by the scales, `norms` or `all`.
+    pub smooth_producers: Option<String>,
+    /// SmoothQuant: a file of channel maxima.
+    pub channel_maxima: Option<PathBuf>,
+    /// Steps to leave out of the method.
+    pub skip: Vec<String>,
+    /// QoQ: smoothing exponent of the inputs of `o_proj` and `down_proj`, 0 to 1, or `auto`.
+    pub output_alpha: Option<String>,
+    /// QoQ: exponent of SmoothAttention, 0 to 1, or `auto`.
+    pub attention_alpha: Option<String>,
+    /// AWQ: `fast` or `reference`.
+    pub search: Option<String>,
+    /// GPTQ: damping, as a share of the mean of the Hessian's diagonal.
+    pub damping: Option<f64>,
+    /// GPTQ: columns per block of lazy updates.
+    pub block_size: Option<usize>,
+    /// GPTQ: `none`, `static-groups` or `group-aware`.
+    pub act_order: Option<String>,
+    /// GPTQ: inputs of the `quantized` or of the `float` model.
+    pub layer_inputs: Option<String>,
+    /// NVFP4: `amax`, `four-over-six` or `sweep`.
+    pub scale_search: Option<String>,
+    /// Whether a quantized model is quantized from what its codes stand for.
+    pub requantize: bool,
+    /// Calibration windows.
+    pub samples: Option<usize>,
+    /// Tokens per calibration window.
+    pub seq_len: Option<usize>,
+    /// Seed for selecting windows.
+    pub seed: Option<u64>,
+    /// How documents become windows: `auto`, `stream` or `documents`.
+    pub packing: Option<String>,
+    /// Tokens to leave out: `none` or `prompts`.
+    pub mask: Option<String>,
+    /// Experts are calibrated on the tokens `routed` to them, or on `all`.
+    pub expert_tokens: Option<String>,
+    /// Experts with fewer tokens are calibrated on all.
+    pub expert_floor: Option<u64>,
+}
+
+impl RecipeSettings {
+    /// The recipe that these settings ask for.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for what is unknown, contradicts itself or would have no effect; errors of the files that are read.
+    pub fn recipe(&self) -> Result<Recipe> {
+        if self.preset.is_some() && self.recipe.is_some() {
+            return Err(Error::usage("‹preset› and ‹recipe› both say what to do", "leave one of them out"));
+        }
+        let mut recipe = match &self.recipe {
+            Some(path) => Recipe::read(path)?,
+            None => Recipe::preset(self.preset.as_deref().unwrap_or_else(|| self.preset_by_method()))?,
+        };
+        if let Some(name) = &self.method {
+            recipe.method = method(name)?;
+            recipe.gptq = recipe.method.usual_gptq();
+        }
+        recipe.method = recipe.method.without(&self.skip)?;
+        if !self.format.is_empty() {
+            recipe.containers = format::containers(&self.format)?;
+        }
+        if let Some(size) = &self.group_size {
+            recipe.scheme.granularity = granularity(size)?;
+        }
+        if let Some(symmetric) = self.symmetric {
+            recipe.scheme.set_symmetric(symmetric)?;
+        }
+        if let Some(scheme) = &self.scheme {
+            let (scheme, kv) = kv::split(scheme)?;
+            recipe.settings.kv = kv;
+            let scheme = &scheme;
+            recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
+        }
+        for pattern in &self.ignore {
+            recipe.ignore.push(Pattern::new(pattern)?);
+        }
+        for option in &self.overrides {
+            recipe.overrides.push(parse_override(option, recipe.scheme)?);
+        }
+        if !recipe.method.has("awq") && self.search.is_some() {
+            return Err(self.has_no_effect(
+                &recipe.method,
+                "search",
+                LOOKS_AT_NO_TEXT,
+            ));
+        }
+        if !recipe.method.has("smoothquant") {
+            let given = self.smooth_options().into_iter().find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.has_no_effect(&recipe.method, option, "does not smooth activations"));
+            }
+        }
+        for (option, given, step, to) in [
+            ("output_alpha", &self.output_alpha, "smooth-outputs", &mut recipe.settings.outputs),
+            ("attention_alpha", &self.attention_alpha, "smooth-attention", &mut recipe.settings.attention),
+        ] {
+            let Some(alpha) = given else { continue };
+            if !recipe.method.has(step) {
+                return Err(Error::usage(
+                    format!("‹{option}› has no effect: `{step}` is no step of what is done"),
+                    format!(
+                        "leave it out, or choose a method that has `{step}`, such as qoq, and do not skip it"
+                    ),
+                ));
+            }
+            *to = Some(alpha.parse()?);
+        }
+        let smooth = &mut recipe.settings.smooth;
+        if let Some(alpha) = &self.alpha {
+            smooth.alpha = Some(alpha.parse()?);
+        }
+        if let Some(producers) = &self.smooth_producers {
+            smooth.producers = producers.parse()?;
+        }
+        if let Some(path) = &self.channel_maxima {
+            smooth.maxima = Some(Arc::new(ChannelMaxima::read(path)?));
+        }
+        if recipe.method.rounding != Rounding::Gptq {
+            let given = self.gptq_options().into_iter().find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.has_no_effect(&recipe.method, option, "does not round with GPTQ"));
+            }
+        }
+        if !recipe.needs_text() {
+            let given = [
+                ("samples", self.samples.is_some()),
+                ("seq_len", self.seq_len.is_some()),
+                ("seed", self.seed.is_some()),
+                ("packing", self.packing.is_some()),
+                ("mask", self.mask.is_some()),
+                ("expert_tokens", self.expert_tokens.is_some()),
+                ("expert_floor", self.expert_floor.is_some()),
+            ];
+            let given = given.into_iter().find(|(_, given)| *given);
+            if let Some((option, _)) = given {
+                return Err(self.needs_no_text(&recipe.method, option));
+            }
+        }
+        if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
+            // A file that rounds only has none; this one's transform was overruled.
+            if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
+                return Err(Error::usage(
+                    format!(
+                        "[calibration] of {} has no effect: method `{}` {LOOKS_AT_NO_TEXT}",
+                        path.display(),
+                        recipe.method.name
+                    ),
+                    ANOTHER_METHOD,
+                ));
+            }
+        }
+        if let Some(search) = &self.search {
+            recipe.settings.search = search.parse()?;
+        }
+        if let Some(search) = &self.scale_search {
+            if !recipe.searches_scales() {
+                return Err(Error::usage(
+                    "‹scale_search› has no effect: only the scales of NVFP4 are searched for",
+                    "leave it out, or choose a scheme such as wf4a16-g16-nv",
+                ));
+            }
+            recipe.settings.scale_search = search.parse()?;
+        }
+        let gptq = &mut recipe.gptq;
+        *gptq = GptqSettings {
+            damping: self.damping.unwrap_or(gptq.damping),
+            block_size: self.block_size.unwrap_or(gptq.block_size),
+            act_order: self.act_order.as_deref().map_or(Ok(gptq.act_order), str::parse)?,
+            inputs: self.layer_inputs.as_deref().map_or(Ok(gptq.inputs), str::parse)?,
+        };
+        gptq.check()?;
+        let sampling = &mut recipe.sampling;
+        *sampling = Sampling {
+            samples: self.samples.unwrap_or(sampling.samples),
+            length: self.seq_len.unwrap_or(sampling.length),
+            seed: self.seed.unwrap_or(sampling.seed),
+            packing: self.packing.as_deref().map_or(Ok(sampling.packing), str::parse)?,
+            mask: self.mask.as_deref().map_or(Ok(sampling.mask), str::parse)?,
+            experts: ExpertSampling {
+                tokens: self.expert_tokens.as_deref().map_or(Ok(sampling.experts.tokens), str::parse)?,
+                floor: self.expert_floor.unwrap_or(sampling.experts.floor),
+            },
+        };
+        Ok(recipe)
+    }
+
+    /// The preset that nobody named: the default, or the first with the method that was asked for, or with what that
+    /// begins with, or the first of its steps, so that its scheme is one for which the method is made.
+    fn preset_by_method(&self) -> &'static str {
+        let named = self.method.as_deref().unwrap_or_default();
+        let same = PRESETS.iter().find(|p| p.method == named);
+        let begins =
+            || PRESETS.iter().find(|p| named.strip_prefix(p.method).is_some_and(|r| r.starts_with('-')));
+        let has = || named.split(',').find_map(|step| PRESETS.iter().find(|p| p.method == step.trim()));
+        same.or_else(begins).or_else(has).unwrap_or(&PRESETS[0]).name
+    }
+
+    /// What happens to a model: as the recipe says where it is float, and as `format` says where it is quantized
+    /// already.
+    ///
+    /// # Errors
+    /// When the plan cannot be made ([`Plan::all`], [`Plan::repack`]), and where a quantized model is to be changed.
+    pub fn plans(&self, model: &Model, recipe: &Recipe) -> Result<Vec<Plan>> {
+        if model.quant_method().is_none() {
+            return Plan::all(model, recipe);
+        }
+        let Self { preset, recipe: file, method, scheme, format, group_size, symmetric, .. } = self;
+        let Self { ignore, overrides, search, samples, seq_len, seed, packing, mask, .. } = self;
+        let other = [preset, method, scheme, group_size, search, packing, mask, &self.scale_search]
+            .iter()
+            .any(|o| o.is_some())
+            || symmetric.is_some()
+            || !(ignore.is_empty() && overrides.is_empty())
+            || [samples, seq_len].iter().any(|o| o.is_some())
+            || seed.is_some()
+            || self.expert_tokens.is_some()
+            || self.expert_floor.is_some()
+            || !self.skip.is_empty()
+            || self.output_alpha.is_some()
+            || self.attention_alpha.is_some()
+            || self.gptq_options().iter().chain(&self.smooth_options()).any(|(_, given)| *given)
+            || file.is_some();
+        if other || format.is_empty() {
+            model.require_float()?;
+        }
+        recipe.containers.iter().map(|container| Plan::repack(model, *container)).collect()
+    }
+
+    /// The error that a setting about the calibration text has nothing to act on.
+    pub(super) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
+        self.has_no_effect(method, option, LOOKS_AT_NO_TEXT)
+    }
+
+    fn has_no_effect(&self, method: &Method, option: &str, why: &str) -> Error {
+        Error::usage(
+            format!("‹{option}› has no effect: method `{}` {why}", method.name),
+            ANOTHER_METHOD,
+        )
+    }
+
+    fn smooth_options(&self) -> [(&'static str, bool); 3] {
+        [
+            ("alpha", self.alpha.is_some()),
+            ("smooth_producers", self.smooth_producers.is_some()),
+            ("channel_maxima", self.channel_maxima.is_some()),
+        ]
+    }
+
+    fn gptq_options(&self) -> [(&'static str, bool); 4] {
+        [
+            ("damping", self.damping.is_some()),
+            ("block_size", self.block_size.is_some()),
+            ("act_order", self.act_order.is_some()),
+            ("layer_inputs", self.layer_inputs.is_some()),
+        ]
+    }
+
+    /// The scheme `w4a16-g64` with groups of 128 asks for two things at once.
+    fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
+        let group = match &self.group_size {
+            Some(size) => granularity(size)? != scheme.granularity,
+            None => false,
+        };
+        let symmetry = self.symmetric.is_some() && self.symmetric != scheme.symmetric();
+        if group || symmetry {
+            return Err(Error::usage(
+                format!("‹scheme={text}› contradicts ‹group_size›, ‹symmetric› or ‹asymmetric›"),
+                "say it once",
+            ));
+        }
+        Ok(scheme)
+    }
+}
+
+fn granularity(text: &str) -> Result<Granularity> {
+    match text.parse() {
+        Ok(size) if size >= 1 => Ok(Granularity::Group(size)),
+        _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
+        _ => Err(Error::usage(
+            format!("group size `{text}` is not understood"),
+            "give a number such as 32, 64 or 128, or `channel`",
+        )),
+    }
+}
+
+fn parse_override(text: &str, base: SchemeRequest) -> Result<(Pattern, SchemeRequest)> {
+    let Some((pattern, scheme)) = text.rsplit_once('=') else {
+        return Err(Error::usage(
+            format!("override `{text}` has no `=`"),
+            "write ‹override=PATTERN=SCHEME›, for example down_proj=w8a16",
+        ));
+    };
+    Ok((Pattern::new(pattern)?, base.refine(scheme)?))
+}

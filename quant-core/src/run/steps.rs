@@ -1,0 +1,71 @@
+//! What the steps of a run took.
+
+use std::sync::{Mutex, PoisonError};
+
+use serde::Serialize;
+
+use crate::{Event, Observer};
+
+/// What a step took in all.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StepTime {
+    /// Its name.
+    pub step: &'static str,
+    /// Seconds.
+    pub seconds: f64,
+}
+
+/// An observer that adds up the time of steps, and hands on every event.
+pub struct StepTimes<'a> {
+    next: &'a dyn Observer,
+    times: Mutex<Vec<StepTime>>,
+}
+
+impl<'a> StepTimes<'a> {
+    /// In front of another observer.
+    pub fn new(next: &'a dyn Observer) -> Self {
+        Self { next, times: Mutex::default() }
+    }
+
+    /// What each step took so far, in the order in which they first came.
+    pub fn times(&self) -> Vec<StepTime> {
+        self.times.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Observer for StepTimes<'_> {
+    fn event(&self, event: &Event) {
+        if let Event::StepDone { step, elapsed } = event {
+            let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+            let seconds = elapsed.as_secs_f64();
+            match times.iter_mut().find(|known| known.step == *step) {
+                Some(known) => known.seconds += seconds,
+                None => times.push(StepTime { step, seconds }),
+            }
+        }
+        self.next.event(event);
+    }
+
+    fn wants_estimate(&self) -> bool {
+        self.next.wants_estimate()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::Silent;
+
+    #[test]
+    fn times_of_a_step_are_added_up() {
+        let steps = StepTimes::new(&Silent);
+        for (step, seconds) in [("read", 1), ("gptq", 2), ("read", 3)] {
+            steps.event(&Event::StepDone { step, elapsed: Duration::from_secs(seconds) });
+        }
+        let times = [StepTime { step: "read", seconds: 4.0 }, StepTime { step: "gptq", seconds: 2.0 }];
+        assert_eq!(steps.times(), times);
+        assert!(!steps.wants_estimate());
+    }
+}

@@ -1,0 +1,288 @@
+//! What a run reports in numbers. Its JSON is versioned by `schema`.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::gguf::{GgufDone, bits_per_weight};
+use super::quantize::Quantized;
+use super::steps::StepTime;
+use crate::checkpoint::Published;
+use crate::pipeline::QuantReport;
+
+/// What a run has done.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+#[non_exhaustive]
+pub enum Summary {
+    /// It wrote checkpoints.
+    Checkpoints(QuantizeSummary),
+    /// It wrote a GGUF file.
+    Gguf(GgufSummary),
+}
+
+/// What was written as checkpoints.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct QuantizeSummary {
+    /// Name and version of this format.
+    pub schema: &'static str,
+    /// The method.
+    pub method: String,
+    /// Bytes of the model's tensors.
+    pub bytes_before: u64,
+    /// What of the calibration batch counted, where not all did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Calibration>,
+    /// The checkpoints, one for each format.
+    pub outputs: Vec<Output>,
+    /// What each step took, all blocks together; reading the calibration text is not among them.
+    pub steps: Vec<StepTime>,
+    /// What the run took.
+    pub seconds: f64,
+    /// The most memory that the process had, where the program says so.
+    pub peak_memory_bytes: Option<u64>,
+}
+
+/// A checkpoint.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Output {
+    /// Its directory.
+    pub path: String,
+    /// Its format.
+    pub format: String,
+    /// Bytes of its tensors.
+    pub bytes_after: u64,
+    /// Bits per weight of the linears that were quantized, scales and zeros included.
+    pub bits_per_quantized_weight: f64,
+    /// The tensor with the largest rounding error.
+    pub worst_tensor: Option<Worst>,
+}
+
+/// A tensor and its rounding error.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Worst {
+    /// Its name.
+    pub tensor: String,
+    /// Root mean square of the error, relative to that of the weights.
+    pub relative_rms: f64,
+}
+
+/// Tokens of the calibration text, and how many of them linears were judged by; where not all were.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Calibration {
+    /// Tokens.
+    pub tokens: u64,
+    /// Tokens that count.
+    pub tokens_counted: u64,
+    /// Positions that stayed empty.
+    pub padding: u64,
+    /// Linears of experts that few of these tokens went to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub few: Option<Few>,
+    /// Linears of experts that were calibrated on all tokens, and not on those that are routed to them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub all: Option<OnAll>,
+}
+
+/// Linears of experts that were calibrated on all tokens.
+#[derive(Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct OnAll {
+    /// How many.
+    pub linears: usize,
+    /// The fewest tokens that are routed to one of them.
+    pub least_routed: u64,
+}
+
+impl OnAll {
+    /// Of the tokens that are routed to each of them.
+    fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
+        Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
+    }
+}
+
+/// Linears that saw fewer than [`FEW`] tokens.
+#[derive(Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Few {
+    /// How many.
+    pub linears: usize,
+    /// The fewest that one of them saw.
+    pub least: u64,
+}
+
+/// An expert that sees fewer tokens is worth a word: what they say of its weights is little.
+pub const FEW: u64 = 128;
+
+impl Few {
+    /// Of the tokens that each linear saw.
+    fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
+        // Without experts all see the same.
+        let enough = FEW.min(tokens.clone().max()?);
+        let below = tokens.filter(|tokens| *tokens < enough);
+        Some(Self { least: below.clone().min()?, linears: below.count() })
+    }
+}
+
+/// What was written as a GGUF file.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct GgufSummary {
+    /// Name and version of this format.
+    pub schema: &'static str,
+    /// The file, or the directory with it.
+    pub path: String,
+    /// The mixture of types.
+    pub mixture: &'static str,
+    /// Bytes of the model's files.
+    pub bytes_before: u64,
+    /// Bytes of what was written.
+    pub bytes_after: u64,
+    /// Bits per weight, all tensors together.
+    pub bits_per_weight: f64,
+    /// Tensors by type.
+    pub types: BTreeMap<String, usize>,
+    /// Tensors whose rows did not fit their type.
+    pub replaced: Vec<Replaced>,
+    /// Whether errors were weighed by an importance matrix.
+    pub weighted: bool,
+    /// The tensor with the largest rounding error.
+    pub worst_tensor: Option<Worst>,
+    /// What the run took.
+    pub seconds: f64,
+    /// The most memory that the process had, where the program says so.
+    pub peak_memory_bytes: Option<u64>,
+}
+
+/// A tensor whose rows did not fit its type.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Replaced {
+    /// Its name.
+    pub tensor: String,
+    /// The type of the mixture.
+    pub wanted: String,
+    /// The type it has.
+    pub got: String,
+}
+
+impl Summary {
+    pub(super) fn of_checkpoints(done: &Quantized) -> Self {
+        let first = done.outputs.first().map(|(_, report)| report);
+        Self::Checkpoints(QuantizeSummary {
+            schema: "quant-summary/2",
+            method: first.map(|report| report.method.clone()).unwrap_or_default(),
+            bytes_before: first.map_or(0, |report| report.bytes_before),
+            calibration: first.and_then(calibration),
+            outputs: done.outputs.iter().map(|(published, report)| Output::new(published, report)).collect(),
+            steps: done.steps.clone(),
+            seconds: done.seconds,
+            peak_memory_bytes: None,
+        })
+    }
+
+    pub(super) fn of_gguf(done: &GgufDone) -> Self {
+        let GgufDone { plan, published, report, .. } = done;
+        let mut types: BTreeMap<String, usize> = BTreeMap::new();
+        for tensor in &report.tensors {
+            *types.entry(tensor.kind.clone()).or_default() += 1;
+        }
+        let replaced = report.replaced().map(|t| Replaced {
+            tensor: t.tensor.clone(),
+            wanted: t.replaces.clone().unwrap_or_default(),
+            got: t.kind.clone(),
+        });
+        let errors = report.tensors.iter().filter_map(|t| Some((t, t.relative_rms?)));
+        let worst = errors.max_by(|a, b| a.1.total_cmp(&b.1));
+        Self::Gguf(GgufSummary {
+            schema: "quant-gguf-summary/1",
+            path: published.path.display().to_string(),
+            mixture: plan.request.mixture.name,
+            bytes_before: done.bytes_before,
+            bytes_after: published.bytes,
+            bits_per_weight: bits_per_weight(plan),
+            types,
+            replaced: replaced.collect(),
+            weighted: report.tensors.iter().any(|t| t.weighted),
+            worst_tensor: worst.map(|(t, relative_rms)| Worst { tensor: t.tensor.clone(), relative_rms }),
+            seconds: done.seconds,
+            peak_memory_bytes: None,
+        })
+    }
+
+    /// The same with the most memory that the process had: the library does not ask the system for it.
+    pub fn with_peak_memory(mut self, bytes: Option<u64>) -> Self {
+        match &mut self {
+            Self::Checkpoints(summary) => summary.peak_memory_bytes = bytes,
+            Self::Gguf(summary) => summary.peak_memory_bytes = bytes,
+        }
+        self
+    }
+}
+
+impl Output {
+    fn new(published: &Published, report: &QuantReport) -> Self {
+        let errors = report.tensors.iter().filter_map(|t| Some((t, t.weight_error?.relative_rms)));
+        let worst = errors.max_by(|a, b| a.1.total_cmp(&b.1));
+        Self {
+            path: published.path.display().to_string(),
+            format: report.format.clone(),
+            bytes_after: report.bytes_after,
+            bits_per_quantized_weight: report.bits_per_quantized_weight,
+            worst_tensor: worst
+                .map(|(tensor, relative_rms)| Worst { tensor: tensor.tensor.clone(), relative_rms }),
+        }
+    }
+}
+
+/// What of the calibration batch counted, if it was not all.
+fn calibration(report: &QuantReport) -> Option<Calibration> {
+    let batch = report.calibration.as_ref()?;
+    let (tokens, padding) = (batch.tokens, batch.padding);
+    // What linears themselves saw: all the same, but for experts, which see fewer. A run that found all done saw nothing.
+    let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
+    let tokens_counted = seen.unwrap_or(batch.tokens_counted);
+    let few = Few::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
+    let all = OnAll::of(report.tensors.iter().filter_map(|t| t.routed_tokens));
+    let notable = tokens_counted < tokens || padding > 0 || few.is_some() || all.is_some();
+    notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
+}
+
+/// `1234567` → `1.23 MB`.
+pub fn bytes(count: u64) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{count} B"),
+        _ if value < 9.995 => format!("{value:.2} {}", units[unit]),
+        _ if value < 99.95 => format!("{value:.1} {}", units[unit]),
+        _ => format!("{value:.0} {}", units[unit]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_with_few_tokens_are_counted() {
+        let few = |tokens: &[u64]| Few::of(tokens.iter().copied());
+        assert_eq!(few(&[]), None);
+        // Short texts are no fault of experts.
+        assert_eq!(few(&[64, 64, 64]), None);
+        assert_eq!(few(&[64, 64, 8, 0]), Some(Few { linears: 2, least: 0 }));
+        assert_eq!(few(&[4096, 4096, 128]), None);
+        assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(Few { linears: 2, least: 100 }));
+        let all = |routed: &[u64]| OnAll::of(routed.iter().copied());
+        assert_eq!((all(&[]), all(&[7, 3])), (None, Some(OnAll { linears: 2, least_routed: 3 })));
+    }
+}

@@ -1,0 +1,161 @@
+//! A program of another makes a whole run with the library: its own observer, texts and cancel token, and the bytes of `quant
+//! quantize`.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use quant_core::calibrate::Corpus;
+use quant_core::run::{
+    Catalog, Done, Host, Nothing, QuantizeRequest, RecipeSettings, Summary, Text, quantize,
+};
+use quant_core::wording::{CommandLine, worded};
+use quant_core::{CancelToken, Category, Error, Event, Observer, Silent};
+use quant_tests::args;
+use quant_tests::files::hashes;
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::quant;
+
+const TEXT: &str = "The mill stood by the river, and nobody knew who owned it. ";
+
+fn request(model: &Path, out: &Path) -> QuantizeRequest {
+    let settings = RecipeSettings { samples: Some(2), seq_len: Some(128), ..RecipeSettings::default() };
+    let text = Text::Given(Corpus::Texts(vec![TEXT.repeat(200)]), "mine".into());
+    QuantizeRequest { settings, calibration: Some(text), ..QuantizeRequest::new(model, out) }
+}
+
+/// Keeps what it is told, and cancels after a block.
+struct Recorder<'a> {
+    events: Mutex<Vec<Event>>,
+    cancel: Option<&'a CancelToken>,
+}
+
+impl Observer for Recorder<'_> {
+    fn event(&self, event: &Event) {
+        if let (Event::UnitDone { .. }, Some(cancel)) = (event, self.cancel) {
+            cancel.cancel();
+        }
+        self.events.lock().unwrap().push(event.clone());
+    }
+
+    fn wants_estimate(&self) -> bool {
+        true
+    }
+}
+
+/// Knows the text by a name of its own.
+struct Shelf;
+
+impl Catalog for Shelf {
+    fn built_in(&self, name: &str) -> Option<Vec<String>> {
+        (name == "mill").then(|| vec![TEXT.repeat(200)])
+    }
+}
+
+#[test]
+fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let (model, file) = (at("model"), at("text.txt"));
+    write_cut_demo_model(&model, 3);
+    std::fs::write(&file, TEXT.repeat(200)).unwrap();
+    let line = args![
+        "quantize", &model, "-o", at("program"), "--samples", "2", "--seq-len", "128", "--calibration", &file
+    ];
+    quant(line).succeeded();
+    let expected = hashes(&at("program"));
+
+    let cancel = CancelToken::new();
+    let recorder = Recorder { events: Mutex::default(), cancel: None };
+    let done = quantize(&request(&model, &at("library")), &Host::new(&recorder, &cancel, &Nothing)).unwrap();
+    assert_eq!(hashes(&at("library")), expected);
+    let Summary::Checkpoints(summary) = done.summary() else { panic!("a GGUF file") };
+    assert_eq!((summary.method.as_str(), summary.outputs.len()), ("awq", 1));
+    assert!(summary.steps.iter().any(|step| step.step == "awq" && step.seconds > 0.0));
+    let events = recorder.events.into_inner().unwrap();
+    let is_estimate = |event: &Event| matches!(event, Event::Expected { stage: "quantize", seconds } if *seconds > 0.0);
+    assert_eq!(events.iter().filter(|event| is_estimate(event)).count(), 1);
+
+    // Stopped after a block, and continued with the same text under a name.
+    let recorder = Recorder { events: Mutex::default(), cancel: Some(&cancel) };
+    let mut again = request(&model, &at("resumed"));
+    let error = quantize(&again, &Host::new(&recorder, &cancel, &Nothing)).unwrap_err();
+    assert!(matches!(error, Error::Interrupted) && !at("resumed").exists());
+    cancel.reset();
+    again.resume = true;
+    again.calibration = Some(Text::Named("mill".into()));
+    let recorder = Recorder { events: Mutex::default(), cancel: None };
+    quantize(&again, &Host::new(&recorder, &cancel, &Shelf)).unwrap();
+    assert_eq!(hashes(&at("resumed")), expected);
+    let events = recorder.events.into_inner().unwrap();
+    assert!(events.iter().any(|event| matches!(event, Event::Resumed { units } if *units >= 1)), "{events:?}");
+}
+
+#[test]
+fn several_formats_and_a_gguf_file() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
+    write_cut_demo_model(&model, 2);
+    let (cancel, formats) = (CancelToken::new(), ["compressed-tensors", "gptq"]);
+    let host = Host::new(&Silent, &cancel, &Nothing);
+    let settings = RecipeSettings {
+        method: Some("rtn".into()),
+        symmetric: Some(true),
+        format: formats.map(str::to_owned).to_vec(),
+        ..RecipeSettings::default()
+    };
+    let written = QuantizeRequest { settings, ..QuantizeRequest::new(&model, &out) };
+    let Done::Checkpoints(done) = quantize(&written, &host).unwrap() else { panic!("a GGUF file") };
+    let paths: Vec<_> = done.outputs.iter().map(|(published, _)| published.path.clone()).collect();
+    assert_eq!(paths, formats.map(|format| out.join(format)));
+    assert!(paths.iter().all(|path| path.join("README.md").is_file() && path.join("quant_report.json").is_file()));
+
+    let settings = RecipeSettings {
+        format: vec!["gguf".into()],
+        scheme: Some("Q8_0".into()),
+        ..RecipeSettings::default()
+    };
+    let file = scratch.path().join("a.gguf");
+    let written = QuantizeRequest { settings, ..QuantizeRequest::new(&model, &file) };
+    assert!(matches!(quantize(&written, &host).unwrap(), Done::Gguf(_)));
+    assert!(file.is_file());
+}
+
+#[test]
+fn messages_name_settings_and_no_options() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
+    write_cut_demo_model(&model, 2);
+    let cancel = CancelToken::new();
+    let host = Host::new(&Silent, &cancel, &Nothing);
+    let refused = |change: &dyn Fn(&mut QuantizeRequest)| {
+        let mut request = request(&model, &out);
+        change(&mut request);
+        let error = quantize(&request, &host).unwrap_err();
+        let said = format!("{error}\n{}", error.remedy());
+        assert!(!said.contains("--"), "{said}");
+        assert!(!out.exists());
+        (error.category(), worded(&said, &CommandLine).into_owned())
+    };
+    let settings = |change: fn(&mut RecipeSettings)| {
+        refused(&|request: &mut QuantizeRequest| change(&mut request.settings))
+    };
+    for ((category, said), expected) in [
+        (settings(|s| s.group_size = Some("100".into())), "choose a --group-size that divides them"),
+        (settings(|s| s.ignore = vec!["none_such".into()]), "--ignore `none_such` matches no linear"),
+        (settings(|s| s.damping = Some(0.1)), "--damping has no effect: method `awq` does not round with GPTQ"),
+        (settings(|s| s.gguf.pre = Some("qwen2".into())), "--pre has no effect"),
+        (settings(|s| s.format = vec!["gguf".into(), "awq".into()]), "run once with --format gguf"),
+        (settings(|s| (s.preset, s.recipe) = (Some("a".into()), Some("b".into()))), "--preset and --recipe both"),
+        (refused(&|r| (r.settings, r.calibration) = (rtn(), Some(Text::Named("x".into())))), "--calibration x has no"),
+        (refused(&|r| r.output.clone_from(&r.model)), "overlaps the input"),
+    ] {
+        assert_eq!(category, Category::Usage, "{said}");
+        assert!(said.contains(expected), "{said}");
+    }
+    let (category, said) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
+    assert!(category == Category::Input && said.contains("none is neither a file nor a set of texts"), "{said}");
+}
+
+fn rtn() -> RecipeSettings {
+    RecipeSettings { method: Some("rtn".into()), ..RecipeSettings::default() }
+}

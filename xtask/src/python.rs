@@ -1,0 +1,92 @@
+//! `cargo xtask python`: the Python package as a user has it, a wheel in a fresh virtual environment, and its tests.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::support::shell::{root, run as execute, succeeds, target_dir};
+
+/// What builds wheels.
+const MATURIN: &str = "maturin==1.16.0";
+/// What the tests need beside the wheel.
+const REQUIREMENTS: &str = "python/tests/requirements.txt";
+
+/// Downloads what the step needs beside our own code. What cannot be had is fetched again by the step.
+pub fn fetch() {
+    let _ = tools().and_then(|_| wheels());
+}
+
+/// Builds the wheel with the profile of the tests, whose dependencies are compiled already, installs it where nothing else
+/// is, and runs the tests there.
+///
+/// # Errors
+/// When any of this fails.
+pub fn run() -> Result<()> {
+    let wheels = wheels()?;
+    let built = directory().join("wheels");
+    if built.exists() {
+        std::fs::remove_dir_all(&built).with_context(|| format!("cannot remove {}", built.display()))?;
+    }
+    let mut maturin = Command::new(tools()?.join("maturin"));
+    maturin.current_dir(root().join("python"));
+    execute(maturin.args(["build", "--profile", "dev", "--features", "as-tested", "--locked", "--out"]).arg(&built))?;
+    let wheel = only_file(&built)?;
+
+    let fresh = directory().join("venv");
+    let python = environment(&fresh, true)?;
+    let mut install = Command::new(&python);
+    install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
+    execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
+    // From there nothing of the package is imported from the checkout: what is tested is the wheel.
+    let mut tests = Command::new(fresh.join("bin/pytest"));
+    tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);
+    execute(tests.env("FEWBITS_ROOT", root()).env("PYTHONDONTWRITEBYTECODE", "1"))
+}
+
+fn directory() -> PathBuf {
+    target_dir().join("python")
+}
+
+/// The programs of an environment with maturin.
+fn tools() -> Result<PathBuf> {
+    let tools = directory().join("tools");
+    let programs = tools.join("bin");
+    if !succeeds(Command::new(programs.join("maturin")).arg("--version")) {
+        let python = environment(&tools, false)?;
+        execute(Command::new(python).args(["-m", "pip", "install", "--quiet", MATURIN]))?;
+    }
+    Ok(programs)
+}
+
+/// The packages that the tests need, downloaded.
+fn wheels() -> Result<PathBuf> {
+    let wheels = directory().join("packages");
+    let requirements = root().join(REQUIREMENTS);
+    let wanted = std::fs::read(&requirements).context("cannot read the requirements of the tests")?;
+    let record = wheels.join("requirements.txt");
+    if std::fs::read(&record).ok() != Some(wanted.clone()) {
+        let python = environment(&directory().join("tools"), false)?;
+        let mut download = Command::new(python);
+        download.args(["-m", "pip", "download", "--quiet", "--dest"]).arg(&wheels).arg("-r");
+        execute(download.arg(&requirements))?;
+        std::fs::write(&record, wanted).with_context(|| format!("cannot write {}", record.display()))?;
+    }
+    Ok(wheels)
+}
+
+/// The interpreter of a virtual environment, made anew or where it is missing.
+fn environment(place: &Path, anew: bool) -> Result<PathBuf> {
+    let python = place.join("bin/python");
+    if anew || !succeeds(Command::new(&python).arg("--version")) {
+        execute(Command::new("python3").args(["-m", "venv", "--clear"]).arg(place))?;
+    }
+    Ok(python)
+}
+
+fn only_file(directory: &Path) -> Result<PathBuf> {
+    let files = std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
+    let files = files.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    ensure!(files.len() == 1, "expected one wheel in {}, found {}", directory.display(), files.len());
+    Ok(files.into_iter().next().unwrap_or_default())
+}
