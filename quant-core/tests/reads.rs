@@ -1,5 +1,6 @@
-//! A run reads every weight of a block once: the bytes that were searched or multiplied are the bytes that are
-//! rounded and hashed, whatever the method, also where a run is resumed.
+//! A run reads every weight of a block once for each format that it writes, whatever the method, also where it is resumed:
+//! the bytes that were searched or multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats.
+//! Rounding to nearest with a scale that linears share reads these twice: first for the largest magnitude.
 
 mod common;
 
@@ -7,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use common::{Checkpoint, EXPERTS, Kind, Tiny, recipe, windows};
+use common::{Checkpoint, EXPERTS, Kind, Tiny, normal, recipe, windows};
 use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::{Dtype, MemorySink, MemorySource, TensorInfo};
 use quant_core::format::CONTAINERS;
@@ -17,7 +18,9 @@ use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Pattern, Plan, Recipe};
 use quant_core::transform::{Search, TransformSettings};
 use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
-use serde_json::Value;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use serde_json::{Map, Value, json};
 
 /// A source that counts the bytes that are read of each tensor.
 struct Counting {
@@ -133,12 +136,22 @@ impl Bench {
     }
 
     fn over(source: MemorySource, tiny: &Tiny, recipe: &Recipe) -> Self {
+        Self::with_config(source, &tiny.config(), tiny.hidden, tiny.vocab, recipe)
+    }
+
+    fn with_config(
+        source: MemorySource,
+        config: &Map<String, Value>,
+        hidden: usize,
+        vocab: usize,
+        recipe: &Recipe,
+    ) -> Self {
         let counting = Arc::new(Counting { source: Arc::new(source), read: Mutex::default() });
-        let model = Model::new(counting.clone(), &PathBuf::from("config.json"), &tiny.config()).unwrap();
+        let model = Model::new(counting.clone(), &PathBuf::from("config.json"), config).unwrap();
         let model = recipe.prepared(model).unwrap();
         let plans = Plan::all(&model, recipe).unwrap();
         counting.take();
-        Self { hidden: tiny.hidden, counting, model, plans, windows: windows(tiny.vocab, 3, 24, 2) }
+        Self { hidden, counting, model, plans, windows: windows(vocab, 3, 24, 2) }
     }
 
     fn sinks(&self) -> Vec<Keeping> {
@@ -180,7 +193,7 @@ impl Bench {
         let row = (self.hidden * 4) as u64;
         for name in self.counting.source.names() {
             let (bytes, got) = (self.bytes(name), read.get(name).copied().unwrap_or(0));
-            let small = name.contains("norm") || name.ends_with(".bias");
+            let small = ["norm.weight", "norm.bias", "bias", "sinks"].iter().any(|end| name.ends_with(end));
             match name.contains(".layers.") {
                 _ if small => {
                     assert!(got <= (written + 1) * bytes, "{what}: {got} of {bytes} bytes of {name}")
@@ -227,6 +240,8 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
         ("awq, reference", Recipe { settings: reference, ..recipe("awq", "w4a16-g32") }),
         ("awq, static", recipe("awq", "w8a8-channel-static")),
         ("awq, two containers", Recipe { containers: two, ..recipe("awq", "w4a16-g32") }),
+        ("awq, a scale for several linears", recipe("awq", "nvfp4a16")),
+        ("awq, a scale for a tensor", recipe("awq", "fp8-static")),
         ("awq, some left float", Recipe { ignore: ignored, ..recipe("awq", "w4a16-g32") }),
         ("gptq", recipe("gptq", "w4a16-g32")),
         ("gptq, float inputs", on_float(recipe("gptq", "w4a16-g32"))),
@@ -312,6 +327,60 @@ fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
         source.insert_f32(name, dtype, shape, &values).unwrap();
     }
     source
+}
+
+/// A gpt-oss: gates and ups alternate as columns of one tensor, with biases in another.
+fn gpt_oss() -> (MemorySource, Map<String, Value>) {
+    const EXPERTS: usize = 4;
+    let (hidden, intermediate, vocab, heads, head) = (64, 96, 96, 4, 16);
+    let config = json!({
+        "architectures": ["GptOssForCausalLM"], "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": head,
+        "vocab_size": vocab, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    });
+    let mut rng = StdRng::seed_from_u64(11);
+    let mut source = MemorySource::new();
+    let mut add = |name: String, shape: &[usize], mean: f32, deviation: f32| {
+        let values: Vec<f32> =
+            (0..shape.iter().product()).map(|_| mean + deviation * normal(&mut rng)).collect();
+        let dtype = if name.ends_with("norm.weight") { Dtype::F32 } else { Dtype::Bf16 };
+        source.insert_f32(name, dtype, shape.to_vec(), &values).unwrap();
+    };
+    add("model.embed_tokens.weight".into(), &[vocab, hidden], 0.0, 1.0);
+    add("lm_head.weight".into(), &[vocab, hidden], 0.0, 0.2);
+    add("model.norm.weight".into(), &[hidden], 1.0, 0.3);
+    for layer in 0..2 {
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        for norm in ["input_layernorm", "post_attention_layernorm"] {
+            add(at(&format!("{norm}.weight")), &[hidden], 1.0, 0.3);
+        }
+        for (name, n) in [("q", heads * head), ("k", 2 * head), ("v", 2 * head), ("o", hidden)] {
+            add(at(&format!("self_attn.{name}_proj.weight")), &[n, hidden], 0.0, 0.12);
+            add(at(&format!("self_attn.{name}_proj.bias")), &[n], 0.0, 0.3);
+        }
+        add(at("self_attn.sinks"), &[heads], 0.0, 0.3);
+        add(at("mlp.router.weight"), &[EXPERTS, hidden], 0.0, 0.2);
+        add(at("mlp.router.bias"), &[EXPERTS], 0.0, 0.05);
+        add(at("mlp.experts.gate_up_proj"), &[EXPERTS, hidden, 2 * intermediate], 0.0, 0.12);
+        add(at("mlp.experts.gate_up_proj_bias"), &[EXPERTS, 2 * intermediate], 0.0, 0.3);
+        add(at("mlp.experts.down_proj"), &[EXPERTS, intermediate, hidden], 0.0, 0.12);
+        add(at("mlp.experts.down_proj_bias"), &[EXPERTS, hidden], 0.0, 0.3);
+    }
+    (source, config.as_object().cloned().unwrap())
+}
+
+/// Where gates and ups alternate, and biases are read between them.
+#[test]
+fn experts_that_alternate_are_read_once() {
+    for method in ["rtn", "awq", "gptq"] {
+        let (source, config) = gpt_oss();
+        let bench = Bench::with_config(source, &config, 64, 96, &recipe(method, "w4a16-g32"));
+        let mut sinks = bench.sinks();
+        let (read, ..) = bench.run(&mut sinks, usize::MAX);
+        bench.assert_read_once(&read, method);
+    }
 }
 
 /// Gate and up of an expert come from the same bytes, which are not read once for each of them.

@@ -141,7 +141,10 @@ const NAMES_OPERATIONS: [(&str, &str); 7] = [
     ("model/grouped.rs", "recognizes the experts that one call can run; others run one by one"),
     ("transform/fold.rs", "folds into norms and linears; another operation is an error"),
     ("transform/rotate.rs", "refuses each operation that it does not know to commute"),
-    ("gguf/", "`check_graph`, whose match is exhaustive, admits graphs; the rest reads numbers of those"),
+    (
+        "gguf/",
+        "`check_graph` refuses what `Op::computes` does not describe and the family's graph does not name",
+    ),
 ];
 
 #[test]

@@ -97,7 +97,9 @@ pub fn quantize(
             let page = page(&published.path, &request.output.display().to_string(), &done, session)?;
             if let Err(error) = output::write_file(path, page.as_bytes()) {
                 let complete = request.output.display();
-                session.progress.note(&format!("note: {complete} is complete; what follows concerns another file"));
+                session
+                    .progress
+                    .note(&format!("note: {complete} is complete; what follows concerns another file"));
                 return Err(error);
             }
         }

@@ -6,7 +6,8 @@ use super::file::{Array, Value};
 use super::gemma4;
 use super::specials::{self, LatentWidths};
 use crate::model::{
-    Activation, Architecture, AttentionShape, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling, Routing,
+    Activation, Architecture, AttentionShape, Computes, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling,
+    Routing,
 };
 use crate::{Error, Result};
 
@@ -194,41 +195,30 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     };
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
-            match op {
-                Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => facts.eps = *eps,
+            match op.computes() {
+                Computes::Norm { eps } => facts.eps = eps,
                 // That of a router there.
-                Op::Scale(_) if family.has_two_kinds => {}
-                Op::Scale(factor) => facts.residual = Some(*factor),
-                Op::Rope(rope) => {
+                Computes::Factor(_) if family.has_two_kinds => {}
+                Computes::Factor(factor) => facts.residual = Some(factor),
+                Computes::Rotation(rope) => {
                     if !facts.ropes.contains(&rope) {
                         facts.ropes.push(rope);
                     }
                 }
-                Op::Route(routing) => facts.routing = Some(*routing),
-                Op::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
+                Computes::Routing(routing) => facts.routing = Some(*routing),
+                Computes::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
                     (Some("ffn_down"), _) => facts.intermediate = Some(shape[1]),
                     (Some("ffn_down_shexp"), _) => facts.shared_intermediate = Some(shape[1]),
                     (_, Some((_, "ffn_down_exps"))) => facts.expert_intermediate = Some(shape[1]),
                     _ => {}
                 },
-                // The family's graph in llama.cpp has them, or `check_graph` refuses.
-                Op::Input { .. }
-                | Op::Attention(_)
-                | Op::Gated(_)
-                | Op::Activation(_)
-                | Op::Slice { .. }
-                | Op::TokenGate
-                | Op::ExpertInput { .. }
-                | Op::Experts { .. }
-                | Op::Add
-                | Op::Normalize { .. }
-                | Op::PositionScale(_)
-                | Op::ClampedGated { .. }
-                | Op::JoinHeads { .. }
-                | Op::Multiply
-                | Op::ScaleBy { .. }
-                | Op::Concatenate
-                | Op::Recurrent(_) => {}
+                // `check_graph` refuses what llama.cpp's graph of the family does not have.
+                Computes::Activation(_)
+                | Computes::ClampedGated { .. }
+                | Computes::ExpertRows(_)
+                | Computes::ExpertSum
+                | Computes::Structure
+                | Computes::Other => {}
             }
         }
     }
@@ -251,7 +241,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
 }
 
 /// Whether llama.cpp's graph for the family has an operation that no module stands for.
-fn computes(family: &GgufFamily, op: &Op) -> bool {
+fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     let is_latent = || family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
     match op {
         Op::JoinHeads { .. } => is_latent(),
@@ -264,8 +254,8 @@ fn computes(family: &GgufFamily, op: &Op) -> bool {
 fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Result<()> {
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
-            match op {
-                Op::Linear { name, bias, .. } => {
+            match op.computes() {
+                Computes::Linear { name, bias, .. } => {
                     let (may, must) = (family.has_bias(name), family.biases_due && family.has_bias(name));
                     match bias {
                         true if !may => return Err(unfit(family, format!("`{name}` has a bias"))),
@@ -273,47 +263,36 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                         _ => {}
                     }
                 }
-                Op::Scale(factor) => {
-                    if !family.has_two_kinds && facts.residual != Some(*factor) {
+                Computes::Factor(factor) => {
+                    if !family.has_two_kinds && facts.residual != Some(factor) {
                         return Err(unfit(family, "residuals are multiplied by several factors".into()));
                     }
                 }
-                Op::Gated(Activation::Sigmoid) if family.gates_attention => {}
-                Op::Gated(other) | Op::Activation(other) => {
-                    if *other != family.activation {
+                Computes::Activation(Activation::Sigmoid) if family.gates_attention => {}
+                Computes::Activation(other) => {
+                    if other != family.activation {
                         return Err(unfit(family, format!("its MLP computes {other:?}")));
                     }
                 }
-                Op::ClampedGated { alpha, limit } => {
-                    if [*alpha, *limit] != [1.702, 7.0] {
+                Computes::ClampedGated { alpha, limit } => {
+                    if [alpha, limit] != [1.702, 7.0] {
                         return Err(unfit(
                             family,
                             format!("its experts are clamped at {limit} and gated by {alpha}"),
                         ));
                     }
                 }
-                // Those with a module have a place in the family's list of names or are refused there; what they
-                // compute follows from the numbers in `Facts`.
-                Op::Input { .. }
-                | Op::RmsNorm { .. }
-                | Op::LayerNorm { .. }
-                | Op::Rope(_)
-                | Op::Attention(_)
-                | Op::Slice { .. }
-                | Op::Route(_)
-                | Op::TokenGate
-                | Op::ExpertInput { .. }
-                | Op::Experts { .. }
-                | Op::Recurrent(_)
-                | Op::Add => {}
-                other @ (Op::Normalize { .. }
-                | Op::PositionScale(_)
-                | Op::JoinHeads { .. }
-                | Op::Multiply
-                | Op::ScaleBy { .. }
-                | Op::Concatenate) => {
-                    if !computes(family, other) {
-                        return Err(unfit(family, format!("its blocks compute {other:?}")));
+                // Modules have a place in the family's list of names or are refused there; what else is computed follows
+                // from the numbers in `Facts`.
+                Computes::Norm { .. }
+                | Computes::Rotation(_)
+                | Computes::Routing(_)
+                | Computes::ExpertRows(_)
+                | Computes::ExpertSum
+                | Computes::Structure => {}
+                Computes::Other => {
+                    if !has_unnamed(family, op) {
+                        return Err(unfit(family, format!("its blocks compute {op:?}")));
                     }
                 }
             }
@@ -346,7 +325,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         }
     }
     for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
-        let turned = a.graph(layer).nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
+        let turned =
+            a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
         let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
         if turned != due {
             let does = if turned { "turns" } else { "does not turn" };
@@ -426,9 +406,7 @@ fn rope(
             let note = specials::yarn(a, family, (first, yarn), facts.attention, put)?;
             Ok((Vec::new(), note))
         }
-        RopeScaling::Dynamic { .. }
-        | RopeScaling::LongRope(_)
-        | RopeScaling::Proportional { .. } => {
+        RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_) | RopeScaling::Proportional { .. } => {
             Err(unfit(family, "this version does not write its scaling of rotations".into()))
         }
     }

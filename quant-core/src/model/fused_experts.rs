@@ -25,7 +25,8 @@ pub(super) fn split(
     architecture: &Architecture,
 ) -> Result<Arc<dyn TensorSource>> {
     let Some(fused) = architecture.fused_experts else { return Ok(source) };
-    let mut view = Split { source, parts: BTreeMap::new(), others: BTreeSet::new(), last: Mutex::default() };
+    let mut view =
+        Split { source, parts: BTreeMap::new(), others: BTreeSet::new(), last: Default::default() };
     let mut hidden = BTreeSet::new();
     for layer in 0..architecture.layers {
         view.add_block(fused, &architecture.in_block(layer, ""), &mut hidden)?;
@@ -78,8 +79,8 @@ struct Split {
     parts: BTreeMap<String, Part>,
     /// The tensors that are as they were.
     others: BTreeSet<String>,
-    /// The expert's part of a tensor that was read last.
-    last: Mutex<Option<Arc<Slab>>>,
+    /// The expert's part of a weight that was read last, and that of a bias.
+    last: [Mutex<Option<Arc<Slab>>>; 2],
 }
 
 /// The part of a tensor that holds one expert, as it is stored.
@@ -220,7 +221,8 @@ impl Split {
 
     /// The slab that a part lies in.
     fn slab(&self, part: &Part) -> Result<Arc<Slab>> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = &self.last[usize::from(part.info.shape.len() == 1)];
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(slab) = &*last
             && (slab.tensor.as_str(), slab.expert) == (&part.tensor, part.expert)
         {
@@ -320,7 +322,9 @@ impl TensorSource for Split {
     }
 
     fn read_mxfp4(&self, name: &str) -> Result<Option<[Vec<u8>; 2]>> {
-        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else { return Ok(None) };
+        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else {
+            return Ok(None);
+        };
         let slab = self.slab(part)?;
         let outputs = part.info.shape.first().copied().unwrap_or_default();
         let rows = |slab: &[u8], width: usize| -> Vec<u8> {

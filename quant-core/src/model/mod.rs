@@ -39,13 +39,13 @@ mod tensor_values;
 mod tokens;
 mod unrouted;
 
-pub use arch::{
-    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,
-    DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform,
-    Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
-    Routing, Scores, Wrapper,
-};
 pub(crate) use arch::describe;
+pub use arch::{
+    Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
+    Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
+    LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach,
+    Recurrent, RecurrentKind, Routing, Scores, Wrapper,
+};
 pub use block::Block;
 pub(crate) use by_columns::transposed;
 pub use cache::{KvCache, LayerCache};

@@ -164,12 +164,16 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
+        // Before the bytes of a block are taken by the first of the linears that share a scale.
+        let amax = self.shared_amax(entry, work)?;
         let source = match self.ahead.take() {
             Some((ahead, source)) if ahead == index => source?,
             _ => Source::read(job, entry, &work.held, std::mem::take(&mut self.spare))?,
         };
-        let amax = self.shared_amax(entry, work)?;
         let next = next.filter(|&i| entries[i].action != Action::Copy && !self.is_written(&entries[i]));
+        if let Some(i) = next.filter(|&i| entries[i].layer == entry.layer) {
+            self.shared_amax(&entries[i], work)?;
+        }
         let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
         let end = behind.as_ref().and_then(|b| b.end);
         let (done, (ahead, flushed)) = rayon::join(

@@ -217,18 +217,13 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
 ///
 /// # Errors
 /// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
-pub fn plan_gguf(
-    model: &Path,
-    settings: &RecipeSettings,
-    host: &Host<'_>,
-) -> Result<(GgufPlan, u64)> {
+pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage("‹save_imatrix› has no effect: a plan gathers none", "leave it out"));
     }
     let opened = source(model, settings, host)?;
     // A plan is of what a run with an importance matrix does where one is named.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
-    let plan =
-        GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
+    let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))
 }

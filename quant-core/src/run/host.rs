@@ -145,7 +145,10 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
         return match rounded {
             None => Ok(opened),
             Some(types) => Err(Error::usage(
-                format!("{} is quantized already: it holds blocks of {types}", opened.directory.path().display()),
+                format!(
+                    "{} is quantized already: it holds blocks of {types}",
+                    opened.directory.path().display()
+                ),
                 "quantize the original float model; ‹requantize› rounds what the blocks stand for once more, and loses \
                  twice",
             )),

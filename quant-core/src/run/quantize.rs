@@ -184,9 +184,7 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
     }
     if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
         return Err(Error::usage(
-            format!(
-                "‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"
-            ),
+            format!("‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"),
             format!("save them in a run of another method, or with ‹skip={step}›"),
         ));
     }
@@ -238,7 +236,8 @@ fn checkpoints(
         let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
         host.observer.event(&Event::Expected { stage: "quantize", seconds });
     }
-    let maxima = request.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
+    let maxima =
+        request.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
     let job = |plan| Job {
         model: &opened.model,
         plan,
@@ -257,7 +256,10 @@ fn checkpoints(
     if let Some((path, kept)) = maxima {
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = write_file(path, &kept.to_bytes()?) {
-            host.note(format!("{} is complete; what follows concerns another file", request.output.display()));
+            host.note(format!(
+                "{} is complete; what follows concerns another file",
+                request.output.display()
+            ));
             return Err(error);
         }
     }

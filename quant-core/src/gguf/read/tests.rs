@@ -263,8 +263,11 @@ fn remedies_fit_what_is_wrong() {
     let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
     says(&unread.to_string(), &["big-endian order"]);
     says(&unread.remedy(), &["Hugging Face directory"]);
-    let second =
-        [("split.count", Value::U16(2)), ("split.no", Value::U16(1)), ("split.tensors.count", Value::I32(11))];
+    let second = [
+        ("split.count", Value::U16(2)),
+        ("split.no", Value::U16(1)),
+        ("split.tensors.count", Value::I32(11)),
+    ];
     says(&refused(&second), &["is file 2 of 2 of a model", "give the first of them"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
     says(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
@@ -284,11 +287,9 @@ fn parts(
     let (mut metadata, mut first) = model();
     let mut rest = first.split_off(6);
     change(&mut first, &mut rest);
-    for (key, value) in [
-        ("split.no", Value::U16(0)),
-        ("split.count", Value::U16(2)),
-        ("split.tensors.count", Value::I32(11)),
-    ] {
+    for (key, value) in
+        [("split.no", Value::U16(0)), ("split.count", Value::U16(2)), ("split.tensors.count", Value::I32(11))]
+    {
         set(&mut metadata, key, value);
     }
     let second: Metadata = second.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::AttentionShape;
-use super::op::{AttentionInput, ChannelOrder, Op, Reach, Rows, ScalePass};
+use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
 use crate::model::rope::Rope;
 
 /// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
@@ -189,15 +189,13 @@ impl BlockGraph {
     /// Features of a token that have to be kept while a block's experts run one after the other: what they read,
     /// their weights, and the sum of their outputs. 0 without experts.
     pub fn expert_features(&self) -> usize {
-        let of = |(id, node): (NodeId, &Node)| match node.op {
-            Op::Experts { .. } => {
-                let outputs = node.inputs[1..].iter().filter_map(|&output| self.rows[output]);
-                let read = outputs.map(|selects| self.widths[selects]).max().unwrap_or(0);
-                Some(read + self.widths[node.inputs[0]] + self.widths[id])
-            }
-            _ => None,
+        let of = |(id, node): (NodeId, &Node)| {
+            let outputs = node.inputs[1..].iter().filter_map(|&output| self.rows[output]);
+            let read = outputs.map(|selects| self.widths[selects]).max().unwrap_or(0);
+            read + self.widths[node.inputs[0]] + self.widths[id]
         };
-        self.nodes.iter().enumerate().filter_map(of).max().unwrap_or(0)
+        let sums = self.nodes.iter().enumerate().filter(|(_, node)| node.op.sums_experts());
+        sums.map(of).max().unwrap_or(0)
     }
 
     /// The share of all tokens that a node's value has rows for, if tokens are spread evenly.
@@ -254,8 +252,8 @@ impl BlockGraph {
 
     /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
     pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str, [usize; 2], bool)> {
-        self.nodes.iter().enumerate().filter_map(|(id, n)| match &n.op {
-            Op::Linear { name, shape, bias, .. } => Some((id, name.as_str(), *shape, *bias)),
+        self.nodes.iter().enumerate().filter_map(|(id, node)| match node.op.computes() {
+            Computes::Linear { name, shape, bias } => Some((id, name, shape, bias)),
             _ => None,
         })
     }
@@ -276,9 +274,10 @@ impl BlockGraph {
 
     /// Whether a norm or a linear has a bias.
     pub fn has_bias(&self, id: NodeId) -> bool {
-        match &self.nodes[id].op {
-            Op::Linear { bias, .. } => *bias,
-            op => op.stored_norm().is_some_and(|(.., bias)| bias),
+        let op = &self.nodes[id].op;
+        match op.computes() {
+            Computes::Linear { bias, .. } => bias,
+            _ => op.stored_norm().is_some_and(|(.., bias)| bias),
         }
     }
 

@@ -232,8 +232,8 @@ impl Architecture {
 
     /// The rotations of all blocks.
     pub fn ropes(&self) -> impl Iterator<Item = &Rope> {
-        self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match &node.op {
-            Op::Rope(rope) => Some(rope),
+        self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match node.op.computes() {
+            Computes::Rotation(rope) => Some(rope),
             _ => None,
         })
     }

@@ -1,6 +1,8 @@
 //! What the methods of [`Op`](super::Op) answer.
 
-use crate::model::arch::AttentionShape;
+use super::Activation;
+use crate::model::arch::{AttentionShape, Routing};
+use crate::model::rope::Rope;
 
 /// How much of the batch one token's value depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -86,4 +88,46 @@ pub struct Parameter {
     pub name: &'static str,
     /// Its shape.
     pub shape: Vec<usize>,
+}
+
+/// What an operation computes, for those that describe a graph to another program.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Computes<'a> {
+    /// A norm with a place in the checkpoint, with this ε.
+    Norm {
+        /// Added to the mean square or the variance.
+        eps: f64,
+    },
+    /// A product with a constant.
+    Factor(f32),
+    /// A rotary position embedding.
+    Rotation(&'a Rope),
+    /// The choice of experts.
+    Routing(&'a Routing),
+    /// The selection of one expert's rows.
+    ExpertRows(usize),
+    /// The sum of all experts' outputs.
+    ExpertSum,
+    /// A product with a matrix.
+    Linear {
+        /// Module name inside the block.
+        name: &'a str,
+        /// `[out, in]` features.
+        shape: [usize; 2],
+        /// Whether a bias is added.
+        bias: bool,
+    },
+    /// An elementwise function, alone or times another value.
+    Activation(Activation),
+    /// gpt-oss's product of gate and up.
+    ClampedGated {
+        /// What the gate is multiplied by inside the sigmoid.
+        alpha: f32,
+        /// The bound of both inputs.
+        limit: f32,
+    },
+    /// Nothing that its inputs, its module or the shape of its attention do not say.
+    Structure,
+    /// Something else, which whoever describes the graph must know by name or refuse.
+    Other,
 }

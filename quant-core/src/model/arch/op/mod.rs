@@ -7,7 +7,7 @@
 mod answers;
 mod kinds;
 
-pub use answers::{AttentionInput, ChannelOrder, Parameter, Reach, Rows, ScalePass};
+pub use answers::{AttentionInput, ChannelOrder, Computes, Parameter, Reach, Rows, ScalePass};
 pub use kinds::{Activation, LayerNormParameters, PositionScale};
 
 use super::recurrent::Recurrent;
@@ -137,18 +137,6 @@ pub enum Op {
     },
     /// The sum of its two inputs.
     Add,
-}
-
-/// What an operation is to the experts of a block.
-enum ExpertPart<'a> {
-    /// It says which experts a token is routed to.
-    Route(&'a Routing),
-    /// It selects the rows of one expert.
-    Input(usize),
-    /// It adds up what experts give.
-    Sum,
-    /// It is no part of them, or one that reads and gives rows as everywhere.
-    Other,
 }
 
 /// What a checkpoint holds for an operation.
@@ -327,53 +315,53 @@ impl Op {
         }
     }
 
+    /// What it computes, as far as numbers have to be read off it. A new operation that is described nowhere else is
+    /// [`Computes::Other`].
+    pub fn computes(&self) -> Computes<'_> {
+        match self {
+            Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },
+            Self::Scale(factor) => Computes::Factor(*factor),
+            Self::Rope(rope) => Computes::Rotation(rope),
+            Self::Route(routing) => Computes::Routing(routing),
+            Self::ExpertInput { expert, .. } => Computes::ExpertRows(*expert),
+            Self::Experts { .. } => Computes::ExpertSum,
+            Self::Linear { name, shape, bias, .. } => Computes::Linear { name, shape: *shape, bias: *bias },
+            Self::Gated(activation) | Self::Activation(activation) => Computes::Activation(*activation),
+            Self::ClampedGated { alpha, limit } => Computes::ClampedGated { alpha: *alpha, limit: *limit },
+            Self::Input { .. }
+            | Self::Attention(_)
+            | Self::Slice { .. }
+            | Self::TokenGate
+            | Self::Recurrent(_)
+            | Self::Add => Computes::Structure,
+            Self::Normalize { .. }
+            | Self::PositionScale(_)
+            | Self::JoinHeads { .. }
+            | Self::Multiply
+            | Self::ScaleBy { .. }
+            | Self::Concatenate => Computes::Other,
+        }
+    }
+
     /// How it routes tokens to experts, where it does.
     pub fn routing(&self) -> Option<&Routing> {
-        match self.expert_part() {
-            ExpertPart::Route(routing) => Some(routing),
-            ExpertPart::Input(_) | ExpertPart::Sum | ExpertPart::Other => None,
+        match self.computes() {
+            Computes::Routing(routing) => Some(routing),
+            _ => None,
         }
     }
 
     /// The expert whose rows it selects.
     pub fn selected_expert(&self) -> Option<usize> {
-        match self.expert_part() {
-            ExpertPart::Input(expert) => Some(expert),
-            ExpertPart::Route(_) | ExpertPart::Sum | ExpertPart::Other => None,
+        match self.computes() {
+            Computes::ExpertRows(expert) => Some(expert),
+            _ => None,
         }
     }
 
     /// Whether it adds up the outputs of all experts.
     pub fn sums_experts(&self) -> bool {
-        matches!(self.expert_part(), ExpertPart::Sum)
-    }
-
-    fn expert_part(&self) -> ExpertPart<'_> {
-        match self {
-            Self::Route(routing) => ExpertPart::Route(routing),
-            Self::ExpertInput { expert, .. } => ExpertPart::Input(*expert),
-            Self::Experts { .. } => ExpertPart::Sum,
-            Self::Input { .. }
-            | Self::RmsNorm { .. }
-            | Self::LayerNorm { .. }
-            | Self::Linear { .. }
-            | Self::Rope(_)
-            | Self::PositionScale(_)
-            | Self::Attention(_)
-            | Self::Gated(_)
-            | Self::ClampedGated { .. }
-            | Self::TokenGate
-            | Self::JoinHeads { .. }
-            | Self::Activation(_)
-            | Self::Slice { .. }
-            | Self::Normalize { .. }
-            | Self::Multiply
-            | Self::ScaleBy { .. }
-            | Self::Concatenate
-            | Self::Recurrent(_)
-            | Self::Scale(_)
-            | Self::Add => ExpertPart::Other,
-        }
+        self.computes() == Computes::ExpertSum
     }
 
     /// Whether its output is the residual stream, normalized or not: what every part of an engine that splits a model
