@@ -105,7 +105,6 @@ TRAPS = {
     "logits of Granite not scaled": ("granite", {"logits_scaling": 1.0}),
     "a fixed factor of the base left out": ("hunyuan-dense", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0}}),
-    "a GELU with a tangent in GPT-NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}),
     "all channels turned in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),

@@ -296,6 +296,7 @@ ENGINES = {
     "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
     "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
         partial_rotary_factor=0.5, rope_type="default"),
+    "phi3-128": {"model_type": "phi3", "pad_token_id": 0},
     "phi-128": {"model_type": "phi"},
     "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},

@@ -78,6 +78,8 @@ impl Fact {
 const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
 const GPT2: &[&str] = &["gpt2"];
+/// Its configuration is code of the model.
+const REMOTE: &[&str] = &["internlm2"];
 /// What engines do with experts is a matter of rules, and not of models.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
 /// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
@@ -167,7 +169,6 @@ const IN_VLLM: &[&str] = &[
     "cohere2",
     "qwen3_5_text",
     "qwen3_next",
-    "internlm2",
     "internlm3",
     "bloom",
     "qwen2_moe",
@@ -213,6 +214,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(OPT, Has::With(head_of_opt), Basis::Read),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     // Classes, and what becomes of names in either layout.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
@@ -229,6 +231,7 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(OPT, Has::With(head_of_opt), Basis::Read),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
@@ -250,7 +253,6 @@ const IN_SGLANG: &[&str] = &[
     "cohere",
     "cohere2",
     "starcoder2",
-    "internlm2",
     "internlm3",
     "hunyuan_v1_dense",
     "qwen3_next",
@@ -270,6 +272,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
     fact(
         NOT_IN_SGLANG,
@@ -294,8 +297,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     )
     .on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["internlm2"], Has::No("its class is not a part of it"), Basis::Read)
-        .on(TRANSFORMERS_5, REGISTRIES),
+    fact(REMOTE, Has::No("its class is not a part of it"), Basis::Read).on(TRANSFORMERS_5, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
@@ -384,6 +386,11 @@ fn no_turned_codes(outline: &Outline) -> Verdict {
         }
         None => Yes,
     }
+}
+
+/// Engines read the configuration through transformers, which does not have that of InternLM2.
+fn remote_configuration(_: &Outline) -> Verdict {
+    With("the model's own configuration code is needed beside it, and --trust-remote-code".into())
 }
 
 /// vLLM's linears in the classes of transformers.
