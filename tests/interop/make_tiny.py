@@ -285,12 +285,15 @@ WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_di
 ENGINES = {
     "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
                     "residual_multiplier": 0.6, "logits_scaling": 2.5},
+    # Within the original positions: vLLM scales queries by position by another configuration.
     "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
-        **yarn(mscale=1.0, mscale_all_dim=1.0), llama_4_scaling_beta=0.7, max_position_embeddings=256),
+        **yarn(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256), llama_4_scaling_beta=0.7,
+        max_position_embeddings=512),
     "ernie4_5-128": {"model_type": "ernie4_5", "head_dim": 32},
     "hunyuan-128": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
     "gemma4-128": WIDE_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False},
+    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "conv_dim": 128,
+                 "conv_dim_out": 128},
     "olmo3-128": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 48},
     "exaone4-128": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 48, "head_dim": 32},
     "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},

@@ -374,6 +374,20 @@ fn codes_of_gpt2_that_are_called_weight_are_turned_around() {
     assert_eq!(words("transformers", &of("w4a16-g128-sym"))[0], "no");
 }
 
+/// What vLLM does to two families, as it was seen.
+#[test]
+fn rules_of_single_families() {
+    let of = |family, scheme| Outline { family, ..outline("compressed-tensors", LLAMA_8B, scheme) };
+    for name in ["vLLM, CUDA", "vLLM, CPU"] {
+        assert!(reason(name, &of("bloom", "w4a16-g128-sym"), 1).contains("apart by heads"), "{name}");
+        assert_ne!(words(name, &of("bloom", "w8a8"))[0], "no", "{name}");
+        assert_eq!(words(name, &of("ministral3", "w4a16-g128-sym"))[0], "yes, but", "{name}");
+    }
+    let run = engine("vLLM, CPU").known(&of("gemma3_text", "w4a16-g128-sym"));
+    assert_eq!((run.basis, run.version), (Basis::Run, "0.32.0"));
+    assert_eq!(words("vLLM, CPU", &of("gemma3_text", "w4a16-g128-sym"))[0], "yes");
+}
+
 /// vLLM runs some families by the classes of transformers, and SGLang has some under no names.
 #[test]
 fn classes_of_others_and_linears_without_names() {
