@@ -90,6 +90,7 @@ class Vllm:
         while left:
             done = subprocess.run([python, HERE / "reference_vllm.py", self.tokens(left[0]), out, *left],
                                   capture_output=True, text=True, env=environment, check=False)
+            before = len(left)
             for model in left:
                 scored, error = out / f"{model.name}.json", out / f"{model.name}.error"
                 if scored.exists():
@@ -98,7 +99,7 @@ class Vllm:
                 elif error.exists():
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
-            if left:
+            if left and (done.returncode or len(left) == before):
                 # Compiled code has ended the process: with the first that has no result.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"

@@ -2,8 +2,8 @@
 
 Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, one after the other in one
 process, since a start takes longer than a small model; of vision-language models the language model alone is run. For a
-model in the directory NAME, OUT has NAME.json, or NAME.error, which says why it does not load. What the engine's compiled
-code ends is neither, and ends the rest.
+model in the directory NAME, OUT has NAME.json, or NAME.error, which says why it does not load. Nothing is run after that,
+because the engine leaves things behind; where its compiled code ends the process, there is neither.
 """
 
 import argparse
@@ -48,6 +48,7 @@ def main():
             lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
             # Of a failed validation the first line counts the errors, and the second is one.
             (arguments.out / f"{path.name}.error").write_text(f"{type(error).__name__}: {' '.join(lines[:2])}"[:400])
+            return
         cleanup_dist_env_and_memory()
         gc.collect()
 
