@@ -293,7 +293,7 @@ ENGINES = {
     "hunyuan-128": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
     "gemma4-128": WIDE_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "conv_dim": 128,
-                 "conv_dim_out": 128},
+                 "conv_dim_out": 128, "block_dim": 128},
     "olmo3-128": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 48},
     "exaone4-128": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 48, "head_dim": 32},
     "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
@@ -310,7 +310,7 @@ ENGINES = {
     "internlm3-128": {"model_type": "internlm3", "head_dim": 32},
     "qwen3_5-128": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
                     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "layer_types": [LINEAR, FULL]},
-    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": True},
+    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": False},
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
@@ -585,6 +585,9 @@ def main():
         join_experts(arguments.out)
     if arguments.variant in BUILT_AS_LLAMA:
         store_as_internlm2(arguments.out)
+    if arguments.variant == "lfm2-128":
+        # transformers takes the published key for the width and does not write it; engines read it.
+        edit_config(arguments.out / "config.json", lambda config: config.update(block_ff_dim=384))
     if arguments.variant in ("gpt2-bare", "bloom-bare"):
         store_without_prefix(arguments.out)
     if arguments.variant == "internlm3-published":
