@@ -306,6 +306,8 @@ fn experts_have_rules_of_their_own() {
     for name in ["vLLM, CUDA", "SGLang"] {
         assert_eq!(words(name, &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
     }
+    let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
+    assert!(on_cpu.contains("runs no experts"), "{on_cpu}");
 }
 
 /// Rules about linears are none about families: where nobody looked, there is no plain yes.

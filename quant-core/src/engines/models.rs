@@ -208,8 +208,21 @@ const CLASSES_IN_VLLM: &[&str] = &[
 
 /// Of the families above, those that its CPU build was given a quantized random model of, and whose perplexity it gave:
 /// `benchmarks/record/engines`. Classes of transformers are a list of their own.
-const RUN_ON_CPU: &[&str] =
-    &["granite", "gemma2", "gemma3_text", "gemma4_text", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5"];
+const RUN_ON_CPU: &[&str] = &[
+    "granite",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "ernie4_5",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+    "phi3",
+];
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
 
@@ -242,7 +255,7 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(&["ministral3"], Has::With(position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(&["bloom"], Has::With(parted_by_rows), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(OPT, Has::With(head_of_opt), Basis::Read),
+    fact(OPT, Has::With(head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
