@@ -179,9 +179,9 @@ fn what_stands_by_columns_is_written_by_columns() {
         let stored = written.source.require(kept).unwrap();
         assert_eq!(stored.shape, [64, 192], "{method} {scheme}");
         let (stored, seen) = (written.source.read_f32(kept).unwrap(), model.source().read_f32(kept).unwrap());
-        let turned: Vec<f32> = (0..192 * 64).map(|at| stored[at % 64 * 192 + at / 64]).collect();
+        let by_rows: Vec<f32> = (0..192 * 64).map(|at| stored[at % 64 * 192 + at / 64]).collect();
         // AWQ divides the rows of values.
-        assert_eq!(turned != seen, method == "awq", "{method} {scheme}");
+        assert_eq!(by_rows != seen, method == "awq", "{method} {scheme}");
         if scheme.starts_with("w4") {
             assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);
         }

@@ -362,9 +362,9 @@ fn every_family_has_a_line() {
     }
 }
 
-/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is turned around.
+/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is transposed.
 #[test]
-fn codes_of_gpt2_that_are_called_weight_are_turned_around() {
+fn codes_of_gpt2_that_are_called_weight_are_transposed() {
     let of = |scheme| Outline { family: "gpt2", ..outline("compressed-tensors", LLAMA_8B, scheme) };
     for name in ["vLLM, CUDA", "SGLang"] {
         assert_eq!(words(name, &of("w4a16-g128-sym"))[0], "yes", "{name}");
