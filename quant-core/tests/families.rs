@@ -14,8 +14,9 @@ use candle_core::{Device, Tensor};
 use common::{flat, logits, normal, recipe, relative_difference, run, windows};
 use configs::{Case, cases};
 use quant_core::CancelToken;
-use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource};
+use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource, TensorSource};
 use quant_core::model::{Block, FoldGroup, KvCaching, Model, NoTap, NodeId, Op, Segments, arch};
+use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold, rotate};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -156,6 +157,36 @@ fn a_wrong_fold_changes_the_output() {
                 assert!(change > 0.05, "{}: {change:e}", case.name);
             }
         }
+    }
+}
+
+/// GPT-2's linears are stored with inputs first: those that stay float are written so, as they were or as a fold has
+/// changed them, and quantized ones have rows for outputs.
+#[test]
+fn what_stands_by_columns_is_written_by_columns() {
+    let case = cases().into_iter().find(|case| case.name == "gpt2").unwrap();
+    let model = case.random(Dtype::F32, 17);
+    let batch = windows(case.vocab(), 6, LENGTH, 18);
+    let exact = logits(&model, &batch);
+    let (kept, packed) = ("transformer.h.1.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.weight_packed");
+    for (method, scheme, bound) in [
+        ("rtn", "w4a16-g32-sym", 0.6),
+        ("awq", "w8a16-g32-sym", 0.05),
+        ("smoothquant", "w8a8-channel-sym", 0.1),
+    ] {
+        let recipe = Recipe { ignore: vec![Pattern::new("*.c_attn").unwrap()], ..recipe(method, scheme) };
+        let written = run(&model, &case.config, &recipe, Some(&batch));
+        let stored = written.source.require(kept).unwrap();
+        assert_eq!(stored.shape, [64, 192], "{method} {scheme}");
+        let (stored, seen) = (written.source.read_f32(kept).unwrap(), model.source().read_f32(kept).unwrap());
+        let by_rows: Vec<f32> = (0..192 * 64).map(|at| stored[at % 64 * 192 + at / 64]).collect();
+        // AWQ divides the rows of values.
+        assert_eq!(by_rows != seen, method == "awq", "{method} {scheme}");
+        if scheme.starts_with("w4") {
+            assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);
+        }
+        let apart = relative_difference(&logits(&written.model(), &batch), &exact);
+        assert!(apart < bound, "{method} {scheme}: {apart}");
     }
 }
 

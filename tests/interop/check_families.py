@@ -59,15 +59,15 @@ TRAPS = {
     "parts of state spaces scaled alike": ("falcon_h1", {"ssm_multipliers": [1.0] * 5}),
     "no residual multiplier": ("granite", {"residual_multiplier": 1.0}),
     "scores divided by the root of the width": ("granite", {"attention_multiplier": 24 ** -0.5}),
-    "all layers turned": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    "all layers rotated": ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
     "halves for neighbors": ("ernie4_5", LLAMA | {"attention_bias": True, "mlp_bias": True}),
-    "twice as many channels turned": ("glm4", {"rope_parameters": {
+    "twice as many channels rotated": ("glm4", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "no logit scale": ("cohere", {"logit_scale": 1.0}),
     "a part for a proportion": ("gemma4", {"rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.0, "rope_theta": 50000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}),
-    "twice as many channels turned, after a gate": ("qwen3_5", {"rope_parameters": {
+    "twice as many channels rotated, after a gate": ("qwen3_5", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "another base of a part": ("qwen3_next", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
@@ -78,7 +78,7 @@ TRAPS = {
     "all experts as one group": ("glm4_moe", {"n_group": 1, "topk_group": 1}),
     "weights of experts not scaled": ("glm4_moe", {"routed_scaling_factor": 1.0}),
     "no norms of heads": ("glm4_moe", {"use_qk_norm": False}),
-    "latent attention turned by halves": ("deepseek_v3", {"rope_interleave": False}),
+    "latent attention rotated by halves": ("deepseek_v3", {"rope_interleave": False}),
     "scores not scaled by mscale": ("deepseek_v3", {"rope_parameters": make_tiny.yarn(
         attention_factor=(0.1 * numpy.log(4) + 1) / (0.07 * numpy.log(4) + 1))}),
     "weights of groups not scaled": ("deepseek_v2", {"routed_scaling_factor": 1.0}),
@@ -105,13 +105,12 @@ TRAPS = {
     "logits of Granite not scaled": ("granite", {"logits_scaling": 1.0}),
     "a fixed factor of the base left out": ("hunyuan-dense", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0}}),
-    "a GELU with a tangent in GPT-NeoX": ("gpt_neox", {"hidden_act": "gelu_new"}),
-    "all channels turned in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
+    "all channels rotated in Phi": ("phi", {"partial_rotary_factor": 1.0, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
     "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
     "slopes and heads of another number": ("bloom", {"n_head": 8}),
-    "attention of Granite 4 turned": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "attention of Granite 4 rotated": ("granitemoehybrid", {"position_embedding_type": "rope"}),
     "no factor of Granite 4's residual stream": ("granitemoehybrid", {"residual_multiplier": 1.0}),
     "no norms of single heads": ("cohere-norms", {"use_qk_norm": False}),
     "weights of Nemotron's experts not scaled": ("nemotron_h-experts", {"routed_scaling_factor": 1.0}),
@@ -182,9 +181,9 @@ WEIGHT_TRAPS = {
     "heads of state spaces in other groups": ("nemotron_h", scaled(
         "in_proj", lambda w: torch.cat([w[:192], w[192:224].roll(16, 0), w[224:]]))),
     "weights of gated norms left out": ("falcon_h1", scaled("mamba.norm", torch.ones_like)),
-    "short convolutions turned around": ("lfm2", scaled("conv.conv", lambda w: w.flip(-1))),
+    "short convolutions reversed": ("lfm2", scaled("conv.conv", lambda w: w.flip(-1))),
     "short convolutions without biases": ("lfm2-bias", scaled("conv.conv.bias", torch.zeros_like)),
-    "convolutions turned around": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
+    "convolutions reversed": ("qwen3_5", scaled("conv1d", lambda w: w.flip(-1))),
     "convolutions of a token alone": ("qwen3_next", scaled("conv1d", lambda w: w * torch.eye(4)[3])),
     "gates of shared experts that are always a half": ("qwen3_5_moe", scaled("shared_expert_gate", lambda w: 0 * w)),
     "ups before gates": ("qwen3_5_moe-published", scaled("gate_up_proj", lambda w: w.unflatten(1, (2, -1)).flip(1).flatten(1, 2))),

@@ -77,6 +77,10 @@ def matches(module, target):
     return target == module
 
 
+# Tables of rows, which are no linears.
+EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "tok_embeddings", ".wte", ".wpe")
+
+
 def scheme_of(module, quantization):
     """The group that applies: exact name, then `re:`, then the class."""
     its_class = "Embedding" if module.endswith("embed_tokens") else "Linear"
@@ -96,7 +100,7 @@ def check_plain_layers(checkpoint, quantization):
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
         is_linear = (name != module and module not in quantized and len(entry["shape"]) == 2
-                     and not module.endswith(("embed_tokens", "embed_tokens_per_layer", "embed_positions")))
+                     and not module.endswith(EMBEDDINGS))
         if is_linear and not any(matches(module, entry) for entry in quantization["ignore"]):
             raise ValueError(f"{name} is not packed, and quantization_config does not ignore it")
 

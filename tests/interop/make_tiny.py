@@ -338,17 +338,21 @@ WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_di
 ENGINES = {
     "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
                     "residual_multiplier": 0.6, "logits_scaling": 2.5},
+    # Within the original positions: vLLM scales queries by position by another configuration.
     "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
-        **yarn(mscale=1.0, mscale_all_dim=1.0), llama_4_scaling_beta=0.7, max_position_embeddings=256),
+        **yarn(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256), llama_4_scaling_beta=0.7,
+        max_position_embeddings=512),
     "ernie4_5-128": {"model_type": "ernie4_5", "head_dim": 32},
     "hunyuan-128": {"model_type": "hunyuan_v1_dense", "head_dim": 32},
     "gemma4-128": WIDE_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False},
+    "lfm2-128": {"model_type": "lfm2", "layer_types": ["conv", FULL], "block_auto_adjust_ff_dim": False, "conv_dim": 128,
+                 "conv_dim_out": 128, "block_dim": 128},
     "olmo3-128": {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 48},
     "exaone4-128": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 48, "head_dim": 32},
     "glm-128": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
     "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
         partial_rotary_factor=0.5, rope_type="default"),
+    "phi3-128": {"model_type": "phi3", "pad_token_id": 0},
     "phi-128": {"model_type": "phi"},
     "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},
@@ -357,9 +361,9 @@ ENGINES = {
     "bloom-128": {"model_type": "bloom"},
     "internlm2-128": {"model_type": "llama", "head_dim": 32},
     "internlm3-128": {"model_type": "internlm3", "head_dim": 32},
-    "qwen3_5-128": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "layer_types": [LINEAR, FULL]},
-    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": True},
+    "qwen3_5-128": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+                    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "layer_types": [LINEAR, FULL]},
+    "falcon_h1-128": FALCON | {"mamba_d_ssm": 128, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_rms_norm": False},
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
@@ -634,6 +638,9 @@ def main():
         join_experts(arguments.out)
     if arguments.variant in BUILT_AS_LLAMA:
         store_as_internlm2(arguments.out)
+    if arguments.variant == "lfm2-128":
+        # transformers takes the published key for the width and does not write it; engines read it.
+        edit_config(arguments.out / "config.json", lambda config: config.update(block_ff_dim=384))
     if arguments.variant in ("gpt2-bare", "bloom-bare"):
         store_without_prefix(arguments.out)
     if arguments.variant == "internlm3-published":

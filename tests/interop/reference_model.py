@@ -173,6 +173,8 @@ def check_modules(model, packed, attribute, dequantize):
         packed = {module_name(name) for name in packed}
     # Nemotron-H is published under another name than its module has.
     packed = {re.sub(r"^backbone\.", "model.", name) for name in packed}
+    if model.config.model_type == "hy_v3":
+        packed = {name.replace(".mlp.shared_mlp.", ".mlp.shared_experts.") for name in packed}
     held = {name for name, module in modules.items() if hasattr(module, attribute)}
     fused = {name for name in packed if name not in modules and re.search(r"\.experts\.\d+\.", name)}
     expected = set() if dequantize else packed - fused

@@ -1,10 +1,13 @@
 """Writes what vLLM on a CPU makes of token windows, as JSON: the log-probability of every token but each window's first.
 
-Run with the Python of setup_vllm.sh. The model is loaded in bfloat16, without a tokenizer; of vision-language models the
-language model alone is run.
+Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, one after the other in one
+process, since a start takes longer than a small model; of vision-language models the language model alone is run. For a
+model in the directory NAME, OUT has NAME.json, or NAME.error, which says why it does not load. Nothing is run after that,
+because the engine leaves things behind; where its compiled code ends the process, there is neither.
 """
 
 import argparse
+import gc
 import json
 import os
 from pathlib import Path
@@ -13,28 +16,41 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": 
                "VLLM_LOGGING_LEVEL": "WARNING"}
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
+
+
+def scored(path, windows, dtype):
+    options = {}
+    if "vision_config" in json.loads((path / "config.json").read_text()):
+        options = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    model = LLM(model=str(path), skip_tokenizer_init=True, dtype=dtype, max_model_len=512, enforce_eager=True,
+                enable_prefix_caching=False, **options)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    outputs = model.generate([{"prompt_token_ids": window} for window in windows], sampling, use_tqdm=False)
+    return [[at[token].logprob for at, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)]
+            for output, window in zip(outputs, windows, strict=True)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL_DIR")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", metavar="TOKENS.json", type=Path)
-    parser.add_argument("out", metavar="OUT.json", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path)
+    parser.add_argument("models", metavar="MODEL_DIR", type=Path, nargs="+")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
 
-    options = {}
-    if "vision_config" in json.loads((Path(arguments.model) / "config.json").read_text()):
-        options = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-    model = LLM(model=arguments.model, skip_tokenizer_init=True, dtype=arguments.dtype, max_model_len=512,
-                enforce_eager=True, enable_prefix_caching=False, **options)
     windows = json.loads(arguments.tokens.read_text())
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    outputs = model.generate([{"prompt_token_ids": window} for window in windows], sampling, use_tqdm=False)
-    found = [[at[token].logprob for at, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)]
-             for output, window in zip(outputs, windows, strict=True)]
-    arguments.out.write_text(json.dumps(found))
+    for path in arguments.models:
+        try:
+            found = scored(path, windows, arguments.dtype)
+            (arguments.out / f"{path.name}.json").write_text(json.dumps(found))
+        except Exception as error:  # whatever the engine raises: it does not load
+            lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
+            # Of a failed validation the first line counts the errors, and the second is one.
+            (arguments.out / f"{path.name}.error").write_text(f"{type(error).__name__}: {' '.join(lines[:2])}"[:400])
+            return
+        cleanup_dist_env_and_memory()
+        gc.collect()
 
 
 if __name__ == "__main__":

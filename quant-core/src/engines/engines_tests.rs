@@ -306,6 +306,8 @@ fn experts_have_rules_of_their_own() {
     for name in ["vLLM, CUDA", "SGLang"] {
         assert_eq!(words(name, &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
     }
+    let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
+    assert!(on_cpu.contains("runs no experts"), "{on_cpu}");
 }
 
 /// Rules about linears are none about families: where nobody looked, there is no plain yes.
@@ -360,9 +362,9 @@ fn every_family_has_a_line() {
     }
 }
 
-/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is turned around.
+/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is transposed.
 #[test]
-fn codes_of_gpt2_that_are_called_weight_are_turned_around() {
+fn codes_of_gpt2_that_are_called_weight_are_transposed() {
     let of = |scheme| Outline { family: "gpt2", ..outline("compressed-tensors", LLAMA_8B, scheme) };
     for name in ["vLLM, CUDA", "SGLang"] {
         assert_eq!(words(name, &of("w4a16-g128-sym"))[0], "yes", "{name}");
@@ -372,6 +374,20 @@ fn codes_of_gpt2_that_are_called_weight_are_turned_around() {
         }
     }
     assert_eq!(words("transformers", &of("w4a16-g128-sym"))[0], "no");
+}
+
+/// What vLLM does to two families, as it was seen.
+#[test]
+fn rules_of_single_families() {
+    let of = |family, scheme| Outline { family, ..outline("compressed-tensors", LLAMA_8B, scheme) };
+    for name in ["vLLM, CUDA", "vLLM, CPU"] {
+        assert!(reason(name, &of("bloom", "w4a16-g128-sym"), 1).contains("apart by heads"), "{name}");
+        assert_ne!(words(name, &of("bloom", "w8a8"))[0], "no", "{name}");
+        assert_eq!(words(name, &of("ministral3", "w4a16-g128-sym"))[0], "yes, but", "{name}");
+    }
+    let run = engine("vLLM, CPU").known(&of("gemma3_text", "w4a16-g128-sym"));
+    assert_eq!((run.basis, run.version), (Basis::Run, "0.32.0"));
+    assert_eq!(words("vLLM, CPU", &of("gemma3_text", "w4a16-g128-sym"))[0], "yes");
 }
 
 /// vLLM runs some families by the classes of transformers, and SGLang has some under no names.

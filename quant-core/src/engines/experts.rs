@@ -2,10 +2,22 @@
 
 use super::Verdict::{self, No, Unsure, Yes};
 use super::outline::Outline;
+use crate::scheme::{ActivationScheme, LinearScheme};
 
 /// An engine whose kernels for experts were not followed.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
     Unsure("experts run on kernels whose rules were not followed".into())
+}
+
+/// vLLM on a CPU, whose version 0.32.0 has run none.
+pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
+    let is_packed = |scheme: &&LinearScheme| {
+        scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
+    };
+    match outline.experts.iter().flatten().find(is_packed) {
+        Some(scheme) => No(format!("its CPU backend runs no experts of {scheme}")),
+        None => not_followed(outline),
+    }
 }
 
 /// transformers, which holds the experts of a block in one parameter and reads all of them by one scheme.

@@ -139,7 +139,7 @@ pub static ENGINES: &[Engine] = &[
         reads: USUAL,
         models: models::VLLM_CPU,
         loads: vllm::cpu,
-        experts: experts::not_followed,
+        experts: experts::vllm_cpu,
     },
     Engine {
         name: "SGLang, CUDA",

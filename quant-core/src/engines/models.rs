@@ -78,6 +78,8 @@ impl Fact {
 const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
 const GPT2: &[&str] = &["gpt2"];
+/// Its configuration is code of the model.
+const REMOTE: &[&str] = &["internlm2"];
 /// What engines do with experts is a matter of rules, and not of models.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
 /// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
@@ -147,12 +149,13 @@ const GRANITE_BY_OTHER_NAMES: Has =
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
+/// The version of vLLM that has a build for CPUs.
+const CPU_BUILD: &str = "0.32.0";
 
 /// Families that vLLM has a class for, whose linears take a quantization, under names that are ours or are mapped from
 /// them, and that runs together what is run together here.
 const IN_VLLM: &[&str] = &[
     "granite",
-    "ministral3",
     "ernie4_5",
     "gemma2",
     "gemma3_text",
@@ -167,9 +170,7 @@ const IN_VLLM: &[&str] = &[
     "cohere2",
     "qwen3_5_text",
     "qwen3_next",
-    "internlm2",
     "internlm3",
-    "bloom",
     "qwen2_moe",
     "olmoe",
     "glm4_moe",
@@ -205,6 +206,26 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
+/// Of the families above, those that its CPU build was given a quantized random model of, and whose perplexity it gave:
+/// `benchmarks/record/engines`. Classes of transformers are a list of their own.
+const RUN_ON_CPU: &[&str] = &[
+    "granite",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "ernie4_5",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+    "phi3",
+];
+const RUN_BY_TRANSFORMERS: &[&str] =
+    &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
+
 pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
@@ -212,7 +233,10 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(head_of_opt), Basis::Read),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(&["ministral3"], Has::With(position_scale), Basis::Read).on(VLLM, REGISTRIES),
+    fact(&["bloom"], Has::With(parted_by_rows), Basis::Read).on(VLLM, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     // Classes, and what becomes of names in either layout.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
@@ -224,11 +248,16 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
     fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     // docs/formats/engines.md
-    fact(&["llama"], Has::Yes, Basis::Run).on("0.32.0", "2026-11-23"),
-    fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Read),
-    fact(OPT, Has::With(head_of_opt), Basis::Read),
+    fact(&["llama"], Has::Yes, Basis::Run).on(CPU_BUILD, "2026-11-23"),
+    fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(RUN_BY_TRANSFORMERS, Has::With(by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(&["ministral3"], Has::With(position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(&["bloom"], Has::With(parted_by_rows), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::With(no_turned_codes), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(OPT, Has::With(head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
@@ -250,7 +279,6 @@ const IN_SGLANG: &[&str] = &[
     "cohere",
     "cohere2",
     "starcoder2",
-    "internlm2",
     "internlm3",
     "hunyuan_v1_dense",
     "qwen3_next",
@@ -270,6 +298,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
     fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
+    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
     fact(
         NOT_IN_SGLANG,
@@ -294,8 +323,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     )
     .on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["internlm2"], Has::No("its class is not a part of it"), Basis::Read)
-        .on(TRANSFORMERS_5, REGISTRIES),
+    fact(REMOTE, Has::No("its class is not a part of it"), Basis::Read).on(TRANSFORMERS_5, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),
@@ -383,6 +411,33 @@ fn no_turned_codes(outline: &Outline) -> Verdict {
             No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
         }
         None => Yes,
+    }
+}
+
+/// Engines read the configuration through transformers, which does not have that of InternLM2.
+fn remote_configuration(_: &Outline) -> Verdict {
+    With("the model's own configuration code is needed beside it, and --trust-remote-code".into())
+}
+
+/// Queries of Ministral 3 are scaled by position in vLLM where Mistral's own configuration says so, and not in that of
+/// transformers, which checkpoints of this project have.
+fn position_scale(_: &Outline) -> Verdict {
+    With(
+        "it leaves out the scale of queries by position: beyond `original_max_position_embeddings` it computes something \
+         else"
+            .into(),
+    )
+}
+
+/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension.
+fn parted_by_rows(outline: &Outline) -> Verdict {
+    let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
+    match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
+        true => Yes,
+        false => {
+            No("it takes every tensor of `query_key_value` apart by heads, which packed codes do not allow"
+                .into())
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Weights that a family stores with their inputs first, `[in, out]`, seen as everywhere else, `[out, in]`.
 //!
 //! Only floats are stored so: codes and what belongs to them have rows for outputs in every format, because the modules of
-//! engines that read them are linears like any other. What stays float is turned back when it is written.
+//! engines that read them are linears like any other. What stays float is transposed again when it is written.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,18 +15,18 @@ pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture
     if architecture.stored_by_columns.is_empty() {
         return source;
     }
-    let turned = |name: &&str| {
+    let is_transposed = |name: &&str| {
         let info = source.info(name).filter(|info| info.dtype.is_weight_float() && info.shape.len() == 2);
         info.is_some() && architecture.is_stored_by_columns(name)
     };
-    let turned = source.names().into_iter().filter(turned).map(|name| {
+    let other = source.names().into_iter().filter(is_transposed).map(|name| {
         let mut info =
             source.info(name).cloned().unwrap_or_else(|| TensorInfo { dtype: Dtype::F32, shape: vec![] });
         info.shape.reverse();
         (name.to_owned(), info)
     });
-    let turned = turned.collect();
-    Arc::new(ByRows { source, turned, last: Mutex::default() })
+    let other = other.collect();
+    Arc::new(ByRows { source, other, last: Mutex::default() })
 }
 
 /// A matrix of `[rows, columns]` as one of `[columns, rows]`, values of `size` bytes each.
@@ -44,7 +44,7 @@ pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize)
 struct ByRows {
     source: Arc<dyn TensorSource>,
     /// Those that are seen otherwise than they are stored, as they are seen.
-    turned: std::collections::BTreeMap<String, TensorInfo>,
+    other: std::collections::BTreeMap<String, TensorInfo>,
     /// The last one, since tensors are read in pieces.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
@@ -74,11 +74,11 @@ impl TensorSource for ByRows {
     }
 
     fn info(&self, name: &str) -> Option<&TensorInfo> {
-        self.turned.get(name).or_else(|| self.source.info(name))
+        self.other.get(name).or_else(|| self.source.info(name))
     }
 
     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let Some(info) = self.turned.get(name) else { return self.source.read_range(name, offset, buffer) };
+        let Some(info) = self.other.get(name) else { return self.source.read_range(name, offset, buffer) };
         let bytes = self.whole(name, info)?;
         let start = usize::try_from(offset).ok();
         let part = start.and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));

@@ -186,8 +186,9 @@ impl Draft {
         let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
         let action = Action::Quantize { node, module, scheme, scale_dtype };
         let cache = Vec::new();
-        let (turned, by_columns) = (false, false);
-        let entry = PlanEntry { tensor, stored, layer, info, turned, by_columns, action, outputs, cache };
+        let by_columns = false;
+        let entry =
+            PlanEntry { tensor, stored, layer, info, turned: false, by_columns, action, outputs, cache };
         Ok(Drafted::Entry(Box::new(entry)))
     }
 }
