@@ -74,7 +74,8 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &says);
     // A float mixture with one tensor of blocks rounds that one again.
-    let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
+    let run =
+        quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
     check_message("an override", &run, 2, &says);
     let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
     let other = |verb: &str, options: &[&str]| {
@@ -87,7 +88,8 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     check_message("into another format", &other("quantize", &packed), 2, &says);
     check_message("a plan", &other("plan", &packed), 2, &says);
     assert!(!at("no.gguf").exists() && !at("packed").exists());
-    let run = quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
+    let run =
+        quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
     assert!(run.stderr.contains("rounded once more, and loses twice"), "{run}");
     other("quantize", &[&packed[..], &["--requantize"]].concat()).succeeded();
     // As floats, and from floats, nothing is lost that was not before.
@@ -379,13 +381,12 @@ fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
     write_cut_demo_model(&model, 1);
-    for (scheme, kind, least) in
-        [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)]
-    {
+    for (scheme, kind, least) in [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)] {
         let summary = quant(quantize(&model, &at(scheme), &["--scheme", scheme, "--json"])).json();
         assert!(summary["types"][kind].as_u64() >= Some(least), "{scheme}: {summary}");
     }
-    let overrides = ["--scheme", "q8_0", "--override", "ffn_*=mxfp4", "--override", "attn_*=nvfp4", "--json"];
+    let overrides =
+        ["--scheme", "q8_0", "--override", "blk.*.ffn_*=mxfp4", "--override", "blk.*.attn_*=nvfp4", "--json"];
     let summary = quant(quantize(&model, &at("four.gguf"), &overrides)).json();
     assert_eq!((&summary["types"]["MXFP4"], &summary["types"]["NVFP4"]), (&3.into(), &4.into()));
     assert!(perplexity(&at("four.gguf")).is_finite());

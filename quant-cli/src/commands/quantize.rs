@@ -255,7 +255,10 @@ pub fn requantized(opened: Opened, options: &RecipeOptions, session: &Session) -
         return match rounded {
             None => Ok(opened),
             Some(types) => Err(Error::usage(
-                format!("{} is quantized already: it holds blocks of {types}", opened.directory.path().display()),
+                format!(
+                    "{} is quantized already: it holds blocks of {types}",
+                    opened.directory.path().display()
+                ),
                 "quantize the original float model; --requantize rounds what the blocks stand for once more, and loses \
                  twice",
             )),

@@ -16,7 +16,13 @@ pub static IQ4_NL: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::F16),
-    grid: Some(&Grid { steps: Steps::Uneven, scales: Scales::Multiples, part: 32, factors: [1, 1], pack: pack_nl }),
+    grid: Some(&Grid {
+        steps: Steps::Uneven,
+        scales: Scales::Multiples,
+        part: 32,
+        factors: [1, 1],
+        pack: pack_nl,
+    }),
     encode: encode_nl,
     decode: decode_nl,
 };
@@ -30,7 +36,13 @@ pub static IQ4_XS: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&IQ4_NL),
-    grid: Some(&Grid { steps: Steps::Uneven, scales: Scales::Multiples, part: 32, factors: [-32, 31], pack: pack_xs }),
+    grid: Some(&Grid {
+        steps: Steps::Uneven,
+        scales: Scales::Multiples,
+        part: 32,
+        factors: [-32, 31],
+        pack: pack_xs,
+    }),
     encode: encode_xs,
     decode: decode_xs,
 };

@@ -95,8 +95,8 @@ impl Eq for BlockType {}
 
 /// The types that this version writes and reads.
 pub static BLOCK_TYPES: &[&BlockType] = &[
-    &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ4_NL, &IQ4_XS,
-    &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
+    &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ4_NL,
+    &IQ4_XS, &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
 ];
 
 /// Names of types that ggml defines and this version does not read, by their ids, for messages.

@@ -17,7 +17,13 @@ pub static Q2_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 3 }, scales: Scales::Multiples, part: 16, factors: [0, 15], pack }),
+    grid: Some(&Grid {
+        steps: Steps::Minimum { top: 3 },
+        scales: Scales::Multiples,
+        part: 16,
+        factors: [0, 15],
+        pack,
+    }),
     encode,
     decode,
 };

@@ -17,7 +17,13 @@ pub static Q3_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q4_0),
-    grid: Some(&Grid { steps: Steps::Even { half: 4 }, scales: Scales::Multiples, part: 16, factors: [-32, 31], pack }),
+    grid: Some(&Grid {
+        steps: Steps::Even { half: 4 },
+        scales: Scales::Multiples,
+        part: 16,
+        factors: [-32, 31],
+        pack,
+    }),
     encode,
     decode,
 };

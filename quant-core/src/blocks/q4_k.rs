@@ -16,7 +16,13 @@ pub static Q4_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_0),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 15 }, scales: Scales::Multiples, part: 32, factors: [0, 63], pack }),
+    grid: Some(&Grid {
+        steps: Steps::Minimum { top: 15 },
+        scales: Scales::Multiples,
+        part: 32,
+        factors: [0, 63],
+        pack,
+    }),
     encode,
     decode,
 };

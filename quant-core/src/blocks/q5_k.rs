@@ -15,7 +15,13 @@ pub static Q5_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q5_1),
-    grid: Some(&Grid { steps: Steps::Minimum { top: 31 }, scales: Scales::Multiples, part: 32, factors: [0, 63], pack }),
+    grid: Some(&Grid {
+        steps: Steps::Minimum { top: 31 },
+        scales: Scales::Multiples,
+        part: 32,
+        factors: [0, 63],
+        pack,
+    }),
     encode,
     decode,
 };

@@ -17,7 +17,13 @@ pub static Q6_K: BlockType = BlockType {
     needs_importance: false,
     uses_importance: true,
     fallback: Some(&super::Q8_0),
-    grid: Some(&Grid { steps: Steps::Even { half: 32 }, scales: Scales::Multiples, part: 16, factors: [-128, 127], pack }),
+    grid: Some(&Grid {
+        steps: Steps::Even { half: 32 },
+        scales: Scales::Multiples,
+        part: 16,
+        factors: [-128, 127],
+        pack,
+    }),
     encode,
     decode,
 };

@@ -18,7 +18,8 @@ pub static Q8_0: BlockType = BlockType {
     decode,
 };
 
-const GRID: Grid = Grid { steps: Steps::Even { half: 128 }, scales: Scales::Multiples, part: 32, factors: [1, 1], pack };
+const GRID: Grid =
+    Grid { steps: Steps::Even { half: 128 }, scales: Scales::Multiples, part: 32, factors: [1, 1], pack };
 
 fn pack(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);

@@ -8,12 +8,26 @@ use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, Q4_0, SUPER, f16_bits};
 
 /// 1.69 bits, `d·(q − 1)`.
-pub static TQ1_0: BlockType =
-    BlockType { name: "TQ1_0", id: 34, bytes: 54, grid: Some(&GRID_1), encode: encode_1, decode: decode_1, ..COMMON };
+pub static TQ1_0: BlockType = BlockType {
+    name: "TQ1_0",
+    id: 34,
+    bytes: 54,
+    grid: Some(&GRID_1),
+    encode: encode_1,
+    decode: decode_1,
+    ..COMMON
+};
 
 /// 2 bits, `d·(q − 1)`.
-pub static TQ2_0: BlockType =
-    BlockType { name: "TQ2_0", id: 35, bytes: 66, grid: Some(&GRID_2), encode: encode_2, decode: decode_2, ..COMMON };
+pub static TQ2_0: BlockType = BlockType {
+    name: "TQ2_0",
+    id: 35,
+    bytes: 66,
+    grid: Some(&GRID_2),
+    encode: encode_2,
+    decode: decode_2,
+    ..COMMON
+};
 
 const COMMON: BlockType = BlockType {
     name: "",

@@ -117,14 +117,14 @@ pub(super) fn rope(
     put: &mut impl FnMut(&str, Value),
 ) -> Result<Vec<(&'static str, Vec<f32>)>> {
     let of = |windowed: bool| -> Option<&Rope> {
-        (0..a.layers).filter(|layer| of_block(a, *layer).is_some_and(|s| s.window.is_some() == windowed)).find_map(
-            |layer| {
+        (0..a.layers)
+            .filter(|layer| of_block(a, *layer).is_some_and(|s| s.window.is_some() == windowed))
+            .find_map(|layer| {
                 a.graph(layer).nodes().iter().find_map(|node| match &node.op {
                     Op::Rope(rope) => Some(rope),
                     _ => None,
                 })
-            },
-        )
+            })
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
         return Err(unfit(family, "its blocks do not turn queries and keys".into()));

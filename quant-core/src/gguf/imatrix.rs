@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::families::{self, GgufFamily};
-use super::layout;
 use super::file::{GgufFile, MAGIC, Value, write_file};
+use super::layout;
 use super::metadata::strings;
 use super::plan::PlannedTensor;
 use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass, TokenWindows};
@@ -139,7 +139,10 @@ impl Importance {
             let entry = self.entries.entry(placed.name(layer));
             let entry = entry.or_insert_with(|| Entry { sums: Vec::new(), counts: Vec::new() });
             if entry.counts.len() != matrix {
-                return Err(Error::Internal(format!("expert {matrix} of `{}` is out of order", placed.tensor)));
+                return Err(Error::Internal(format!(
+                    "expert {matrix} of `{}` is out of order",
+                    placed.tensor
+                )));
             }
             let columns = 0..sum.sums.len();
             entry.sums.extend(columns.map(|column| sum.sums[placed.view.columns.stored(column)] as f32));

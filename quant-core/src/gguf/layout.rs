@@ -145,8 +145,13 @@ pub(super) fn of_parameter(
 
 /// Whether types are about a tensor: a matrix that is neither a router nor small.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
-    const KEPT: [&str; 5] =
-        ["_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "shortconv.conv.weight", "per_layer_model_proj"];
+    const KEPT: [&str; 5] = [
+        "_norm.weight",
+        "ffn_gate_inp.weight",
+        "ssm_conv1d",
+        "shortconv.conv.weight",
+        "per_layer_model_proj",
+    ];
     let dimensions = shape.iter().skip_while(|dimension| **dimension == 1).count();
     dimensions > 1 && name.ends_with("weight") && KEPT.iter().all(|kept| !name.contains(kept))
 }

@@ -245,7 +245,10 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 }
                 Op::Gated(Activation::Sigmoid) if family.gates_attention => {}
                 Op::ClampedGated { alpha, limit } if [*alpha, *limit] != [1.702, 7.0] => {
-                    return Err(unfit(family, format!("its experts are clamped at {limit} and gated by {alpha}")));
+                    return Err(unfit(
+                        family,
+                        format!("its experts are clamped at {limit} and gated by {alpha}"),
+                    ));
                 }
                 Op::Gated(other) | Op::Activation(other) if *other != family.activation => {
                     return Err(unfit(family, format!("its MLP computes {other:?}")));
@@ -361,9 +364,7 @@ fn rope(
             let note = specials::yarn(a, family, (first, yarn), facts.attention, put)?;
             Ok((Vec::new(), note))
         }
-        RopeScaling::Dynamic { .. }
-        | RopeScaling::LongRope(_)
-        | RopeScaling::Proportional { .. } => {
+        RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_) | RopeScaling::Proportional { .. } => {
             Err(unfit(family, "this version does not write its scaling of rotations".into()))
         }
     }

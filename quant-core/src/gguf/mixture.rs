@@ -287,8 +287,14 @@ impl Mixture {
 mod tests {
     use super::*;
 
-    const FACTS: ModelFacts =
-        ModelFacts { layers: 8, values: 8, heads_per_key: 1, experts: 0, weighted: false, favours_values: false };
+    const FACTS: ModelFacts = ModelFacts {
+        layers: 8,
+        values: 8,
+        heads_per_key: 1,
+        experts: 0,
+        weighted: false,
+        favours_values: false,
+    };
 
     fn of(name: &str, role: Role, facts: ModelFacts) -> String {
         let mixture = mixture(name).unwrap();

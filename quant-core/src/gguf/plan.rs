@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::families::{self, GgufFamily};
-use super::layout;
 use super::file::{GgufArchive, Value};
+use super::layout;
 use super::metadata;
 use super::mixture::{Mixture, ModelFacts, Role};
 use super::rows::{RowOrder, Source, View};
@@ -232,7 +232,8 @@ fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
 fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     let a = model.architecture();
     let mut drafts = Vec::new();
-    let stored = |tensor: String, shift| Source::Stored { tensors: vec![tensor], view: View::AS_STORED.plus(shift) };
+    let stored =
+        |tensor: String, shift| Source::Stored { tensors: vec![tensor], view: View::AS_STORED.plus(shift) };
     let outer = |name: &str, module: &str, tensor: String, role| Draft {
         name: name.to_owned(),
         module: module.to_owned(),

@@ -7,7 +7,9 @@ use super::file::{Array, Value};
 use super::layout;
 use super::metadata::unfit;
 use crate::Result;
-use crate::model::{Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn};
+use crate::model::{
+    Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn,
+};
 
 /// Where the ramp of YaRN begins and ends, in turns over the first positions: llama.cpp takes no others.
 pub(super) const ROTATIONS: [f64; 2] = [32.0, 1.0];
@@ -167,7 +169,8 @@ pub(super) fn delta_nets(
 /// turns: what a configuration says must leave no pair without one.
 fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
-    let found = ["rope_parameters", "rope_scaling"].iter().find_map(|key| text.get(*key)?.get("mrope_section"));
+    let found =
+        ["rope_parameters", "rope_scaling"].iter().find_map(|key| text.get(*key)?.get("mrope_section"));
     let numbers = |json: &Json| {
         let list = json.as_array()?;
         let numbers = list.iter().map(|n| i32::try_from(n.as_i64()?).ok()).collect::<Option<Vec<i32>>>()?;

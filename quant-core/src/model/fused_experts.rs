@@ -303,7 +303,9 @@ impl TensorSource for Split {
     }
 
     fn read_mxfp4(&self, name: &str) -> Result<Option<[Vec<u8>; 2]>> {
-        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else { return Ok(None) };
+        let Some(part) = self.parts.get(name).filter(|part| part.form == Form::Mxfp4) else {
+            return Ok(None);
+        };
         let widths = [part.k / 2, part.k / mxfp4::BLOCK];
         let [codes, scales] = self.slabs(part)?;
         let rows = |slab: Vec<u8>, width: usize| -> Vec<u8> {

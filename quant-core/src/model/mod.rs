@@ -38,13 +38,13 @@ mod tensor_values;
 mod tokens;
 mod unrouted;
 
+pub(crate) use arch::describe;
 pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Convolution, Correction,
     DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions, LogitsTransform,
-    Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent, RecurrentKind,
-    Routing, Scores, Wrapper,
+    Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, QueryKey, Reach, Recurrent,
+    RecurrentKind, Routing, Scores, Wrapper,
 };
-pub(crate) use arch::describe;
 pub use block::Block;
 pub use cache::{KvCache, LayerCache};
 pub use decoder::Decoder;

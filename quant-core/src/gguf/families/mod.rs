@@ -154,7 +154,11 @@ pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
 }
 
 /// The entry for an architecture of a file; `scores` is what it says of the scores of experts.
-pub(super) fn architecture(arch: &str, has_experts: bool, scores: Option<u64>) -> Option<&'static GgufFamily> {
+pub(super) fn architecture(
+    arch: &str,
+    has_experts: bool,
+    scores: Option<u64>,
+) -> Option<&'static GgufFamily> {
     // Gemma 4 has experts beside its MLP, or has not.
     let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
     let mut known = FAMILIES.iter().filter(is_of);

@@ -450,7 +450,10 @@ const DEEPSEEK: GgufFamily = GgufFamily {
         MLP,
         SHARED_EXPERTS,
     ],
-    tensors: &[CORRECTION, ("self_attn.kv_b_proj.weight", How::Latent(["attn_k_b.weight", "attn_v_b.weight"]))],
+    tensors: &[
+        CORRECTION,
+        ("self_attn.kv_b_proj.weight", How::Latent(["attn_k_b.weight", "attn_v_b.weight"])),
+    ],
     experts: Some(QWEN_EXPERTS),
     dense_first: true,
     routing: RoutingKeys::Full,

@@ -47,7 +47,9 @@ impl GgufFile {
     /// together.
     pub fn open_model(path: &Path) -> Result<Self> {
         let mut first = Self::open(path)?;
-        let Some(part) = Part::of(&first.header).map_err(|fault| Self::broken(path, fault))? else { return Ok(first) };
+        let Some(part) = Part::of(&first.header).map_err(|fault| Self::broken(path, fault))? else {
+            return Ok(first);
+        };
         if part.number != 0 {
             let reason = format!("is file {} of {} of a model", part.number + 1, part.count);
             return Err(Self::refused(path, reason, "give the first of them, which ends in -00001-of-…"));
@@ -56,14 +58,16 @@ impl GgufFile {
         for (number, other) in others.iter().enumerate() {
             let file = match Self::open(other) {
                 Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                    let reason = format!("is missing: {} is the first of {} files", path.display(), part.count);
+                    let reason =
+                        format!("is missing: {} is the first of {} files", path.display(), part.count);
                     return Err(Self::broken(other, reason));
                 }
                 opened => opened?,
             };
             let due = Part { number: number + 1, ..part };
             if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(due) {
-                let reason = format!("is not file {} of the {} of {}", due.number + 1, part.count, path.display());
+                let reason =
+                    format!("is not file {} of the {} of {}", due.number + 1, part.count, path.display());
                 return Err(Self::broken(other, reason));
             }
             first.join(file)?;
@@ -71,7 +75,8 @@ impl GgufFile {
         match first.header.tensors.len() {
             found if found == part.tensors => Ok(first),
             found => {
-                let reason = format!("says that there are {} tensors, and the files hold {found}", part.tensors);
+                let reason =
+                    format!("says that there are {} tensors, and the files hold {found}", part.tensors);
                 Err(Self::broken(path, reason))
             }
         }
@@ -82,7 +87,8 @@ impl GgufFile {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();
             if self.places.insert(tensor.name.clone(), place).is_some() {
-                let reason = format!("holds tensor `{}`, which a file before it holds", printable(&tensor.name));
+                let reason =
+                    format!("holds tensor `{}`, which a file before it holds", printable(&tensor.name));
                 return Err(Self::broken(&other.path, reason));
             }
             self.header.tensors.push(GgufTensor { part: self.files.len(), ..tensor });
@@ -142,9 +148,10 @@ impl GgufFile {
     /// # Errors
     /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
     pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let (path, file) = self.files.get(tensor.part).ok_or_else(|| {
-            Error::Internal(format!("tensor `{}` is of another file", tensor.name))
-        })?;
+        let (path, file) = self
+            .files
+            .get(tensor.part)
+            .ok_or_else(|| Error::Internal(format!("tensor `{}` is of another file", tensor.name)))?;
         if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
             return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
         }

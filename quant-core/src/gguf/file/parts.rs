@@ -66,7 +66,10 @@ impl Part {
         let name = first.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let ending = file_name("", 0, self.count);
         let stem = name.strip_suffix(&ending).ok_or_else(|| {
-            GgufFault::from(format!("holds the first of {} files, and its name does not end in `{ending}`", self.count))
+            GgufFault::from(format!(
+                "holds the first of {} files, and its name does not end in `{ending}`",
+                self.count
+            ))
         })?;
         Ok((1..self.count).map(|number| first.with_file_name(file_name(stem, number, self.count))).collect())
     }

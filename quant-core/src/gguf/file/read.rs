@@ -220,9 +220,11 @@ impl<R: Read> Cursor<R> {
                 )));
             }
             other => {
-                return Err(
-                    format!("`{}` is a list of the unknown type {other} at byte {at}", printable(key)).into()
-                );
+                return Err(format!(
+                    "`{}` is a list of the unknown type {other} at byte {at}",
+                    printable(key)
+                )
+                .into());
             }
         };
         let count = self.count(key, MAX_ELEMENTS - self.elements, least)?;

@@ -51,7 +51,8 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     if experts > 0 {
         set("top_k_experts", json!(about.require("expert_used_count")?));
     }
-    let theta = |key: &str, default: f64| Ok::<_, crate::Error>(shortest(about.float(key)?.unwrap_or(default)));
+    let theta =
+        |key: &str, default: f64| Ok::<_, crate::Error>(shortest(about.float(key)?.unwrap_or(default)));
     let (pairs, factor) = match about.file.tensor(ROPE_FACTORS) {
         None => (full / 2, 1.0),
         Some(tensor) => {

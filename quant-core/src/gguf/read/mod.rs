@@ -111,7 +111,9 @@ impl<'a> About<'a> {
             let most = self.file.header().tensors.len() as u64;
             return match blocks <= most && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
-                false => Err(self.broken("block_count", &format!("is {blocks}, and there are {most} tensors"))),
+                false => {
+                    Err(self.broken("block_count", &format!("is {blocks}, and there are {most} tensors")))
+                }
             };
         };
         let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
@@ -125,7 +127,8 @@ impl<'a> About<'a> {
 
     /// Blocks of the file that predict further tokens, after the others.
     fn further_blocks(&self) -> Result<usize> {
-        let (all, further) = (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
+        let (all, further) =
+            (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
         match usize::try_from(further).ok().filter(|_| further < all) {
             Some(further) => Ok(further),
             None => Err(self.broken("nextn_predict_layers", &format!("is {further}, of {all} blocks"))),

@@ -60,7 +60,9 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     let groups = |key: &str| Ok::<_, crate::Error>(about.integer(key)?.filter(|n| *n > 0).unwrap_or(1));
     let (count, chosen) = (groups("expert_group_count")?, groups("expert_group_used_count")?);
     if !sigmoid && count > 1 && chosen < count {
-        return Err(about.unread("expert_group_count", "has groups of experts by softmax, which are not read"));
+        return Err(
+            about.unread("expert_group_count", "has groups of experts by softmax, which are not read")
+        );
     }
     set("topk_method", json!(if sigmoid { "noaux_tc" } else { "greedy" }));
     set("n_group", json!(count));
@@ -118,7 +120,9 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         Some(positions) => positions,
         None => about.require("context_length")?,
     };
-    for (key, due) in ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS) {
+    for (key, due) in
+        ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS)
+    {
         if let Some(other) = about.float(key)?.filter(|beta| *beta != due) {
             return Err(about.unread(key, &format!("is {other}, and llama.cpp takes {due}")));
         }

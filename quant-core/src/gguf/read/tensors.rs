@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::families::{
-    EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT,
+    EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, ROPE_FACTORS, ROPE_LONG,
+    ROPE_SHORT,
 };
 use super::super::file::{GgufFile, GgufTensor};
 use super::super::layout::{self, Placed};
@@ -68,7 +69,8 @@ impl GgufSource {
         let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
         let mut seen: BTreeSet<String> =
             [ROPE_FACTORS, ROPE_SHORT, ROPE_LONG].into_iter().map(str::to_owned).collect();
-        let mut outer = |name: &str, stored: &str, view: View| source.add_whole(name, stored, view, &mut seen);
+        let mut outer =
+            |name: &str, stored: &str, view: View| source.add_whole(name, stored, view, &mut seen);
         outer(&a.embedding, EMBEDDING, View::AS_STORED)?;
         outer(&format!("{}.weight", a.head), &format!("{HEAD}.weight"), View::AS_STORED)?;
         if let Some(norm) = &a.final_norm {
@@ -239,7 +241,9 @@ impl GgufSource {
                 Some(values) => values,
                 None => match piece.view.order.place(row) {
                     None => continue,
-                    Some(at) if place.info.dtype != Dtype::F32 && piece.view.columns == RowOrder::AsStored => {
+                    Some(at)
+                        if place.info.dtype != Dtype::F32 && piece.view.columns == RowOrder::AsStored =>
+                    {
                         out.extend(self.stored_bytes(piece, at)?);
                         return Ok(());
                     }

@@ -263,8 +263,11 @@ fn remedies_fit_what_is_wrong() {
     let unread = open(&scratch.path().join("x.gguf")).unwrap_err();
     says(&unread.to_string(), &["big-endian order"]);
     says(&unread.remedy(), &["Hugging Face directory"]);
-    let second =
-        [("split.count", Value::U16(2)), ("split.no", Value::U16(1)), ("split.tensors.count", Value::I32(11))];
+    let second = [
+        ("split.count", Value::U16(2)),
+        ("split.no", Value::U16(1)),
+        ("split.tensors.count", Value::I32(11)),
+    ];
     says(&refused(&second), &["is file 2 of 2 of a model", "give the first of them"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
     says(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
@@ -284,11 +287,9 @@ fn parts(
     let (mut metadata, mut first) = model();
     let mut rest = first.split_off(6);
     change(&mut first, &mut rest);
-    for (key, value) in [
-        ("split.no", Value::U16(0)),
-        ("split.count", Value::U16(2)),
-        ("split.tensors.count", Value::I32(11)),
-    ] {
+    for (key, value) in
+        [("split.no", Value::U16(0)), ("split.count", Value::U16(2)), ("split.tensors.count", Value::I32(11))]
+    {
         set(&mut metadata, key, value);
     }
     let second: Metadata = second.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect();
@@ -412,7 +413,8 @@ fn heads_of_delta_nets_go_back_to_their_groups() {
     let steps: Vec<f32> = [0.0, 2.0, 1.0, 3.0].iter().map(|i| i / 1024.0).collect();
     assert_eq!(of("dt_bias"), steps);
     // Rows of queries and keys stay; then heads of two rows, by their first elements.
-    let mixed: Vec<usize> = of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
+    let mixed: Vec<usize> =
+        of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
     assert_eq!(mixed, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
     let columns: Vec<usize> = of("out_proj.weight")[..8].iter().map(|v| (v * 1024.0) as usize).collect();
     assert_eq!(columns, [0, 1, 4, 5, 2, 3, 6, 7]);
