@@ -17,6 +17,8 @@ mod gemma4;
 mod imatrix;
 mod layout;
 mod metadata;
+#[cfg(test)]
+mod metadata_tests;
 mod mixture;
 mod plan;
 mod read;

@@ -21,7 +21,7 @@ pub(super) struct LatentWidths {
     pub(super) query_rank: Option<usize>,
     /// Of the one of keys and values.
     pub(super) rank: usize,
-    /// Features of a head that are rotary.
+    /// Features of a head that turn.
     pub(super) rotary: usize,
 }
 
@@ -65,7 +65,7 @@ pub(super) fn heads(
         put("attention.value_length", count(shape.value_dim)?);
         return Ok(());
     };
-    // The graph there has one key for all heads, as wide as the latent vector and what is rotary.
+    // The graph there has one key for all heads, as wide as the latent vector and what turns.
     put("attention.head_count_kv", count(1)?);
     put("attention.key_length", count(latent.rank + latent.rotary)?);
     put("attention.value_length", count(latent.rank)?);
@@ -201,9 +201,9 @@ pub(super) fn yarn(
     put("rope.scaling.yarn_beta_slow", Value::F32(yarn.rotations[1] as f32));
     let recommended = 1.0 + 0.1 * yarn.factor.max(1.0).ln();
     if LatentWidths::of(a.graph(0)).is_some() {
-        // What llama.cpp multiplies all scores by, and not those of the rotary part alone.
+        // What llama.cpp multiplies all scores by, and not those of the part that turns alone.
         if (yarn.attention_factor - 1.0).abs() > 1e-6 {
-            let reason = format!("rotary channels are multiplied by {}", yarn.attention_factor);
+            let reason = format!("channels that turn are multiplied by {}", yarn.attention_factor);
             return Err(unfit(family, reason));
         }
         let weight = latent_weight(shape, yarn.factor);

@@ -86,11 +86,21 @@ impl GgufSource {
             outer(&format!("{}.weight", inputs.norm.name()), INPUT_NORM, View::AS_STORED)?;
         }
         for layer in 0..a.layers {
-            for placed in layout::of_block(a, about.family, layer)? {
-                let stored = placed.name(layer);
-                source.add(&placed, &stored, about)?;
-                seen.insert(stored);
+            let block = layout::of_block(a, about.family, layer)?;
+            let names: BTreeSet<String> = block.iter().map(|placed| placed.name(layer)).collect();
+            if names.iter().any(|name| source.file.tensor(name).is_none()) {
+                // One that is there under another name says more than one that is not.
+                let prefix = format!("blk.{layer}.");
+                let mut of_block =
+                    source.file.header().tensors.iter().filter(|t| t.name.starts_with(&prefix));
+                if let Some(other) = of_block.find(|t| !names.contains(&t.name)) {
+                    return Err(source.unknown(&other.name, about));
+                }
             }
+            for placed in &block {
+                source.add(placed, &placed.name(layer), about)?;
+            }
+            seen.extend(names);
         }
         let further = about.further_blocks()?;
         let is_further = |name: &str| {
@@ -99,15 +109,17 @@ impl GgufSource {
             layer.is_some_and(|layer| (a.layers..a.layers + further).contains(&layer))
         };
         let mut others = source.file.header().tensors.iter().filter(|t| !seen.contains(&t.name));
-        if let Some(other) = others.find(|other| !is_further(&other.name)) {
-            let reason = format!(
-                "tensor `{}` is none of those of {} that are read",
-                printable(&other.name),
-                about.family.arch
-            );
-            return Err(GgufFile::unread(source.file.path(), reason));
+        match others.find(|other| !is_further(&other.name)) {
+            Some(other) => Err(source.unknown(&other.name, about)),
+            None => Ok(source),
         }
-        Ok(source)
+    }
+
+    /// The error that the family has no tensor of this name.
+    fn unknown(&self, name: &str, about: &About<'_>) -> Error {
+        let (name, arch) = (printable(name), about.family.arch);
+        let reason = format!("tensor `{name}` is none of those of {arch} that are read");
+        GgufFile::unread(self.file.path(), reason)
     }
 
     /// A tensor outside the blocks, if it is there.

@@ -345,6 +345,165 @@ fn models_in_parts_are_read_as_one() {
     says(&refused(&good, NAMES, &fewer), &["11 tensors, and the files hold 8"]);
 }
 
+/// A Qwen3.5 of two blocks, one with a delta net of 2 key heads and 4 value heads.
+fn hybrid() -> (Metadata, Tensors) {
+    let (mut metadata, mut tensors) = model();
+    metadata.retain(|(key, _)| !key.starts_with("llama."));
+    set(&mut metadata, "general.architecture", Value::string("qwen35"));
+    for (key, value) in [
+        ("block_count", Value::U32(2)),
+        ("context_length", Value::U32(64)),
+        ("embedding_length", Value::U32(8)),
+        ("feed_forward_length", Value::U32(16)),
+        ("attention.head_count", Value::U32(2)),
+        ("attention.key_length", Value::U32(4)),
+        ("attention.layer_norm_rms_epsilon", Value::F32(1e-6)),
+        ("ssm.conv_kernel", Value::U32(4)),
+        ("ssm.state_size", Value::U32(2)),
+        ("ssm.group_count", Value::U32(2)),
+        ("ssm.time_step_rank", Value::U32(4)),
+        ("ssm.inner_size", Value::U32(8)),
+        ("full_attention_interval", Value::U32(2)),
+        ("rope.dimension_count", Value::U32(2)),
+    ] {
+        set(&mut metadata, &format!("qwen35.{key}"), value);
+    }
+    tensors.truncate(2);
+    let mut add = |name: &str, shape: &[usize], first: f32| tensors.push(tensor(name, shape, first));
+    for layer in 0..2 {
+        let name = |stem: &str| format!("blk.{layer}.{stem}");
+        add(&name("attn_norm.weight"), &[8], 1.0);
+        add(&name("post_attention_norm.weight"), &[8], 1.0);
+        add(&name("ffn_gate.weight"), &[16, 8], 0.0);
+        add(&name("ffn_up.weight"), &[16, 8], 0.0);
+        add(&name("ffn_down.weight"), &[8, 16], 0.0);
+    }
+    for (stem, shape, first) in [
+        ("attn_qkv.weight", &[16, 8][..], 0.0),
+        ("attn_gate.weight", &[8, 8], 0.0),
+        ("ssm_alpha.weight", &[4, 8], 0.0),
+        ("ssm_beta.weight", &[4, 8], 0.0),
+        ("ssm_conv1d.weight", &[16, 4], 0.0),
+        ("ssm_a", &[4], -2.0),
+        ("ssm_dt.bias", &[4], 0.0),
+        ("ssm_norm.weight", &[2], 1.0),
+        ("ssm_out.weight", &[8, 8], 0.0),
+    ] {
+        add(&format!("blk.0.{stem}"), shape, first);
+    }
+    for (stem, shape) in [
+        ("attn_q", &[16, 8][..]),
+        ("attn_k", &[8, 8]),
+        ("attn_v", &[8, 8]),
+        ("attn_output", &[8, 8]),
+        ("attn_q_norm", &[4]),
+        ("attn_k_norm", &[4]),
+    ] {
+        add(&format!("blk.1.{stem}.weight"), shape, 0.5);
+    }
+    (metadata, tensors)
+}
+
+#[test]
+fn heads_of_delta_nets_go_back_to_their_groups() {
+    let (_scratch, model) = read(&hybrid());
+    let model = model.unwrap();
+    let of = |name: &str| values(&model, &format!("model.layers.0.linear_attn.{name}"));
+    // In the file heads come as 0, 2, 1, 3 of the checkpoint: those of a group are apart.
+    let steps: Vec<f32> = [0.0, 2.0, 1.0, 3.0].iter().map(|i| i / 1024.0).collect();
+    assert_eq!(of("dt_bias"), steps);
+    // Rows of queries and keys stay; then heads of two rows, by their first elements.
+    let mixed: Vec<usize> =
+        of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
+    assert_eq!(mixed, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
+    let columns: Vec<usize> = of("out_proj.weight")[..8].iter().map(|v| (v * 1024.0) as usize).collect();
+    assert_eq!(columns, [0, 1, 4, 5, 2, 3, 6, 7]);
+    // What was minus an exponential is a logarithm, and norms lose the 1 that was added, but for the gated one.
+    for (found, stored) in of("A_log").iter().zip(&steps) {
+        assert!((found - (2.0 - stored).ln()).abs() < 1e-6, "{found}");
+    }
+    assert_eq!(values(&model, "model.layers.0.input_layernorm.weight")[0], 0.0);
+    assert_eq!(of("norm.weight")[0], 1.0);
+    assert!(model.config().get("layer_types").is_none());
+}
+
+#[test]
+fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
+    let says_of = |key: &str, value: Value, parts: &[&str]| {
+        let mut model = hybrid();
+        set(&mut model.0, &format!("qwen35.{key}"), value);
+        says(&refusal(&model), parts);
+    };
+    says_of("ssm.inner_size", Value::U32(9), &["`qwen35.ssm.inner_size` is 9, of 4 heads of 2"]);
+    let flags = Value::Array(Array::Bool(vec![true]));
+    says_of("attention.recurrent_layers", flags, &["is no list of flags of 2 blocks"]);
+    says_of("nextn_predict_layers", Value::U32(2), &["`qwen35.nextn_predict_layers` is 2, of 2 blocks"]);
+    says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
+    says_of("full_attention_interval", Value::U32(1), &["tensor `blk.0.attn_q.weight` is missing"]);
+    // Blocks that predict further tokens are left alone.
+    let mut further = hybrid();
+    set(&mut further.0, "qwen35.block_count", Value::U32(3));
+    set(&mut further.0, "qwen35.nextn_predict_layers", Value::U32(1));
+    further.1.push(tensor("blk.2.nextn.eh_proj.weight", &[8, 16], 0.0));
+    read(&further).1.unwrap();
+    let mut narrow = hybrid();
+    narrow.1.retain(|(name, ..)| name != "blk.0.ssm_conv1d.weight");
+    narrow.1.push(tensor("blk.0.ssm_conv1d.weight", &[16, 3], 0.0));
+    says(&refusal(&narrow), &["blk.0.ssm_conv1d.weight", "[16, 3]", "[16, 4] is due"]);
+}
+
+#[test]
+fn yarn_is_read_as_llama_cpp_computes_it() {
+    let yarn = |entries: &[(&str, Value)]| {
+        let mut model = model();
+        set(&mut model.0, "llama.rope.scaling.type", Value::string("yarn"));
+        for (key, value) in entries {
+            set(&mut model.0, &format!("llama.rope.scaling.{key}"), value.clone());
+        }
+        model
+    };
+    let factor = ("factor", Value::F32(4.0));
+    let (_scratch, plain) = read(&yarn(std::slice::from_ref(&factor)));
+    let plain = plain.unwrap().config()["rope_scaling"].clone();
+    let recommended = 1.0 + 0.1 * 4.0_f64.ln();
+    assert_eq!((&plain["truncate"], &plain["beta_fast"]), (&true.into(), &32.0.into()));
+    assert_eq!(plain["original_max_position_embeddings"], 64);
+    assert!((plain["attention_factor"].as_f64().unwrap() - recommended).abs() < 1e-12);
+    for (more, says_so) in [
+        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, and llama.cpp takes 32"),
+        (("yarn_ext_factor", Value::F32(0.5)), "yarn_ext_factor` is 0.5"),
+        (("yarn_log_multiplier", Value::F32(0.1)), "yarn_log_multiplier"),
+        (("factor", Value::F32(-4.0)), "factor` is -4"),
+    ] {
+        says(&refusal(&yarn(&[factor.clone(), more])), &[says_so]);
+    }
+    says(&refusal(&yarn(&[])), &["rope.scaling.factor` is missing"]);
+}
+
+proptest::proptest! {
+    /// Of whatever bytes a model's file is made, it is refused or read, and what is read can be read to the end.
+    #[test]
+    fn changed_bytes_of_models_are_refused_or_read(
+        changes in proptest::collection::vec((0_usize..1 << 16, proptest::prelude::any::<u8>()), 1..4),
+        has_delta_net: bool,
+    ) {
+        let (metadata, tensors) = if has_delta_net { hybrid() } else { experts(2) };
+        let mut bytes = write_file(&metadata, &tensors).unwrap();
+        let len = bytes.len();
+        for (at, with) in changes {
+            bytes[at % len] = with;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.gguf");
+        std::fs::write(&path, bytes).unwrap();
+        if let Ok(model) = open(&path) {
+            for name in model.source().names() {
+                model.source().read(name).unwrap();
+            }
+        }
+    }
+}
+
 #[test]
 fn tokenizers_that_are_not_read_say_why() {
     use crate::calibrate::TextTokenizer;
