@@ -70,7 +70,8 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
         (None, text) => Policy::parse(text.as_deref().unwrap_or_default(), Path::new("policy"))?,
     };
     let results = results(asked.results)?;
-    let baseline = asked.baseline.as_deref().map(|path| Ok::<_, quant_core::Error>((Baseline::read(path)?, path)));
+    let baseline =
+        asked.baseline.as_deref().map(|path| Ok::<_, quant_core::Error>((Baseline::read(path)?, path)));
     let baseline = baseline.transpose()?;
     let outcome = judge(&policy, baseline.as_ref().map(|(read, path)| (read, *path)), &results)?;
     for note in &outcome.notes {

@@ -137,7 +137,8 @@ pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
     };
     let done = eval::evaluate(&args, &text, true, session)?;
     let result = to_json(&done.result)?;
-    let answer = json!({ "result": result, "page": done.page, "peak_memory_bytes": peak_memory() }).to_string();
+    let answer =
+        json!({ "result": result, "page": done.page, "peak_memory_bytes": peak_memory() }).to_string();
     done.finish()?;
     Ok(answer)
 }

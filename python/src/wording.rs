@@ -41,7 +41,11 @@ impl Wording for Keywords {
             [Argument::Setting("print_recipe", Some(preset))] => {
                 return format!("`preset_recipe({})`", value(preset));
             }
-            [Argument::Positional(results), Argument::Setting("baseline", _), Argument::Setting("update", None)] => {
+            [
+                Argument::Positional(results),
+                Argument::Setting("baseline", _),
+                Argument::Setting("update", None),
+            ] => {
                 return format!("`update_baseline([{results}], FILE)`");
             }
             _ => {}

@@ -53,7 +53,10 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     if let Err(error) = allocator::check_room_for_threads(4) {
         return ended(&error, None);
     }
-    let program = std::thread::Builder::new().name("main".into()).stack_size(STACK).spawn(move || begin(&arguments, embedding));
+    let program = std::thread::Builder::new()
+        .name("main".into())
+        .stack_size(STACK)
+        .spawn(move || begin(&arguments, embedding));
     match program.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
         Ok(Err(_)) => ended(&Error::Internal("the program panicked".into()), None),

@@ -131,7 +131,8 @@ impl Progress {
             Event::StageStarted { stage, unit, units } => {
                 let mut expected = self.expected.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 let seconds = expected.take_if(|(name, _)| name == stage).map(|(_, seconds)| seconds);
-                *self.lock() = Some(Stage::new(stage, unit, Timing::new(*units, seconds), &self.mode, tokens));
+                *self.lock() =
+                    Some(Stage::new(stage, unit, Timing::new(*units, seconds), &self.mode, tokens));
             }
             Event::Resumed { units } => {
                 if let Some(stage) = self.lock().as_mut() {

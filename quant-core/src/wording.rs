@@ -68,8 +68,7 @@ fn one(marked: &str, wording: &dyn Wording) -> Option<String> {
 }
 
 fn argument(text: &str) -> Argument<'_> {
-    let is_name =
-        |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
+    let is_name = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_');
     match text.split_once('=') {
         Some((name, value)) if is_name(name) => Argument::Setting(name, Some(value)),
         None if is_name(text) => Argument::Setting(text, None),
@@ -110,7 +109,10 @@ mod tests {
     fn a_command_line_has_options() {
         for (text, said) in [
             ("nothing", "nothing"),
-            ("leave it float with ‹ignore›, or write ‹format=gptq›", "leave it float with --ignore, or write --format gptq"),
+            (
+                "leave it float with ‹ignore›, or write ‹format=gptq›",
+                "leave it float with --ignore, or write --format gptq",
+            ),
             ("for example ‹override='{a=b}=w8a16'›", "for example --override '{a=b}=w8a16'"),
             ("‹plan()› predicts", "`quant plan` predicts"),
             ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),

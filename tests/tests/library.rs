@@ -59,7 +59,16 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
     write_cut_demo_model(&model, 3);
     std::fs::write(&file, TEXT.repeat(200)).unwrap();
     let line = args![
-        "quantize", &model, "-o", at("program"), "--samples", "2", "--seq-len", "128", "--calibration", &file
+        "quantize",
+        &model,
+        "-o",
+        at("program"),
+        "--samples",
+        "2",
+        "--seq-len",
+        "128",
+        "--calibration",
+        &file
     ];
     quant(line).succeeded();
     let expected = hashes(&at("program"));
@@ -72,7 +81,8 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
     assert_eq!((summary.method.as_str(), summary.outputs.len()), ("awq", 1));
     assert!(summary.steps.iter().any(|step| step.step == "awq" && step.seconds > 0.0));
     let events = recorder.events.into_inner().unwrap();
-    let is_estimate = |event: &Event| matches!(event, Event::Expected { stage: "quantize", seconds } if *seconds > 0.0);
+    let is_estimate =
+        |event: &Event| matches!(event, Event::Expected { stage: "quantize", seconds } if *seconds > 0.0);
     assert_eq!(events.iter().filter(|event| is_estimate(event)).count(), 1);
 
     // Stopped after a block, and continued with the same text under a name.
@@ -87,7 +97,10 @@ fn one_call_gives_the_program_s_bytes_and_resumes_to_them() {
     quantize(&again, &Host::new(&recorder, &cancel, &Shelf)).unwrap();
     assert_eq!(hashes(&at("resumed")), expected);
     let events = recorder.events.into_inner().unwrap();
-    assert!(events.iter().any(|event| matches!(event, Event::Resumed { units } if *units >= 1)), "{events:?}");
+    assert!(
+        events.iter().any(|event| matches!(event, Event::Resumed { units } if *units >= 1)),
+        "{events:?}"
+    );
 }
 
 #[test]
@@ -107,7 +120,9 @@ fn several_formats_and_a_gguf_file() {
     let Done::Checkpoints(done) = quantize(&written, &host).unwrap() else { panic!("a GGUF file") };
     let paths: Vec<_> = done.outputs.iter().map(|(published, _)| published.path.clone()).collect();
     assert_eq!(paths, formats.map(|format| out.join(format)));
-    assert!(paths.iter().all(|path| path.join("README.md").is_file() && path.join("quant_report.json").is_file()));
+    assert!(
+        paths.iter().all(|path| path.join("README.md").is_file() && path.join("quant_report.json").is_file())
+    );
 
     let settings = RecipeSettings {
         format: vec!["gguf".into()],
@@ -142,18 +157,30 @@ fn messages_name_settings_and_no_options() {
     for ((category, said), expected) in [
         (settings(|s| s.group_size = Some("100".into())), "choose a --group-size that divides them"),
         (settings(|s| s.ignore = vec!["none_such".into()]), "--ignore `none_such` matches no linear"),
-        (settings(|s| s.damping = Some(0.1)), "--damping has no effect: method `awq` does not round with GPTQ"),
+        (
+            settings(|s| s.damping = Some(0.1)),
+            "--damping has no effect: method `awq` does not round with GPTQ",
+        ),
         (settings(|s| s.gguf.pre = Some("qwen2".into())), "--pre has no effect"),
         (settings(|s| s.format = vec!["gguf".into(), "awq".into()]), "run once with --format gguf"),
-        (settings(|s| (s.preset, s.recipe) = (Some("a".into()), Some("b".into()))), "--preset and --recipe both"),
-        (refused(&|r| (r.settings, r.calibration) = (rtn(), Some(Text::Named("x".into())))), "--calibration x has no"),
+        (
+            settings(|s| (s.preset, s.recipe) = (Some("a".into()), Some("b".into()))),
+            "--preset and --recipe both",
+        ),
+        (
+            refused(&|r| (r.settings, r.calibration) = (rtn(), Some(Text::Named("x".into())))),
+            "--calibration x has no",
+        ),
         (refused(&|r| r.output.clone_from(&r.model)), "overlaps the input"),
     ] {
         assert_eq!(category, Category::Usage, "{said}");
         assert!(said.contains(expected), "{said}");
     }
     let (category, said) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
-    assert!(category == Category::Input && said.contains("none is neither a file nor a set of texts"), "{said}");
+    assert!(
+        category == Category::Input && said.contains("none is neither a file nor a set of texts"),
+        "{said}"
+    );
 }
 
 fn rtn() -> RecipeSettings {

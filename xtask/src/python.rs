@@ -30,7 +30,11 @@ pub fn run() -> Result<()> {
     }
     let mut maturin = Command::new(tools()?.join("maturin"));
     maturin.current_dir(root().join("python"));
-    execute(maturin.args(["build", "--profile", "dev", "--features", "as-tested", "--locked", "--out"]).arg(&built))?;
+    execute(
+        maturin
+            .args(["build", "--profile", "dev", "--features", "as-tested", "--locked", "--out"])
+            .arg(&built),
+    )?;
     let wheel = only_file(&built)?;
 
     let fresh = directory().join("venv");
@@ -85,7 +89,8 @@ fn environment(place: &Path, anew: bool) -> Result<PathBuf> {
 }
 
 fn only_file(directory: &Path) -> Result<PathBuf> {
-    let files = std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
+    let files =
+        std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
     let files = files.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     ensure!(files.len() == 1, "expected one wheel in {}, found {}", directory.display(), files.len());
     Ok(files.into_iter().next().unwrap_or_default())

@@ -61,8 +61,7 @@ impl Baseline {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "make a baseline of results that are good: ‹gate(RESULT…, baseline=FILE, update)›"
-                .into(),
+            remedy: "make a baseline of results that are good: ‹gate(RESULT…, baseline=FILE, update)›".into(),
         };
         let value = read_json(path, "a baseline").map_err(|e| with_remedy(e, &fault))?;
         check_schema(&value, SCHEMA, path).map_err(|e| with_remedy(e, &fault))?;

@@ -215,10 +215,7 @@ pub fn judge(
 /// [`Error::Usage`].
 pub fn check_given(names: &[&str]) -> Result<()> {
     if names.is_empty() {
-        return Err(Error::usage(
-            "no result was given",
-            "give the files that ‹eval(json=FILE)› wrote",
-        ));
+        return Err(Error::usage("no result was given", "give the files that ‹eval(json=FILE)› wrote"));
     }
     let mut seen = BTreeSet::new();
     match names.iter().find(|n| !seen.insert(**n)) {

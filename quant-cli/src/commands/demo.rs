@@ -78,7 +78,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let opened = inputs::open(&model, session)?;
     let profile = Profile::gptq(WINDOW)?;
     let windows = args.quick.then_some(4);
-    let text = eval::text(&opened, &Text::Named(inputs::HELDOUT_NAME.to_owned()), profile.into(), windows, session)?;
+    let text =
+        eval::text(&opened, &Text::Named(inputs::HELDOUT_NAME.to_owned()), profile.into(), windows, session)?;
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {

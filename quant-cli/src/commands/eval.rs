@@ -159,7 +159,8 @@ impl Prepared {
         let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
         let reference = args.reference.as_deref().map(|path| reference::open(path, session)).transpose()?;
         let positions = opened.model.architecture().max_positions;
-        let profile = args.profile.clone().unwrap_or_else(|| format!("gptq-{}", positions.min(DEFAULT_WINDOW)));
+        let profile =
+            args.profile.clone().unwrap_or_else(|| format!("gptq-{}", positions.min(DEFAULT_WINDOW)));
         let request = ProfileRequest::parse(&profile, args.window, positions)?;
         let text = text(&opened, source, request, args.windows, session)?;
         Ok(Self { gpu, others, opened, quantization, reference, request, text })
@@ -276,7 +277,8 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     let seconds = started.elapsed().as_secs_f64();
     let read: usize = text.windows[known..].iter().map(|w| w.input().len()).sum();
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
-    let result = Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
+    let result =
+        Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
     let page = match with_page {
         true => Some(page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?),
         false => None,

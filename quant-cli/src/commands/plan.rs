@@ -122,9 +122,8 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return super::gguf::plan(model, &settings, args.all, &args.json, session);
     }
     let planned = Planned::new(model, &settings, session)?;
-    args.json.emit(&json(&planned, &CommandLine), || {
-        worded(&text(&planned, args.all), &CommandLine).into_owned()
-    })
+    args.json
+        .emit(&json(&planned, &CommandLine), || worded(&text(&planned, args.all), &CommandLine).into_owned())
 }
 
 /// A plan as JSON in a program's own words, and about how many seconds it will take, where that is known.
@@ -200,7 +199,11 @@ fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
         peak_memory_bytes: *memory,
         carried: carried.clone(),
         selectors: selectors.collect(),
-        formats: plans.iter().zip(outlines).map(|(plan, outline)| format_json(plan, outline, wording)).collect(),
+        formats: plans
+            .iter()
+            .zip(outlines)
+            .map(|(plan, outline)| format_json(plan, outline, wording))
+            .collect(),
     }
 }
 
@@ -268,11 +271,7 @@ fn text(planned: &Planned, all: bool) -> String {
             text.push_str(&format!("  {module}\n"));
         }
     }
-    text.push_str(&format!(
-        "about {} of memory and {} on this machine\n",
-        bytes(*memory),
-        about(*seconds)
-    ));
+    text.push_str(&format!("about {} of memory and {} on this machine\n", bytes(*memory), about(*seconds)));
     text
 }
 

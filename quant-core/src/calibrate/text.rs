@@ -73,12 +73,14 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
     for (number, row) in (1..).zip(rows) {
-        let fault = |reason: String| Error::InputFile {
+        let fault = |reason: String| {
+            Error::InputFile {
             path: origin.to_owned(),
             line: Some(number),
             reason,
             remedy: "each row is a string or has a field `text`, or each is a list of messages or has a field `messages`"
                 .into(),
+        }
         };
         let chat = match row {
             Value::Array(messages) => Some(json!({ "messages": messages })),
@@ -255,7 +257,9 @@ mod tests {
         assert_eq!(of(json!(["a", { "text": "b", "id": 1 }])).unwrap(), texts);
         let message = json!({ "role": "user", "content": "a" });
         match of(json!([[message], { "messages": [message] }])).unwrap() {
-            Corpus::Chats(chats) => assert_eq!(chats.iter().map(Conversation::line).collect::<Vec<_>>(), [1, 2]),
+            Corpus::Chats(chats) => {
+                assert_eq!(chats.iter().map(Conversation::line).collect::<Vec<_>>(), [1, 2])
+            }
             other => panic!("{other:?}"),
         }
         for (rows, says) in [

@@ -86,7 +86,10 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if taken.contains(&real(path)) {
             return Err(Error::usage(
-                format!("‹{option}› would write {}, which is read or written by this very run", path.display()),
+                format!(
+                    "‹{option}› would write {}, which is read or written by this very run",
+                    path.display()
+                ),
                 format!("give ‹{option}› a file of its own"),
             ));
         }

@@ -212,7 +212,6 @@ pub fn plan_gguf(
     let opened = as_floats(open(model, host)?, settings, host)?;
     // A plan is of what a run with an importance matrix does where one is named.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
-    let plan =
-        GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
+    let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))
 }

@@ -184,9 +184,7 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
     }
     if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
         return Err(Error::usage(
-            format!(
-                "‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"
-            ),
+            format!("‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"),
             format!("save them in a run of another method, or with ‹skip={step}›"),
         ));
     }
@@ -238,7 +236,8 @@ fn checkpoints(
         let seconds = Plan::seconds(&plans, &opened.model, Rates::measure()?);
         host.observer.event(&Event::Expected { stage: "quantize", seconds });
     }
-    let maxima = request.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
+    let maxima =
+        request.save_channel_maxima.as_ref().map(|path| (path, Mutex::new(ChannelMaxima::default())));
     let job = |plan| Job {
         model: &opened.model,
         plan,

@@ -126,11 +126,7 @@ impl RecipeSettings {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
         if !recipe.method.has("awq") && self.search.is_some() {
-            return Err(self.has_no_effect(
-                &recipe.method,
-                "search",
-                LOOKS_AT_NO_TEXT,
-            ));
+            return Err(self.has_no_effect(&recipe.method, "search", LOOKS_AT_NO_TEXT));
         }
         if !recipe.method.has("smoothquant") {
             let given = self.smooth_options().into_iter().find(|(_, given)| *given);
@@ -280,10 +276,7 @@ impl RecipeSettings {
     }
 
     fn has_no_effect(&self, method: &Method, option: &str, why: &str) -> Error {
-        Error::usage(
-            format!("‹{option}› has no effect: method `{}` {why}", method.name),
-            ANOTHER_METHOD,
-        )
+        Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
     fn smooth_options(&self) -> [(&'static str, bool); 3] {

@@ -54,7 +54,14 @@ impl ProcessWorkers {
     /// Workers of another executable.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
         let threads = threads.clamp(1, MOST_THREADS);
-        Self { program: program.to_owned(), arguments: Vec::new(), threads, limits: Limits::default(), cancel, instead: None }
+        Self {
+            program: program.to_owned(),
+            arguments: Vec::new(),
+            threads,
+            limits: Limits::default(),
+            cancel,
+            instead: None,
+        }
     }
 
     /// The same with arguments before [`WORKER_ARGUMENT`], for a program that serves as a worker only with them.
