@@ -23,7 +23,7 @@ fn request(model: &Path, out: &Path) -> QuantizeRequest {
     QuantizeRequest { settings, calibration: Some(text), ..QuantizeRequest::new(model, out) }
 }
 
-/// Keeps what it is told, and cancels after a block.
+/// Keeps every event, and cancels after a block.
 struct Recorder<'a> {
     events: Mutex<Vec<Event>>,
     cancel: Option<&'a CancelToken>,
