@@ -1,7 +1,8 @@
 //! A program of another makes a whole run with the library: its own observer, texts and cancel token, and the bytes of `quant
 //! quantize`.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use quant_core::calibrate::Corpus;
@@ -14,6 +15,7 @@ use quant_tests::args;
 use quant_tests::files::hashes;
 use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::quant;
+use quant_tests::workspace_root;
 
 const TEXT: &str = "The mill stood by the river, and nobody knew who owned it. ";
 
@@ -23,7 +25,7 @@ fn request(model: &Path, out: &Path) -> QuantizeRequest {
     QuantizeRequest { settings, calibration: Some(text), ..QuantizeRequest::new(model, out) }
 }
 
-/// Keeps what it is told, and cancels after a block.
+/// Keeps every event, and cancels after a block.
 struct Recorder<'a> {
     events: Mutex<Vec<Event>>,
     cancel: Option<&'a CancelToken>,
@@ -181,6 +183,50 @@ fn messages_name_settings_and_no_options() {
         category == Category::Input && said.contains("none is neither a file nor a set of texts"),
         "{said}"
     );
+}
+
+/// What stands in a library's sources, comments and the model card (a file about the program) apart.
+fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            code(&path, found);
+        } else if path.extension().is_some_and(|e| e == "rs") && !path.ends_with("model_card.rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+            found.push((path, lines.collect::<Vec<_>>().join("\n")));
+        }
+    }
+}
+
+#[test]
+fn no_source_of_a_library_names_an_option() {
+    let mut sources = Vec::new();
+    for library in ["quant-core/src", "eval/src"] {
+        code(&workspace_root().join(library), &mut sources);
+    }
+    let mut options = BTreeSet::new();
+    for command in ["plan", "quantize", "eval", "gate"] {
+        let help = quant([command, "--help"]).succeeded().stdout;
+        options.extend(help.split_whitespace().filter_map(|word| {
+            let name = word.strip_prefix("--")?;
+            let end = name.find(|c: char| !(c.is_ascii_lowercase() || c == '-'));
+            Some(format!("--{}", &name[..end.unwrap_or(name.len())]))
+        }));
+    }
+    assert!(options.len() > 50 && options.contains("--group-size"), "{options:?}");
+    for (path, text) in sources {
+        for option in &options {
+            let is_whole = |(at, _): (usize, &str)| {
+                let after = text[at + option.len()..].chars().next();
+                !after.is_some_and(|c| c.is_ascii_alphanumeric() || c == '-')
+                    && !text[..at].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '-')
+            };
+            let named = text.match_indices(option.as_str()).any(is_whole);
+            // The test of the spelling itself is about them.
+            assert!(!named || path.ends_with("wording.rs"), "{} names {option}", path.display());
+        }
+    }
 }
 
 fn rtn() -> RecipeSettings {

@@ -92,16 +92,16 @@ pub fn quantize(
         check_report(path, request, job.outputs().len())?;
     }
     let done = job.run(&session.host())?;
-    if let (Some(path), Done::Checkpoints(written)) = (report, &done) {
-        if let Some((published, _)) = written.outputs.first() {
-            let page = page(&published.path, &request.output.display().to_string(), &done, session)?;
-            if let Err(error) = output::write_file(path, page.as_bytes()) {
-                let complete = request.output.display();
-                session
-                    .progress
-                    .note(&format!("note: {complete} is complete; what follows concerns another file"));
-                return Err(error);
-            }
+    if let (Some(path), Done::Checkpoints(written)) = (report, &done)
+        && let Some((published, report)) = written.outputs.first()
+    {
+        // The map is of what was written, read back.
+        let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
+        let page = quantization_page(&request.output.display().to_string(), report, &linears);
+        if let Err(error) = output::write_file(path, page.as_bytes()) {
+            let complete = request.output.display();
+            session.progress.note(&format!("note: {complete} is complete; what follows concerns another file"));
+            return Err(error);
         }
     }
     let summary = done.summary().with_peak_memory(output::peak_memory());
@@ -120,18 +120,6 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     }
     output::outside(&written, &[&request.model, &request.output])?;
     output::check_writable(path)
-}
-
-/// The page about a checkpoint that was written, read back for the map of what is where.
-fn page(written: &Path, title: &str, done: &Done, session: &Session) -> Result<String> {
-    let Done::Checkpoints(done) = done else {
-        return Err(Error::Internal("a page about no checkpoint".into()));
-    };
-    let Some((_, report)) = done.outputs.iter().find(|(published, _)| published.path == written) else {
-        return Err(Error::Internal("a page about another checkpoint".into()));
-    };
-    let linears = provenance::linears(&inputs::open(written, session)?.model);
-    Ok(quantization_page(title, report, &linears))
 }
 
 /// Where the time went, where it is long enough to ask.

@@ -65,7 +65,7 @@ pub enum Done {
     /// Checkpoints.
     Checkpoints(Quantized),
     /// A GGUF file.
-    Gguf(GgufDone),
+    Gguf(Box<GgufDone>),
 }
 
 /// Checkpoints, one for each format.
@@ -154,7 +154,7 @@ impl<'a> QuantizeJob<'a> {
         let steps = StepTimes::new(host.observer);
         let host = host.observed(&steps);
         let Some((recipe, outputs)) = &self.checkpoints else {
-            return Ok(Done::Gguf(gguf::quantize(self.request, started, &host)?));
+            return Ok(Done::Gguf(Box::new(gguf::quantize(self.request, started, &host)?)));
         };
         let request = self.request;
         // Found later for a model that is here; nothing is fetched for a run that cannot write.

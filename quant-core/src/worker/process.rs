@@ -87,6 +87,9 @@ impl ProcessWorkers {
         if self.arguments.is_empty() {
             // An interpreter finds itself by that name.
             command.arg0("quant-text-worker");
+        } else {
+            // Its allocator reserves address space for each thread, which counts against the limit.
+            command.env("MALLOC_ARENA_MAX", "2");
         }
         command.args(&self.arguments).arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
         // In a group of its own no key of the terminal reaches it: what ends it is decided here.
