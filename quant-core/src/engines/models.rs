@@ -222,6 +222,7 @@ const RUN_ON_CPU: &[&str] = &[
     "granitemoehybrid",
     "nemotron_h",
     "phi3",
+    "lfm2",
 ];
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
