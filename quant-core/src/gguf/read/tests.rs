@@ -439,7 +439,11 @@ fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
     says_of("attention.recurrent_layers", flags, &["is no list of flags of 2 blocks"]);
     says_of("nextn_predict_layers", Value::U32(2), &["`qwen35.nextn_predict_layers` is 2, of 2 blocks"]);
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
-    says_of("full_attention_interval", Value::U32(1), &["tensor `blk.0.attn_q.weight` is missing"]);
+    says_of(
+        "full_attention_interval",
+        Value::U32(1),
+        &["tensor `blk.0.attn_qkv.weight` is none of those of qwen35"],
+    );
     // Blocks that predict further tokens are left alone.
     let mut further = hybrid();
     set(&mut further.0, "qwen35.block_count", Value::U32(3));
