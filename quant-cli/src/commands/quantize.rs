@@ -100,7 +100,9 @@ pub fn quantize(
         let page = quantization_page(&request.output.display().to_string(), report, &linears);
         if let Err(error) = output::write_file(path, page.as_bytes()) {
             let complete = request.output.display();
-            session.progress.note(&format!("note: {complete} is complete; what follows concerns another file"));
+            session
+                .progress
+                .note(&format!("note: {complete} is complete; what follows concerns another file"));
             return Err(error);
         }
     }

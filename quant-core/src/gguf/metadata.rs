@@ -245,7 +245,8 @@ fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     let is_latent = || family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
     match op {
         Op::JoinHeads { .. } => is_latent(),
-        Op::Normalize { .. } | Op::Multiply | Op::ScaleBy { .. } | Op::Concatenate => family.has_two_kinds,
+        Op::Concatenate => family.has_two_kinds || family.gates_attention,
+        Op::Normalize { .. } | Op::Multiply | Op::ScaleBy { .. } => family.has_two_kinds,
         _ => false,
     }
 }
