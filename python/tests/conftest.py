@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+# A job in the background of a shell starts with it ignored, as do the processes that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BLOCKS = 3
 #: So little is enough for a search to have something to look at.
