@@ -365,7 +365,7 @@ pub enum Error {
     },
 
     /// What a model computes of a text is not finite.
-    #[error("the model's output is unusable: {reason}")]
+    #[error("the model computes no usable logits: {reason}")]
     Logits {
         /// What happened.
         reason: String,
