@@ -386,7 +386,7 @@ impl Run<'_> {
                         Error::Logits { .. } => {
                             let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
                             Error::Logits {
-                                reason: format!("a logit of the router `{router}` is not finite"),
+                                reason: format!("one of the router `{router}.weight` is not finite"),
                             }
                         }
                         other => other,
