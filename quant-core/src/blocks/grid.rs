@@ -154,6 +154,7 @@ pub(super) struct Ternary;
 impl Levels for Ternary {
     #[inline(always)]
     fn level(self, value: f32) -> f32 {
+        #[allow(clippy::manual_clamp, reason = "a NaN becomes −1, which clamp would leave")]
         nearest(value.max(-1.0).min(1.0))
     }
 

@@ -125,7 +125,7 @@ fn decode_1(bytes: &[u8], out: &mut [f32]) {
             let (byte, digit) = place(e);
             // What is before the digit leaves the byte, and three times the rest has it above the byte.
             let rest = block[byte].wrapping_mul(POWERS[digit]);
-            *o = ((i32::from(rest) * 3 >> 8) - 1) as f32 * d;
+            *o = (((i32::from(rest) * 3) >> 8) - 1) as f32 * d;
         }
     }
 }

@@ -76,7 +76,10 @@ fn merged(mut base: Json, more: Json) -> Json {
     base
 }
 
-fn about(config: &Json) -> Result<(Architecture, Vec<(String, Value)>, Vec<String>)> {
+/// A model, the entries of its file, and what is warned of.
+type About = (Architecture, Vec<(String, Value)>, Vec<String>);
+
+fn about(config: &Json) -> Result<About> {
     let config = config.as_object().unwrap();
     let a = describe(&ConfigFields::new(Path::new("config.json"), config), &MemorySource::new())?;
     let family = families::family(a.family).unwrap();

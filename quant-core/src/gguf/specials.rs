@@ -176,7 +176,7 @@ fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
         let numbers = list.iter().map(|n| i32::try_from(n.as_i64()?).ok()).collect::<Option<Vec<i32>>>()?;
         (numbers.len() <= 4).then_some(numbers)
     };
-    let even: Vec<i32> = [(pairs + 2) / 3, (pairs + 1) / 3, pairs / 3, 0].map(|n| n as i32).to_vec();
+    let even: Vec<i32> = [pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3, 0].map(|n| n as i32).to_vec();
     let mut sections = found.and_then(numbers).unwrap_or_else(|| even.clone());
     sections.resize(4, 0);
     if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }

@@ -28,9 +28,12 @@ const MAX_EXPERTS: u64 = 4096;
 pub struct GgufSource {
     file: Arc<GgufFile>,
     tensors: BTreeMap<String, Place>,
-    /// The last transposed matrix that was read: of which tensor, which one, and its values.
-    last: Mutex<Option<(String, usize, Arc<Vec<f32>>)>>,
+    /// The last transposed matrix that was read.
+    last: Mutex<Option<Transposed>>,
 }
+
+/// A tensor, which of its matrices, and that one's values.
+type Transposed = (String, usize, Arc<Vec<f32>>);
 
 /// A matrix, or a vector, of the checkpoint.
 #[derive(Debug)]
