@@ -16,28 +16,20 @@
 //! units of work. Parallel steps run on the rayon pool the caller installed.
 #![forbid(unsafe_code)]
 
-pub mod blocks;
 pub mod calibrate;
-pub mod checkpoint;
-pub mod digest;
 pub mod engines;
-mod error;
-pub mod format;
 pub mod generate;
 pub mod gguf;
 pub mod model;
 pub mod pipeline;
-mod progress;
 pub mod quantize;
-pub mod random;
 pub mod recipe;
 pub mod run;
-pub mod scheme;
 pub mod transform;
-pub mod vector;
 pub mod wording;
 pub mod worker;
 
-pub use checkpoint::{TensorSink, TensorSource};
-pub use error::{Category, Error, Result};
-pub use progress::{CancelToken, Event, Observer, Silent};
+pub use quant_formats::{
+    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks, checkpoint, digest,
+    format, random, scheme, vector,
+};

@@ -30,7 +30,7 @@ impl Share<'_> {
     pub(super) fn group(&self) -> Option<usize> {
         match self.scheme.granularity {
             Granularity::Group(size) => Some(size),
-            Granularity::Channel | Granularity::Tensor | Granularity::Block => None,
+            _ => None,
         }
     }
 

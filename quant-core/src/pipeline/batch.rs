@@ -18,7 +18,7 @@ use crate::calibrate::{
     CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
 };
 use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
-use crate::progress::timed;
+use quant_formats::timed;
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{Grid, Rewrite, Transform};
 use crate::{Error, Result};

@@ -32,7 +32,7 @@ use self::decision::Decision;
 use self::source::{Hashes, Held};
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
-use crate::progress::timed;
+use quant_formats::timed;
 use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 

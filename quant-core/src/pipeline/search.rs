@@ -9,7 +9,7 @@ use crate::Result;
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
-use crate::progress::timed;
+use quant_formats::timed;
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
 

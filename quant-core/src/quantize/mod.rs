@@ -1,29 +1,8 @@
-//! Float weights become codes, scales and zeros; no packing yet. And inputs become integers where a scheme asks
-//! for it: [`activations`].
+//! Float weights become codes, scales and zeros; no packing yet.
 //!
-//! [`grid`] is the arithmetic of one group, [`progressive`] that of groups on integers, [`SharedScales`] what groups of
-//! several rows have in common; [`rtn`] runs them over
-//! matrices, [`gptq`] lets weights make up for each other's rounding, and [`ErrorStats`] measures what it cost.
+//! The grids, plain rounding and the error of it are in `quant-formats` and stand here under the same names;
+//! [`gptq`] lets weights make up for each other's rounding.
 
-pub mod activations;
-mod error_stats;
 pub mod gptq;
-pub mod grid;
-mod mx_to_nv;
-pub mod progressive;
-mod rows;
-pub mod rtn;
-mod shared;
-mod tensor;
 
-pub use activations::{InputGrid, fp8_static_scale, nvfp4_input_scale, static_grid};
-pub use error_stats::ErrorStats;
-pub use mx_to_nv::ScaleExponents;
-pub use progressive::Levels;
-pub use rows::{Rows, RowsError};
-pub use rtn::{
-    QuantizedRows, fake_quantize, fake_quantize_group, fake_quantize_within, quantize_rows, quantize_rtn,
-    quantize_tensor, quantize_within, row_scales,
-};
-pub use shared::{ScaleContext, ScaleSearch, SharedExtents, SharedScales};
-pub use tensor::QuantizedTensor;
+pub use quant_formats::quantize::*;

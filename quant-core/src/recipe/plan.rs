@@ -8,7 +8,7 @@ use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::digest::sha256_hex;
-use crate::error::Indivisible;
+use quant_formats::Indivisible;
 use crate::format::FusedLinears;
 use crate::format::{Container, ModuleSchemes, WrapperNames};
 use crate::model::{Architecture, KvScheme, Model, NodeId};

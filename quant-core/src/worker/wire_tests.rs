@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::io::Cursor;
+use std::ops::Range;
 
 use proptest::prelude::*;
 use serde_json::json;

@@ -11,11 +11,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::super::grid::{Extent, GridError, GridRule, nearest};
-use super::super::progressive::Levels;
-use super::super::rows::{Rows, RowsError, group_size};
-use super::super::rtn::quantize_within;
-use super::super::shared::ScaleContext;
-use super::super::tensor::QuantizedTensor;
+use super::super::{Levels, QuantizedTensor, Rows, RowsError, ScaleContext, group_size, quantize_within};
 use super::{ActOrder, Factor, GptqSettings};
 use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
@@ -94,7 +90,7 @@ pub fn solve_within(
     }
     // Grids of floating-point numbers are those of the float weights, as if each were rounded to nearest: a scale that
     // rows share, or that was searched for, is settled before the first column.
-    let settled = match rule.float {
+    let settled = match rule.float_format() {
         Some(_) => Some(quantize_within(rows, shape, (scheme, scale_dtype), clip, context)?.0),
         None => None,
     };
@@ -172,7 +168,7 @@ impl Work<'_> {
 
     /// The first level's scale of a row as it was before any of its columns moved, where there are two.
     fn row_scale(&self, row: &[f32], at: usize) -> Result<Option<f32>, RowsError> {
-        if !self.rule.progressive {
+        if !self.rule.is_progressive() {
             return Ok(None);
         }
         let mut abs_max = 0.0_f32;
@@ -344,7 +340,7 @@ impl Tile {
             vectorized(
                 #[inline(always)]
                 || {
-                    match work.rule.float {
+                    match work.rule.float_format() {
                         None => {
                             for i in 0..r {
                                 let steps = nearest(now[i], scales[i], (lows[i], highs[i]));

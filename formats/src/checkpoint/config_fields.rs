@@ -1,0 +1,267 @@
+//! Reading, first stage of the path: fields of `config.json` by type, each failure naming its key.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::names::printable;
+use crate::{Error, Result};
+
+/// No size in a model's configuration is larger: beyond it lie mistakes and attacks.
+const MAX_SIZE: u64 = 1 << 31;
+
+/// Typed access to one JSON object of a configuration file.
+///
+/// A field that is `null` counts as absent, as it does for the tools that write these files. A
+/// number written as text (`"4096"`) or as a float (`4096.0`, `1e3`) is not taken for an integer.
+#[derive(Debug, Clone)]
+pub struct ConfigFields<'a> {
+    path: &'a Path,
+    map: &'a Map<String, Value>,
+    /// Keys of the objects around this one, each followed by a dot.
+    prefix: String,
+    /// Where the keys that are asked for are noted, if somebody wants to know.
+    asked: Option<&'a Asked>,
+}
+
+/// The keys of a configuration that somebody has asked for, whether or not they are there; those of objects inside it by
+/// the objects' own keys.
+#[derive(Debug, Default)]
+pub struct Asked(RefCell<BTreeSet<String>>);
+
+impl Asked {
+    /// The keys.
+    pub fn into_keys(self) -> BTreeSet<String> {
+        self.0.into_inner()
+    }
+}
+
+impl<'a> ConfigFields<'a> {
+    /// The fields of the object `map`, which was read from the file `path`.
+    pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
+        Self { path, map, prefix: String::new(), asked: None }
+    }
+
+    /// The same fields, with what is asked of them noted.
+    pub fn noting<'b>(&'b self, asked: &'b Asked) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
+    }
+
+    /// The same with fields of another object.
+    pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
+    }
+
+    fn note(&self, key: &str) {
+        // Of what lies inside an object, the object is noted.
+        if let Some(asked) = self.asked.filter(|_| self.prefix.is_empty()) {
+            asked.0.borrow_mut().insert(key.to_owned());
+        }
+    }
+
+    /// Whether there is such a key, with whatever value.
+    pub fn has(&self, key: &str) -> bool {
+        self.note(key);
+        self.map.contains_key(key)
+    }
+
+    /// The fields of `map` in place of the object `key` inside this one: the same, with some of them changed.
+    pub fn nested<'b>(&'b self, key: &str, map: &'b Map<String, Value>) -> ConfigFields<'b> {
+        ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix), asked: self.asked }
+    }
+
+    /// The file, for messages.
+    pub fn path(&self) -> &'a Path {
+        self.path
+    }
+
+    /// The object itself.
+    pub fn map(&self) -> &'a Map<String, Value> {
+        self.map
+    }
+
+    /// The value of a key, unless it is absent or `null`.
+    pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.note(key);
+        self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    /// A key with those of the objects around it: `rope_scaling.factor`.
+    pub fn name_of(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    /// [`Error::Config`] about a key; `reason` ends the sentence that the key begins.
+    pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
+        let field = self.name_of(key);
+        Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
+    }
+
+    fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {
+        value.ok_or_else(|| match self.map.get(key) {
+            Some(_) => self.error(key, "is null, but is needed"),
+            None => self.error(key, "is missing"),
+        })
+    }
+
+    /// A whole number from 0 to 2³¹, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_usize(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let reason = match value {
+            Value::Number(number) => match number.as_u64() {
+                Some(n) if n <= MAX_SIZE => match usize::try_from(n) {
+                    Ok(n) => return Ok(Some(n)),
+                    Err(_) => format!("is {n}, more than this machine can address"),
+                },
+                Some(n) => format!("is {n}, more than 2^31"),
+                None if number.is_i64() => format!("is negative ({number}), expected a whole number"),
+                None => format!("is the float {number}, expected a whole number"),
+            },
+            other => format!("is {}, expected a whole number", describe(other)),
+        };
+        Err(self.error(key, reason))
+    }
+
+    /// A whole number from 0 to 2³¹.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is absent or something else.
+    pub fn require_usize(&self, key: &str) -> Result<usize> {
+        let value = self.optional_usize(key)?;
+        self.required(key, value)
+    }
+
+    /// A whole number from 1 to 2³¹: a size that must not be zero.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is absent, zero or something else.
+    pub fn require_positive(&self, key: &str) -> Result<usize> {
+        match self.require_usize(key)? {
+            0 => Err(self.error(key, "is 0, expected at least 1")),
+            n => Ok(n),
+        }
+    }
+
+    /// A whole number from 1 to 2³¹, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is zero or something else.
+    pub fn optional_positive(&self, key: &str) -> Result<Option<usize>> {
+        if self.get(key).is_none() { Ok(None) } else { self.require_positive(key).map(Some) }
+    }
+
+    /// A finite number, if present; integers count.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_f64(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_f64().filter(|v| v.is_finite()) {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.error(key, format!("is {}, expected a number", describe(value)))),
+        }
+    }
+
+    /// A finite number.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is absent or something else.
+    pub fn require_f64(&self, key: &str) -> Result<f64> {
+        let value = self.optional_f64(key)?;
+        self.required(key, value)
+    }
+
+    /// `true` or `false`, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_bool(&self, key: &str) -> Result<Option<bool>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_bool() {
+            Some(flag) => Ok(Some(flag)),
+            None => Err(self.error(key, format!("is {}, expected true or false", describe(value)))),
+        }
+    }
+
+    /// Text, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_str(&self, key: &str) -> Result<Option<&'a str>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_str() {
+            Some(text) => Ok(Some(text)),
+            None => Err(self.error(key, format!("is {}, expected text", describe(value)))),
+        }
+    }
+
+    /// Text.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is absent or something else.
+    pub fn require_str(&self, key: &str) -> Result<&'a str> {
+        let value = self.optional_str(key)?;
+        self.required(key, value)
+    }
+
+    /// A list of texts, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_str_list(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of texts", describe(v)));
+        let list = value.as_array().ok_or_else(|| wrong(value))?;
+        let texts = list.iter().map(|item| {
+            item.as_str().ok_or_else(|| self.error(key, format!("holds {}, expected texts", describe(item))))
+        });
+        texts.collect::<Result<_>>().map(Some)
+    }
+
+    /// A list of integers from 0 to 2³¹, if present.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_usize_list(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of integers", describe(v)));
+        let list = value.as_array().ok_or_else(|| wrong(value))?;
+        let numbers = list.iter().map(|item| {
+            let number = item.as_u64().filter(|n| *n <= MAX_SIZE).and_then(|n| usize::try_from(n).ok());
+            number.ok_or_else(|| self.error(key, format!("holds {}, expected integers", describe(item))))
+        });
+        numbers.collect::<Result<_>>().map(Some)
+    }
+
+    /// An object inside this one, if present, such as `rope_scaling`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when it is something else.
+    pub fn optional_object(&self, key: &str) -> Result<Option<ConfigFields<'a>>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_object() {
+            Some(map) => {
+                let prefix = format!("{}{key}.", self.prefix);
+                Ok(Some(ConfigFields { path: self.path, map, prefix, asked: self.asked }))
+            }
+            None => Err(self.error(key, format!("is {}, expected an object", describe(value)))),
+        }
+    }
+}
+
+/// A value as a message names it: kind first, because `"4096"` and `4096` look alike.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(flag) => flag.to_string(),
+        Value::Number(number) => format!("the number {number}"),
+        Value::String(text) => format!("the text \"{}\"", printable(text)),
+        Value::Array(_) => "a list".into(),
+        Value::Object(_) => "an object".into(),
+    }
+}

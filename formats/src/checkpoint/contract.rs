@@ -1,0 +1,68 @@
+//! Writing, last stage of the path: what every sink demands of its callers.
+
+use std::collections::BTreeSet;
+
+use super::TensorSpec;
+use super::header::MAX_RANK;
+use super::names::{name_fault, printable};
+use crate::{Error, Result};
+
+/// Checks what was agreed on: distinct names and shapes that our own reader would accept.
+///
+/// # Errors
+/// [`Error::Internal`]: specs come from our plan, not from a file.
+pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
+    let mut names = BTreeSet::new();
+    for TensorSpec { name, info } in specs {
+        let fault = |reason: &str| Error::Internal(format!("output tensor `{}` {reason}", printable(name)));
+        if let Some(reason) = name_fault(name) {
+            return Err(fault(reason));
+        }
+        if name == "__metadata__" {
+            return Err(fault("has a reserved name"));
+        }
+        if info.shape.len() > MAX_RANK {
+            return Err(fault("has too many dimensions"));
+        }
+        let most = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
+        if most.is_none() {
+            return Err(fault("overflows"));
+        }
+        if info.dtype.byte_len(info.elements() as u64).is_none() {
+            return Err(fault("is not whole bytes"));
+        }
+        if !names.insert(name) {
+            return Err(fault("was agreed on twice"));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the next part of a tensor continues what is there and stays inside.
+///
+/// # Errors
+/// [`Error::Internal`] naming the tensor.
+pub(crate) fn check_part(name: &str, len: u64, written: u64, offset: u64, part: usize) -> Result<()> {
+    if offset != written {
+        return Err(Error::Internal(format!(
+            "tensor `{name}`: a part for byte {offset} came where byte {written} was due"
+        )));
+    }
+    if part as u64 > len - written {
+        return Err(Error::Internal(format!(
+            "tensor `{name}`: {part} bytes at {offset} leave its {len} bytes"
+        )));
+    }
+    Ok(())
+}
+
+/// The error that a tensor was never agreed on.
+pub(crate) fn unknown(name: &str) -> Error {
+    Error::Internal(format!("tensor `{}` is not part of the output", printable(name)))
+}
+
+/// The error that tensors are not complete.
+pub(crate) fn incomplete(names: &[&str]) -> Error {
+    let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
+    Error::Internal(format!("{} tensor(s) of the output are not complete: {some}", names.len()))
+}

@@ -1,0 +1,284 @@
+//! Reading, first stage of the path: a Hugging Face model directory.
+//!
+//! Only data is read from it: `config.json`, weights, and by others the tokenizer. Scripts that lie
+//! beside them are neither run nor carried along.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::input_file::{Lookup, Root, read_capped};
+use super::names::printable;
+use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
+use crate::worker::TextWorkers;
+use crate::{Error, Result};
+
+pub(crate) const CONFIG: &str = "config.json";
+const TOKENIZER: &str = "tokenizer.json";
+/// The longest configuration that is read; real ones have some kilobytes.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+
+/// Files that go with a model and hold no weights and no code.
+const SIDECARS: [&str; 15] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    TOKENIZER,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+/// Beginnings of the names of texts that must accompany a model.
+const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
+
+/// A model directory: its configuration, its weights, and what to carry along with them.
+#[derive(Debug)]
+pub struct ModelDirectory {
+    path: PathBuf,
+    config: Map<String, Value>,
+    config_path: PathBuf,
+    source: Arc<dyn Checkpoint>,
+    sidecars: Vec<Sidecar>,
+    warnings: Vec<String>,
+    text_workers: Option<Arc<dyn TextWorkers>>,
+    unread_tokenizer: Option<String>,
+    rounded_to: Option<String>,
+}
+
+/// A file that goes along with the weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sidecar {
+    /// In the model directory.
+    pub path: PathBuf,
+    /// Where it really is: in a Hugging Face cache the former is a link.
+    pub real: PathBuf,
+    /// What is in it, where it was made from a model that is one file.
+    pub contents: Option<Arc<[u8]>>,
+}
+
+impl Sidecar {
+    /// Its bytes, or why its size is refused.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be read.
+    pub fn read(&self, cap: u64) -> Result<Result<Vec<u8>, String>> {
+        match &self.contents {
+            None => read_capped(&self.real, &self.path, cap),
+            Some(contents) if contents.len() as u64 > cap => {
+                Ok(Err(format!("has {} bytes, at most {cap} are accepted", contents.len())))
+            }
+            Some(contents) => Ok(Ok(contents.to_vec())),
+        }
+    }
+
+    /// Its length.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be opened.
+    pub fn bytes(&self) -> Result<u64> {
+        match &self.contents {
+            Some(contents) => Ok(contents.len() as u64),
+            None => {
+                let metadata = std::fs::File::open(&self.real).and_then(|file| file.metadata());
+                Ok(metadata.map_err(|e| Error::io("read", &self.path, e))?.len())
+            }
+        }
+    }
+}
+
+impl ModelDirectory {
+    /// Opens a model directory, checks its configuration file and all safetensors headers.
+    ///
+    /// # Errors
+    /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no model we read.
+    /// - [`Error::Config`]: `config.json` is over 1 MiB, not JSON, not an object, or names a key
+    ///   twice.
+    /// - The errors of [`ShardedCheckpoint::open`].
+    pub fn open(path: &Path) -> Result<ModelDirectory> {
+        let root = Root::open(path)?;
+        // Weights first: a directory of pickles is told so, whatever its configuration says.
+        let source = ShardedCheckpoint::open_in(&root)?;
+        let config_path = root.join(CONFIG);
+        let config = read_config(&root, &config_path)?;
+        let mut warnings = source.warnings().to_vec();
+        let sidecars = find_sidecars(&root, &mut warnings)?;
+        if config.contains_key("auto_map") {
+            warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
+        }
+        let source: Arc<dyn Checkpoint> = Arc::new(source);
+        Ok(Self {
+            path: path.to_owned(),
+            config,
+            config_path,
+            source,
+            sidecars,
+            warnings,
+            text_workers: None,
+            unread_tokenizer: None,
+            rounded_to: None,
+        })
+    }
+
+    /// A model that is not a directory: the file at `path` holds all of it.
+    pub fn in_memory(
+        path: &Path,
+        config: Map<String, Value>,
+        source: Arc<dyn Checkpoint>,
+        sidecars: Vec<Sidecar>,
+        warnings: Vec<String>,
+    ) -> Self {
+        let (path, config_path) = (path.to_owned(), path.to_owned());
+        Self {
+            path,
+            config,
+            config_path,
+            source,
+            sidecars,
+            warnings,
+            text_workers: None,
+            unread_tokenizer: None,
+            rounded_to: None,
+        }
+    }
+
+    /// The same, with the types whose blocks its floats are read from.
+    pub fn with_rounded(self, types: String) -> Self {
+        Self { rounded_to: Some(types), ..self }
+    }
+
+    /// The types of blocks that its floats are what they stand for, where the model was quantized before.
+    pub fn rounded_to(&self) -> Option<&str> {
+        self.rounded_to.as_deref()
+    }
+
+    /// The same, with why its file has no tokenizer that is read.
+    pub fn without_tokenizer(self, reason: String) -> Self {
+        Self { unread_tokenizer: Some(reason), ..self }
+    }
+
+    /// Why the file that is the whole model has no tokenizer that is read.
+    pub fn unread_tokenizer(&self) -> Option<&str> {
+        self.unread_tokenizer.as_deref()
+    }
+
+    /// The same, with its tokenizer and chat template run by these workers in place of this process.
+    pub fn with_text_workers(self, workers: Arc<dyn TextWorkers>) -> Self {
+        Self { text_workers: Some(workers), ..self }
+    }
+
+    /// What runs its tokenizer and chat template; nothing where this process does.
+    pub fn text_workers(&self) -> Option<&dyn TextWorkers> {
+        self.text_workers.as_deref()
+    }
+
+    /// The directory as it was given, or the file where that is the whole model.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The configuration, keys in the order of the file.
+    pub fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    /// `config.json` itself.
+    pub fn config_path(&self) -> &Path {
+        &self.config_path
+    }
+
+    /// Typed access to the configuration.
+    pub fn fields(&self) -> ConfigFields<'_> {
+        ConfigFields::new(&self.config_path, &self.config)
+    }
+
+    /// The weights.
+    pub fn source(&self) -> &Arc<dyn Checkpoint> {
+        &self.source
+    }
+
+    /// `tokenizer.json`, if there is one that may be read.
+    pub fn tokenizer_path(&self) -> Option<PathBuf> {
+        self.sidecar(TOKENIZER).map(|s| s.path.clone())
+    }
+
+    /// A file that goes along with the weights, by its name, if there is one that may be read.
+    pub fn sidecar(&self, name: &str) -> Option<&Sidecar> {
+        self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
+    }
+
+    /// Files to carry along to a converted model, sorted by name: tokenizer, generation settings,
+    /// chat template, licence texts; never code or weights.
+    pub fn sidecar_files(&self) -> &[Sidecar] {
+        &self.sidecars
+    }
+
+    /// What is odd about the directory without making it unreadable, each fit for a line of text.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+}
+
+fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
+    let broken = |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason };
+    let real = match root.lookup(CONFIG)? {
+        Lookup::File(real) => real,
+        Lookup::Absent => return Err(broken("is missing".into())),
+        Lookup::Dangling => {
+            return Err(broken("is a link that leads nowhere: the download is incomplete".into()));
+        }
+        Lookup::Refused(reason) => return Err(broken(reason)),
+    };
+    let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
+    match strict_json::parse(&bytes) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(broken("must hold one JSON object".into())),
+        Err(reason) => Err(broken(format!("is not acceptable JSON: {reason}"))),
+    }
+}
+
+fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>> {
+    let mut found = Vec::new();
+    let mut folded = BTreeSet::new();
+    for name in root.entries()?.iter().filter(|n| is_sidecar(n)) {
+        match root.lookup(name)? {
+            // The copy may go where the two names are one.
+            Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
+                "{} differs from another file's name in case alone, it is left out",
+                printable(name)
+            )),
+            Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),
+            Lookup::Absent => {}
+            Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),
+            Lookup::Refused(reason) => warnings.push(format!("{} {reason}, it is left out", printable(name))),
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a file of this name goes along with a model.
+pub(crate) fn is_sidecar(name: &str) -> bool {
+    if SIDECARS.contains(&name) {
+        return true;
+    }
+    if name.chars().any(char::is_control) || !LEGAL.iter().any(|l| name.starts_with(l)) {
+        return false;
+    }
+    // `LICENSE`, `LICENSE.txt`, `LICENSE-APACHE-2.0`, but not `LICENSE.py`.
+    match Path::new(name).extension().and_then(OsStr::to_str) {
+        None => true,
+        Some(e) => {
+            matches!(e, "txt" | "md" | "rst" | "pdf" | "html") || e.bytes().all(|b| b.is_ascii_digit())
+        }
+    }
+}

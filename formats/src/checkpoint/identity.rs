@@ -1,0 +1,70 @@
+//! Reading, first stage of the path: a model as one number, so that results say of what they are.
+
+use std::io::Read;
+use std::path::Path;
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use super::ModelDirectory;
+use crate::digest::{hex, sha256_hex};
+use crate::{CancelToken, Error, Result};
+
+/// Bytes that are read at a time.
+const PIECE: usize = 1 << 20;
+
+impl ModelDirectory {
+    /// The SHA-256 of the model: of the list that `sha256sum config.json *.safetensors` prints for its
+    /// configuration and weight files, in order of names.
+    ///
+    /// # Errors
+    /// When a file cannot be read, or the token pulls.
+    pub fn sha256(&self, cancel: &CancelToken) -> Result<String> {
+        let mut files = self.source().files();
+        // Where one file is the whole model, it is its configuration too.
+        if !files.iter().any(|file| file == self.config_path()) {
+            files.push(self.config_path().to_owned());
+        }
+        let name = |path: &Path| path.strip_prefix(self.path()).unwrap_or(path).display().to_string();
+        let mut lines = files
+            .into_par_iter()
+            .map(|path| Ok((name(&path), file_sha256(&path, cancel)?)))
+            .collect::<Result<Vec<_>>>()?;
+        lines.sort_unstable();
+        let list: String = lines.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
+        Ok(sha256_hex(list))
+    }
+}
+
+/// The SHA-256 of a file in hexadecimal digits, read piece by piece.
+///
+/// # Errors
+/// When it cannot be read, or the token pulls.
+pub fn file_sha256(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let mut hash = Sha256::new();
+    each_piece(path, cancel, |piece| hash.update(piece))?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// The BLAKE3 of a file in hexadecimal digits.
+pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
+    let mut hash = blake3::Hasher::new();
+    each_piece(path, cancel, |piece| {
+        hash.update(piece);
+    })?;
+    Ok(hex(hash.finalize().as_bytes()))
+}
+
+/// Reads a file to its end in pieces.
+fn each_piece(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
+    let fault = |e| Error::io("read", path, e);
+    let mut file = std::fs::File::open(path).map_err(fault)?;
+    let mut piece = vec![0; PIECE];
+    loop {
+        cancel.check()?;
+        match file.read(&mut piece).map_err(fault)? {
+            0 => return Ok(()),
+            read => take(&piece[..read]),
+        }
+    }
+}

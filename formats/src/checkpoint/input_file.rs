@@ -1,0 +1,232 @@
+//! Reading, first stage of the path: files of a model directory that someone else wrote.
+//!
+//! A name in an index or a link in a directory must not make us read another file of the machine,
+//! and what stands where a file should be (a pipe, a device) must not make us hang. Files are read
+//! by positioned reads, never mapped: a file that shrinks while mapped kills the process.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+
+use super::names::printable;
+use crate::{Error, Result};
+
+/// A model directory, resolved once; names are looked up inside it.
+#[derive(Debug, Clone)]
+pub(crate) struct Root {
+    /// As the user gave it, for messages.
+    given: PathBuf,
+    /// Without links.
+    real: PathBuf,
+    /// The one place outside that links may lead to: `blobs` of a Hugging Face cache entry whose
+    /// `snapshots/<revision>` this directory is.
+    blobs: Option<PathBuf>,
+}
+
+/// What a name inside a [`Root`] stands for.
+#[derive(Debug)]
+pub(crate) enum Lookup {
+    /// A regular file, at this path without links.
+    File(PathBuf),
+    /// Nothing has this name.
+    Absent,
+    /// A link that leads nowhere.
+    Dangling,
+    /// Something that is not to be read; the reason ends the sentence that the name begins.
+    Refused(String),
+}
+
+impl Root {
+    /// # Errors
+    /// [`Error::NoCheckpoint`] when the path is no directory, [`Error::Io`] when it cannot be read.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let reason = match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => None,
+            Ok(_) => Some("it is not a directory"),
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                Some("it does not exist")
+            }
+            Err(e) => return Err(Error::io("open", path, e)),
+        };
+        if let Some(reason) = reason {
+            return Err(Error::NoCheckpoint { path: path.to_owned(), reason: reason.to_owned() });
+        }
+        let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
+        let blobs = cache_blobs(&real);
+        Ok(Self { given: path.to_owned(), real, blobs })
+    }
+
+    /// The directory as it was given.
+    pub(crate) fn path(&self) -> &Path {
+        &self.given
+    }
+
+    /// The path to show for a name.
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
+        self.given.join(name)
+    }
+
+    /// Finds out what a plain relative name stands for, without opening it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system refuses to tell.
+    pub(crate) fn lookup(&self, name: &str) -> Result<Lookup> {
+        let path = self.real.join(name);
+        let real = match path.canonicalize() {
+            Ok(real) => real,
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                let is_link = fs::symlink_metadata(&path).is_ok_and(|m| m.is_symlink());
+                return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
+            }
+            Err(e) if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+                return Ok(Lookup::Refused("is a symbolic link that leads to itself".into()));
+            }
+            Err(e) if e.kind() == ErrorKind::InvalidFilename => {
+                return Ok(Lookup::Refused("is longer than a file name can be".into()));
+            }
+            Err(e) => return Err(Error::io("open", self.join(name), e)),
+        };
+        let in_cache = self.blobs.is_some() && real.parent() == self.blobs.as_deref();
+        if !in_cache && !real.starts_with(&self.real) {
+            return Ok(Lookup::Refused("is a symbolic link that leaves the model directory".into()));
+        }
+        if in_cache && real.extension() == Some(OsStr::new("incomplete")) {
+            return Ok(Lookup::Dangling);
+        }
+        let metadata = fs::metadata(&real).map_err(|e| Error::io("open", self.join(name), e))?;
+        if !metadata.is_file() {
+            return Ok(Lookup::Refused("is not a regular file".into()));
+        }
+        Ok(Lookup::File(real))
+    }
+
+    /// Names of the entries of the directory itself, sorted; those that are not text are left out.
+    pub(crate) fn entries(&self) -> Result<Vec<String>> {
+        let list = || -> io::Result<Vec<String>> {
+            let mut names = Vec::new();
+            for entry in fs::read_dir(&self.real)? {
+                names.extend(entry?.file_name().into_string().ok());
+            }
+            Ok(names)
+        };
+        let mut names = list().map_err(|e| Error::io("list", &self.given, e))?;
+        names.sort_unstable();
+        Ok(names)
+    }
+}
+
+/// `…/<repository>/snapshots/<revision>` → `…/<repository>/blobs`, when that is a real directory.
+fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
+    let snapshots = snapshot.parent()?;
+    if snapshots.file_name() != Some(OsStr::new("snapshots")) {
+        return None;
+    }
+    let blobs = snapshots.parent()?.join("blobs");
+    fs::symlink_metadata(&blobs).is_ok_and(|m| m.is_dir()).then_some(blobs)
+}
+
+/// Why a name from a file may not be used as a path below a directory, ending the sentence.
+///
+/// Also refuses what only other systems would take for a path, so that a checkpoint means the same
+/// everywhere.
+pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        return Some("is empty");
+    }
+    if name.chars().any(char::is_control) {
+        return Some("holds control characters");
+    }
+    if name.contains('\\') {
+        return Some("holds a backslash");
+    }
+    if name.contains(':') {
+        return Some("holds a colon, as a drive or URL does");
+    }
+    let path = Path::new(name);
+    if path.is_absolute() {
+        return Some("is an absolute path");
+    }
+    if path.components().any(|c| matches!(c, Component::ParentDir)) {
+        return Some("leads out of the model directory");
+    }
+    // Two spellings of one file (`a`, `./a`, `a//`) would pass for two shards.
+    let plain: PathBuf = path.components().filter(|c| matches!(c, Component::Normal(_))).collect();
+    (plain.as_os_str() != path.as_os_str()).then_some("is not a plain relative path")
+}
+
+/// Opens a regular file for reading without ever waiting for the other end of a pipe.
+///
+/// # Errors
+/// [`Error::Io`], also when it is not a regular file by now.
+pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits();
+    // The flag bits of every Unix fit the C `int` that `open` takes.
+    let flags = i32::try_from(flags).unwrap_or_default();
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(real)
+        .map_err(|e| Error::io("open", shown, e))?;
+    let metadata = file.metadata().map_err(|e| Error::io("open", shown, e))?;
+    if !metadata.is_file() {
+        return Err(Error::io("open", shown, io::Error::other("not a regular file")));
+    }
+    Ok(file)
+}
+
+/// Reads a whole small file, or says why its size is refused.
+pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>, String>> {
+    let file = open_regular(real, shown)?;
+    let len = file.metadata().map_err(|e| Error::io("read", shown, e))?.len();
+    if len > cap {
+        return Ok(Err(format!("has {len} bytes, at most {cap} are accepted")));
+    }
+    let mut bytes = Vec::new();
+    // The file may have grown since.
+    (&file).take(cap + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", shown, e))?;
+    if bytes.len() as u64 > cap {
+        return Ok(Err(format!("has more than {cap} bytes")));
+    }
+    Ok(Ok(bytes))
+}
+
+/// Fills `buffer` from `offset` on, going on after interrupts and short reads.
+///
+/// # Errors
+/// [`Error::Io`] with path and offset, also when the file ends before the buffer is full.
+pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -> Result<()> {
+    let need = buffer.len();
+    let mut have = 0;
+    while have < need {
+        let at = offset.saturating_add(have as u64);
+        let error = match file.read_at(&mut buffer[have..], at) {
+            Ok(0) => {
+                let message = format!("the file ends: at offset {offset} have {have}, need {need} bytes");
+                io::Error::new(ErrorKind::UnexpectedEof, message)
+            }
+            Ok(n) => {
+                have += n;
+                continue;
+            }
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(e) => io::Error::new(e.kind(), format!("{e}, at offset {at}")),
+        };
+        return Err(Error::io("read", path, error));
+    }
+    Ok(())
+}
+
+/// A few names for a message, and how many there are beside them.
+pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>, most: usize) -> String {
+    let mut names = names.into_iter();
+    let shown: Vec<String> = names.by_ref().take(most).map(printable).collect();
+    match names.count() {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}

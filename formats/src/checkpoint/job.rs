@@ -1,0 +1,311 @@
+//! Writing, last stage of the path: the directory beside the target in which a run prepares it.
+//!
+//! ```text
+//! OUT.job/lock            held while a run writes; the system lets go of it when the run dies
+//!        /job.json        what the run was asked for: a run that resumes must ask the same
+//!        /journal.jsonl   tensors that are complete
+//!        /out/            what will become OUT
+//!        /previous/       the old OUT, for the moment between two renames where the file system
+//!                         cannot exchange directories
+//! ```
+
+use std::ffi::OsStr;
+use std::fs::{File, Metadata, TryLockError};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
+use super::input_file::read_capped;
+use super::names::printable;
+use crate::{Error, Result};
+
+const LOCK: &str = "lock";
+const RECORD: &str = "job.json";
+const JOURNAL: &str = "journal.jsonl";
+const OUT: &str = "out";
+const PREVIOUS: &str = "previous";
+/// A record says what every linear becomes, and a longer one was not written here.
+const MOST_RECORD_BYTES: u64 = 256 << 20;
+/// A lock holds the number of a process and no more.
+const LOCK_BYTES: u64 = 32;
+/// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
+const CONTENTS: [&str; 6] = [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", OUT, PREVIOUS];
+
+/// `OUT` → `OUT.job`.
+///
+/// # Errors
+/// [`Error::Usage`] when the target has no name, as `/` has none.
+pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
+    let Some(name) = target.file_name() else {
+        return Err(Error::usage(
+            format!("{} cannot be an output directory", target.display()),
+            "give the name of a new directory",
+        ));
+    };
+    let mut name = name.to_owned();
+    name.push(".job");
+    Ok(target.with_file_name(name))
+}
+
+/// Fails when a target lies in a job directory: what it holds becomes part of that job's result, or is removed with it.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
+    let is_job = |path: &&Path| {
+        path.extension() == Some(OsStr::new("job")) && is_lock(&path.join(LOCK)).unwrap_or(false)
+    };
+    match target.ancestors().skip(1).find(is_job) {
+        Some(job) => Err(Error::usage(
+            format!(
+                "{} lies in {}, in which another run prepares its output",
+                target.display(),
+                job.display()
+            ),
+            "choose an output outside of it",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The directory that a path lies in.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+/// A job directory that this run has locked.
+#[derive(Debug)]
+pub(crate) struct Job {
+    target: PathBuf,
+    path: PathBuf,
+    /// Closing it lets go of the lock.
+    _lock: File,
+}
+
+impl Job {
+    /// Creates the job directory of a target, or takes over one that nobody works in, and puts an
+    /// old target back that a crash left aside.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] when another run works in it; [`Error::Usage`] when something else has its
+    /// name.
+    pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
+        let path = job_path(target)?;
+        // Each round loses only against a run that removed the directory at that very moment.
+        for _ in 0..16 {
+            create_or_accept(fs, &path)?;
+            let lock_path = path.join(LOCK);
+            let lock = match fs.open_lock(&lock_path) {
+                Ok(lock) => lock,
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(failure(fs, "create", &lock_path, 0, e)),
+            };
+            match lock.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    return Err(Error::Locked { path, holder: holder(&lock) });
+                }
+                Err(TryLockError::Error(e)) => return Err(Error::io("lock", lock_path, e)),
+            }
+            if !is_same_file(&lock, &lock_path) {
+                continue;
+            }
+            // Only told to others; a disk too full for it shows in what follows.
+            let _ = lock
+                .set_len(0)
+                .and_then(|()| lock.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0));
+            let job = Self { target: target.to_owned(), path, _lock: lock };
+            job.restore_previous(fs)?;
+            return Ok(job);
+        }
+        Err(Error::Locked { path, holder: "one that is finishing".into() })
+    }
+
+    /// The final place.
+    pub(crate) fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// The job directory.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What will become the target.
+    pub(crate) fn out(&self) -> PathBuf {
+        self.path.join(OUT)
+    }
+
+    /// The journal.
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.path.join(JOURNAL)
+    }
+
+    /// Where the old target waits between two renames.
+    pub(crate) fn previous(&self) -> PathBuf {
+        self.path.join(PREVIOUS)
+    }
+
+    /// What the job was asked for, if it came so far that it can be resumed.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] when the record is damaged: what the staged files are for is unknown then.
+    pub(crate) fn read_record(&self) -> Result<Option<Value>> {
+        let path = self.path.join(RECORD);
+        let damaged = |reason: String| {
+            let remedy = "run without ‹resume› to start over";
+            Error::usage(format!("{} is damaged: {reason}", path.display()), remedy)
+        };
+        match path.symlink_metadata() {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            // A pipe would be waited for.
+            Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
+            _ => {}
+        }
+        let text = read_capped(&path, &path, MOST_RECORD_BYTES)?
+            .map_err(|reason| damaged(format!("it {reason}")))?;
+        serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
+    }
+
+    /// Records what the job was asked for; from here on it can be resumed.
+    pub(crate) fn write_record(&self, fs: &dyn FileSystem, record: &Value) -> Result<()> {
+        let mut text = format!("{record:#}").into_bytes();
+        text.push(b'\n');
+        replace_file(fs, &self.path.join(RECORD), &text)?;
+        fs.sync_dir(parent_of(&self.path)).map_err(|e| failure(fs, "sync", parent_of(&self.path), 0, e))
+    }
+
+    /// Empties the job directory, except for the lock.
+    pub(crate) fn clear(&self, fs: &dyn FileSystem) -> Result<()> {
+        CONTENTS.iter().try_for_each(|name| remove_if_present(fs, &self.path.join(name)))
+    }
+
+    /// Removes the job directory.
+    pub(crate) fn remove(&self, fs: &dyn FileSystem) -> Result<()> {
+        self.clear(fs)?;
+        let lock = self.path.join(LOCK);
+        fs.remove_file(&lock).map_err(|e| Error::io("remove", lock, e))?;
+        match fs.remove_dir(&self.path) {
+            // Another run may have begun in it the moment that the lock was gone.
+            Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.path, e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// After a crash between the two renames of a replacement, the old target is put back.
+    fn restore_previous(&self, fs: &dyn FileSystem) -> Result<()> {
+        let previous = self.previous();
+        if previous.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        if self.target.symlink_metadata().is_ok() {
+            // The replacement came through; only tidying up was left.
+            return remove_if_present(fs, &previous);
+        }
+        fs.rename_new(&previous, &self.target).map_err(|e| Error::io("restore", &self.target, e))?;
+        fs.sync_dir(parent_of(&self.target)).map_err(|e| Error::io("sync", parent_of(&self.target), e))
+    }
+}
+
+fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
+    match fs.create_dir(path) {
+        Ok(()) => return Ok(()),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(failure(fs, "create", path, 0, e)),
+    }
+    // Someone's own directory of that name must not be mistaken for ours: we would empty it.
+    let foreign = match path.symlink_metadata() {
+        Ok(metadata) if metadata.is_dir() => foreign_entry(path),
+        Ok(_) => Ok(Some("is not a directory".to_owned())),
+        Err(e) => Err(e),
+    };
+    match foreign {
+        Ok(None) => Ok(()),
+        // Removed meanwhile: the caller tries again.
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io("open", path, e)),
+        Ok(Some(reason)) => Err(Error::usage(
+            format!("{} is needed for preparing the output, but {reason}", path.display()),
+            "move it away, or choose another output",
+        )),
+    }
+}
+
+/// What tells that a directory is not a job's: an entry that jobs do not have, or entries without
+/// the lock that a job makes first and removes last.
+fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
+    let (mut locked, mut unlocked) = (false, None);
+    for entry in std::fs::read_dir(path)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let holds = || format!("holds `{}`", printable(&name.to_string_lossy()));
+        if name == OsStr::new(LOCK) {
+            locked = is_lock(&entry.path())?;
+            if !locked {
+                return Ok(Some(format!("{}, which is no lock of a run", holds())));
+            }
+        } else if CONTENTS.iter().any(|c| name == OsStr::new(c)) {
+            unlocked = Some(holds());
+        } else {
+            return Ok(Some(holds()));
+        }
+    }
+    Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds} and no lock of a run")))
+}
+
+/// Whether a file is empty or names a process, as a lock does.
+fn is_lock(path: &Path) -> io::Result<bool> {
+    let metadata = path.symlink_metadata()?;
+    if !metadata.is_file() || metadata.len() > LOCK_BYTES {
+        return Ok(false);
+    }
+    Ok(std::fs::read(path)?.trim_ascii_end().iter().all(u8::is_ascii_digit))
+}
+
+/// The process that holds a lock. It names itself right after it took the lock, so a file that is
+/// still empty is looked at again.
+fn holder(lock: &File) -> String {
+    for _ in 0..20 {
+        let mut text = [0; LOCK_BYTES as usize];
+        let len = lock.read_at(&mut text, 0).unwrap_or(0);
+        match std::str::from_utf8(&text[..len]).unwrap_or_default().trim() {
+            "" => std::thread::sleep(std::time::Duration::from_millis(5)),
+            pid if pid.bytes().all(|b| b.is_ascii_digit()) => return format!("process {pid}"),
+            _ => break,
+        }
+    }
+    "unknown".into()
+}
+
+/// Whether a path still names the file that was opened under it.
+fn is_same_file(file: &File, path: &Path) -> bool {
+    let identity = |m: Metadata| (m.dev(), m.ino());
+    match (file.metadata(), path.symlink_metadata()) {
+        (Ok(open), Ok(named)) => identity(open) == identity(named),
+        _ => false,
+    }
+}
+
+/// Fields in which two records differ, each as `field: was X, is Y`.
+pub fn differences(was: &Value, is: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    collect_differences("", was, is, &mut found);
+    found
+}
+
+fn collect_differences(field: &str, was: &Value, is: &Value, found: &mut Vec<String>) {
+    if let (Value::Object(a), Value::Object(b)) = (was, is) {
+        let keys = a.keys().chain(b.keys().filter(|k| !a.contains_key(*k)));
+        for key in keys {
+            let inner = if field.is_empty() { key.clone() } else { format!("{field}.{key}") };
+            let at = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
+            collect_differences(&inner, &at(a), &at(b), found);
+        }
+    } else if was != is {
+        let (was, is) = (printable(&was.to_string()), printable(&is.to_string()));
+        found.push(format!("{}: was {was}, is {is}", printable(field)));
+    }
+}

@@ -1,0 +1,84 @@
+//! The first and last stage of the path: checkpoints are read by ranges and written atomically.
+//!
+//! ```text
+//! read    directory ─► shards ─► header         config.json, shards and index, checks on each file
+//! write   layout ─► writer ─► verify ─► publish   where each byte goes, staging, proof, one rename
+//! ```
+
+#[cfg(feature = "write")]
+mod archive;
+mod config_fields;
+mod contract;
+mod directory;
+mod dtype;
+#[cfg(feature = "write")]
+mod file_system;
+mod header;
+mod header_error;
+#[cfg(feature = "write")]
+mod identity;
+mod input_file;
+#[cfg(feature = "write")]
+mod job;
+#[cfg(feature = "write")]
+mod journal;
+#[cfg(feature = "write")]
+mod layout;
+#[cfg(feature = "write")]
+mod manifest;
+mod memory;
+mod names;
+#[cfg(feature = "write")]
+mod overlap;
+#[cfg(feature = "write")]
+mod publish;
+mod repository;
+mod shard_index;
+mod shards;
+#[cfg(feature = "write")]
+mod staging;
+mod strict_json;
+mod tensor_io;
+#[cfg(all(test, feature = "write"))]
+mod tests;
+#[cfg(feature = "write")]
+mod verify;
+#[cfg(feature = "write")]
+mod writer;
+
+#[cfg(feature = "write")]
+pub use archive::{Archive, SafetensorsDirectory};
+pub use config_fields::Asked;
+pub use config_fields::ConfigFields;
+pub use contract::check_specs;
+pub use directory::{ModelDirectory, Sidecar};
+pub use dtype::{Dtype, OpaqueDtype};
+pub use header_error::HeaderError;
+#[cfg(feature = "write")]
+pub use identity::file_blake3;
+#[cfg(feature = "write")]
+pub use identity::file_sha256;
+pub use input_file::{open_regular, read_capped, read_exact_at};
+#[cfg(feature = "write")]
+pub use job::differences;
+#[cfg(feature = "write")]
+pub use layout::{PlacedTensor, ShardFile, ShardLayout};
+#[cfg(feature = "write")]
+pub use manifest::PublishedFile;
+pub use memory::{MemorySink, MemorySource};
+pub use names::printable;
+pub use names::{printable_lines, steers};
+#[cfg(feature = "write")]
+pub use overlap::refuse_overlap;
+#[cfg(feature = "write")]
+pub use publish::Published;
+pub use repository::{WantedFiles, shards_of_index, wanted_files};
+pub use shards::ShardedCheckpoint;
+pub use strict_json::parse as parse_strictly;
+pub use tensor_io::non_finite_in_whole;
+pub use tensor_io::{
+    Checkpoint, TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
+    require_weight_float,
+};
+#[cfg(feature = "write")]
+pub use writer::{CheckpointWriter, Prepared, WriteOptions};

@@ -1,0 +1,59 @@
+//! Names that come from files: which tensor names are accepted, and how text is shown in messages.
+
+use std::borrow::Cow;
+
+/// The longest name of a tensor, in bytes.
+pub(crate) const MAX_NAME_BYTES: usize = 1024;
+
+/// Why a tensor may not have this name, ending the sentence that the name begins.
+pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
+    if name.is_empty() {
+        Some("is empty")
+    } else if name.len() > MAX_NAME_BYTES {
+        Some("is longer than 1024 bytes")
+    } else if name.contains('\0') {
+        Some("holds NUL")
+    } else if name.chars().any(char::is_control) {
+        Some("holds control characters")
+    } else if name.chars().any(is_deceptive) {
+        Some("holds invisible characters that change the direction of text")
+    } else {
+        None
+    }
+}
+
+/// Characters that reorder or break the line they are shown in.
+fn is_deceptive(c: char) -> bool {
+    matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Text from a file, fit for a message: escapes what would steer a terminal, and cuts.
+pub fn printable(text: &str) -> String {
+    const MOST: usize = 160;
+    let mut out = String::new();
+    for (i, c) in text.chars().enumerate() {
+        if i == MOST {
+            out.push('…');
+            break;
+        }
+        if c.is_control() || is_deceptive(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    out
+}
+
+/// Whether a character in a line or paragraph of text would steer a terminal, or reorder what is shown.
+pub fn steers(c: char) -> bool {
+    c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
+}
+
+/// A text of several lines, fit for a terminal: what would steer it is escaped.
+pub fn printable_lines(text: &str) -> Cow<'_, str> {
+    if !text.chars().any(steers) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if steers(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    Cow::Owned(out)
+}

@@ -1,0 +1,242 @@
+//! The two ends of the path as traits: where weights come from and where they go.
+
+use std::path::PathBuf;
+
+use super::Dtype;
+use crate::{Error, Result};
+
+/// What a checkpoint says about one tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Dimensions, outermost first; data is row-major.
+    pub shape: Vec<usize>,
+}
+
+impl TensorInfo {
+    /// Number of elements. Sources guarantee that the product does not overflow.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Number of bytes. Sources and sinks guarantee that elements are whole bytes together, and that these do not
+    /// overflow.
+    pub fn byte_len(&self) -> u64 {
+        self.dtype.byte_len(self.elements() as u64).unwrap_or(u64::MAX)
+    }
+}
+
+/// Checked, lazily read tensors by name.
+pub trait TensorSource: Send + Sync {
+    /// All names, sorted.
+    fn names(&self) -> Vec<&str>;
+
+    /// What is known of a tensor without reading its data.
+    fn info(&self, name: &str) -> Option<&TensorInfo>;
+
+    /// Fills `buffer` with the tensor's bytes from `offset` on.
+    ///
+    /// # Errors
+    /// When there is no such tensor, the range leaves it, or reading fails.
+    fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// The file that holds the tensor, for messages.
+    fn location(&self, name: &str) -> PathBuf;
+
+    /// Whether the floats of a tensor are seen in the place of blocks of MXFP4.
+    fn is_mxfp4(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// These blocks, row by row: codes, two of neighbouring columns in a byte, the lower one in the low half; and exponents,
+    /// one for each 32 columns. `None` where the tensor is no such.
+    ///
+    /// # Errors
+    /// When reading fails.
+    fn read_mxfp4(&self, _name: &str) -> Result<Option<[Vec<u8>; 2]>> {
+        Ok(None)
+    }
+
+    /// The tensor's description, or the error that it is missing.
+    fn require(&self, name: &str) -> Result<&TensorInfo> {
+        self.info(name)
+            .ok_or_else(|| Error::MissingTensor { path: self.location(name), tensor: name.to_owned() })
+    }
+
+    /// The tensor's bytes.
+    fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let len = self.require(name)?.byte_len();
+        let len = usize::try_from(len)
+            .map_err(|_| Error::Internal(format!("tensor `{name}` exceeds the address space")))?;
+        let mut bytes = vec![0; len];
+        self.read_range(name, 0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// The tensor widened to `f32`.
+    ///
+    /// # Errors
+    /// Also when it is not F32, F16 or BF16, or holds NaN or infinity.
+    fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
+        let info = self.require(name)?.clone();
+        require_weight_float(self.location(name), name, info.dtype)?;
+        let bytes = self.read(name)?;
+        let mut values = vec![0.0; info.elements()];
+        info.dtype.widen(&bytes, &mut values);
+        require_finite(self.location(name), name, &values)?;
+        Ok(values)
+    }
+}
+
+/// The weight files of a model.
+pub trait Checkpoint: TensorSource + std::fmt::Debug {
+    /// Bytes of all files together, headers included.
+    fn file_bytes(&self) -> u64;
+
+    /// Bytes of all tensors together, as they are stored.
+    fn tensor_bytes(&self) -> u64;
+
+    /// The files, in the order of their names.
+    fn files(&self) -> Vec<PathBuf>;
+}
+
+/// Fails unless the type is one that weights may have.
+pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result<()> {
+    if dtype.is_weight_float() {
+        return Ok(());
+    }
+    Err(Error::TensorDtype {
+        path,
+        tensor: tensor.to_owned(),
+        expected: "F32, F16 or BF16".into(),
+        got: dtype.to_string(),
+    })
+}
+
+/// Fails with count and first position when a value is NaN or infinite.
+pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()> {
+    // The common case is one pass without branches that the compiler vectorizes.
+    if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
+        return Ok(());
+    }
+    let first_index = values.iter().position(|v| !v.is_finite()).unwrap_or_default() as u64;
+    let count = values.iter().filter(|v| !v.is_finite()).count() as u64;
+    Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index })
+}
+
+/// A tensor that will be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in the checkpoint.
+    pub name: String,
+    /// Element type and shape.
+    pub info: TensorInfo,
+}
+
+impl TensorSpec {
+    /// A tensor of this name, type and shape.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<usize>>) -> Self {
+        Self { name: name.into(), info: TensorInfo { dtype, shape: shape.into() } }
+    }
+}
+
+/// Takes the tensors of a checkpoint whose names, types and shapes were agreed on beforehand.
+///
+/// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay
+/// them out at once and accept tensors in any order.
+pub trait TensorSink: Send {
+    /// Whether the tensor is complete already, from an earlier run that was interrupted.
+    fn is_complete(&self, name: &str) -> bool;
+
+    /// Takes the tensor's bytes from `offset` on. Parts of one tensor come in order.
+    ///
+    /// # Errors
+    /// When the tensor was not agreed on, the bytes leave it or skip ahead, or writing fails.
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    /// Keeps a record beside the tensors, so that a resumed run can report what an earlier one did.
+    /// It becomes durable with the next [`commit`](Self::commit), never before the tensors
+    /// written ahead of it.
+    ///
+    /// A sink that cannot be resumed need not keep any.
+    ///
+    /// # Errors
+    /// When it cannot be kept.
+    fn remember(&mut self, _key: &str, _value: &serde_json::Value) -> Result<()> {
+        Ok(())
+    }
+
+    /// A record kept by this run or the one it resumes.
+    fn recall(&self, _key: &str) -> Option<serde_json::Value> {
+        None
+    }
+
+    /// The bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it resumes;
+    /// `None` from a sink that does not keep them where it can read them.
+    ///
+    /// A method that follows the quantized model takes it up again from there.
+    ///
+    /// # Errors
+    /// When they cannot be read.
+    fn read_back(&self, _name: &str) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
+    /// Makes all that was written so far survive a crash: the end of a unit of work.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    fn commit(&mut self) -> Result<()>;
+}
+
+/// As [`require_finite`], for little-endian elements of a weight type.
+pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[u8]) -> Result<()> {
+    const ELEMENTS: usize = 4096;
+    let mut values = [0.0; ELEMENTS];
+    let (mut count, mut first_index) = (0, None);
+    for (chunk, part) in bytes.chunks(ELEMENTS * dtype.size()).enumerate() {
+        let values = &mut values[..part.len() / dtype.size()];
+        dtype.widen(part, values);
+        if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
+            continue;
+        }
+        count += values.iter().filter(|v| !v.is_finite()).count() as u64;
+        let position = values.iter().position(|v| !v.is_finite()).unwrap_or_default();
+        first_index.get_or_insert((chunk * ELEMENTS + position) as u64);
+    }
+    match first_index {
+        None => Ok(()),
+        Some(first_index) => Err(Error::NonFinite { path, tensor: tensor.to_owned(), count, first_index }),
+    }
+}
+
+/// A piece of a tensor was found not to be finite: the same error with count and first position of
+/// the whole tensor, which is read once more for it.
+pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
+    const PIECE: u64 = 8 << 20;
+    let Error::NonFinite { path, tensor, .. } = &error else { return error };
+    let Some(len) = source.info(tensor).map(TensorInfo::byte_len) else { return error };
+    let (mut total, mut first) = (0, None);
+    let mut buffer = Vec::new();
+    let mut at = 0;
+    while at < len {
+        buffer.resize(PIECE.min(len - at) as usize, 0);
+        if let Err(unreadable) = source.read_range(tensor, at, &mut buffer) {
+            return unreadable;
+        }
+        if let Err(Error::NonFinite { count, first_index, .. }) =
+            require_finite_bytes(path.clone(), tensor, dtype, &buffer)
+        {
+            total += count;
+            first.get_or_insert(first_index + at / dtype.size() as u64);
+        }
+        at += buffer.len() as u64;
+    }
+    match first {
+        Some(first_index) => {
+            Error::NonFinite { path: path.clone(), tensor: tensor.clone(), count: total, first_index }
+        }
+        None => error,
+    }
+}

@@ -1,0 +1,106 @@
+//! MXFP4 checkpoints as gpt-oss is published, `quant_method: "mxfp4"`: experts in tensors of three dimensions, in blocks
+//! of 32 along a matrix's columns. Read, not written.
+//!
+//! | tensor | type | shape | holds |
+//! |---|---|---|---|
+//! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes a byte, that of the lower column in the low nibble |
+//! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
+//!
+//! The numbers are exact in bf16, and are read as such, expert by expert (`model/fused_experts.rs`): no linear is
+//! quantized for those who run the model.
+
+use quant_kernels_cpu::e8m0_value;
+use serde_json::Value;
+
+use super::{PackedReader, PackedWeight};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
+use crate::quantize::QuantizedTensor;
+use crate::scheme::{FloatFormat, LinearScheme};
+use crate::{Error, Result};
+
+/// `quant_method`.
+const METHOD: &str = "mxfp4";
+/// What the names of codes and scales add to that of the float tensor.
+pub const SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
+/// Columns that share a scale.
+pub const BLOCK: usize = 32;
+
+/// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+pub(super) fn reader(config: &Value) -> Option<Mxfp4> {
+    (config.get("quant_method").and_then(Value::as_str) == Some(METHOD)).then_some(Mxfp4)
+}
+
+/// A row of a matrix as bf16, appended to `out`, from its codes, two a byte, and its scales.
+pub fn decode_row(codes: &[u8], scales: &[u8], out: &mut Vec<u8>) {
+    for (codes, &scale) in codes.chunks_exact(BLOCK / 2).zip(scales) {
+        let scale = e8m0_value(scale);
+        for &pair in codes {
+            for code in [pair & 15, pair >> 4] {
+                let value = FloatFormat::E2m1.value(code) * scale;
+                // Both factors have few bits: what is cut off is 0.
+                out.extend_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
+            }
+        }
+    }
+}
+
+/// Such a checkpoint: all of its linears are read as floats.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mxfp4;
+
+impl Mxfp4 {
+    fn none<T>(weight: &str) -> Result<T> {
+        Err(Error::Internal(format!("`{weight}` is read as floats")))
+    }
+}
+
+impl PackedReader for Mxfp4 {
+    fn scheme(&self, _module: &str) -> Option<LinearScheme> {
+        None
+    }
+
+    fn scale_dtype(&self, _source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        Self::none(module)
+    }
+
+    fn tensors(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
+        Self::none(weight.module)
+    }
+
+    fn zeros(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
+        Self::none(weight.module)
+    }
+
+    fn read(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
+        Self::none(weight.module)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every code under every scale, against numbers computed in double precision and rounded to bf16.
+    #[test]
+    fn all_codes_under_all_scales_are_exact() {
+        let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for scale in 0..=254_u8 {
+            let codes: Vec<u8> = (0..16).map(|i| ((2 * i) % 16) | (((2 * i + 1) % 16) << 4)).collect();
+            let mut out = Vec::new();
+            decode_row(&codes, &[scale], &mut out);
+            for (i, bytes) in out.chunks_exact(2).enumerate() {
+                let found = half::bf16::from_le_bytes([bytes[0], bytes[1]]);
+                let (code, sign) = (i % 16, if i % 16 < 8 { 1.0 } else { -1.0 });
+                let exact = sign * magnitudes[code % 8] * 2.0_f64.powi(i32::from(scale) - 127);
+                if exact.abs() < f64::from(f32::MAX) {
+                    assert_eq!(found.to_f64(), exact, "code {code}, scale {scale}");
+                } else {
+                    assert!(found.is_infinite());
+                }
+            }
+        }
+        let mut out = Vec::new();
+        decode_row(&[0x21; 16], &[255], &mut out);
+        assert!(out.chunks_exact(2).all(|b| half::bf16::from_le_bytes([b[0], b[1]]).is_nan()));
+    }
+}

@@ -1,0 +1,62 @@
+//! Floating-point codes and scales as files hold them, checked when they are read.
+
+use crate::checkpoint::{TensorSource, require_finite};
+use crate::scheme::FloatFormat;
+use crate::{Error, Result};
+
+/// A scale of a whole tensor or of all inputs: positive, with a finite inverse.
+///
+/// # Errors
+/// When it is not, or cannot be read.
+pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
+    let scale = source.read_f32(name)?.first().copied().unwrap_or(f32::NAN);
+    if scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite() {
+        return Ok(scale);
+    }
+    Err(Error::UnsupportedQuantization {
+        path: source.location(name),
+        reason: format!("tensor `{name}` is {scale}, which is not a scale"),
+    })
+}
+
+/// Codes of a floating-point format, one per byte, all of which are numbers.
+///
+/// # Errors
+/// [`Error::NonFinite`] where one is not.
+pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatFormat) -> Result<Vec<u8>> {
+    let codes = source.read(name)?;
+    let is_bad = |code: &&u8| !format.is_number(**code);
+    match codes.iter().position(|code| is_bad(&code)) {
+        None => Ok(codes),
+        Some(first) => Err(Error::NonFinite {
+            path: source.location(name),
+            tensor: name.to_owned(),
+            count: codes.iter().filter(is_bad).count() as u64,
+            first_index: first as u64,
+        }),
+    }
+}
+
+/// E4M3 scales of groups, each divided by the global one.
+///
+/// # Errors
+/// When one is not a number, or negative.
+pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f32) -> Result<Vec<f32>> {
+    let codes = read_numbers(source, name, FloatFormat::E4m3)?;
+    let scales: Vec<f32> = codes.into_iter().map(|code| FloatFormat::E4m3.value(code) / global).collect();
+    require_finite(source.location(name), name, &scales)?;
+    require_no_sign(source, name, &scales)?;
+    Ok(scales)
+}
+
+/// Fails where a scale of a group is negative: some kernels take no sign.
+///
+/// # Errors
+/// [`Error::UnsupportedQuantization`].
+pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f32]) -> Result<()> {
+    let Some(negative) = scales.iter().position(|s| s.is_sign_negative()) else { return Ok(()) };
+    Err(Error::UnsupportedQuantization {
+        path: source.location(name),
+        reason: format!("tensor `{name}` has the negative scale {} at {negative}", scales[negative]),
+    })
+}

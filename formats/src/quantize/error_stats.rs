@@ -1,0 +1,200 @@
+//! What rounding cost: the error between weights and what their codes mean.
+
+use quant_kernels_cpu::dequantize_rows;
+use rayon::prelude::*;
+
+use super::tensor::QuantizedTensor;
+use crate::{Error, Result};
+
+/// Sums over the weights of a tensor, in `f64`.
+///
+/// Each row is summed by itself and rows are added in order, so the result does not depend on the
+/// number of threads.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ErrorStats {
+    /// Weights compared.
+    pub count: u64,
+    /// `Σ w²`.
+    pub signal: f64,
+    /// `Σ (w − ŵ)²`.
+    pub noise: f64,
+    /// `max |w − ŵ|`.
+    pub max_error: f64,
+}
+
+impl ErrorStats {
+    /// The error of a tensor against the weights `[n, k]` it came from.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the two do not have the same shape.
+    pub fn of(weights: &[f32], tensor: &QuantizedTensor) -> Result<Self> {
+        let [n, k] = tensor.shape;
+        let view = tensor.view()?;
+        if weights.len() != n * k {
+            let reason = format!("{} weights are compared with [{n}, {k}]", weights.len());
+            return Err(Error::Internal(reason));
+        }
+        let rows = weights
+            .par_chunks(k.max(1))
+            .enumerate()
+            .map_init(
+                || vec![0.0; k],
+                |rounded, (r, exact)| {
+                    dequantize_rows(&view, r..r + 1, rounded).map_err(|e| Error::Internal(e.to_string()))?;
+                    Ok::<_, Error>(Self::of_row(exact, rounded))
+                },
+            )
+            .collect::<Result<Vec<Self>>>()?;
+        Ok(rows.iter().fold(Self::default(), Self::plus))
+    }
+
+    /// The error of both. In floating point the order counts: the whole is the sum of its rows from
+    /// the first to the last.
+    #[must_use]
+    pub fn plus(self, other: &Self) -> Self {
+        Self {
+            count: self.count + other.count,
+            signal: self.signal + other.signal,
+            noise: self.noise + other.noise,
+            max_error: self.max_error.max(other.max_error),
+        }
+    }
+
+    /// The error of one row, summed in a fixed pattern of running sums that can stand in vector
+    /// registers.
+    #[inline(always)]
+    pub fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
+        const LANES: usize = 16;
+        let (mut signal, mut noise, mut max) = ([0.0; LANES], [0.0; LANES], [0.0f32; LANES]);
+        let mut step = |i: usize, w: f32, v: f32| {
+            let (w, v) = (f64::from(w), f64::from(v));
+            let error = w - v;
+            signal[i] += w * w;
+            noise[i] += error * error;
+            // Rounded once, which keeps the order of magnitudes.
+            let size = (error as f32).abs();
+            max[i] = if size > max[i] { size } else { max[i] };
+        };
+        let (exact_lanes, exact_rest) = exact.as_chunks::<LANES>();
+        let (rounded_lanes, rounded_rest) = rounded.as_chunks::<LANES>();
+        for (w, v) in exact_lanes.iter().zip(rounded_lanes) {
+            for i in 0..LANES {
+                step(i, w[i], v[i]);
+            }
+        }
+        for (i, (&w, &v)) in exact_rest.iter().zip(rounded_rest).enumerate() {
+            step(i, w, v);
+        }
+        Self {
+            count: exact.len() as u64,
+            signal: signal.iter().sum(),
+            noise: noise.iter().sum(),
+            max_error: f64::from(max.into_iter().fold(0.0, f32::max)),
+        }
+    }
+
+    /// `√(Σ(w − ŵ)² / Σw²)`: 0 is exact, 1 as wrong as all zeros. 0 for a tensor of zeros that
+    /// came back as zeros.
+    pub fn relative_rms(&self) -> f64 {
+        if self.noise == 0.0 { 0.0 } else { (self.noise / self.signal).sqrt() }
+    }
+
+    /// Signal-to-quantization-noise ratio in decibels, `10 · log₁₀(Σw² / Σ(w − ŵ)²)`; infinite when
+    /// nothing was lost.
+    pub fn sqnr_db(&self) -> f64 {
+        -20.0 * self.relative_rms().log10()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Dtype;
+    use crate::quantize::{Rows, quantize_rtn, quantize_tensor};
+    use crate::scheme::LinearScheme;
+
+    fn wave(n: usize, k: usize) -> Vec<f32> {
+        (0..n * k).map(|i| (i as f32 * 0.37).sin() * 0.02).collect()
+    }
+
+    #[test]
+    fn a_known_error() {
+        // 0.4 is rounded to 0 on a grid of step 1; the others are exact.
+        let weights = [-8.0, 7.0, 0.4, 1.0];
+        let tensor = QuantizedTensor {
+            shape: [1, 4],
+            scheme: "w4a16-channel".parse().unwrap(),
+            codes: vec![0, 15, 8, 9],
+            scales: vec![1.0],
+            scale_dtype: Dtype::F32,
+            zeros: None,
+            levels: None,
+            global: None,
+            input: None,
+        };
+        let stats = ErrorStats::of(&weights, &tensor).unwrap();
+        let lost = f64::from(0.4f32);
+        assert_eq!((stats.count, stats.max_error), (4, lost));
+        assert_eq!(stats.noise, lost * lost);
+        assert!((stats.signal - 114.16).abs() < 1e-5);
+        assert!((stats.relative_rms() - 0.4 / 114.16f64.sqrt()).abs() < 1e-8);
+        assert!((stats.sqnr_db() - 10.0 * (114.16f64 / 0.16).log10()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn zeros_lose_nothing() {
+        let scheme = LinearScheme::default();
+        let tensor = quantize_rtn("t", &[0.0; 128], [1, 128], scheme, Dtype::F16, None).unwrap();
+        let stats = ErrorStats::of(&[0.0; 128], &tensor).unwrap();
+        assert_eq!(stats.relative_rms(), 0.0);
+        assert_eq!(stats.sqnr_db(), f64::INFINITY);
+    }
+
+    #[test]
+    fn more_bits_lose_less() {
+        let weights = wave(16, 256);
+        let loss = |scheme: &str| {
+            let tensor =
+                quantize_rtn("t", &weights, [16, 256], scheme.parse().unwrap(), Dtype::F16, None).unwrap();
+            ErrorStats::of(&weights, &tensor).unwrap().sqnr_db()
+        };
+        let (w3, w4, w8) = (loss("w3a16"), loss("w4a16"), loss("w8a16"));
+        assert!(w3 > 10.0 && w4 > w3 + 4.0 && w8 > w4 + 20.0, "{w3} {w4} {w8}");
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let weights = wave(67, 384);
+        let tensor =
+            quantize_rtn("t", &weights, [67, 384], LinearScheme::default(), Dtype::F16, None).unwrap();
+        let whole = ErrorStats::of(&weights, &tensor).unwrap();
+        for threads in [1, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            assert_eq!(pool.install(|| ErrorStats::of(&weights, &tensor)).unwrap(), whole);
+        }
+    }
+
+    #[test]
+    fn what_quantizing_reports_is_the_same() {
+        let clip: Vec<f32> = (0..67 * 3).map(|g| 0.004 * (g % 7) as f32).collect();
+        let weights = wave(67, 384);
+        let bytes = Dtype::F32.narrow(&weights);
+        for scheme in ["w3a16", "w4a16", "w8a16-asym"] {
+            for clip in [None, Some(&clip[..])] {
+                let rows = Rows::Bytes(&bytes, Dtype::F32);
+                let (tensor, reported) =
+                    quantize_tensor(rows, [67, 384], scheme.parse().unwrap(), Dtype::Bf16, clip).unwrap();
+                assert_eq!(reported, ErrorStats::of(&weights, &tensor).unwrap(), "{scheme}");
+            }
+        }
+    }
+
+    #[test]
+    fn misfits_are_errors() {
+        let tensor =
+            quantize_rtn("t", &wave(2, 128), [2, 128], LinearScheme::default(), Dtype::F16, None).unwrap();
+        for weights in [wave(1, 128), wave(2, 127), wave(3, 128)] {
+            assert!(ErrorStats::of(&weights, &tensor).is_err());
+        }
+    }
+}

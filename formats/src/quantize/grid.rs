@@ -1,0 +1,490 @@
+//! The arithmetic under every method: the affine grid of one group of weights.
+//!
+//! A *group* is a run of one row's weights that share a scale. [`GridRule`] says how a group's
+//! grid follows from the weights' range, [`Grid`] is the grid that came out, and everything that
+//! rounds (RTN, GPTQ, the AWQ and clip searches) rounds through them. The definition is that of
+//! compressed-tensors; `b` is the number of bits and every operation is one in `f32`:
+//!
+//! | | symmetric | asymmetric |
+//! |---|---|---|
+//! | range | `a = max \|w\|` | `lo = min(0, min w)`, `hi = max(0, max w)` |
+//! | scale | `s = round_to_dtype(a / ((2^b − 1) / 2))` | `s = round_to_dtype((hi − lo) / (2^b − 1))` |
+//! | zero | `z = 2^(b−1)` | `z = clamp(round(−lo / s), 0, 2^b − 1)` |
+//! | code | `clamp(round(w / s) + z, 0, 2^b − 1)` | the same |
+//! | value | `(code − z) · s` | the same |
+//!
+//! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and
+//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Scales that are
+//! powers of two (the MX formats) follow from the bits of `a`: of E4M3 the smallest with `a / s ≤ 448`, of E2M1 that of
+//! `⌊log₂ a⌋ − 2`, one more where the mantissa of `a` is at least 1.75, as in compressed-tensors. Scales that several
+//! rows share are those of `shared.rs`.
+//!
+//! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
+//! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`
+//! is a true division: multiplying by `1 / s` would move codes of weights that lie on a boundary.
+//!
+//! # The edges
+//!
+//! * **All zeros** (−0.0 included): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the sign
+//!   of a zero. (compressed-tensors writes the smallest step of the type as the scale; the values are the same.)
+//! * **A scale that rounds to 0** becomes the smallest positive value of its type: 2⁻²⁴ in F16,
+//!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group asks for, and weights
+//!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but all of a group may be lost.
+//! * **A scale in the subnormal range of its type** is rounded as any other, by up to half of that
+//!   smallest value; where it is rounded down, the largest weights saturate.
+//! * **A scale or value that overflows** its type is an error ([`GridError::Overflow`]): a reader
+//!   that computes in that type would see infinity.
+//! * **NaN and infinity** have no grid; [`Extent::of`] tells.
+
+use quant_kernels_cpu::e8m0_value;
+
+use crate::checkpoint::Dtype;
+use crate::scheme::{FloatFormat, Granularity, LinearScheme, ScaleFormat, WeightFormat};
+use crate::{Error, Result};
+
+/// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
+/// `x + MAGIC` is rounded by the addition itself, halves to even, and the integer stands in the low
+/// bits of the sum.
+///
+/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so `round_ties_even`
+/// becomes a function call a weight there; this is four weights an addition.
+const MAGIC: f32 = 12_582_912.0;
+
+/// Weights that a loop keeps in flight: four SSE registers, two of AVX.
+const LANES: usize = 16;
+
+/// [`MAGIC`] at work: `x` rounded to an integer, halves to even, for `|x| ≤ 2²²`.
+#[inline(always)]
+pub(super) fn round_even(x: f32) -> f32 {
+    (x + MAGIC) - MAGIC
+}
+
+/// `a` if it is less than `b`, else `b`.
+#[inline(always)]
+fn lesser(a: f32, b: f32) -> f32 {
+    if a < b { a } else { b }
+}
+
+/// `a` if it is greater than `b`, else `b`.
+#[inline(always)]
+fn greater(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// Steps from 0 to `w`, within limits but not rounded yet. Clamping to integers before rounding gives the
+/// same as clamping after it, and keeps [`MAGIC`] in its range.
+#[inline(always)]
+fn steps(w: f32, scale: f32, (low, high): (f32, f32)) -> f32 {
+    lesser(greater(w / scale, low), high)
+}
+
+/// Whole steps of `scale` from 0 to `w`, within the [limits](Grid::limits) of a grid: what [`Grid::code`] says, for a
+/// loop over rows that have a grid each.
+#[inline(always)]
+pub fn nearest(w: f32, scale: f32, limits: (f32, f32)) -> f32 {
+    round_even(steps(w, scale, limits))
+}
+
+/// The range of a group, extended to include 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Extent {
+    /// The smallest weight, or 0.
+    pub min: f32,
+    /// The largest weight, or 0.
+    pub max: f32,
+}
+
+impl Extent {
+    /// The range of these weights, or `None` when one is NaN or infinite.
+    #[inline(always)]
+    pub fn of(weights: &[f32]) -> Option<Self> {
+        // Comparisons that pick an operand, unlike `f32::min`, are single instructions. NaN slips
+        // through them, but like infinity it leaves NaN in a sum of products with 0.
+        let (mut min, mut max, mut check) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
+        let mut step = |i: usize, w: f32| {
+            min[i] = lesser(w, min[i]);
+            max[i] = greater(w, max[i]);
+            check[i] += w * 0.0;
+        };
+        let (chunks, rest) = weights.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (i, &w) in chunk.iter().enumerate() {
+                step(i, w);
+            }
+        }
+        for (i, &w) in rest.iter().enumerate() {
+            step(i, w);
+        }
+        let mut half = LANES / 2;
+        while half > 0 {
+            for i in 0..half {
+                min[i] = lesser(min[i + half], min[i]);
+                max[i] = greater(max[i + half], max[i]);
+                check[i] += check[i + half];
+            }
+            half /= 2;
+        }
+        (check[0] == 0.0).then_some(Self { min: min[0], max: max[0] })
+    }
+
+    /// The largest magnitude.
+    pub fn abs_max(self) -> f32 {
+        self.max.max(-self.min)
+    }
+}
+
+/// Why a group has no grid.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GridError {
+    /// A weight is NaN or infinite.
+    #[error("weights are not finite")]
+    NonFinite,
+    /// The scale, or a weight rounded to the grid, leaves the range of the scale's type.
+    #[error(
+        "weights from {} to {} need a scale of {exact}, and {dtype} scales cannot hold it or its multiples",
+        extent.min, extent.max
+    )]
+    Overflow {
+        /// The weights' range.
+        extent: Extent,
+        /// The scale before it is rounded.
+        exact: f32,
+        /// The type it should be stored in.
+        dtype: Dtype,
+    },
+}
+
+/// How grids follow from ranges: bits, symmetry, and the type that scales are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GridRule {
+    pub(super) max_code: u8,
+    pub(super) symmetric: bool,
+    pub(super) progressive: bool,
+    /// Where codes are floating-point numbers.
+    pub(super) float: Option<FloatFormat>,
+    scale_dtype: Dtype,
+    /// Whether scales are powers of two.
+    powers_of_two: bool,
+}
+
+impl GridRule {
+    /// Whether groups stand on integers of 8 bits, whose scale is the row's.
+    #[inline]
+    pub fn is_progressive(self) -> bool {
+        self.progressive
+    }
+
+    /// The format of the codes, where they are floating-point numbers.
+    #[inline]
+    pub fn float_format(self) -> Option<FloatFormat> {
+        self.float
+    }
+
+    /// The rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or F32, or
+    /// in the format that the scheme prescribes.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for other bits or scale formats.
+    pub fn new(scheme: LinearScheme, scale: ScaleFormat) -> Result<Self> {
+        let bits = scheme.bits();
+        if !(2..=8).contains(&bits) {
+            return Err(Error::usage(
+                format!("weights cannot be quantized to {bits} bits"),
+                format!("choose from {:?} bits", WeightFormat::INT_BITS),
+            ));
+        }
+        let progressive = scheme.is_progressive();
+        if progressive && (bits != 4 || scheme.granularity == Granularity::Channel) {
+            return Err(Error::usage(
+                format!("weights cannot be {scheme}"),
+                "two levels of scales are for groups of 4 bits",
+            ));
+        }
+        let is_wide = matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32);
+        if scheme.fixed_scales().map_or(!is_wide, |fixed| fixed != scale) {
+            return Err(Error::usage(
+                format!("{scheme} cannot have {} scales", scale.dtype()),
+                match scheme.fixed_scales() {
+                    Some(fixed) => format!("store scales as {}", fixed.dtype()),
+                    None => "store scales as F16, BF16 or F32".to_owned(),
+                },
+            ));
+        }
+        Ok(Self {
+            max_code: scheme.max_code(),
+            symmetric: scheme.is_symmetric(),
+            progressive,
+            float: scheme.float_format(),
+            // Scales below a global one are not bounded by the type that they are stored in.
+            scale_dtype: if is_wide { scale.dtype() } else { Dtype::F32 },
+            powers_of_two: scale == ScaleFormat::E8m0,
+        })
+    }
+
+    /// The largest code.
+    pub fn max_code(self) -> u8 {
+        self.max_code
+    }
+
+    /// The grid for weights of this range.
+    ///
+    /// # Errors
+    /// [`GridError::Overflow`] when the scale type cannot hold the scale or the grid's values;
+    /// [`GridError::NonFinite`] when the range itself is not finite.
+    pub fn fit(self, extent: Extent) -> Result<Grid, GridError> {
+        if !(extent.min.is_finite() && extent.max.is_finite()) {
+            return Err(GridError::NonFinite);
+        }
+        if let Some(format) = self.float {
+            return self.fit_float(extent, format);
+        }
+        let middle = self.max_code / 2 + 1;
+        let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code, float: None };
+        if extent.abs_max() == 0.0 {
+            return Ok(grid(1.0, if self.symmetric { middle } else { 0 }));
+        }
+        let exact = if self.symmetric {
+            extent.abs_max() / (f32::from(self.max_code) / 2.0)
+        } else {
+            (extent.max - extent.min) / f32::from(self.max_code)
+        };
+        let scale = self.scale(exact, extent)?;
+        let zero = if self.symmetric {
+            middle
+        } else {
+            round_even(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
+        };
+        let grid = grid(scale, zero);
+        self.holding(grid, f32::from(self.max_code), exact, extent)
+    }
+
+    /// The grid of floating-point numbers for weights of this finite range.
+    fn fit_float(self, extent: Extent, format: FloatFormat) -> Result<Grid, GridError> {
+        let grid = |scale| self.at_scale(scale);
+        if self.powers_of_two {
+            return Ok(grid(power_of_two(extent.abs_max(), format)));
+        }
+        if extent.abs_max() == 0.0 {
+            return Ok(grid(1.0));
+        }
+        let exact = extent.abs_max() / format.largest();
+        let scale = self.scale(exact, extent)?;
+        self.holding(grid(scale), format.largest(), exact, extent)
+    }
+
+    /// The grid of floating-point numbers with this scale.
+    #[inline(always)]
+    pub(super) fn at_scale(self, scale: f32) -> Grid {
+        Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: self.float }
+    }
+
+    /// The grid for weights from `−amax` to `amax`.
+    ///
+    /// # Errors
+    /// As [`fit`](Self::fit).
+    pub(super) fn fit_amax(self, amax: f32) -> Result<Grid, GridError> {
+        self.fit(Extent { min: -amax, max: amax })
+    }
+
+    /// The scale as it is stored.
+    #[inline(always)]
+    fn scale(self, exact: f32, extent: Extent) -> Result<f32, GridError> {
+        match self.scale_dtype.round(exact) {
+            0.0 => Ok(smallest_positive(self.scale_dtype)),
+            s if s.is_finite() => Ok(s),
+            _ => Err(GridError::Overflow { extent, exact, dtype: self.scale_dtype }),
+        }
+    }
+
+    /// The grid, if its type holds what weights of this range become: values are at most `furthest` scales from 0.
+    #[inline(always)]
+    fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
+        // No value is further out, which decides nearly always.
+        if grid.scale * furthest <= largest(self.scale_dtype) {
+            return Ok(grid);
+        }
+        // Rounding is monotone, so the ends of the range give the ends of what comes out.
+        let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
+        match holds(extent.min) && holds(extent.max) {
+            true => Ok(grid),
+            false => Err(GridError::Overflow { extent, exact, dtype: self.scale_dtype }),
+        }
+    }
+
+    /// The grid for these weights: [`fit`](Self::fit) on their [`Extent`].
+    ///
+    /// # Errors
+    /// As `fit`; [`GridError::NonFinite`] when a weight is NaN or infinite.
+    pub fn fit_weights(self, weights: &[f32]) -> Result<Grid, GridError> {
+        self.fit(Extent::of(weights).ok_or(GridError::NonFinite)?)
+    }
+}
+
+/// The scale of a group of an MX format whose largest magnitude is `amax`: a power of two from 2⁻¹²⁷, which zeros get.
+pub(super) fn power_of_two(amax: f32, format: FloatFormat) -> f32 {
+    // Of a subnormal the exponent is that of the smallest scale in any case.
+    let exponent = match format {
+        FloatFormat::E4m3 => (amax.to_bits() + ROUND_UP_BEYOND_1_75) >> 23,
+        _ => (amax.to_bits() + ROUND_UP_FROM_1_75) >> 23,
+    };
+    let largest = (format.largest().to_bits() >> 23) as i32 - 127;
+    e8m0_value((exponent as i32 - largest).clamp(0, 254) as u8)
+}
+
+/// What raises the exponent of an f32 whose mantissa is at least 1.75.
+pub(super) const ROUND_UP_FROM_1_75: u32 = 1 << 21;
+/// What raises the exponent of an f32 whose mantissa is greater than 1.75: 448 is 1.75 · 2⁸.
+const ROUND_UP_BEYOND_1_75: u32 = (1 << 21) - 1;
+
+/// The smallest positive value of a scale type.
+pub(super) fn smallest_positive(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_bits(1).to_f32(),
+        Dtype::Bf16 => half::bf16::from_bits(1).to_f32(),
+        _ => f32::from_bits(1),
+    }
+}
+
+/// The largest finite value of a scale type.
+fn largest(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::MAX.to_f32(),
+        Dtype::Bf16 => half::bf16::MAX.to_f32(),
+        _ => f32::MAX,
+    }
+}
+
+/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1` or, of a progressive one, those
+/// whose integers lie in the protective range.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Grid {
+    pub(super) scale: f32,
+    pub(super) zero: u8,
+    pub(super) lowest: u8,
+    pub(super) highest: u8,
+    /// The format of the codes, where they are floating-point numbers; then `value = number(code) · scale`.
+    pub(super) float: Option<FloatFormat>,
+}
+
+impl Grid {
+    /// What a code's number is multiplied by (of integers the step between neighbouring values); positive, and exact in
+    /// the rule's scale type.
+    pub fn scale(self) -> f32 {
+        self.scale
+    }
+
+    /// The code of the value 0; 0 of floating-point numbers, which store none.
+    pub fn zero(self) -> u8 {
+        self.zero
+    }
+
+    /// The lowest and the highest value, in scales.
+    #[inline(always)]
+    pub fn limits(self) -> (f32, f32) {
+        if let Some(format) = self.float {
+            return (-format.largest(), format.largest());
+        }
+        let zero = f32::from(self.zero);
+        (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
+    }
+
+    /// Steps from 0 to `w`, within the grid but not rounded yet.
+    #[inline(always)]
+    fn steps(self, w: f32, limits: (f32, f32)) -> f32 {
+        steps(w, self.scale, limits)
+    }
+
+    /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
+    /// A weight that is not finite gets an end of the grid.
+    pub fn code(self, w: f32) -> u8 {
+        if let Some(format) = self.float {
+            return format.code(w / self.scale);
+        }
+        (round_even(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
+    }
+
+    /// The value of a code.
+    #[inline(always)]
+    pub fn value(self, code: u8) -> f32 {
+        if let Some(format) = self.float {
+            return format.value(code) * self.scale;
+        }
+        (i32::from(code) - i32::from(self.zero)) as f32 * self.scale
+    }
+
+    /// The codes of weights: [`code`](Self::code) of each, many at a time.
+    ///
+    /// Stops at the end of the shorter slice.
+    #[inline(always)]
+    pub fn encode(self, weights: &[f32], codes: &mut [u8]) {
+        if let Some(format) = self.float {
+            for (code, &w) in codes.iter_mut().zip(weights) {
+                *code = format.code(w / self.scale);
+            }
+            return;
+        }
+        let limits = self.limits();
+        for (code, &w) in codes.iter_mut().zip(weights) {
+            // The low byte of the sum is the steps modulo 256, and so is their sum with the zero.
+            *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
+        }
+    }
+
+    /// The values of codes: [`value`](Self::value) of each, many at a time.
+    ///
+    /// Stops at the end of the shorter slice.
+    #[inline(always)]
+    pub fn decode(self, codes: &[u8], values: &mut [f32]) {
+        if let Some(format) = self.float {
+            let numbers = format.values();
+            for (value, &code) in values.iter_mut().zip(codes) {
+                *value = numbers[usize::from(code)] * self.scale;
+            }
+            return;
+        }
+        for (value, &code) in values.iter_mut().zip(codes) {
+            *value = (i32::from(code) - i32::from(self.zero)) as f32 * self.scale;
+        }
+    }
+
+    /// The squared error of weights that are rounded to a grid of floating-point numbers.
+    #[inline(always)]
+    pub(super) fn squared_error(self, weights: &[f32]) -> f64 {
+        let Some(format) = self.float else { return f64::INFINITY };
+        let mut sum = 0.0;
+        for &w in weights {
+            let error = f64::from(w - format.round(w / self.scale) * self.scale);
+            sum += error * error;
+        }
+        sum
+    }
+
+    /// Replaces every weight by the value of its code.
+    #[inline(always)]
+    pub fn fake_quantize(self, weights: &mut [f32]) {
+        if let Some(format) = self.float {
+            for w in weights {
+                *w = format.round(*w / self.scale) * self.scale;
+            }
+            return;
+        }
+        let limits = self.limits();
+        for w in weights {
+            *w = round_even(self.steps(*w, limits)) * self.scale;
+        }
+    }
+}
+
+/// Clamps weights to `[−bound, bound]`. A bound of infinity changes nothing.
+#[inline(always)]
+pub fn clip(weights: &mut [f32], bound: f32) {
+    for w in weights {
+        let v = if *w > bound { bound } else { *w };
+        *w = if v < -bound { -bound } else { v };
+    }
+}
+
+#[cfg(test)]
+#[path = "grid_tests.rs"]
+mod tests;

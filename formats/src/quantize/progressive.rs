@@ -1,0 +1,213 @@
+//! QServe's progressive group quantization (Lin et al., MLSys 2025, §4.1): two levels of scales under one code.
+//!
+//! The first level takes a row to integers of 8 bits, with a float scale of the row; the second takes each group of
+//! those to codes of 4 bits, with a whole number as scale and another as zero. A kernel gets from codes to the
+//! integers by integer arithmetic, multiplies those with activations of 8 bits, and meets a float only once a row:
+//!
+//! ```text
+//! s₁ = f16(max |w| / 119)                      of the row; 1 where all of it is 0
+//! x  = clamp(w / s₁, −119, 119)                not rounded: only codes are
+//! s₂ = max(1, round((max x − min x) / 15))     of the group; symmetric: round(max |x| / 7.5)
+//! z  = clamp(round(−min x / s₂), 0, 15)        symmetric: 8
+//! q  = clamp(round(x / s₂) + z, 0, 15)
+//! ŵ  = (q − z) · s₂ · s₁
+//! ```
+//!
+//! # The protective range
+//!
+//! `(q − z) · s₂` has to be an integer of 8 bits for every code that stands in a file, or the kernel's bytes wrap
+//! around. With rows that reach to ±127 it need not be: a group from −113 to 120 has `s₂ = 16` and `z = 7`, and
+//! its 120 becomes `(15 − 7) · 16 = 128`. Within ±119, `s₂ ≤ round(238 / 15) = 16`, and the integer nearest to an `x` is
+//! less than `119 + s₂ / 2 ≤ 127` from 0. That holds of weights *within the range*: GPTQ moves weights beyond it,
+//! so a [`Grid`] here has no codes for them, and they saturate at the last integer that the range rounds to.
+
+use super::grid::{Extent, Grid, GridError, GridRule, round_even, smallest_positive};
+use crate::checkpoint::Dtype;
+
+/// How far from 0 the first level goes, of 127: what keeps the second within 8 bits.
+pub const PROTECTIVE_RANGE: f32 = 119.0;
+
+/// The type that scales of rows are stored in.
+pub const ROW_SCALE_DTYPE: Dtype = Dtype::F16;
+
+/// The second level of scales, and the float that it stands on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Levels {
+    /// `[n, k / group_size]`, from 1 to 16.
+    pub groups: Vec<u8>,
+    /// `[n]`, exact in F16.
+    pub rows: Vec<f32>,
+}
+
+impl Levels {
+    /// The levels of scales `[n, groups]` that are multiples of these scales of rows.
+    pub fn of(scales: &[f32], rows: Vec<f32>) -> Self {
+        let groups = scales.len() / rows.len().max(1);
+        let group = |(i, scale): (usize, &f32)| (scale / rows[i / groups.max(1)]) as u8;
+        Self { groups: scales.iter().enumerate().map(group).collect(), rows }
+    }
+
+    /// The scales `[n, groups]` that the two make, exact in `f32`.
+    pub fn products(&self) -> Vec<f32> {
+        let groups = self.groups.len() / self.rows.len().max(1);
+        let rows = self.rows.iter().zip(self.groups.chunks_exact(groups.max(1)));
+        rows.flat_map(|(row, groups)| groups.iter().map(move |&group| row * f32::from(group))).collect()
+    }
+}
+
+impl GridRule {
+    /// The first level's scale of a row whose weights go `abs_max` far; `None` where there is but one level.
+    ///
+    /// # Errors
+    /// [`GridError::Overflow`] when it leaves the range of F16.
+    pub fn row_scale(self, abs_max: f32) -> Result<Option<f32>, GridError> {
+        if !self.progressive {
+            return Ok(None);
+        }
+        let exact = abs_max / PROTECTIVE_RANGE;
+        match ROW_SCALE_DTYPE.round(exact) {
+            _ if abs_max == 0.0 => Ok(Some(1.0)),
+            0.0 => Ok(Some(smallest_positive(ROW_SCALE_DTYPE))),
+            scale if scale.is_finite() => Ok(Some(scale)),
+            _ => {
+                let extent = Extent { min: -abs_max, max: abs_max };
+                Err(GridError::Overflow { extent, exact, dtype: ROW_SCALE_DTYPE })
+            }
+        }
+    }
+
+    /// The grid for weights of this range in a row with this scale: [`fit`](Self::fit) where there is none.
+    ///
+    /// # Errors
+    /// As `fit`.
+    #[inline(always)]
+    pub fn fit_in_row(self, extent: Extent, row: Option<f32>) -> Result<Grid, GridError> {
+        match row {
+            None => self.fit(extent),
+            Some(row) => self.fit_second_level(extent, row),
+        }
+    }
+
+    fn fit_second_level(self, extent: Extent, row: f32) -> Result<Grid, GridError> {
+        if !(extent.min.is_finite() && extent.max.is_finite()) {
+            return Err(GridError::NonFinite);
+        }
+        let max_code = f32::from(self.max_code);
+        let low = (extent.min / row).max(-PROTECTIVE_RANGE);
+        let high = (extent.max / row).min(PROTECTIVE_RANGE);
+        let width = if self.symmetric { 2.0 * high.max(-low) } else { high - low };
+        let group = round_even(width / max_code).max(1.0);
+        let zero = match self.symmetric {
+            true => (max_code + 1.0) / 2.0,
+            false => round_even((-low / group).min(max_code)),
+        };
+        let steps = round_even(PROTECTIVE_RANGE / group);
+        Ok(Grid {
+            // Exact: 11 bits times 5.
+            scale: row * group,
+            zero: zero as u8,
+            lowest: (zero - steps).max(0.0) as u8,
+            highest: (zero + steps).min(max_code) as u8,
+            float: None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantize::{Rows, quantize_tensor};
+    use crate::scheme::{LinearScheme, ScaleFormat};
+    use proptest::prelude::*;
+
+    fn rule(scheme: &str) -> GridRule {
+        GridRule::new(scheme.parse().unwrap(), ScaleFormat::F16).unwrap()
+    }
+
+    /// The integer of 8 bits that a code stands for.
+    fn integer(grid: Grid, row: f32, code: u8) -> f32 {
+        (f32::from(code) - f32::from(grid.zero())) * (grid.scale() / row)
+    }
+
+    /// Every range of integers there is, on a step of a quarter, and every code that a grid lets through.
+    #[test]
+    fn integers_of_every_group_have_8_bits() {
+        let mut furthest = [0.0_f32; 2];
+        for (i, scheme) in ["w4a8-g128-asym-progressive", "w4a8-g128-sym-progressive"].iter().enumerate() {
+            let rule = rule(scheme);
+            for low in 0..=4 * 119 {
+                for high in 0..=4 * 119 {
+                    let extent = Extent { min: -(low as f32) / 4.0, max: high as f32 / 4.0 };
+                    let grid = rule.fit_in_row(extent, Some(1.0)).unwrap();
+                    assert!((1.0..=16.0).contains(&grid.scale()) && grid.scale().fract() == 0.0);
+                    for w in [extent.min, extent.max, f32::MAX, f32::MIN] {
+                        let integer = integer(grid, 1.0, grid.code(w));
+                        assert!((-128.0..=127.0).contains(&integer), "{extent:?}: {w} becomes {integer}");
+                        furthest[i] = furthest[i].max(integer.abs());
+                    }
+                }
+            }
+        }
+        // 119 rounds to 7.93, so 8 steps of 15; symmetric groups have no 8th step upwards.
+        assert_eq!(furthest, [121.0, 120.0]);
+    }
+
+    /// The example of the paper, which the full range of 8 bits gets wrong.
+    #[test]
+    fn a_range_of_127_would_overflow() {
+        let rule = rule("w4a8-g128-asym-progressive");
+        let grid = rule.fit_in_row(Extent { min: -113.0, max: 120.0 }, Some(1.0)).unwrap();
+        assert_eq!((grid.scale(), grid.zero()), (15.0, 8));
+        let group = (233.0_f32 / 15.0).round_ties_even();
+        assert_eq!((group, (113.0 / group).round_ties_even()), (16.0, 7.0));
+        assert_eq!((15.0 - 7.0) * group, 128.0);
+    }
+
+    #[test]
+    fn rows_at_the_edges() {
+        let rule = rule("w4a8-g128-asym-progressive");
+        assert_eq!(rule.row_scale(0.0), Ok(Some(1.0)));
+        assert_eq!(rule.row_scale(1e-30), Ok(Some(2.0_f32.powi(-24))));
+        assert!(matches!(rule.row_scale(1e7), Err(GridError::Overflow { .. })), "119 times the largest F16");
+        let flat = rule.fit_in_row(Extent { min: 0.0, max: 0.0 }, Some(1.0)).unwrap();
+        assert_eq!((flat.scale(), flat.value(flat.code(0.0))), (1.0, 0.0));
+        let nan = Extent { min: f32::NAN, max: 0.0 };
+        assert_eq!(rule.fit_in_row(nan, Some(1.0)), Err(GridError::NonFinite));
+    }
+
+    proptest! {
+        /// Against the procedure of the paper in double precision.
+        #[test]
+        fn rows_are_rounded_by_the_definition(
+            weights in prop::collection::vec(-2.0_f32..2.0, 128),
+            symmetric: bool,
+        ) {
+            let scheme = "w4a8-g32-progressive".parse::<LinearScheme>().unwrap().with_symmetry(symmetric);
+            let (tensor, _) =
+                quantize_tensor(Rows::Floats(&weights), [1, 128], scheme, Dtype::Bf16, None).unwrap();
+            let levels = tensor.levels.as_ref().unwrap();
+            let largest = weights.iter().fold(0.0_f32, |m, w| m.max(w.abs()));
+            let row = half::f16::from_f32(largest / 119.0).to_f32();
+            prop_assert_eq!(&levels.rows, &vec![row]);
+            for (g, group) in weights.chunks(32).enumerate() {
+                let x: Vec<f64> =
+                    group.iter().map(|w| (f64::from(*w) / f64::from(row)).clamp(-119.0, 119.0)).collect();
+                let (low, high) = x.iter().fold((0.0_f64, 0.0_f64), |(l, h), x| (l.min(*x), h.max(*x)));
+                let width = if symmetric { 2.0 * high.max(-low) } else { high - low };
+                let s = (width / 15.0).round_ties_even().max(1.0);
+                let z = if symmetric { 8.0 } else { (-low / s).round_ties_even().clamp(0.0, 15.0) };
+                prop_assert_eq!(f64::from(levels.groups[g]), s);
+                prop_assert_eq!(tensor.scales[g], row * s as f32);
+                if let Some(zeros) = &tensor.zeros {
+                    prop_assert_eq!(f64::from(zeros[g]), z);
+                }
+                for (x, code) in x.iter().zip(&tensor.codes[g * 32..]) {
+                    let exact = (x / s + z).clamp(0.0, 15.0);
+                    // Single precision may fall on the other side of a half.
+                    prop_assert!((f64::from(*code) - exact).abs() <= 0.5 + 1e-4, "{} of {}", code, exact);
+                    prop_assert!(((f64::from(*code) - z) * s).abs() <= 127.0);
+                }
+            }
+        }
+    }
+}

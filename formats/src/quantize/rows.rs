@@ -1,0 +1,141 @@
+//! What the quantizers read: rows of a weight, widened one at a time, and what can be wrong with
+//! them.
+
+use std::path::PathBuf;
+
+use super::grid::GridError;
+use crate::checkpoint::Dtype;
+use crate::error::Indivisible;
+use crate::scheme::LinearScheme;
+use crate::{Error, Result};
+
+/// Rows of a weight `[rows, k]`, row-major.
+///
+/// Either as they stand in a file, so that a large weight never needs a second copy in `f32`, or
+/// as values that a transform left.
+#[derive(Debug, Clone, Copy)]
+pub enum Rows<'a> {
+    /// Little-endian bytes of elements of this type: F16, BF16 or F32.
+    Bytes(&'a [u8], Dtype),
+    /// Values.
+    Floats(&'a [f32]),
+}
+
+impl Rows<'_> {
+    /// How many rows of `columns` values these are.
+    ///
+    /// # Errors
+    /// [`RowsError::Layout`] when they are not whole rows, or of a type that does not widen.
+    pub fn count(&self, columns: usize) -> Result<usize, RowsError> {
+        let (len, row) = match self {
+            Self::Bytes(_, dtype) if !dtype.is_weight_float() => {
+                return Err(RowsError::Layout(format!("weights of type {dtype} do not widen to F32")));
+            }
+            Self::Bytes(bytes, dtype) => (bytes.len(), columns * dtype.size()),
+            Self::Floats(values) => (values.len(), columns),
+        };
+        if row == 0 || len % row != 0 {
+            return Err(RowsError::Layout(format!("{len} elements are not whole rows of {row}")));
+        }
+        Ok(len / row)
+    }
+
+    /// Widens row `row` into `out`, which is as long as a row. Callers checked with
+    /// [`count`](Self::count) that it exists.
+    #[inline(always)]
+    pub fn load(&self, row: usize, out: &mut [f32]) {
+        let k = out.len();
+        match self {
+            Self::Bytes(bytes, dtype) => {
+                let size = k * dtype.size();
+                dtype.widen(&bytes[row * size..(row + 1) * size], out);
+            }
+            Self::Floats(values) => out.copy_from_slice(&values[row * k..(row + 1) * k]),
+        }
+    }
+}
+
+/// Why rows could not be quantized.
+///
+/// Says where in the rows that were given; [`within`](Self::within) makes it an [`Error`] that
+/// names the tensor.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RowsError {
+    /// Weights are NaN or infinite.
+    #[error("{count} non-finite value(s), the first at index {first_index}")]
+    NonFinite {
+        /// How many.
+        count: u64,
+        /// The first one's position in row-major order.
+        first_index: u64,
+    },
+    /// A group's grid leaves the range of its scale's type.
+    #[error("row {row}, group {group}: {source}")]
+    Grid {
+        /// The row.
+        row: usize,
+        /// The group in the row.
+        group: usize,
+        /// What happened.
+        source: GridError,
+    },
+    /// The group size does not divide the rows' width.
+    #[error("group size {group_size} does not divide the width {columns}")]
+    Indivisible {
+        /// The width.
+        columns: usize,
+        /// The group size.
+        group_size: usize,
+    },
+    /// The scheme or scale type cannot be used.
+    #[error("{0}")]
+    Scheme(String),
+    /// Slices do not fit each other: a mistake of the caller.
+    #[error("{0}")]
+    Layout(String),
+}
+
+impl RowsError {
+    /// The same error, seen from a tensor of which these rows are not the first: `first_row` rows
+    /// of `columns` stand before them.
+    pub fn shifted(self, first_row: usize, columns: usize) -> Self {
+        match self {
+            Self::NonFinite { count, first_index } => {
+                Self::NonFinite { count, first_index: first_index + first_row as u64 * columns as u64 }
+            }
+            Self::Grid { row, group, source } => Self::Grid { row: row + first_row, group, source },
+            other => other,
+        }
+    }
+
+    /// The pipeline's error for these rows of `tensor`. `file`, where known, is the shard that
+    /// holds it.
+    pub fn within(self, tensor: &str, file: Option<PathBuf>) -> Error {
+        let tensor = tensor.to_owned();
+        match (self, file) {
+            (Self::NonFinite { count, first_index }, Some(path)) => {
+                Error::NonFinite { path, tensor, count, first_index }
+            }
+            (e @ (Self::NonFinite { .. } | Self::Grid { .. }), _) => {
+                Error::Numeric { tensor, reason: e.to_string() }
+            }
+            (Self::Indivisible { columns, group_size }, _) => {
+                Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns, group_size }])
+            }
+            (e @ Self::Scheme(_), _) => {
+                Error::usage(format!("tensor `{tensor}`: {e}"), "choose another ‹scheme›")
+            }
+            (e @ Self::Layout(_), _) => Error::Internal(format!("tensor `{tensor}`: {e}")),
+        }
+    }
+}
+
+/// The group size of a scheme in rows of this width.
+pub fn group_size(scheme: LinearScheme, columns: usize) -> Result<usize, RowsError> {
+    let group_size = scheme.granularity.group_size(columns);
+    if group_size == 0 || !columns.is_multiple_of(group_size) {
+        return Err(RowsError::Indivisible { columns, group_size });
+    }
+    Ok(group_size)
+}

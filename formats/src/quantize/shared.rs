@@ -1,0 +1,307 @@
+//! Scales that several rows share: found from the whole weight, before any of it is rounded.
+//!
+//! Three kinds of schemes have them, `a` being the largest magnitude:
+//!
+//! | | shared | what follows for a group |
+//! |---|---|---|
+//! | `-tensor` | `s = round(a / 448)` of the tensor | its scale is `s` |
+//! | `-b128` | `s = round(a / 448)` of every block of 128 × 128 | its scale is that of its block |
+//! | `-nv` (NVFP4) | the global scale `g = 2688 / a` of the tensor, a divisor | `E4M3(g · a / 6) / g`, from its own `a` |
+//!
+//! 2688 is 448 · 6: the largest weight has the largest scale and the largest code. Linears that engines run as one need
+//! one `s` or `g` in common, so callers may give the largest magnitude of all of them.
+//!
+//! In memory every row and group has a scale of its own ([`QuantizedTensor::scales`](super::QuantizedTensor)); containers
+//! write each shared scale once.
+
+use std::str::FromStr;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::grid::{Grid, GridError, GridRule};
+use super::rows::{Rows, RowsError, group_size};
+use crate::checkpoint::Dtype;
+use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
+use crate::{Error, Result};
+
+/// The largest scale of a group: E4M3's largest value.
+const LARGEST_SCALE: f32 = 448.0;
+/// The same where a scale may still be multiplied by 1.5.
+const SCALE_WITH_ROOM: f32 = 256.0;
+/// What stands for a scale that rounds to 0; as in compressed-tensors.
+pub(super) const SMALLEST_SCALE: f32 = 0.125;
+/// The codes that a sweep tries, relative to that of the largest magnitude.
+const SWEEP: std::ops::RangeInclusive<i16> = -4..=8;
+
+/// How the E4M3 scale of a group is chosen (NVFP4).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ScaleSearch {
+    /// From the largest magnitude, which gets the largest code.
+    Amax,
+    /// The largest magnitude gets the code of 6 or that of 4, whichever leaves the smaller squared error
+    /// (arXiv 2512.02010).
+    FourOverSix,
+    /// Of 13 neighbouring E4M3 values, from 4 below to 8 above that of the largest magnitude, the one that leaves the
+    /// smallest squared error.
+    #[default]
+    Sweep,
+}
+
+impl ScaleSearch {
+    /// The global scale of a tensor whose largest magnitude is this; 1 where that is 0, or so small that its inverse
+    /// overflows.
+    pub fn global_scale(self, amax: f32) -> f32 {
+        let reach = match self {
+            Self::FourOverSix => SCALE_WITH_ROOM,
+            Self::Amax | Self::Sweep => LARGEST_SCALE,
+        };
+        let global = reach * FloatFormat::E2m1.largest() / amax.max(f32::MIN_POSITIVE);
+        if global.is_finite() { global } else { 1.0 }
+    }
+}
+
+impl FromStr for ScaleSearch {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "amax" => Ok(Self::Amax),
+            "four-over-six" => Ok(Self::FourOverSix),
+            "sweep" => Ok(Self::Sweep),
+            _ => Err(Error::usage(
+                format!("scale search `{text}` is not known"),
+                "choose amax, four-over-six or sweep",
+            )),
+        }
+    }
+}
+
+/// What the grids of a weight depend on beside the weight itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ScaleContext {
+    /// How scales of groups are chosen, where there is a choice.
+    pub search: ScaleSearch,
+    /// The largest magnitude of all linears that share a scale with this one; its own where not given.
+    pub amax: Option<f32>,
+}
+
+/// The scales that rows of a weight share.
+#[derive(Debug, Clone, PartialEq)]
+pub enum SharedScales {
+    /// None: every group has its own.
+    None,
+    /// One for `height` rows: `[⌈n / height⌉, k / group_size]`.
+    Blocks {
+        /// Row-major.
+        scales: Vec<f32>,
+        /// Groups of a row.
+        groups: usize,
+        /// Rows of a block.
+        height: usize,
+    },
+    /// NVFP4's global scale, a divisor, and how the scales of groups are chosen.
+    Global {
+        /// Positive and finite.
+        scale: f32,
+        /// How scales of groups are chosen.
+        search: ScaleSearch,
+    },
+}
+
+/// The largest magnitudes from which shared scales follow.
+#[derive(Debug, Clone)]
+pub struct SharedExtents {
+    scheme: LinearScheme,
+    columns: usize,
+    group_size: usize,
+    /// Rows of a block; all of them where the tensor has one scale.
+    height: usize,
+    /// `[blocks, groups]`, or a single one.
+    amax: Vec<f32>,
+}
+
+impl SharedExtents {
+    /// Those of a weight `[rows, columns]`, a row of which `load` writes to its second argument; `None` where rows share
+    /// nothing. Values that are not finite are passed over: rounding refuses them.
+    ///
+    /// # Errors
+    /// When the group size does not divide the width; what `load` says.
+    pub fn of(
+        scheme: LinearScheme,
+        [rows, columns]: [usize; 2],
+        load: impl Fn(usize, &mut [f32]) -> Result<(), RowsError> + Sync,
+    ) -> Result<Option<Self>, RowsError> {
+        let group_size = group_size(scheme, columns)?;
+        let over_tensor = scheme.shares_over_tensor();
+        if !over_tensor && scheme.granularity != Granularity::Block {
+            return Ok(None);
+        }
+        let width = if over_tensor { columns } else { BLOCK };
+        // Rows of a block are looked at by one thread; a maximum does not depend on the order.
+        let blocks: Vec<Result<Vec<f32>, RowsError>> = (0..rows.div_ceil(BLOCK))
+            .into_par_iter()
+            .map_init(
+                || vec![0.0; columns],
+                |row, block| {
+                    let mut amax = vec![0.0_f32; columns.div_ceil(width)];
+                    for at in block * BLOCK..rows.min((block + 1) * BLOCK) {
+                        load(at, row)?;
+                        for (kept, part) in amax.iter_mut().zip(row.chunks(width)) {
+                            *kept = kept.max(largest_magnitude(part));
+                        }
+                    }
+                    Ok(amax)
+                },
+            )
+            .collect();
+        let blocks = blocks.into_iter().collect::<Result<Vec<_>, _>>()?;
+        let amax = match over_tensor {
+            true => vec![blocks.iter().flatten().copied().fold(0.0, f32::max)],
+            // Groups side by side take the scale of the block that they are in.
+            false => {
+                let groups = columns / group_size;
+                let of_block =
+                    |block: &Vec<f32>| (0..groups).map(|g| block[g * group_size / BLOCK]).collect::<Vec<_>>();
+                blocks.iter().flat_map(of_block).collect()
+            }
+        };
+        let height = if over_tensor { rows.max(1) } else { BLOCK };
+        Ok(Some(Self { scheme, columns, group_size, height, amax }))
+    }
+
+    /// The largest magnitude of all.
+    pub fn amax(&self) -> f32 {
+        self.amax.iter().copied().fold(0.0, f32::max)
+    }
+
+    /// The scales.
+    ///
+    /// # Errors
+    /// When one overflows the type it is stored in.
+    pub fn scales(&self, scale_dtype: Dtype, context: ScaleContext) -> Result<SharedScales, RowsError> {
+        let own = self.amax();
+        let all = context.amax.map_or(own, |amax| amax.max(own));
+        if self.scheme.has_global_scale() {
+            let scale = context.search.global_scale(all);
+            return Ok(SharedScales::Global { scale, search: context.search });
+        }
+        let format = ScaleFormat::of(scale_dtype).map_err(|e| RowsError::Scheme(e.to_string()))?;
+        let rule = GridRule::new(self.scheme, format).map_err(|e| RowsError::Scheme(e.to_string()))?;
+        let groups = self.columns / self.group_size;
+        let scale = |(i, amax): (usize, f32)| {
+            let (row, group) = (i / groups.max(1) * self.height, i % groups.max(1));
+            rule.fit_amax(amax).map(Grid::scale).map_err(|source| RowsError::Grid { row, group, source })
+        };
+        let amax = match self.scheme.granularity {
+            Granularity::Tensor => vec![all; groups],
+            _ => self.amax.clone(),
+        };
+        let scales = amax.into_iter().enumerate().map(scale).collect::<Result<_, _>>()?;
+        Ok(SharedScales::Blocks { scales, groups, height: self.height })
+    }
+}
+
+impl SharedScales {
+    /// Those of a whole weight.
+    ///
+    /// # Errors
+    /// As [`SharedExtents::scales`].
+    pub fn of(
+        rows: Rows<'_>,
+        columns: usize,
+        (scheme, scale_dtype): (LinearScheme, Dtype),
+        context: ScaleContext,
+    ) -> Result<Self, RowsError> {
+        let count = rows.count(columns)?;
+        let load = |at: usize, row: &mut [f32]| {
+            rows.load(at, row);
+            Ok(())
+        };
+        match SharedExtents::of(scheme, [count, columns], load)? {
+            Some(extents) => extents.scales(scale_dtype, context),
+            None => Ok(Self::None),
+        }
+    }
+
+    /// NVFP4's global scale.
+    pub fn global(&self) -> Option<f32> {
+        match self {
+            Self::Global { scale, .. } => Some(*scale),
+            _ => None,
+        }
+    }
+
+    /// The scale of a group of a row, where others have decided it.
+    #[inline(always)]
+    pub(super) fn at(&self, row: usize, group: usize) -> Option<f32> {
+        match self {
+            Self::Blocks { scales, groups, height } => Some(scales[row / height * groups + group]),
+            _ => None,
+        }
+    }
+}
+
+/// The largest magnitude among finite values.
+fn largest_magnitude(values: &[f32]) -> f32 {
+    values.iter().map(|w| w.abs()).filter(|w| w.is_finite()).fold(0.0, |a, b| if b > a { b } else { a })
+}
+
+impl GridRule {
+    /// The grid of a group of NVFP4 with this range and these weights, below a global scale.
+    ///
+    /// # Errors
+    /// [`GridError::Overflow`] when the largest value of the grid is infinite.
+    #[inline(always)]
+    pub(super) fn fit_below(
+        self,
+        amax: f32,
+        weights: &[f32],
+        global: f32,
+        search: ScaleSearch,
+    ) -> Result<Grid, GridError> {
+        let exact = global * (amax / FloatFormat::E2m1.largest());
+        let stored = |exact: f32| match FloatFormat::E4m3.round(exact) {
+            0.0 => SMALLEST_SCALE,
+            scale => scale,
+        };
+        let base = stored(exact);
+        let grid = |scale: f32| self.at_scale(scale / global);
+        let mut best = grid(base);
+        if !(best.scale() * FloatFormat::E2m1.largest()).is_finite() {
+            let extent = super::grid::Extent { min: -amax, max: amax };
+            return Err(GridError::Overflow { extent, exact: amax / 6.0, dtype: Dtype::F32 });
+        }
+        if amax == 0.0 || search == ScaleSearch::Amax {
+            return Ok(best);
+        }
+        let mut least = best.squared_error(weights);
+        let mut consider = |scale: f32| {
+            let candidate = grid(scale);
+            let error = candidate.squared_error(weights);
+            if error < least {
+                (best, least) = (candidate, error);
+            }
+        };
+        match search {
+            ScaleSearch::Amax => {}
+            ScaleSearch::FourOverSix => consider(stored(1.5 * exact)),
+            ScaleSearch::Sweep => {
+                let code = i16::from(FloatFormat::E4m3.code(base));
+                let largest = i16::from(FloatFormat::E4m3.code(LARGEST_SCALE));
+                for offset in SWEEP.filter(|offset| *offset != 0) {
+                    if (1..=largest).contains(&(code + offset)) {
+                        consider(FloatFormat::E4m3.value((code + offset) as u8));
+                    }
+                }
+            }
+        }
+        Ok(best)
+    }
+}
+
+#[cfg(test)]
+#[path = "shared_tests.rs"]
+mod tests;

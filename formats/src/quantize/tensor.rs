@@ -1,0 +1,315 @@
+//! A quantized linear in logical order: what every method produces and every format packs.
+
+use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows, e8m0_value};
+
+use super::grid::smallest_positive;
+use super::{InputGrid, Levels};
+use crate::checkpoint::Dtype;
+use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
+use crate::{Error, Result};
+
+/// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.
+///
+/// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric
+/// scheme stores no zeros and means `2^(bits − 1)`. Of a floating-point format, `ŵ[o, i] = number(codes[o, i]) ·
+/// scales[o, g]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QuantizedTensor {
+    /// `[n, k]`: output and input features.
+    pub shape: [usize; 2],
+    /// The grid.
+    pub scheme: LinearScheme,
+    /// `[n, k]` row-major, one unsigned code below `2^bits` a byte.
+    pub codes: Vec<u8>,
+    /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels`.
+    pub scales: Vec<f32>,
+    /// The type that scales are stored in where they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or
+    /// F8_E4M3 below a `global` scale.
+    pub scale_dtype: Dtype,
+    /// The two levels whose products, exact in `f32`, `scales` are; of progressive schemes.
+    pub levels: Option<Levels>,
+    /// `[n, k / group_size]` row-major, for asymmetric schemes.
+    pub zeros: Option<Vec<u8>>,
+    /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
+    pub global: Option<f32>,
+    /// What was calibrated of the input: its grid where that is the same for all tokens. Of NVFP4, `scale` is the
+    /// input's global scale, a divisor.
+    pub input: Option<StaticScale>,
+}
+
+impl QuantizedTensor {
+    /// The same matrix as the kernels see it.
+    ///
+    /// # Errors
+    /// When the parts do not fit each other, which readers of files must rule out by calling this.
+    pub fn view(&self) -> Result<WeightView<'_>> {
+        self.view_with(None)
+    }
+
+    /// The same, with the [codes of its scales](Self::scale_codes) in place of scales where there is a global one.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
+        let group_size = self.scheme.granularity.group_size(self.shape[1]);
+        if self.levels.is_some() != self.scheme.is_progressive() {
+            return Err(Error::Internal("levels of scales do not go with the scheme".into()));
+        }
+        let scales = match &self.levels {
+            None => Scales::Float(&self.scales),
+            Some(Levels { groups, rows }) => Scales::Progressive { groups, channels: rows },
+        };
+        let view = match (self.scheme.weight, self.zeros.as_deref()) {
+            (WeightFormat::Int { bits, .. }, zeros) => {
+                WeightView::with_scales(self.shape, bits, group_size, &self.codes, scales, zeros)
+            }
+            (WeightFormat::Float(format), None) => {
+                let scales = match (scale_codes, self.global) {
+                    (Some(groups), Some(global)) => Scales::E4m3 { groups, global },
+                    _ => Scales::Float(&self.scales),
+                };
+                WeightView::float_with_scales(self.shape, format, group_size, &self.codes, scales)
+            }
+            (WeightFormat::Float(_), Some(_)) => {
+                return Err(Error::Internal("floating-point codes have no zeros".into()));
+            }
+        };
+        view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
+    }
+
+    /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is
+    /// lost is half a unit of its last place.
+    ///
+    /// # Errors
+    /// The scale that overflows it, for the caller to name the tensor.
+    pub fn flattened(mut self, scale_dtype: Dtype) -> Result<Self, f32> {
+        if self.levels.take().is_none() {
+            return Ok(self);
+        }
+        for scale in &mut self.scales {
+            let rounded = match scale_dtype.round(*scale) {
+                0.0 => smallest_positive(scale_dtype),
+                rounded => rounded,
+            };
+            if !(rounded * f32::from(self.scheme.max_code())).is_finite() {
+                return Err(*scale);
+            }
+            *scale = rounded;
+        }
+        Ok(Self { scheme: self.scheme.flattened(), scale_dtype, ..self })
+    }
+
+    /// The grid of the input, where it does not stay float.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the scheme asks for a grid that is the same for all tokens, and there is none.
+    pub fn input_grid(&self) -> Result<Option<InputGrid>> {
+        match (self.scheme.activations, self.input) {
+            (ActivationScheme::Float, None) => Ok(None),
+            (ActivationScheme::Token, None) => Ok(Some(InputGrid::Token)),
+            (ActivationScheme::Fp8Token, None) => Ok(Some(InputGrid::Fp8Token)),
+            (ActivationScheme::Fp8Group, None) => Ok(Some(InputGrid::Fp8Group)),
+            (ActivationScheme::Mxfp8, None) => Ok(Some(InputGrid::Mxfp8)),
+            (ActivationScheme::Fp8Static, Some(StaticScale { scale, zero: 0 })) => {
+                Ok(Some(InputGrid::Fp8Static { scale }))
+            }
+            (ActivationScheme::Nvfp4, Some(StaticScale { scale: global, zero: 0 })) => {
+                Ok(Some(InputGrid::Nvfp4 { global }))
+            }
+            (ActivationScheme::Static { symmetric }, Some(by)) if !symmetric || by.zero == 0 => {
+                Ok(Some(InputGrid::Static(by)))
+            }
+            _ => Err(Error::Internal(format!("the input's grid does not go with {}", self.scheme))),
+        }
+    }
+
+    /// Whether a container can write it as it is.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when the parts do not fit each other, zeros do not go with the scheme, a
+    /// code has too many bits (it would change its neighbours), or a scale is not exact in its type.
+    pub fn require_storable(&self, module: &str) -> Result<()> {
+        let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
+        self.view()?;
+        self.input_grid()?;
+        if self.zeros.is_none() != self.scheme.is_symmetric() {
+            return Err(inconsistent("zeros do not go with the scheme's symmetry"));
+        }
+        let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
+        if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
+            return Err(inconsistent("a code has more bits than the scheme"));
+        }
+        if self.scheme.float_format().is_some_and(|format| self.codes.iter().any(|&c| !format.is_number(c))) {
+            return Err(inconsistent("a code is not a number"));
+        }
+        if self.levels.is_none() && !self.scales_are_exact() {
+            return Err(inconsistent("a scale is not exact in the type it is stored in"));
+        }
+        Ok(())
+    }
+
+    fn scales_are_exact(&self) -> bool {
+        match (self.scale_dtype, self.global) {
+            (Dtype::F8E4M3, Some(_)) | (Dtype::F8E8M0, None) => self.scale_codes().is_some(),
+            (dtype, None) if dtype.is_weight_float() => self.scales.iter().all(|&s| dtype.round(s) == s),
+            _ => false,
+        }
+    }
+
+    /// The codes of scales that have one byte: E8M0, or E4M3 below the global scale; `None` where a scale is no such
+    /// number.
+    pub fn scale_codes(&self) -> Option<Vec<u8>> {
+        let code = |scale: f32| match self.global {
+            None => {
+                let code = if scale == e8m0_value(0) { 0 } else { (scale.to_bits() >> 23) as u8 };
+                (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
+            }
+            Some(global) => {
+                let code = FloatFormat::E4m3.code(scale * global);
+                (FloatFormat::E4m3.value(code) / global == scale).then_some(code)
+            }
+        };
+        self.scales.iter().map(|&scale| code(scale)).collect()
+    }
+
+    /// Every scale that is stored, once: of a tensor one, of blocks `[⌈n / 128⌉, ⌈k / 128⌉]`, else `[n, groups]`;
+    /// `None` where rows differ that should have one in common.
+    pub fn stored_scales(&self) -> Option<Vec<f32>> {
+        let [n, k] = self.shape;
+        let size = self.scheme.granularity.group_size(k);
+        let (height, width) = match self.scheme.granularity {
+            Granularity::Tensor => (n.max(1), 1),
+            Granularity::Block => (BLOCK, BLOCK / size.max(1)),
+            _ => return Some(self.scales.clone()),
+        };
+        let groups = k / size.max(1);
+        let mut stored: Vec<f32> = Vec::with_capacity(n.div_ceil(height) * groups.div_ceil(width));
+        for row in (0..n).step_by(height) {
+            stored.extend(self.scales[row * groups..(row + 1) * groups].iter().step_by(width));
+        }
+        let across = groups.div_ceil(width);
+        let same = |(i, scale): (usize, &f32)| {
+            stored[i / groups / height * across + i % groups / width].to_bits() == scale.to_bits()
+        };
+        let all_same = self.scales.iter().enumerate().all(same);
+        if stored.is_empty() && self.scheme.granularity == Granularity::Tensor {
+            stored.push(1.0);
+        }
+        all_same.then_some(stored)
+    }
+
+    /// A scale for every row and group from [`stored_scales`](Self::stored_scales), whose number was checked.
+    pub fn spread_scales(stored: &[f32], [n, k]: [usize; 2], granularity: Granularity) -> Vec<f32> {
+        let size = granularity.group_size(k).max(1);
+        let groups = k / size;
+        let (height, width) = match granularity {
+            Granularity::Tensor => (n.max(1), 1),
+            Granularity::Block => (BLOCK, BLOCK / size),
+            _ => return stored.to_vec(),
+        };
+        let across = groups.div_ceil(width);
+        let scale = |i: usize| stored[i / groups / height * across + i % groups / width];
+        (0..n * groups).map(scale).collect()
+    }
+
+    /// The same matrix on a grid that says the same in other words: symmetric or with the middle
+    /// code as stored zero, scales in another type or with one level in place of two, activations per token left float.
+    /// No weight changes.
+    ///
+    /// # Errors
+    /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
+    /// that is not exact in the type.
+    pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
+        let columns = self.shape[1];
+        let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
+        let left_float = scheme.activations == ActivationScheme::Float
+            && self.scheme.activations != ActivationScheme::Float
+            && !self.scheme.has_static_activations();
+        let same_input = scheme.activations == self.scheme.activations || left_float;
+        // Two levels are not found again where there is one.
+        let same_input = same_input && (self.scheme.is_progressive() || !scheme.is_progressive());
+        let same_codes =
+            scheme.bits() == self.scheme.bits() && scheme.float_format() == self.scheme.float_format();
+        if !same_codes || group_size(scheme) != group_size(self.scheme) || !same_input {
+            return Err(format!("its weights are {}, not {scheme}", self.scheme));
+        }
+        let middle = 1 << (scheme.bits() - 1);
+        match (&self.zeros, scheme.is_symmetric()) {
+            (Some(zeros), true) => {
+                if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
+                    return Err(format!("it has a zero of {zero}, which a symmetric grid does not"));
+                }
+                self.zeros = None;
+            }
+            (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
+            _ => {}
+        }
+        if !scheme.is_progressive() {
+            self.levels = None;
+        }
+        if self.scheme.fixed_scales().is_some() {
+            return match scheme.fixed_scales() == self.scheme.fixed_scales()
+                && scale_dtype == self.scale_dtype
+            {
+                true => Ok(Self { scheme, ..self }),
+                false => Err(format!("its scales are {}, not {scale_dtype}", self.scale_dtype)),
+            };
+        }
+        let scales = if self.levels.is_none() { &self.scales[..] } else { &[] };
+        if let Some(scale) = scales.iter().find(|&&s| scale_dtype.round(s) != s) {
+            return Err(format!("its scale {scale:e} ({}) is not exact in {scale_dtype}", self.scale_dtype));
+        }
+        Ok(Self { scheme, scale_dtype, ..self })
+    }
+
+    /// The whole matrix as `f32`, `[n, k]` row-major.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn dequantize(&self) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; self.shape[0] * self.shape[1]];
+        let view = self.view()?;
+        dequantize_rows(&view, 0..view.n(), &mut out).map_err(|e| Error::Internal(e.to_string()))?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantize::quantize_rtn;
+
+    fn tensor(scheme: &str, scale_dtype: Dtype) -> QuantizedTensor {
+        let weights: Vec<f32> = (0..8 * 64).map(|i| (i as f32 * 0.37).sin() * 0.1).collect();
+        quantize_rtn("w", &weights, [8, 64], scheme.parse().unwrap(), scale_dtype, None).unwrap()
+    }
+
+    #[test]
+    fn symmetric_grids_are_stated_with_and_without_zeros() {
+        let without = tensor("w4a16-g32-sym", Dtype::F16);
+        let asym = "w4a16-g32-asym".parse().unwrap();
+        let with = without.clone().restated(asym, Dtype::F16).unwrap();
+        assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
+        assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
+        assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
+        // One group a row is the row.
+        let channel = tensor("w4a16-g64-sym", Dtype::F16);
+        assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
+    }
+
+    #[test]
+    fn what_would_change_a_weight_is_refused() {
+        let mut bf16 = tensor("w4a16-g32-sym", Dtype::Bf16);
+        let said = |tensor: &QuantizedTensor, scheme: &str, dtype| {
+            tensor.clone().restated(scheme.parse().unwrap(), dtype).unwrap_err()
+        };
+        assert!(said(&bf16, "w8a16-g32-sym", Dtype::Bf16).contains("are w4a16-g32-sym"));
+        assert!(said(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
+        assert!(bf16.clone().restated(bf16.scheme, Dtype::F16).is_ok(), "eight bits fit into eleven");
+        bf16.scales[3] = 2.0_f32.powi(-40);
+        assert!(said(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
+        let asym = tensor("w4a16-g32-asym", Dtype::F16);
+        assert!(said(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero of"));
+        assert!(said(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
+    }
+}
