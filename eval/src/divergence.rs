@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::statistics::{Histogram, Quantile, quantiles};
-use crate::{Estimate, EvaluationText, Journal, Position, Scores, StoredReference};
+use crate::{Estimate, EvaluationText, Journal, LogitsModel, Position, Scored, Scores, StoredReference};
 
 /// Where the reference's confidence is divided.
 const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
@@ -94,7 +94,7 @@ pub struct NoiseFloor {
 }
 
 /// What a model is compared with.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub enum Reference<'a> {
     /// A model that runs beside it.
     Model {
@@ -105,18 +105,21 @@ pub enum Reference<'a> {
     },
     /// What was kept of one, its noise floor included.
     Stored(&'a StoredReference),
+    /// A model that an engine runs beside it. Its noise floor is not measured.
+    Engine(&'a dyn LogitsModel),
 }
 
 impl<'a> Reference<'a> {
     /// Panel of the reference and models.
-    fn with(self, models: &[&'a Decoder], windows: usize) -> Result<Panel<'a>> {
-        let models = models.iter().map(|model| Origin::Model(model));
+    fn with(self, models: &[Scored<'a>], windows: usize) -> Result<Panel<'a>> {
+        let models = models.iter().map(|model| Origin::from(*model));
         match self {
             Self::Model { decoder, floor } => {
                 let panel = Panel::new([Origin::Model(decoder)].into_iter().chain(models))?;
                 Ok(if floor { panel.with_floor(windows) } else { panel })
             }
             Self::Stored(stored) => Panel::new([Origin::Stored(stored)].into_iter().chain(models)),
+            Self::Engine(engine) => Panel::new([Origin::Engine(engine)].into_iter().chain(models)),
         }
     }
 
@@ -124,7 +127,7 @@ impl<'a> Reference<'a> {
     fn floor(self, positions: &[Vec<Position>]) -> Option<NoiseFloor> {
         match self {
             Self::Stored(stored) => Some(stored.noise_floor().clone()),
-            Self::Model { .. } => NoiseFloor::of(positions, |p| p.floor),
+            Self::Model { .. } | Self::Engine(_) => NoiseFloor::of(positions, |p| p.floor),
         }
     }
 }
@@ -134,15 +137,15 @@ impl<'a> Reference<'a> {
 /// # Errors
 /// When a model or the journal fails, the vocabularies differ, a number is not finite, or the token
 /// pulls.
-pub fn compare(
-    reference: Reference<'_>,
-    model: &Decoder,
+pub fn compare<'a>(
+    reference: Reference<'a>,
+    model: impl Into<Scored<'a>>,
     text: &EvaluationText,
     journal: &mut Journal<Position>,
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<(Scores, Divergence)> {
-    let positions = reference.with(&[model], text.windows.len())?.run(
+    let positions = reference.with(&[model.into()], text.windows.len())?.run(
         &text.windows,
         journal.take(),
         (observer, cancel),
@@ -160,9 +163,9 @@ pub fn compare(
 ///
 /// # Errors
 /// As [`compare`].
-pub fn compare_all(
-    reference: Reference<'_>,
-    models: &[&Decoder],
+pub fn compare_all<'a>(
+    reference: Reference<'a>,
+    models: &[Scored<'a>],
     text: &EvaluationText,
     observer: &dyn Observer,
     cancel: &CancelToken,

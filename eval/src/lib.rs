@@ -9,10 +9,13 @@
 //! against its reference on the same positions; [`statistics`] says how far the numbers can be
 //! trusted; [`Evaluation`] is the file they are kept in, and [`gate`] decides on such files whether a
 //! model has become worse, and [`report`] shows them to people.
+//!
+//! Models are decoders of `quant-core`, or any that implement [`LogitsModel`]: an engine's own, scored the same way.
 #![forbid(unsafe_code)]
 
 mod anatomy;
 mod divergence;
+mod engine;
 pub mod gate;
 mod journal;
 mod noise;
@@ -32,6 +35,7 @@ pub use anatomy::{Anatomy, LinearInput, anatomy};
 pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };
+pub use engine::{LogitsModel, Scored};
 pub use journal::{Journal, Measured};
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};
 pub use position::Position;

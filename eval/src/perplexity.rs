@@ -5,7 +5,7 @@ use quant_core::{CancelToken, Error, Observer, Result, Silent};
 use serde::{Deserialize, Serialize};
 
 use crate::score::{Origin, Panel, dropped, require_finite};
-use crate::{Estimate, EvaluationText, Journal, Profile};
+use crate::{Estimate, EvaluationText, Journal, Profile, Scored};
 
 /// How well a model predicts a text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -93,14 +93,14 @@ pub fn disturbed_perplexity(
 ///
 /// # Errors
 /// When the model or the journal fails, a position's likelihood is not finite, or the token pulls.
-pub fn perplexity(
-    decoder: &Decoder,
+pub fn perplexity<'a>(
+    model: impl Into<Scored<'a>>,
     text: &EvaluationText,
     journal: &mut Journal<f64>,
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let nll = Panel::new([Origin::Model(decoder)])?.run(
+    let nll = Panel::new([model.into().into()])?.run(
         &text.windows,
         journal.take(),
         (observer, cancel),

@@ -1,12 +1,12 @@
 //! Runs windows through models and hands every scored position's sums to a measurement.
 
 use candle_core::Tensor;
-use quant_core::model::{Decoder, Head};
+use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Event, Observer, Result};
 
 use crate::noise::disturb;
-use crate::vocabulary::{Source, Sums, pass};
-use crate::{StoredReference, Window};
+use crate::vocabulary::{Output, Source, Sums, pass};
+use crate::{LogitsModel, Scored, StoredReference, Window};
 
 /// Tokens that go through a model at a time.
 const BATCH_TOKENS: usize = 2048;
@@ -24,24 +24,40 @@ pub(crate) enum Origin<'a> {
     Noisy(&'a Decoder, u64),
     /// What was kept of one.
     Stored(&'a StoredReference),
+    /// A model that is run elsewhere.
+    Engine(&'a dyn LogitsModel),
+}
+
+impl<'a> From<Scored<'a>> for Origin<'a> {
+    fn from(model: Scored<'a>) -> Self {
+        match model {
+            Scored::Decoder(decoder) => Self::Model(decoder),
+            Scored::Engine(engine) => Self::Engine(engine),
+        }
+    }
 }
 
 impl<'a> Origin<'a> {
-    fn head(self) -> Result<Head<'a>> {
+    fn output(self) -> Result<Output<'a>> {
         match self {
-            Self::Model(decoder) | Self::Noisy(decoder, _) => decoder.head(),
-            Self::Stored(stored) => stored.head(),
+            Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(decoder.head()?)),
+            Self::Stored(stored) => Ok(Output::Head(stored.head()?)),
+            Self::Engine(engine) => match engine.vocab() {
+                0 => Err(Error::Logits { reason: "the engine has a vocabulary without tokens".into() }),
+                vocab => Ok(Output::Logits(vocab)),
+            },
         }
     }
 
-    /// What the head multiplies at every scored position of windows of equal length, `[positions, width]`.
-    fn inputs(self, head: &Head<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
+    /// What stands for every scored position of windows of equal length, `[positions, width]`.
+    fn inputs(self, output: &Output<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
         let tokens: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
         let hidden: Tensor = match self {
             Self::Model(decoder) => decoder.hidden(&tokens)?,
             Self::Noisy(decoder, seed) => decoder
                 .hidden_through(&tokens, &mut |block, hidden| disturb(&hidden, seed, block, batch[0]))?,
             Self::Stored(stored) => return stored.inputs(batch),
+            Self::Engine(engine) => return engine_logits(engine, output.vocab(), windows, batch),
         };
         let (_, length, width) = hidden.dims3()?;
         let all = hidden.flatten_all()?.to_vec1::<f32>()?;
@@ -51,13 +67,42 @@ impl<'a> Origin<'a> {
             let start = row * length + windows[number].first - 1;
             scored.extend_from_slice(&all[start * width..(row + 1) * length * width]);
         }
-        head.inputs(scored)
+        match output {
+            Output::Head(head) => head.inputs(scored),
+            Output::Logits(_) => Err(Error::Internal("a decoder without a head".into())),
+        }
     }
+}
+
+/// Asks an engine for the logits at all scored positions of some windows.
+fn engine_logits(
+    engine: &dyn LogitsModel,
+    vocab: usize,
+    windows: &[Window],
+    batch: &[usize],
+) -> Result<Vec<f32>> {
+    let mut all = Vec::new();
+    for window in batch.iter().map(|&n| &windows[n]) {
+        let before = all.len();
+        let failed = |reason| Error::Logits { reason };
+        engine
+            .logits(window.input(), window.first - 1, &mut all)
+            .map_err(|e| failed(format!("the engine failed: {e}")))?;
+        let (got, wanted) = (all.len().checked_sub(before), window.scored().checked_mul(vocab));
+        if got != wanted {
+            return Err(failed(format!(
+                "the engine gave {} numbers for {} positions and {vocab} tokens",
+                all.len().saturating_sub(before),
+                window.scored()
+            )));
+        }
+    }
+    Ok(all)
 }
 
 /// Models that are run over the same windows.
 pub(crate) struct Panel<'a> {
-    origins: Vec<(Origin<'a>, Head<'a>)>,
+    origins: Vec<(Origin<'a>, Output<'a>)>,
     /// The model whose noise floor is measured on some of the windows.
     floor: Option<&'a Decoder>,
     /// Windows, by number, on which it is.
@@ -70,12 +115,13 @@ impl<'a> Panel<'a> {
     /// # Errors
     /// When a head cannot be read, or two have different vocabularies.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
-        let with_head = |origin: Origin<'a>| Ok((origin, origin.head()?));
-        let origins = origins.into_iter().map(with_head).collect::<Result<Vec<_>>>()?;
-        for (_, head) in &origins[1..] {
-            if origins[0].1.vocab() != head.vocab() {
+        let with_output = |origin: Origin<'a>| Ok((origin, origin.output()?));
+        let origins = origins.into_iter().map(with_output).collect::<Result<Vec<_>>>()?;
+        for (_, output) in &origins[1..] {
+            let [reference, model] = [origins[0].1.vocab(), output.vocab()];
+            if reference != model {
                 return Err(Error::usage(
-                    format!("the reference has {} tokens, the model {}", origins[0].1.vocab(), head.vocab()),
+                    format!("the reference has {reference} tokens, the model {model}"),
                     "compare a model with the checkpoint it was made from",
                 ));
             }
@@ -94,9 +140,17 @@ impl<'a> Panel<'a> {
         self
     }
 
-    /// The head of the first model.
-    pub(crate) fn head(&self) -> &Head<'a> {
+    /// How logits follow from what is known of the first model.
+    pub(crate) fn output(&self) -> &Output<'a> {
         &self.origins[0].1
+    }
+
+    /// Windows that pass together: of an engine one by one, since all their logits are in memory.
+    fn batches(&self, windows: &[Window]) -> Vec<Vec<usize>> {
+        match self.origins.iter().any(|(origin, _)| matches!(origin, Origin::Engine(_))) {
+            true => (0..windows.len()).map(|number| vec![number]).collect(),
+            false => batches(windows),
+        }
     }
 
     /// Measures every scored position of a batch's windows; the results of each window in order of positions.
@@ -109,9 +163,9 @@ impl<'a> Panel<'a> {
         states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<Vec<Vec<T>>> {
         let mut inputs = Vec::with_capacity(self.origins.len());
-        for (origin, head) in &self.origins {
+        for (origin, output) in &self.origins {
             cancel.check()?;
-            inputs.push(origin.inputs(head, windows, batch)?);
+            inputs.push(origin.inputs(output, windows, batch)?);
         }
         let scored: Vec<usize> = batch.iter().map(|&n| windows[n].scored()).collect();
         let (mut all, mut first, mut position) = (Vec::with_capacity(batch.len()), 0, 0);
@@ -122,7 +176,7 @@ impl<'a> Panel<'a> {
             let span = |width: usize| position * width..(position + positions) * width;
             let noise = match self.floor.filter(|_| self.noisy.contains(&run[0])) {
                 Some(decoder) => {
-                    Some(Origin::Noisy(decoder, NOISE_SEED).inputs(self.head(), windows, run)?)
+                    Some(Origin::Noisy(decoder, NOISE_SEED).inputs(self.output(), windows, run)?)
                 }
                 None => None,
             };
@@ -130,9 +184,9 @@ impl<'a> Panel<'a> {
                 .origins
                 .iter()
                 .zip(&inputs)
-                .map(|((_, head), inputs)| Source { head, inputs: &inputs[span(head.width())] })
+                .map(|((_, output), inputs)| Source { output, inputs: &inputs[span(output.width())] })
                 .collect();
-            sources.extend(noise.as_ref().map(|inputs| Source { head: self.head(), inputs }));
+            sources.extend(noise.as_ref().map(|inputs| Source { output: self.output(), inputs }));
             let next: Vec<u32> =
                 run.iter().flat_map(|&n| windows[n].tokens[windows[n].first..].iter().copied()).collect();
             let ranked = self.origins.len() > 1;
@@ -143,7 +197,7 @@ impl<'a> Panel<'a> {
             });
             let mut row = 0;
             for (&number, &count) in run.iter().zip(counts) {
-                let width = self.head().width();
+                let width = self.output().width();
                 states(number, &sources[0].inputs[row * width..(row + count) * width])?;
                 all.push(results.by_ref().take(count).collect());
                 row += count;
@@ -173,7 +227,7 @@ impl<'a> Panel<'a> {
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
         // Only whole batches were kept.
         let resumed = known.len();
-        for batch in batches(windows) {
+        for batch in self.batches(windows) {
             cancel.check()?;
             if batch[0] >= resumed {
                 let results = self.measure(windows, &batch, cancel, &measure, states)?;

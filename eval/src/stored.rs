@@ -252,7 +252,7 @@ pub fn store_reference(
     cancel: &CancelToken,
 ) -> Result<Scores> {
     let panel = Panel::new([Origin::Model(decoder)])?.with_floor(text.windows.len());
-    let parts = panel.head().to_parts()?;
+    let parts = decoder.head()?.to_parts()?;
     let mut partial = Partial::create(path)?;
     let mut head = parts.weight.to_vec();
     parts.bias.iter().flatten().for_each(|b| head.extend(b.to_le_bytes()));

@@ -29,17 +29,72 @@ const POSITIONS: usize = 2048;
 /// The same where a head multiplies as a whole: so many rows of all logits are in memory.
 const WHOLE_POSITIONS: usize = 64;
 
-/// A model's head and what it is to multiply, `[positions, width]`, as [`Head::inputs`] made it.
+/// How logits follow from what is known of a position.
+pub(crate) enum Output<'a> {
+    /// A head multiplies hidden states.
+    Head(Head<'a>),
+    /// They are at hand, for a vocabulary of this size.
+    Logits(usize),
+}
+
+impl Output<'_> {
+    /// Tokens of the vocabulary.
+    pub(crate) fn vocab(&self) -> usize {
+        match self {
+            Self::Head(head) => head.vocab(),
+            Self::Logits(vocab) => *vocab,
+        }
+    }
+
+    /// Numbers that stand for a position.
+    pub(crate) fn width(&self) -> usize {
+        match self {
+            Self::Head(head) => head.width(),
+            Self::Logits(vocab) => *vocab,
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        matches!(self, Self::Head(head) if head.is_whole())
+    }
+}
+
+/// What is known of positions, `[positions, width]`: what a head is to multiply, as [`Head::inputs`] made it, or logits.
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
-    pub(crate) head: &'a Head<'a>,
+    pub(crate) output: &'a Output<'a>,
     pub(crate) inputs: &'a [f32],
 }
 
 impl Source<'_> {
     fn part(&self, positions: Range<usize>) -> &[f32] {
-        let width = self.head.width();
+        let width = self.output.width();
         &self.inputs[positions.start * width..positions.end * width]
+    }
+
+    /// Logits of these tokens at these positions; `whole` are all logits from position `first` on, where the head
+    /// multiplies as a whole.
+    fn tile(
+        &self,
+        (rows, first): (Range<usize>, usize),
+        columns: Range<usize>,
+        whole: &[f32],
+        weight: &mut Vec<f32>,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        let vocab = self.output.vocab();
+        let (logits, rows) = match self.output {
+            Output::Head(head) if !head.is_whole() => {
+                return head.logits(self.part(rows), columns, weight, out);
+            }
+            Output::Head(_) => (whole, rows.start - first..rows.end - first),
+            Output::Logits(_) => (self.inputs, rows),
+        };
+        out.clear();
+        for row in rows {
+            out.extend_from_slice(&logits[row * vocab..][..vocab][columns.clone()]);
+        }
+        Ok(())
     }
 }
 
@@ -63,7 +118,7 @@ pub(crate) fn pass(
     ranked: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
-    let most = match sources.iter().any(|s| s.head.is_whole()) {
+    let most = match sources.iter().any(|s| s.output.is_whole()) {
         true => WHOLE_POSITIONS,
         false => POSITIONS,
     };
@@ -82,12 +137,14 @@ fn some_positions(
     ranked: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
-    let vocab = sources.first().map_or(0, |s| s.head.vocab());
+    let vocab = sources.first().map_or(0, |s| s.output.vocab());
     // Where a head multiplies as a whole, its logits are at hand.
     let whole = sources.iter().map(|source| {
         let mut logits = Vec::new();
-        if source.head.is_whole() {
-            source.head.all_logits(source.part(positions.clone()), &mut logits)?;
+        if let Output::Head(head) = source.output
+            && head.is_whole()
+        {
+            head.all_logits(source.part(positions.clone()), &mut logits)?;
         }
         Ok(logits)
     });
@@ -107,16 +164,8 @@ fn some_positions(
                 let columns = start..vocab.min(start + HEAD_TILE);
                 scratch.tiles.resize(sources.len(), Vec::new());
                 for ((source, whole), tile) in sources.iter().zip(&whole).zip(&mut scratch.tiles) {
-                    if source.head.is_whole() {
-                        tile.clear();
-                        for row in rows.clone() {
-                            let row = &whole[(row - positions.start) * vocab..][..vocab];
-                            tile.extend_from_slice(&row[columns.clone()]);
-                        }
-                    } else {
-                        let inputs = source.part(rows.clone());
-                        source.head.logits(inputs, columns.clone(), &mut scratch.weight, tile)?;
-                    }
+                    let rows = (rows.clone(), positions.start);
+                    source.tile(rows, columns.clone(), whole, &mut scratch.weight, tile)?;
                 }
                 take_in(&mut sums, &scratch.tiles, &next[rows.clone()], columns, ranked, &mut scratch.terms);
             }

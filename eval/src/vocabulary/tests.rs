@@ -73,13 +73,17 @@ fn head_of(vocab: usize, logits: &[f32]) -> Head<'static> {
     Head::from_parts(parts).unwrap()
 }
 
-/// What the pass makes of these logits.
+/// What the pass makes of these logits: the same where a head gives them and where they are at hand.
 fn passed(vocab: usize, logits: &[&[f32]], next: &[u32]) -> Vec<Sums> {
-    let heads: Vec<Head<'_>> = logits.iter().map(|logits| head_of(vocab, logits)).collect();
+    let heads: Vec<Output<'_>> = logits.iter().map(|logits| Output::Head(head_of(vocab, logits))).collect();
     let mut unit = vec![0.0_f32; next.len() * next.len()];
     unit.iter_mut().step_by(next.len() + 1).for_each(|x| *x = 1.0);
-    let sources: Vec<Source<'_>> = heads.iter().map(|head| Source { head, inputs: &unit }).collect();
-    pass(&sources, next, true, &CancelToken::new()).unwrap()
+    let sources: Vec<Source<'_>> = heads.iter().map(|output| Source { output, inputs: &unit }).collect();
+    let sums = pass(&sources, next, true, &CancelToken::new()).unwrap();
+    let at_hand = Output::Logits(vocab);
+    let sources: Vec<Source<'_>> = logits.iter().map(|inputs| Source { output: &at_hand, inputs }).collect();
+    assert_eq!(pass(&sources, next, true, &CancelToken::new()).unwrap(), sums);
+    sums
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod native_fp8;
 mod nibbles;
 mod numbers;
 mod qserve;
+mod quantized;
 
 use std::collections::BTreeMap;
 
@@ -30,6 +31,7 @@ pub use gptq::GptqV1;
 pub use modelopt::ModelOpt;
 pub use numbers::read_positive;
 pub use qserve::QServe;
+pub use quantized::{QuantizedCheckpoint, QuantizedLinear, quantization_settings};
 
 /// Linears that engines run as one matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -279,6 +281,13 @@ pub trait PackedReader: Send + Sync {
     /// # Errors
     /// When there are none.
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype>;
+
+    /// The shape `[n, k]` of a linear's weight as its tensors have it, for callers that have no model to ask; `None` where
+    /// there are no codes of such a linear.
+    ///
+    /// # Errors
+    /// When a tensor that says it is missing, is not of a shape that it can have, or cannot be read.
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>>;
 
     /// The tensors that hold a weight, each there with the type and shape that its scheme implies.
     ///

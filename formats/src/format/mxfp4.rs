@@ -63,6 +63,10 @@ impl PackedReader for Mxfp4 {
         Self::none(module)
     }
 
+    fn shape(&self, _source: &dyn TensorSource, _module: &str) -> Result<Option<[usize; 2]>> {
+        Ok(None)
+    }
+
     fn tensors(&self, _source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
         Self::none(weight.module)
     }

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use quant_kernels_cpu::{StaticScale, e8m0_value};
 use serde_json::Value;
 
-use super::numbers::{read_numbers, read_positive};
+use super::numbers::{matrix, read_numbers, read_positive};
 use super::{PackedReader, PackedWeight};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::quantize::QuantizedTensor;
@@ -150,6 +150,13 @@ impl PackedReader for NativeFp8 {
         // Exponents are numbers of any wider type.
         let dtype = source.require(&self.module(module)?.scale)?.dtype;
         Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
+    }
+
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        match self.modules.contains_key(module) {
+            true => matrix(source, &format!("{module}.weight"), Dtype::F8E4M3, [1, 1]),
+            false => Ok(None),
+        }
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {

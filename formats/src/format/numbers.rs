@@ -1,6 +1,6 @@
 //! Floating-point codes and scales as files hold them, checked when they are read.
 
-use crate::checkpoint::{TensorSource, require_finite};
+use crate::checkpoint::{Dtype, TensorSource, require_finite};
 use crate::scheme::FloatFormat;
 use crate::{Error, Result};
 
@@ -58,5 +58,28 @@ pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
         reason: format!("tensor `{name}` has the negative scale {} at {negative}", scales[negative]),
+    })
+}
+
+/// The dimensions of a matrix, where there is a tensor of that name and type, each multiplied by `times`.
+///
+/// # Errors
+/// [`Error::UnsupportedQuantization`] when it is no matrix, or one of no size that fits.
+pub(super) fn matrix(
+    source: &dyn TensorSource,
+    name: &str,
+    dtype: Dtype,
+    times: [usize; 2],
+) -> Result<Option<[usize; 2]>> {
+    let Some(info) = source.info(name).filter(|info| info.dtype == dtype) else { return Ok(None) };
+    if let [rows, columns] = info.shape[..]
+        && let (Some(rows), Some(columns)) = (rows.checked_mul(times[0]), columns.checked_mul(times[1]))
+        && rows.checked_mul(columns).is_some()
+    {
+        return Ok(Some([rows, columns]));
+    }
+    Err(Error::UnsupportedQuantization {
+        path: source.location(name),
+        reason: format!("tensor `{name}` is {:?}, and no matrix of codes", info.shape),
     })
 }

@@ -1,6 +1,8 @@
 //! A quantized linear in logical order: what every method produces and every format packs.
 
-use quant_kernels_cpu::{Scales, StaticScale, WeightView, dequantize_rows, e8m0_value};
+use quant_kernels_cpu::{
+    PackedLinear, Parallel, Scales, StaticScale, WeightView, dequantize_rows, e8m0_value,
+};
 
 use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
@@ -75,6 +77,19 @@ impl QuantizedTensor {
             }
         };
         view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
+    }
+
+    /// The same matrix packed for the kernels, with a bias `[n]` where there is one. It holds what activations with a zero
+    /// point need where the checkpoint says that they have one.
+    ///
+    /// # Errors
+    /// When its parts do not fit each other, or its scheme is none that the kernels multiply: groups that are too wide,
+    /// widths below 16.
+    pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
+        let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
+        let codes = self.global.and_then(|_| self.scale_codes());
+        let packed = PackedLinear::pack(&self.view_with(codes.as_deref())?, bias, sums, parallel);
+        packed.map_err(|error| Error::usage(format!("this weight cannot be packed: {error}"), "keep it as floats"))
     }
 
     /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is

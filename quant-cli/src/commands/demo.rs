@@ -4,12 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_calibration_data::demo_model;
-use quant_core::model::Decoder;
 use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::run::{Text, write};
 use quant_core::{Error, Result};
-use quant_evaluator::{Divergence, Profile, Reference, Scores, compare_all};
+use quant_evaluator::{Divergence, Profile, Reference, Scored, Scores, compare_all};
 use serde::Serialize;
 
 use super::{Session, eval};
@@ -103,7 +102,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     // All go through the text together, so that the float model does so once.
     let float = eval::load(&opened, &text, session)?;
     let reference = Reference::Model { decoder: &float, floor: true };
-    let models: Vec<&Decoder> = quantized.iter().collect();
+    let models: Vec<Scored<'_>> = quantized.iter().map(Scored::from).collect();
     let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));
     let compared = compare_all(reference, &models, &text, &observer, &session.cancel)?;
     for (row, (scores, divergence)) in rows.iter_mut().zip(&compared) {

@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
 use super::{BITS, HEAD, METHOD, VERSION};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
@@ -70,6 +71,12 @@ impl PackedReader for Reader {
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
         Ok(source.require(&scales_name(module))?.dtype)
+    }
+
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        const CODES_PER_WORD: usize = 32 / BITS as usize;
+        let stored = matrix(source, &codes_name(module), Dtype::I32, [1, CODES_PER_WORD])?;
+        Ok(stored.map(|[k, n]| [n, k]))
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {

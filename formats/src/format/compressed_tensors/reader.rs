@@ -18,6 +18,7 @@ use super::object::Object;
 use super::{EMBEDDING, LINEAR, METHOD, REGEX, STATUS, floats};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
+use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, LinearScheme, SchemeRequest};
@@ -216,6 +217,18 @@ impl PackedReader for Reader {
         }
     }
 
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        let Some(Target { storage, .. }) = self.linear(module) else { return Ok(None) };
+        let (packed, plain) = (packed_name(module), weight_name(module));
+        match storage {
+            Storage::Packed if source.info(&packed).is_none() => Ok(None),
+            Storage::Packed => stated_shape(source, module).map(Some),
+            Storage::Int8 => matrix(source, &plain, Dtype::I8, [1, 1]),
+            Storage::Float | Storage::Mxfp8 => matrix(source, &plain, Dtype::F8E4M3, [1, 1]),
+            Storage::Nvfp4 | Storage::Mxfp4 => matrix(source, &packed, Dtype::U8, [1, 2]),
+        }
+    }
+
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
         let PackedWeight { module, shape, scheme } = weight;
         let storage = self.storage(weight);
@@ -359,19 +372,45 @@ fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Res
     Ok(())
 }
 
+/// The numbers of a `weight_shape`, as they are.
+fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> {
+    let size = source.require(name)?.dtype.size();
+    let number = |b: &[u8]| match b.try_into() {
+        Ok(wide) => i64::from_le_bytes(wide),
+        Err(_) => b.try_into().map_or(-1, |narrow| i64::from(i32::from_le_bytes(narrow))),
+    };
+    Ok(source.read(name)?.chunks_exact(size).map(number).collect())
+}
+
+/// The shape of a packed weight by its `weight_shape`. That the codes are as many is checked with their tensor.
+fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
+    let name = shape_name(module);
+    let info = source.require(&name)?;
+    let mut stated = Vec::new();
+    // Anything else is no shape, and is not read.
+    if info.shape == [2] && matches!(info.dtype, Dtype::I64 | Dtype::I32) {
+        stated = read_weight_shape(source, &name)?;
+    }
+    if let [n, k] = stated[..]
+        && let (Ok(n), Ok(k)) = (usize::try_from(n), usize::try_from(k))
+        && n.checked_mul(k).is_some()
+    {
+        return Ok([n, k]);
+    }
+    Err(Error::UnsupportedQuantization {
+        path: source.location(&name),
+        reason: format!(
+            "tensor `{name}` ({} {:?}) holds {stated:?}, which is not the shape of a matrix",
+            info.dtype, info.shape
+        ),
+    })
+}
+
 /// Compares the contents of `weight_shape` with the shape that the model implies: packing hides up
 /// to a word's worth of columns.
 fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize; 2]) -> Result<()> {
     let name = shape_name(module);
-    let size = source.require(&name)?.dtype.size();
-    let bytes = source.read(&name)?;
-    let stated: Vec<i64> = bytes
-        .chunks_exact(size)
-        .map(|b| match b.try_into() {
-            Ok(wide) => i64::from_le_bytes(wide),
-            Err(_) => b.try_into().map_or(-1, |narrow| i64::from(i32::from_le_bytes(narrow))),
-        })
-        .collect();
+    let stated = read_weight_shape(source, &name)?;
     if stated.iter().map(|&d| usize::try_from(d).ok()).eq(expected.iter().map(|&d| Some(d))) {
         return Ok(());
     }

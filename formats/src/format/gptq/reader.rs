@@ -8,6 +8,7 @@ use super::layout::{
 };
 use super::{EXCLUDED, HEAD, METHOD, V1, V2};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
@@ -105,6 +106,11 @@ impl PackedReader for Reader {
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
         Ok(source.require(&scales_name(module))?.dtype)
+    }
+
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        let Some([words, n]) = matrix(source, &codes_name(module), Dtype::I32, [32, 1])? else { return Ok(None) };
+        Ok(Some([n, words / usize::from(self.scheme.bits())]))
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {

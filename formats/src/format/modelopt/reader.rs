@@ -12,7 +12,7 @@ use super::{METHOD, global_scale_name, input_scale_name, reciprocal, scale_name,
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec};
 use crate::format::native_fp8::NativeFp8;
 use crate::format::nibbles::unpack_nibbles;
-use crate::format::numbers::{read_group_scales, read_positive};
+use crate::format::numbers::{matrix, read_group_scales, read_positive};
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, NV_GROUP, WeightFormat};
@@ -213,6 +213,13 @@ impl PackedReader for Reader {
         match self.nvfp4.contains_key(module) {
             true => Ok(Dtype::F8E4M3),
             false => self.fp8.scale_dtype(source, module),
+        }
+    }
+
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        match self.nvfp4.contains_key(module) {
+            true => matrix(source, &weight_name(module), Dtype::U8, [1, 2]),
+            false => self.fp8.shape(source, module),
         }
     }
 

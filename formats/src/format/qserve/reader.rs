@@ -12,6 +12,7 @@ use super::layout::{
 use super::manifest::LAYOUT_VERSION;
 use super::{GROUP, HEAD, METHOD, QUANT_METHOD};
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, TensorSpec, require_finite};
+use crate::format::numbers::matrix;
 use crate::format::{PackedReader, PackedWeight};
 use crate::quantize::{Levels, QuantizedTensor};
 use crate::scheme::LinearScheme;
@@ -198,6 +199,13 @@ impl PackedReader for Reader {
             Kind::Bytes => byte_scales_name(module),
         };
         Ok(source.require(&name)?.dtype)
+    }
+
+    fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
+        match self.kind {
+            Kind::Bytes => matrix(source, &bytes_name(module), Dtype::I8, [1, 1]),
+            Kind::Group | Kind::Channel => matrix(source, &codes_name(module), Dtype::I8, [1, 2]),
+        }
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
-use quant_kernels_cpu::{Isa, KernelError, PackedLinear, Rayon};
+use quant_kernels_cpu::{Isa, KernelError, Rayon};
 
 use super::cuda::CudaRunner;
 use super::{StoredWeight, WeightRows};
@@ -47,10 +47,10 @@ impl WeightBody {
         if Isa::detect() == Isa::Scalar {
             return Ok(None);
         }
-        let (activations, sums, grid) = match tensor.input_grid()? {
-            None => (Activations::Float, false, None),
-            Some(InputGrid::Token) => (Activations::PerToken, false, None),
-            Some(InputGrid::Static(by)) => (Activations::Static(by), by.zero != 0, None),
+        let (activations, grid) = match tensor.input_grid()? {
+            None => (Activations::Float, None),
+            Some(InputGrid::Token) => (Activations::PerToken, None),
+            Some(InputGrid::Static(by)) => (Activations::Static(by), None),
             // An integer product of two floating-point formats would take a scale of every group of every token within
             // the inner loop, and there is no engine on processors whose numbers that would be.
             Some(
@@ -59,11 +59,9 @@ impl WeightBody {
                 | InputGrid::Fp8Static { .. }
                 | InputGrid::Mxfp8
                 | InputGrid::Nvfp4 { .. }),
-            ) => (Activations::Float, false, Some(grid)),
+            ) => (Activations::Float, Some(grid)),
         };
-        let codes = tensor.global.and_then(|_| tensor.scale_codes());
-        let packed = PackedLinear::pack(&tensor.view_with(codes.as_deref())?, None, sums, &Rayon);
-        let linear = QuantizedLinear::new(Arc::new(packed.map_err(kernel_error)?), activations, runner);
+        let linear = QuantizedLinear::new(Arc::new(tensor.pack(None, &Rayon)?), activations, runner);
         Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }
 

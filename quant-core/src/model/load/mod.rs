@@ -35,19 +35,6 @@ pub struct Model {
     source_method: Option<String>,
 }
 
-/// The `quantization_config`: of the model, or of its text tower, which some exporters write it into.
-fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a Value>> {
-    const KEY: &str = "quantization_config";
-    let nested = config.get(arch::TEXT_CONFIG).and_then(Value::as_object);
-    let nested = nested.and_then(|text| text.get(KEY)).filter(|settings| !settings.is_null());
-    match (config.get(KEY), nested) {
-        (Some(outer), Some(inner)) if outer != inner => {
-            Err(config.error(KEY, format!("differs from the one in `{}`", arch::TEXT_CONFIG)))
-        }
-        (outer, inner) => Ok(outer.or(inner)),
-    }
-}
-
 /// What of a vision-language model is no part of its text tower: vision tower, projector and the like.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Carried {
@@ -84,7 +71,7 @@ impl Model {
         let mut kv = KvScheme::from_config(&fields)?;
         let source = by_columns::by_rows(names::with_base(source, &architecture), &architecture);
         let source = fused_experts::split(source, &architecture)?;
-        let quantization = match quantization_settings(&fields)? {
+        let quantization = match format::quantization_settings(&fields)? {
             None => None,
             Some(settings) => {
                 let mut reader = format::reader(settings)

@@ -1,0 +1,74 @@
+//! Models that are scored: decoders of `quant-core`, and those of engines that run their own.
+
+use std::error::Error;
+
+use quant_core::model::Decoder;
+
+/// A model that an engine runs, scored by the logits that it gives: with the same windows, statistics and gate as ours.
+///
+/// ```
+/// use quant_evaluator::LogitsModel;
+///
+/// /// Thinks that every token is followed by the next one.
+/// struct Successor;
+///
+/// impl LogitsModel for Successor {
+///     fn vocab(&self) -> usize {
+///         512
+///     }
+///
+///     fn logits(
+///         &self,
+///         tokens: &[u32],
+///         first: usize,
+///         out: &mut Vec<f32>,
+///     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+///         for &token in &tokens[first..] {
+///             out.extend((0..512).map(|next| if next == token + 1 { 3.0 } else { 0.0 }));
+///         }
+///         Ok(())
+///     }
+/// }
+///
+/// let mut out = Vec::new();
+/// Successor.logits(&[5, 6, 7], 1, &mut out).unwrap();
+/// assert_eq!(out.len(), 2 * 512);
+/// ```
+pub trait LogitsModel {
+    /// Tokens of the vocabulary, as many as each row of logits has.
+    fn vocab(&self) -> usize;
+
+    /// Appends what the model says of the token after each of `tokens[first..]`, given all before it: logits
+    /// `[tokens.len() - first, vocab]`, row-major. Positions begin at 0 with the first token; nothing is kept from one
+    /// call to the next.
+    ///
+    /// # Errors
+    /// What the engine says; the evaluation ends with it.
+    fn logits(
+        &self,
+        tokens: &[u32],
+        first: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), Box<dyn Error + Send + Sync>>;
+}
+
+/// What is scored.
+#[derive(Clone, Copy)]
+pub enum Scored<'a> {
+    /// A decoder of `quant-core`.
+    Decoder(&'a Decoder),
+    /// A model that an engine runs. All logits of a window are in memory: `4 · positions · vocab` bytes.
+    Engine(&'a dyn LogitsModel),
+}
+
+impl<'a> From<&'a Decoder> for Scored<'a> {
+    fn from(decoder: &'a Decoder) -> Self {
+        Self::Decoder(decoder)
+    }
+}
+
+impl<'a> From<&'a dyn LogitsModel> for Scored<'a> {
+    fn from(engine: &'a dyn LogitsModel) -> Self {
+        Self::Engine(engine)
+    }
+}

@@ -1,0 +1,132 @@
+//! Quantized checkpoints as an engine reads them, without a model: the linears that the pipeline wrote, with the weights
+//! that the pipeline reads back.
+
+use std::path::Path;
+
+use quant_core::Category;
+use quant_core::checkpoint::ModelDirectory;
+use quant_core::model::Model;
+use quant_formats::format::{QuantizedCheckpoint, QuantizedLinear};
+use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
+use quant_tests::args;
+use quant_tests::models::{RawTensor, edit_config, read_safetensors, safetensors, write_cut_demo_model};
+use quant_tests::program::quant;
+use serde_json::json;
+
+const LINEARS: [&str; 7] = [
+    "mlp.down_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+];
+
+fn quantize(model: &Path, out: &Path, format: &str, scheme: &str) -> QuantizedCheckpoint {
+    let line = args!["quantize", model, "-o", out, "--method", "rtn", "--format", format, "--scheme", scheme];
+    quant(line).succeeded();
+    QuantizedCheckpoint::open(out).unwrap()
+}
+
+/// Two rows through the packed weight and through its floats.
+fn check_product(checkpoint: &QuantizedCheckpoint, linear: &QuantizedLinear, weight: &[f32]) {
+    let [n, k] = linear.shape;
+    let packed = checkpoint.read(&linear.name).unwrap().pack(None, &Serial).unwrap();
+    let x: Vec<f32> = (0..2 * k).map(|i| (i as f32 * 0.37).sin()).collect();
+    let mut rows = FloatRows::new(IsaToken::detect());
+    rows.pack(&x, RowLayout::of(packed.layout()), &Serial).unwrap();
+    let mut out = vec![0.0; 2 * n];
+    packed.multiply_float(&rows, &mut out, &Serial).unwrap();
+    for (row, x) in x.chunks_exact(k).enumerate() {
+        for (o, weight) in weight.chunks_exact(k).enumerate() {
+            let terms = || weight.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+            let (exact, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+            let off = (f64::from(out[row * n + o]) - exact).abs();
+            // Codes are stored around the middle of their bits: what is rounded is up to 16 times the products' size.
+            assert!(off <= 16.0 * 2.0_f64.powi(-15) * size + 1e-6, "{}: {off} of {size}", linear.name);
+        }
+    }
+}
+
+#[test]
+fn every_container_is_read_without_a_model() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_cut_demo_model(&model, 2);
+    for (format, scheme) in [
+        ("awq", "w4a16-g32-asym"),
+        ("gptq", "w4a16-g32-sym"),
+        ("gptq", "w8a16-channel-sym"),
+        ("compressed-tensors", "w4a16-g32-asym"),
+        ("compressed-tensors", "w3a16-g32-sym"),
+        ("compressed-tensors", "w8a8-channel-sym"),
+        ("compressed-tensors", "fp8"),
+        ("compressed-tensors", "nvfp4a16"),
+        ("compressed-tensors", "mxfp4a16"),
+        ("modelopt", "nvfp4a16"),
+        ("qserve", "w4a8-g128-asym-progressive"),
+        ("qserve", "w4a8-channel-asym"),
+    ] {
+        let out = scratch.path().join(format!("{format}-{scheme}"));
+        let checkpoint = quantize(&model, &out, format, scheme);
+        let directory = ModelDirectory::open(&out).unwrap();
+        let read_back = Model::open(&directory).unwrap().dequantized().unwrap();
+        let names: Vec<&str> = checkpoint.linears().iter().map(|linear| linear.name.as_str()).collect();
+        let layers = (0..2).flat_map(|i| LINEARS.map(|name| format!("model.layers.{i}.{name}")));
+        assert_eq!(names, layers.collect::<Vec<_>>(), "{format}, {scheme}");
+        for linear in checkpoint.linears() {
+            assert_eq!(checkpoint.linear(&linear.name), Some(linear));
+            let weight = read_back.source().read_f32(&format!("{}.weight", linear.name)).unwrap();
+            let tensor = checkpoint.read(&linear.name).unwrap();
+            assert_eq!((tensor.shape, tensor.scheme), (linear.shape, linear.scheme));
+            assert_eq!(tensor.dequantize().unwrap(), weight, "{format}, {scheme}: {}", linear.name);
+            check_product(&checkpoint, linear, &weight);
+        }
+        assert_eq!(checkpoint.bias("model.layers.0.mlp.up_proj").unwrap(), None);
+        assert!(checkpoint.source().info("model.norm.weight").is_some());
+        assert!(checkpoint.read("lm_head").is_err() && checkpoint.linear("model.norm").is_none());
+        assert_eq!(checkpoint.config()["model_type"], "llama");
+    }
+}
+
+#[test]
+fn what_is_not_a_quantized_checkpoint_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    let refused = |path: &Path, says: &str| {
+        let error = QuantizedCheckpoint::open(path).unwrap_err();
+        assert_eq!(error.category(), Category::Input, "{error}");
+        assert!(error.to_string().contains(says), "{error}");
+    };
+    refused(&at("absent"), "absent");
+    refused(&at("model"), "is not quantized");
+
+    let out = at("packed");
+    quantize(&at("model"), &out, "compressed-tensors", "w4a16-g32-sym");
+    let file = out.join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    let damaged = |change: &dyn Fn(&mut RawTensor) -> bool, says: &str| {
+        let mut tensors = read_safetensors(&file);
+        tensors.retain_mut(|tensor| change(tensor));
+        std::fs::write(&file, safetensors(&tensors)).unwrap();
+        refused(&out, says);
+        std::fs::write(&file, &whole).unwrap();
+    };
+    let ends = |tensor: &RawTensor, with: &str| tensor.name.ends_with(with);
+    damaged(&|tensor| !ends(tensor, "up_proj.weight_shape"), "up_proj.weight_shape");
+    damaged(&|tensor| !ends(tensor, "up_proj.weight_scale"), "up_proj.weight_scale");
+    // A shape that no codes of such a size have, and one that is none.
+    for stated in [i64::MAX, -1, 0] {
+        let change = |tensor: &mut RawTensor| {
+            if ends(tensor, "up_proj.weight_shape") {
+                tensor.data = [stated; 2].iter().flat_map(|d| d.to_le_bytes()).collect();
+            }
+            true
+        };
+        damaged(&change, "up_proj");
+    }
+    edit_config(&out, &json!({ "quantization_config": { "quant_method": "unheard of" } }));
+    refused(&out, "unheard of");
+}
