@@ -100,6 +100,9 @@
 // The experts of a layer in one call.
 #define QZ1_FEATURE_EXPERTS 9
 
+// Quantized checkpoints on disk: where the library was built with them.
+#define QZ1_FEATURE_CHECKPOINTS 10
+
 // Codes of 4 bits, a scale and a zero a token and head.
 #define QZ1_KV_4BIT 1
 
@@ -182,6 +185,8 @@ enum qz1_status
   QZ1_STATUS_FOR_EACH = 36,
   // The library failed, which is its fault; what was to be written may be written in part.
   QZ1_STATUS_INTERNAL = 37,
+  // A checkpoint cannot be opened or read, or has no such linear.
+  QZ1_STATUS_CHECKPOINT = 38,
   // The CUDA driver, a device, or the run-time compiler is not there.
   QZ1_STATUS_CUDA_MISSING = 64,
   // No CUDA context is current on the calling thread.
@@ -199,6 +204,9 @@ typedef uint32_t qz1_status;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// An open checkpoint. It does not change; any number of threads may use it.
+typedef struct qz1_checkpoint qz1_checkpoint;
+
 // The plan of calls of a layer's experts, and their memory.
 typedef struct qz1_experts qz1_experts;
 
@@ -213,6 +221,88 @@ typedef struct qz1_int8_rows qz1_int8_rows;
 
 // The keys and values of one sequence in one layer, and a workspace.
 typedef struct qz1_kv_cache qz1_kv_cache;
+
+// The weight of a linear in memory, unpacked. It does not change.
+typedef struct qz1_tensor qz1_tensor;
+
+// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
+// stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
+typedef struct qz1_message {
+  // `sizeof(qz1_message)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // Gets UTF-8 that ends with a zero byte, cut where it is longer.
+  char *text;
+  // Bytes at `text`.
+  size_t capacity;
+} qz1_message;
+
+// A linear whose weight is quantized.
+typedef struct qz1_linear {
+  // `sizeof(qz1_linear)`
+  uint32_t struct_size;
+  // Bits of a code.
+  uint32_t bits;
+  // Output features.
+  size_t n;
+  // Input features.
+  size_t k;
+  // The module, such as "model.layers.0.mlp.down_proj". Belongs to the checkpoint.
+  const char *name;
+  // How it is quantized, such as "w4a16-g128-sym". Belongs to the checkpoint.
+  const char *scheme;
+} qz1_linear;
+
+// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
+// group of `group_size` neighbouring input features. Of floating-point codes `number · scale`; E4M3 codes are multiplied
+// with float activations only.
+typedef struct qz1_weights {
+  // `sizeof(qz1_weights)`
+  uint32_t struct_size;
+  // Bits of a code, 2 to 8.
+  uint32_t bits;
+  // Output features.
+  size_t n;
+  // Input features.
+  size_t k;
+  // Input features that share a scale; divides `k`, and is `k` where a row has one scale.
+  size_t group_size;
+  // `[n, k]`, one code a byte.
+  const uint8_t *codes;
+  // Elements of `codes`.
+  size_t codes_len;
+  // `[n, k / group_size]`, or `[n]` where `group_scales` is not null; of floating-point codes `[1]` then, what
+  // `group_scales` are divided by.
+  const float *scales;
+  // Elements of `scales`.
+  size_t scales_len;
+  // `[n, k / group_size]`, the lower level of two; null where there is one. Of floating-point codes E4M3, without a
+  // sign: NVFP4.
+  const uint8_t *group_scales;
+  // Elements of `group_scales`.
+  size_t group_scales_len;
+  // `[n, k / group_size]`, or null: every zero is `2^(bits − 1)`.
+  const uint8_t *zeros;
+  // Elements of `zeros`.
+  size_t zeros_len;
+  // `QZ1_CODES_…`; without it codes are integers.
+  uint32_t format;
+  // 0
+  uint32_t reserved;
+} qz1_weights;
+
+// One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
+typedef struct qz1_static_scale {
+  // `sizeof(qz1_static_scale)`
+  uint32_t struct_size;
+  // Above zero and finite.
+  float scale;
+  // −128 to 127; other than 0 only with the sums of a layout.
+  int32_t zero;
+  // 0
+  uint32_t reserved;
+} qz1_static_scale;
 
 // Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
 // checked against `id` whenever it is used.
@@ -312,19 +402,6 @@ typedef struct qz1_experts_config {
   size_t top_k;
 } qz1_experts_config;
 
-// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
-// stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
-typedef struct qz1_message {
-  // `sizeof(qz1_message)`
-  uint32_t struct_size;
-  // 0
-  uint32_t reserved;
-  // Gets UTF-8 that ends with a zero byte, cut where it is longer.
-  char *text;
-  // Bytes at `text`.
-  size_t capacity;
-} qz1_message;
-
 // Values of rows, row-major, which are read.
 typedef struct qz1_values {
   // `sizeof(qz1_values)`
@@ -421,18 +498,6 @@ typedef struct qz1_heads {
   size_t kv;
 } qz1_heads;
 
-// One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
-typedef struct qz1_static_scale {
-  // `sizeof(qz1_static_scale)`
-  uint32_t struct_size;
-  // Above zero and finite.
-  float scale;
-  // −128 to 127; other than 0 only with the sums of a layout.
-  int32_t zero;
-  // 0
-  uint32_t reserved;
-} qz1_static_scale;
-
 // RMSNorm: `y = x / √(mean x² + eps) · weight`.
 typedef struct qz1_rms_norm {
   // `sizeof(qz1_rms_norm)`
@@ -456,44 +521,6 @@ typedef struct qz1_residual {
   // Values, not bytes.
   size_t len;
 } qz1_residual;
-
-// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
-// group of `group_size` neighbouring input features. Of floating-point codes `number · scale`; E4M3 codes are multiplied
-// with float activations only.
-typedef struct qz1_weights {
-  // `sizeof(qz1_weights)`
-  uint32_t struct_size;
-  // Bits of a code, 2 to 8.
-  uint32_t bits;
-  // Output features.
-  size_t n;
-  // Input features.
-  size_t k;
-  // Input features that share a scale; divides `k`, and is `k` where a row has one scale.
-  size_t group_size;
-  // `[n, k]`, one code a byte.
-  const uint8_t *codes;
-  // Elements of `codes`.
-  size_t codes_len;
-  // `[n, k / group_size]`, or `[n]` where `group_scales` is not null; of floating-point codes `[1]` then, what
-  // `group_scales` are divided by.
-  const float *scales;
-  // Elements of `scales`.
-  size_t scales_len;
-  // `[n, k / group_size]`, the lower level of two; null where there is one. Of floating-point codes E4M3, without a
-  // sign: NVFP4.
-  const uint8_t *group_scales;
-  // Elements of `group_scales`.
-  size_t group_scales_len;
-  // `[n, k / group_size]`, or null: every zero is `2^(bits − 1)`.
-  const uint8_t *zeros;
-  // Elements of `zeros`.
-  size_t zeros_len;
-  // `QZ1_CODES_…`; without it codes are integers.
-  uint32_t format;
-  // 0
-  uint32_t reserved;
-} qz1_weights;
 
 // Where the parts of a packed matrix go.
 typedef struct qz1_parts {
@@ -522,6 +549,60 @@ typedef struct qz1_parts {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// Opens a checkpoint: a directory with `config.json` and safetensors files, in the formats AWQ, GPTQ,
+// compressed-tensors, ModelOpt, QServe or FP8. Headers and shapes are checked, no weight is read. `path` ends with a
+// zero byte. Freed by `qz1_checkpoint_free`. On an error `out` is set to null.
+qz1_status qz1_checkpoint_open(const char *path,
+                               struct qz1_checkpoint **out,
+                               const struct qz1_message *message);
+
+// Closes a checkpoint; null is allowed. Tensors that were read stay.
+void qz1_checkpoint_free(struct qz1_checkpoint *checkpoint);
+
+// How many quantized linears there are. They have the numbers below it, in the order of their names.
+qz1_status qz1_checkpoint_count(const struct qz1_checkpoint *checkpoint,
+                                size_t *out,
+                                const struct qz1_message *message);
+
+// The number of the quantized linear with this name, which ends with a zero byte.
+qz1_status qz1_checkpoint_find(const struct qz1_checkpoint *checkpoint,
+                               const char *name,
+                               size_t *out,
+                               const struct qz1_message *message);
+
+// Describes a linear. Fills `out`, whose `struct_size` is set.
+qz1_status qz1_checkpoint_linear(const struct qz1_checkpoint *checkpoint,
+                                 size_t index,
+                                 struct qz1_linear *out,
+                                 const struct qz1_message *message);
+
+// Reads the weight of a linear, and its bias. Takes a byte for each weight and 4 for each scale. Freed by
+// `qz1_tensor_free`. On an error `out` is set to null.
+qz1_status qz1_checkpoint_read(const struct qz1_checkpoint *checkpoint,
+                               size_t index,
+                               struct qz1_tensor **out,
+                               const struct qz1_message *message);
+
+// Frees a tensor; null is allowed.
+void qz1_tensor_free(struct qz1_tensor *tensor);
+
+// The weight as `qz1_layout_of` and `qz1_pack` take it. Fills `out`, whose `struct_size` is set; what it points to
+// belongs to the tensor, and is not needed any more when the weight was packed.
+qz1_status qz1_tensor_weights(const struct qz1_tensor *tensor,
+                              struct qz1_weights *out,
+                              const struct qz1_message *message);
+
+// The bias `[n]`, or null where the linear has none. It belongs to the tensor.
+qz1_status qz1_tensor_bias(const struct qz1_tensor *tensor,
+                           const float **out,
+                           const struct qz1_message *message);
+
+// The scale of the linear's activations that the checkpoint was calibrated with, where they are integers with one scale
+// for all tokens. Its `scale` is 0 where there is none. A zero other than 0 takes a layout with sums.
+qz1_status qz1_tensor_static_scale(const struct qz1_tensor *tensor,
+                                   struct qz1_static_scale *out,
+                                   const struct qz1_message *message);
 
 // A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
 // `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. On an error `out` is set to null.

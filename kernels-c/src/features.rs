@@ -45,6 +45,8 @@ pub const QZ1_FEATURE_ATTENTION: u32 = 7;
 pub const QZ1_FEATURE_CUDA: u32 = 8;
 /// The experts of a layer in one call.
 pub const QZ1_FEATURE_EXPERTS: u32 = 9;
+/// Quantized checkpoints on disk: where the library was built with them.
+pub const QZ1_FEATURE_CHECKPOINTS: u32 = 10;
 
 /// Names of instruction sets by number.
 const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
@@ -86,7 +88,12 @@ pub extern "C" fn qz1_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
     let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);
-    u32::from(always || (feature == QZ1_FEATURE_CUDA && cfg!(feature = "cuda")))
+    let built = match feature {
+        QZ1_FEATURE_CUDA => cfg!(feature = "cuda"),
+        QZ1_FEATURE_CHECKPOINTS => cfg!(feature = "checkpoints"),
+        _ => false,
+    };
+    u32::from(always || built)
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

@@ -20,8 +20,8 @@
 //! What no function can check. The caller guarantees it for every pointer that is not null, and the `SAFETY` comments of
 //! this crate cite it by this name:
 //!
-//! 1. The pointer leads to as many bytes as the size field of its structure says, or the length beside it; a handle comes
-//!    from the function that makes such handles, and was not freed.
+//! 1. The pointer leads to as many bytes as the size field of its structure says, or the length beside it; a text ends
+//!    with a zero byte; a handle comes from the function that makes such handles, and was not freed.
 //! 2. Until the call returns these bytes stay allocated, nobody else writes them, and nobody else reads those that the
 //!    function writes.
 //! 3. `for_each` of a [`qz1_parallel`] does what the header says.
@@ -33,6 +33,8 @@
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
+#[cfg(feature = "checkpoints")]
+mod checkpoint;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod experts;
@@ -47,6 +49,8 @@ mod rows;
 mod status;
 mod weights;
 
+#[cfg(feature = "checkpoints")]
+pub use checkpoint::*;
 #[cfg(feature = "cuda")]
 pub use cuda::*;
 pub use experts::*;

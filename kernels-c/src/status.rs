@@ -44,6 +44,8 @@ pub enum qz1_status {
     ForEach = 36,
     /// The library failed, which is its fault; what was to be written may be written in part.
     Internal = 37,
+    /// A checkpoint cannot be opened or read, or has no such linear.
+    Checkpoint = 38,
     /// The CUDA driver, a device, or the run-time compiler is not there.
     CudaMissing = 64,
     /// No CUDA context is current on the calling thread.
@@ -88,6 +90,8 @@ enum Reason {
     View(ViewError),
     #[cfg(feature = "cuda")]
     Cuda(quant_kernels_cuda::Error),
+    #[cfg(feature = "checkpoints")]
+    Checkpoint(Box<quant_formats::Error>),
     Panic(Box<dyn Any + Send>),
 }
 
@@ -103,6 +107,8 @@ impl Display for Reason {
             Self::View(error) => error.fmt(f),
             #[cfg(feature = "cuda")]
             Self::Cuda(error) => error.fmt(f),
+            #[cfg(feature = "checkpoints")]
+            Self::Checkpoint(error) => error.fmt(f),
             Self::Panic(with) => {
                 let text = with.downcast_ref::<&str>().copied();
                 let text = text.or_else(|| with.downcast_ref::<String>().map(String::as_str));
@@ -136,6 +142,17 @@ impl Fault {
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn status(&self) -> qz1_status {
         self.status
+    }
+}
+
+#[cfg(feature = "checkpoints")]
+impl From<quant_formats::Error> for Fault {
+    fn from(error: quant_formats::Error) -> Self {
+        let status = match error {
+            quant_formats::Error::Memory { .. } => qz1_status::Memory,
+            _ => qz1_status::Checkpoint,
+        };
+        Self { status, reason: Reason::Checkpoint(Box::new(error)) }
     }
 }
 

@@ -5,7 +5,8 @@
 use std::path::Path;
 
 /// Of the library's own header, and of that of CUDA's kernels.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
+    "checkpoint",
     "experts", "features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights",
 ];
 

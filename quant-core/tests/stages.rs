@@ -1,9 +1,10 @@
-//! The stages of the library form a stack: none uses one above it, which is read off the sources.
+//! The stages of the two libraries form a stack: none uses one above it, which is read off the sources.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The stages from the bottom to the top. Engine rules stand beside the pipeline, on everything below it; whole runs use all.
+/// The stages from the bottom to the top; those up to `format` are in `quant-formats`, and stand in `quant-core` under the
+/// same names. Engine rules stand beside the pipeline, on everything below it; whole runs use all.
 const STAGES: [&str; 14] = [
     "blocks",
     "checkpoint",
@@ -92,13 +93,18 @@ fn is_for_tests(path: &Path) -> bool {
 
 #[test]
 fn no_stage_uses_one_above_it() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    sources(&root, &mut files);
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut files, mut inside) = (Vec::new(), Vec::new());
+    for root in [here.join("../formats/src"), here.join("src")] {
+        let before = files.len();
+        sources(&root, &mut files);
+        files[before..].iter_mut().for_each(|file| *file = file.strip_prefix(&root).unwrap().to_owned());
+        assert!(files.len() > before + 50, "{}", root.display());
+        inside.extend(std::iter::repeat_n(root, files.len() - before));
+    }
     let height = |module: &str| STAGES.iter().position(|stage| *stage == module);
     let (mut faults, mut seen) = (Vec::new(), BTreeSet::new());
-    for file in &files {
-        let path = file.strip_prefix(&root).unwrap();
+    for (path, root) in files.iter().zip(&inside) {
         let own = path.components().next().unwrap().as_os_str().to_string_lossy().replace(".rs", "");
         if own == "lib" || is_for_tests(path) {
             continue;
@@ -107,7 +113,7 @@ fn no_stage_uses_one_above_it() {
         assert!(shared || height(&own).is_some(), "`{own}` has no place among the stages");
         seen.insert(own.clone());
         let stage_root = path.components().count() == 1 || path.ends_with(format!("{own}/mod.rs"));
-        let text = without_tests(&std::fs::read_to_string(file).unwrap());
+        let text = without_tests(&std::fs::read_to_string(root.join(path)).unwrap());
         assert!(
             !(stage_root && text.contains("super::")),
             "{}: name the crate's modules by `crate::`",

@@ -160,7 +160,7 @@ fn sources(directory: &Path, text: &mut String) {
 #[test]
 fn messages_that_are_explained_exist() {
     let mut source = String::new();
-    for directory in ["quant-core/src", "quant-cli/src", "eval/src"] {
+    for directory in ["formats/src", "quant-core/src", "quant-cli/src", "eval/src"] {
         sources(&workspace_root().join(directory), &mut source);
     }
     let text = page("troubleshooting.md");

@@ -202,7 +202,7 @@ fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
 #[test]
 fn no_source_of_a_library_names_an_option() {
     let mut sources = Vec::new();
-    for library in ["quant-core/src", "eval/src"] {
+    for library in ["formats/src", "quant-core/src", "eval/src"] {
         code(&workspace_root().join(library), &mut sources);
     }
     let mut options = BTreeSet::new();

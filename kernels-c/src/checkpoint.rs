@@ -1,0 +1,331 @@
+//! Quantized checkpoints on disk: opened, listed, and read one linear at a time into what `qz1_pack` takes.
+
+use core::ffi::{CStr, c_char};
+use std::ffi::{CString, OsStr};
+use std::path::Path;
+
+use quant_formats::format::{QuantizedCheckpoint, QuantizedLinear};
+use quant_formats::quantize::QuantizedTensor;
+use quant_kernels_cpu::{FloatFormat, Scales};
+
+use crate::memory::{self, fields};
+use crate::rows::qz1_static_scale;
+use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::weights::{QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, qz1_weights};
+
+/// An open checkpoint. It does not change; any number of threads may use it.
+pub struct qz1_checkpoint {
+    opened: QuantizedCheckpoint,
+    /// Name and scheme of each linear.
+    texts: Vec<[CString; 2]>,
+}
+
+/// The weight of a linear in memory, unpacked. It does not change.
+pub struct qz1_tensor {
+    tensor: QuantizedTensor,
+    /// E4M3 codes of the scales, where there is a scale above them.
+    scale_codes: Option<Vec<u8>>,
+    bias: Option<Vec<f32>>,
+}
+
+/// A linear whose weight is quantized.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct qz1_linear {
+    /// `sizeof(qz1_linear)`
+    pub struct_size: u32,
+    /// Bits of a code.
+    pub bits: u32,
+    /// Output features.
+    pub n: usize,
+    /// Input features.
+    pub k: usize,
+    /// The module, such as "model.layers.0.mlp.down_proj". Belongs to the checkpoint.
+    pub name: *const c_char,
+    /// How it is quantized, such as "w4a16-g128-sym". Belongs to the checkpoint.
+    pub scheme: *const c_char,
+}
+
+fields!(qz1_linear, scheme);
+
+/// A text of the caller.
+///
+/// # Safety
+/// It ends with a zero byte, and nobody changes it during the call.
+unsafe fn text<'a>(at: *const c_char, what: &'static str) -> Result<&'a CStr, Fault> {
+    if at.is_null() {
+        return Err(Fault::part(qz1_status::Null, what, "is null"));
+    }
+    // SAFETY: not null, and by the pointer contract it ends with a zero byte.
+    Ok(unsafe { CStr::from_ptr(at) })
+}
+
+#[cfg(unix)]
+fn path(text: &CStr) -> Result<&Path, Fault> {
+    use std::os::unix::ffi::OsStrExt;
+    Ok(Path::new(OsStr::from_bytes(text.to_bytes())))
+}
+
+#[cfg(not(unix))]
+fn path(text: &CStr) -> Result<&Path, Fault> {
+    let text = text.to_str().map_err(|_| Fault::new(qz1_status::Checkpoint, "the path is not UTF-8"))?;
+    Ok(Path::new(OsStr::new(text)))
+}
+
+fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&QuantizedLinear, Fault> {
+    let linear = checkpoint.opened.linears().get(index);
+    linear.ok_or_else(|| Fault::new(qz1_status::Checkpoint, "the checkpoint has fewer quantized linears"))
+}
+
+/// Opens a checkpoint: a directory with `config.json` and safetensors files, in the formats AWQ, GPTQ,
+/// compressed-tensors, ModelOpt, QServe or FP8. Headers and shapes are checked, no weight is read. `path` ends with a
+/// zero byte. Freed by `qz1_checkpoint_free`. On an error `out` is set to null.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_open(
+    path: *const c_char,
+    out: *mut *mut qz1_checkpoint,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
+        // Names hold no zero byte: headers with control characters are refused.
+        let c_text = |text: &str| CString::new(text).unwrap_or_default();
+        let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
+        let texts = opened.linears().iter().map(both).collect();
+        out.put(memory::boxed(qz1_checkpoint { opened, texts })?);
+        Ok(())
+    })
+}
+
+/// Closes a checkpoint; null is allowed. Tensors that were read stay.
+///
+/// # Safety
+/// It is one of `qz1_checkpoint_open`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
+    if !checkpoint.is_null() {
+        // SAFETY: the pointer contract; freeing memory cannot panic.
+        drop(unsafe { Box::from_raw(checkpoint) });
+    }
+}
+
+/// How many quantized linears there are. They have the numbers below it, in the order of their names.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_count(
+    checkpoint: *const qz1_checkpoint,
+    out: *mut usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        scope.value(out, "the number")?.put(checkpoint.opened.linears().len());
+        Ok(())
+    })
+}
+
+/// The number of the quantized linear with this name, which ends with a zero byte.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_find(
+    checkpoint: *const qz1_checkpoint,
+    name: *const c_char,
+    out: *mut usize,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let out = scope.value(out, "the number")?;
+        let name = text(name, "the name")?.to_bytes();
+        let found = checkpoint.opened.linears().binary_search_by(|linear| linear.name.as_bytes().cmp(name));
+        let missing = |_| Fault::new(qz1_status::Checkpoint, "no quantized linear has this name");
+        out.put(found.map_err(missing)?);
+        Ok(())
+    })
+}
+
+/// Describes a linear. Fills `out`, whose `struct_size` is set.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_linear(
+    checkpoint: *const qz1_checkpoint,
+    index: usize,
+    out: *mut qz1_linear,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let out = scope.place(out, "the linear")?;
+        let QuantizedLinear { shape: [n, k], scheme, .. } = linear(checkpoint, index)?;
+        let [name, scheme_name] = &checkpoint.texts[index];
+        out.put(qz1_linear {
+            struct_size: size_of::<qz1_linear>() as u32,
+            bits: u32::from(scheme.bits()),
+            n: *n,
+            k: *k,
+            name: name.as_ptr(),
+            scheme: scheme_name.as_ptr(),
+        });
+        Ok(())
+    })
+}
+
+/// Reads the weight of a linear, and its bias. Takes a byte for each weight and 4 for each scale. Freed by
+/// `qz1_tensor_free`. On an error `out` is set to null.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_read(
+    checkpoint: *const qz1_checkpoint,
+    index: usize,
+    out: *mut *mut qz1_tensor,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+        let linear = linear(checkpoint, index)?;
+        let tensor = checkpoint.opened.read(&linear.name)?;
+        let bias = checkpoint.opened.bias(&linear.name)?;
+        if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
+            return Err(Fault::new(qz1_status::Checkpoint, "the bias has another length than the weight has rows"));
+        }
+        let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
+        out.put(memory::boxed(qz1_tensor { tensor, scale_codes, bias })?);
+        Ok(())
+    })
+}
+
+/// Frees a tensor; null is allowed.
+///
+/// # Safety
+/// It is one of `qz1_checkpoint_read`, freed once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
+    if !tensor.is_null() {
+        // SAFETY: the pointer contract; freeing memory cannot panic.
+        drop(unsafe { Box::from_raw(tensor) });
+    }
+}
+
+/// The weight as `qz1_layout_of` and `qz1_pack` take it. Fills `out`, whose `struct_size` is set; what it points to
+/// belongs to the tensor, and is not needed any more when the weight was packed.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_tensor_weights(
+    tensor: *const qz1_tensor,
+    out: *mut qz1_weights,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.place(out, "the weights")?;
+        let weights = weights(scope.look(tensor, "the tensor")?)?;
+        out.put(weights);
+        Ok(())
+    })
+}
+
+fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
+    let qz1_tensor { tensor, scale_codes, .. } = of;
+    let view = tensor.view_with(scale_codes.as_deref())?;
+    let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
+    // The scale above those of groups is the tensor's own.
+    let (scales, groups) = match view.scales(0..tensor.shape[0]) {
+        Scales::Float(scales) => (scales, None),
+        Scales::Progressive { groups, channels } => (channels, Some(groups)),
+        Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
+        _ => return Err(Fault::new(qz1_status::Scheme, "scales that this interface cannot name")),
+    };
+    let (group_scales, group_scales_len) = at(groups);
+    let (zeros, zeros_len) = at(tensor.zeros.as_deref());
+    Ok(qz1_weights {
+        struct_size: size_of::<qz1_weights>() as u32,
+        bits: u32::from(tensor.scheme.bits()),
+        n: tensor.shape[0],
+        k: tensor.shape[1],
+        group_size: view.group_size(),
+        codes: tensor.codes.as_ptr(),
+        codes_len: tensor.codes.len(),
+        scales: scales.as_ptr(),
+        scales_len: scales.len(),
+        group_scales,
+        group_scales_len,
+        zeros,
+        zeros_len,
+        format: match tensor.scheme.float_format() {
+            None => QZ1_CODES_INTEGER,
+            Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+            Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
+            Some(_) => return Err(Fault::new(qz1_status::Scheme, "codes that this interface cannot name")),
+        },
+        reserved: 0,
+    })
+}
+
+/// The bias `[n]`, or null where the linear has none. It belongs to the tensor.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_tensor_bias(
+    tensor: *const qz1_tensor,
+    out: *mut *const f32,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the bias")?;
+        let bias = &scope.look(tensor, "the tensor")?.bias;
+        out.put(bias.as_ref().map_or(core::ptr::null(), |bias| bias.as_ptr()));
+        Ok(())
+    })
+}
+
+/// The scale of the linear's activations that the checkpoint was calibrated with, where they are integers with one scale
+/// for all tokens. Its `scale` is 0 where there is none. A zero other than 0 takes a layout with sums.
+///
+/// # Safety
+/// As for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_tensor_static_scale(
+    tensor: *const qz1_tensor,
+    out: *mut qz1_static_scale,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.place(out, "the static scale")?;
+        let tensor = &scope.look(tensor, "the tensor")?.tensor;
+        let is_integer = !tensor.scheme.activations.is_float();
+        let (scale, zero) =
+            tensor.input.filter(|_| is_integer).map_or((0.0, 0), |by| (by.scale, i32::from(by.zero)));
+        out.put(qz1_static_scale {
+            struct_size: size_of::<qz1_static_scale>() as u32,
+            scale,
+            zero,
+            reserved: 0,
+        });
+        Ok(())
+    })
+}
