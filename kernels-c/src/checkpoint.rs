@@ -206,7 +206,10 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
         let tensor = checkpoint.opened.read(&linear.name)?;
         let bias = checkpoint.opened.bias(&linear.name)?;
         if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
-            return Err(Fault::new(qz1_status::Checkpoint, "the bias has another length than the weight has rows"));
+            return Err(Fault::new(
+                qz1_status::Checkpoint,
+                "the bias has another length than the weight has rows",
+            ));
         }
         let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
         out.put(memory::boxed(qz1_tensor { tensor, scale_codes, bias })?);

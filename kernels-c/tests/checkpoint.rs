@@ -54,9 +54,9 @@ fn write(at: &Path, (format, scheme, scales): (&str, &str, Dtype)) -> [f64; 2] {
     let config = serde_json::json!({ "quantization_config": container.quantization_config(&schemes) });
     std::fs::create_dir_all(at).unwrap();
     std::fs::write(at.join("config.json"), config.to_string()).unwrap();
-    let views = data.iter().map(|(name, (dtype, shape, bytes))| {
-        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    });
+    let views = data
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     safetensors::serialize_to_file(views, None, &at.join("model.safetensors")).unwrap();
     [sums[0], sums[1] + f64::from(BIAS)]
 }
@@ -117,10 +117,7 @@ fn every_container_is_listed_and_read() {
                 assert_eq!((status, found), (qz1_status::Ok, index));
                 let mut linear: qz1_linear = std::mem::zeroed();
                 linear.struct_size = size_of::<qz1_linear>() as u32;
-                assert_eq!(
-                    qz1_checkpoint_linear(checkpoint, index, &raw mut linear, null()),
-                    qz1_status::Ok
-                );
+                assert_eq!(qz1_checkpoint_linear(checkpoint, index, &raw mut linear, null()), qz1_status::Ok);
                 assert_eq!([linear.n, linear.k], SHAPE);
                 assert_eq!(text(linear.name).as_bytes(), name.to_bytes());
                 let expected: quant_formats::scheme::LinearScheme = scheme.parse().unwrap();

@@ -7,7 +7,16 @@ use std::path::Path;
 /// Of the library's own header, and of that of CUDA's kernels.
 const SOURCES: [&str; 11] = [
     "checkpoint",
-    "experts", "features", "hadamard", "kv", "kv_cache", "multiply", "parallel", "rows", "status", "weights",
+    "experts",
+    "features",
+    "hadamard",
+    "kv",
+    "kv_cache",
+    "multiply",
+    "parallel",
+    "rows",
+    "status",
+    "weights",
 ];
 
 const CUDA_SOURCES: [&str; 8] = [

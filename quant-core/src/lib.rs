@@ -30,6 +30,6 @@ pub mod wording;
 pub mod worker;
 
 pub use quant_formats::{
-    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks, checkpoint, digest,
-    format, random, scheme, vector,
+    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks,
+    checkpoint, digest, format, random, scheme, vector,
 };

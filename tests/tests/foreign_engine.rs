@@ -112,8 +112,7 @@ fn an_engine_that_fails_ends_the_evaluation() {
         let reference = Reference::Model { decoder: &decoder, floor: false };
         let cancel = CancelToken::new();
         let model = Scored::Engine(&engine);
-        let error =
-            compare(reference, model, &text, &mut Journal::none(), &Silent, &cancel).unwrap_err();
+        let error = compare(reference, model, &text, &mut Journal::none(), &Silent, &cancel).unwrap_err();
         assert_eq!(error.category().exit_code(), code, "{error}");
         assert!(error.to_string().contains(says), "{error}");
     };

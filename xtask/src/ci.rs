@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
-use crate::{cuda, interop, python, sanitize};
+use crate::{cuda, interop, outside, python, sanitize};
 
 /// The README's second command, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -23,7 +23,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, fmt, clippy, doc, deny, python, interop, sanitize, cuda
+    /// Run these steps only: test, fmt, clippy, doc, deny, python, interop, outside, sanitize, cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -49,6 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
     // Its readers compute on one core for most of their time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.beside("interop", interop.arg("interop"), |steps| {
+        steps.step("outside", outside::run);
         steps.step("sanitize", sanitize::run);
         steps.step("cuda", cuda::run);
     });

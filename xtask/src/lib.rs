@@ -20,6 +20,7 @@ pub mod gate_trials;
 pub mod gpu;
 pub mod interop;
 pub mod nightly;
+pub mod outside;
 pub mod peers_experts;
 pub mod peers_kernels;
 pub mod peers_models;

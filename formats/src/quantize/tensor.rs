@@ -89,7 +89,9 @@ impl QuantizedTensor {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
         let codes = self.global.and_then(|_| self.scale_codes());
         let packed = PackedLinear::pack(&self.view_with(codes.as_deref())?, bias, sums, parallel);
-        packed.map_err(|error| Error::usage(format!("this weight cannot be packed: {error}"), "keep it as floats"))
+        packed.map_err(|error| {
+            Error::usage(format!("this weight cannot be packed: {error}"), "keep it as floats")
+        })
     }
 
     /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is

@@ -18,10 +18,10 @@ use crate::calibrate::{
     CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
 };
 use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
-use quant_formats::timed;
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{Grid, Rewrite, Transform};
 use crate::{Error, Result};
+use quant_formats::timed;
 
 /// A block that the batch went through.
 #[derive(Default)]

@@ -32,9 +32,9 @@ use self::decision::Decision;
 use self::source::{Hashes, Held};
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
-use quant_formats::timed;
 use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
+use quant_formats::timed;
 
 /// The step of rounding what is not rounded yet, packing it, and writing it.
 const WRITE: &str = "round and write";

@@ -9,9 +9,9 @@ use crate::Result;
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
-use quant_formats::timed;
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, Grid, Rewrite, Transform};
+use quant_formats::timed;
 
 /// What the tasks of a block have in common.
 pub(super) struct Context<'a, 'j> {

@@ -8,7 +8,6 @@ use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSpec};
 use crate::digest::sha256_hex;
-use quant_formats::Indivisible;
 use crate::format::FusedLinears;
 use crate::format::{Container, ModuleSchemes, WrapperNames};
 use crate::model::{Architecture, KvScheme, Model, NodeId};
@@ -17,6 +16,7 @@ use crate::recipe::{Method, Rounding};
 use crate::scheme::{LinearScheme, SchemeRequest};
 use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
+use quant_formats::Indivisible;
 
 /// What happens to a tensor of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]

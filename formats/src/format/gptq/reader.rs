@@ -109,7 +109,9 @@ impl PackedReader for Reader {
     }
 
     fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
-        let Some([words, n]) = matrix(source, &codes_name(module), Dtype::I32, [32, 1])? else { return Ok(None) };
+        let Some([words, n]) = matrix(source, &codes_name(module), Dtype::I32, [32, 1])? else {
+            return Ok(None);
+        };
         Ok(Some([n, words / usize::from(self.scheme.bits())]))
     }
 

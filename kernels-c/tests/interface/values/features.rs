@@ -22,8 +22,12 @@ fn versions_and_features() {
     let there: Vec<u32> = (0..99).filter(|&feature| qz1_has(feature) == 1).collect();
     // Some only where the library is built with them.
     let always = [1, 2, 3, 4, 5, 6, 7, QZ1_FEATURE_EXPERTS];
-    let built = [(QZ1_FEATURE_CUDA, cfg!(feature = "cuda")), (QZ1_FEATURE_CHECKPOINTS, cfg!(feature = "checkpoints"))];
-    let mut expected: Vec<u32> = always.into_iter().chain(built.iter().filter(|f| f.1).map(|f| f.0)).collect();
+    let built = [
+        (QZ1_FEATURE_CUDA, cfg!(feature = "cuda")),
+        (QZ1_FEATURE_CHECKPOINTS, cfg!(feature = "checkpoints")),
+    ];
+    let mut expected: Vec<u32> =
+        always.into_iter().chain(built.iter().filter(|f| f.1).map(|f| f.0)).collect();
     expected.sort_unstable();
     assert_eq!(there, expected);
     assert_eq!(qz1_has(u32::MAX), 0);

@@ -1,0 +1,44 @@
+//! A whole quantization with an observer and a cancel token of one's own: stopped after the first block, and resumed.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use quant_core::calibrate::Corpus;
+use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
+use quant_core::{CancelToken, Error, Event, Observer, Result};
+
+/// Counts blocks, and asks for a stop after `stop`.
+struct Counter<'a> {
+    blocks: AtomicU64,
+    stop: u64,
+    cancel: &'a CancelToken,
+}
+
+impl Observer for Counter<'_> {
+    fn event(&self, event: &Event) {
+        if let Event::UnitDone { .. } = event
+            && self.blocks.fetch_add(1, Ordering::Relaxed) + 1 == self.stop
+        {
+            self.cancel.cancel();
+        }
+    }
+}
+
+fn main() -> Result<()> {
+    let [model, out] = [1, 2].map(|i| std::env::args_os().nth(i).expect("drive MODEL OUT"));
+    let text = "The mill stood by the river, and nobody knew who owned it. ".repeat(200);
+    let settings = RecipeSettings { samples: Some(2), seq_len: Some(64), ..RecipeSettings::default() };
+    let calibration = Some(Text::Given(Corpus::Texts(vec![text]), "mine".into()));
+    let mut request = QuantizeRequest { settings, calibration, ..QuantizeRequest::new(model, out) };
+
+    let cancel = CancelToken::new();
+    let counter = Counter { blocks: AtomicU64::new(0), stop: 1, cancel: &cancel };
+    let stopped = quantize(&request, &Host::new(&counter, &cancel, &Nothing));
+    assert!(matches!(stopped, Err(Error::Interrupted)));
+
+    cancel.reset();
+    request.resume = true;
+    let counter = Counter { stop: u64::MAX, blocks: AtomicU64::new(0), cancel: &cancel };
+    quantize(&request, &Host::new(&counter, &cancel, &Nothing))?;
+    println!("{} units", counter.blocks.load(Ordering::Relaxed));
+    Ok(())
+}

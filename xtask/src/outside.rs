@@ -1,0 +1,178 @@
+//! `cargo xtask outside`: programs as an engine's author would write them, outside the workspace, built and run.
+//!
+//! `read` links the leaf crates alone, and what it depends on is counted; `drive` and `score` link the pipeline and the
+//! evaluator. They are built with the versions of the workspace's lock file.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::support::shell::{cargo, root, run as execute, target_dir};
+
+/// Crates that an engine takes on with `quant-formats` and `quant-kernels-cpu`, these two included.
+const MOST_DEPENDENCIES: usize = 40;
+
+/// How the model is written that the first program reads.
+const CHECKPOINTS: [(&str, &str); 5] = [
+    ("awq", "w4a16-g32-asym"),
+    ("gptq", "w4a16-g32-sym"),
+    ("compressed-tensors", "w4a16-g32-sym"),
+    ("compressed-tensors", "w8a8-channel-sym"),
+    ("qserve", "w4a8-g128-asym-progressive"),
+];
+
+/// Builds and runs them.
+///
+/// # Errors
+/// When one does not build, prints something else than it should, or has too many dependencies.
+pub fn run() -> Result<()> {
+    let scratch = target_dir().join("outside-run");
+    if scratch.exists() {
+        std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
+    }
+    std::fs::create_dir_all(&scratch)?;
+    let read = build("read")?.join("read");
+    let pipeline = build("pipeline")?;
+    count("read")?;
+
+    // The program that the tests have built.
+    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    let quant = target_dir().join("debug/quant");
+    let model = scratch.join("model");
+    execute(Command::new(&quant).args(["demo", "--save-model"]).arg(&model))?;
+    let mut first: Vec<(String, f64)> = Vec::new();
+    for (format, scheme) in CHECKPOINTS {
+        let out = scratch.join(format!("{format}-{scheme}"));
+        let mut quantize = Command::new(&quant);
+        quantize
+            .arg("quantize")
+            .arg(&model)
+            .args(["--method", "rtn", "--format", format, "--scheme", scheme]);
+        execute(quantize.arg("-o").arg(&out))?;
+        let said = output(Command::new(&read).arg(&out))?;
+        let linears = outputs(&said)?;
+        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{said}", linears.len());
+        // All are of the same model: what they give differs by rounding alone.
+        match first.is_empty() {
+            true => first = linears,
+            false => agree(format, &first, &linears)?,
+        }
+    }
+    let refused = Command::new(&read).arg(&model).output()?;
+    ensure!(refused.status.code() == Some(4), "a float model ends with {}", refused.status);
+
+    let out = scratch.join("driven");
+    let said = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
+    ensure!(said.ends_with("units\n") && out.join("config.json").is_file(), "{said}");
+    let text = root().join("calibration-data/heldout/narrative.txt");
+    let said = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
+    let perplexity: f64 = said.trim().parse().with_context(|| said.clone())?;
+    // Between one that knows the text by heart and one that knows nothing.
+    ensure!((2.0..400.0).contains(&perplexity), "a perplexity of {perplexity}");
+    println!("outside: perplexity of the counted pairs {perplexity}");
+    Ok(())
+}
+
+fn directory(package: &str) -> PathBuf {
+    root().join("tests/outside").join(package)
+}
+
+/// Cargo in a package, with the workspace's versions.
+fn cargo_in(package: &str, args: &[&str]) -> Result<Command> {
+    let directory = directory(package);
+    std::fs::copy(root().join("Cargo.lock"), directory.join("Cargo.lock"))?;
+    let mut command = cargo(args);
+    command.current_dir(directory).env("CARGO_TARGET_DIR", target_dir().join("outside"));
+    Ok(command)
+}
+
+/// Builds a package; where its programs are.
+fn build(package: &str) -> Result<PathBuf> {
+    execute(&mut cargo_in(package, &["build"])?)?;
+    Ok(target_dir().join("outside/debug"))
+}
+
+/// Counts the crates that a program links.
+fn count(package: &str) -> Result<()> {
+    let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
+    let tree = output(&mut { tree })?;
+    let crates: std::collections::BTreeSet<&str> =
+        tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
+    println!("outside: {package} depends on {} crates", crates.len());
+    ensure!(crates.len() <= MOST_DEPENDENCIES, "more than {MOST_DEPENDENCIES}: {crates:?}");
+    ensure!(!crates.iter().any(|name| name.contains("candle") || name.contains("token")), "{crates:?}");
+    Ok(())
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure!(
+        output.status.success(),
+        "{command:?} ended with {}\n{text}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(text)
+}
+
+/// Name and first output of each linear that `read` prints.
+fn outputs(said: &str) -> Result<Vec<(String, f64)>> {
+    said.lines()
+        .map(|line| {
+            let (head, value) = line.rsplit_once(": ").context("no value")?;
+            let name = head.split(' ').next().context("no name")?;
+            Ok((name.to_owned(), value.parse().with_context(|| line.to_owned())?))
+        })
+        .collect()
+}
+
+fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Result<()> {
+    ensure!(first.len() == other.len(), "{format}: {} linears, not {}", other.len(), first.len());
+    let size = first.iter().map(|(_, value)| value.abs()).sum::<f64>() / first.len() as f64;
+    let mut apart = 0.0;
+    for ((name, a), (other, b)) in first.iter().zip(other) {
+        ensure!(name == other, "{format}: {other} stands where {name} should");
+        apart += (a - b).abs() / first.len() as f64;
+    }
+    ensure!(apart < size, "{format}: outputs are {apart} apart, of {size}");
+    Ok(())
+}
+
+/// Lock files are copies, and what is built is elsewhere.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_programs_are_short_and_outside() {
+        let workspace = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
+        assert!(workspace.contains("\"tests/outside\""));
+        for (package, file, most) in [
+            ("read", "src/main.rs", 50),
+            ("pipeline", "src/bin/drive.rs", 60),
+            ("pipeline", "src/bin/score.rs", 90),
+        ] {
+            let text = std::fs::read_to_string(directory(package).join(Path::new(file))).unwrap();
+            assert!(text.lines().count() <= most, "{file}");
+            assert!(
+                std::fs::read_to_string(directory(package).join("Cargo.toml"))
+                    .unwrap()
+                    .contains("[workspace]")
+            );
+        }
+    }
+
+    #[test]
+    fn outputs_are_read() {
+        let said = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
+        let all = outputs(said).unwrap();
+        assert_eq!(all, [("a.b".to_owned(), -1.5), ("c".to_owned(), 2.0)]);
+        assert!(agree("x", &all, &all).is_ok());
+        assert!(agree("x", &all, &all[..1]).is_err());
+        let far = [("a.b".to_owned(), 5.0), ("c".to_owned(), -4.0)];
+        assert!(agree("x", &all, &far).is_err());
+        assert!(outputs("a.b").is_err());
+    }
+}
