@@ -258,7 +258,6 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
         Scales::E4m3 { groups, .. } => (tensor.global.as_slice(), Some(groups)),
-        _ => return Err(Fault::new(qz1_status::Scheme, "scales that this interface cannot name")),
     };
     let (group_scales, group_scales_len) = at(groups);
     let (zeros, zeros_len) = at(tensor.zeros.as_deref());

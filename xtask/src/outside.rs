@@ -3,7 +3,7 @@
 //! `read` links the leaf crates alone, and what it depends on is counted; `drive` and `score` link the pipeline and the
 //! evaluator. They are built with the versions of the workspace's lock file.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -154,7 +154,7 @@ mod tests {
             ("pipeline", "src/bin/drive.rs", 60),
             ("pipeline", "src/bin/score.rs", 90),
         ] {
-            let text = std::fs::read_to_string(directory(package).join(Path::new(file))).unwrap();
+            let text = std::fs::read_to_string(directory(package).join(file)).unwrap();
             assert!(text.lines().count() <= most, "{file}");
             assert!(
                 std::fs::read_to_string(directory(package).join("Cargo.toml"))

@@ -129,7 +129,14 @@ impl QuantizedCheckpoint {
     /// As [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, settings: &Value) -> Result<Self> {
         let unsupported = |reason| Error::UnsupportedQuantization { path: path.to_owned(), reason };
-        let mut reader = reader(settings).map_err(unsupported)?;
+        Self::with_reader(source, reader(settings).map_err(unsupported)?)
+    }
+
+    /// The same with a reader of one's own, for a container that this crate does not know.
+    ///
+    /// # Errors
+    /// Those of the reader.
+    pub fn with_reader(source: Arc<dyn TensorSource>, mut reader: Box<dyn PackedReader>) -> Result<Self> {
         reader.survey(source.as_ref())?;
         let linears = linears(source.as_ref(), reader.as_ref())?;
         Ok(Self { source, config: Map::new(), reader, linears, warnings: Vec::new() })

@@ -83,7 +83,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
         // The others are for activations of 8 bits.
-        for method in METHODS.iter().rev().filter(|m| !m.has("smoothquant") && m.preparation.is_none()) {
+        for method in
+            METHODS.iter().rev().filter(|m| !m.steps().contains(&"smoothquant") && m.preparation.is_none())
+        {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
             let begun = Instant::now();

@@ -9,7 +9,6 @@ use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
 use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
-use crate::transform::SmoothSettings;
 use crate::{Error, Result};
 
 /// Bytes of the files that are copied beside the weights: real models have some tens of millions.
@@ -124,20 +123,10 @@ pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program)
         "schemes": schemes,
         "calibration": calibration,
         "gptq": gptq,
-        "smooth": smooth_settings(job.plan),
         "steps": job.plan.steps(),
-        "outputs": job.plan.settings.outputs,
-        "attention": job.plan.settings.attention,
+        "transforms": job.plan.method.fingerprint(&job.plan.settings),
         "kv": job.plan.settings.kv,
         "requantized_from": job.model.dequantized_from(),
         "scale_search": job.plan.searches_scales().then_some(job.plan.settings.scale_search),
-    })
-}
-
-/// How SmoothQuant is run, where it is a step.
-pub(super) fn smooth_settings(plan: &Plan) -> Option<Value> {
-    plan.method.has("smoothquant").then(|| {
-        let SmoothSettings { alpha, producers, maxima } = &plan.settings.smooth;
-        json!({ "alpha": alpha, "producers": producers, "maxima": maxima.as_ref().map(|m| m.sha256()) })
     })
 }

@@ -390,7 +390,7 @@ impl QuantReport {
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
     let [counted, context, padding] = windows.uses();
     CalibrationReport {
-        search: job.plan.method.has("awq").then_some(job.plan.settings.search),
+        search: job.plan.method.takes("search").then_some(job.plan.settings.search),
         samples: windows.len(),
         length: windows.length(),
         seed: job.plan.sampling.seed,

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::finish::smooth_settings;
 use super::report::calibration;
 use super::{Job, Program};
 use crate::calibrate::{BatchLayout, HiddenStates};
@@ -50,9 +49,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
     let quantized = PassPlan::new(plan, false).follow_quantized().then(|| {
         json!({
             "grids_sha256": plan.grids_sha256(),
-            "smooth": smooth_settings(plan),
-            "outputs": plan.settings.outputs,
-            "attention": plan.settings.attention,
+            "transforms": plan.method.fingerprint(&plan.settings),
             "kv": plan.settings.kv,
             "scale_search": plan.searches_scales().then_some(plan.settings.scale_search),
         })

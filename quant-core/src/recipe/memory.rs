@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::{Action, PassPlan, Plan, Rounding};
 use crate::calibrate::{Mask, Packing};
-use crate::model::{BlockGraph, BlockKind, FoldGroup, Model, NodeId};
+use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
-use crate::transform::{Alpha, SCALE_CANDIDATES, Search, kept_bytes};
+use crate::transform::{Search, Workload};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
@@ -63,32 +63,8 @@ impl Plan {
         // them anew.
         let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && self.transforms().is_empty();
         let block = self.block_bytes(kind, one_expert);
-        let width =
-            |id: usize| graph.nodes()[id].op.linear_shape().map_or([0, 0], |shape| shape.map(|s| s as u64));
-        let groups = if self.method.has("awq") { graph.fold_groups() } else { Vec::new() };
-        let rounded = |g: &FoldGroup| -> u64 {
-            4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
-        };
-        let whole = |g: &FoldGroup| {
-            let [n, k] = width(g.consumers[0]);
-            if g.consumers.len() == 1 {
-                return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
-            }
-            (4 * (k + graph.width(g.inspected) as u64)).saturating_mul(tokens).saturating_add(rounded(g))
-        };
-        let kept = match self.settings.search {
-            // One group after the other.
-            Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
-            // All are gathered in one pass; then the rows of a round are copied.
-            Search::Fast => {
-                let kept = |g: &FoldGroup| {
-                    kept_bytes(graph, g, self.sampling, width(g.consumers[0]), SCALE_CANDIDATES)
-                };
-                let all = groups.iter().map(kept).fold(0, u64::saturating_add);
-                let one = groups.iter().map(|g| rounded(g).saturating_add(kept(g) / 2)).max().unwrap_or(0);
-                all.saturating_add(one)
-            }
-        };
+        let work = self.workload(kind);
+        let kept = self.transforms().iter().map(|t| t.memory(&work)).max().unwrap_or(0);
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         // Where documents begin and which tokens count is noted of each, twice while it is made.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
@@ -117,23 +93,22 @@ impl Plan {
             }
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         };
-        // The block of a candidate, and the one before it of which parts are taken.
-        let auto = |alpha| matches!(alpha, Some(Alpha::Auto(_)));
-        let candidate = match self.method.has("smoothquant") && auto(self.settings.smooth.alpha)
-            || self.method.has("smooth-outputs") && auto(self.settings.outputs)
-        {
-            true => graph.linears().map(|(_, _, [n, k], _)| 5 * (n * k) as u64).sum(),
-            false => 0,
-        };
         // What a transform has made of the block, in f32, is what the next one looks at.
-        let rewritten = if transforms.len() > 1 {
-            graph.linears().map(|(_, _, [n, k], _)| 4 * (n * k) as u64).sum()
-        } else {
-            0
-        };
-        let kept = kept.max(candidate).saturating_add(rewritten);
+        let rewritten = if transforms.len() > 1 { 4 * work.all_weights() } else { 0 };
+        let kept = kept.saturating_add(rewritten);
         // The search is over when GPTQ begins.
         states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
+    }
+
+    /// A block as transforms look at it.
+    pub(super) fn workload<'a>(&'a self, kind: BlockKind<'a>) -> Workload<'a> {
+        let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
+        let scheme = |entry: &super::PlanEntry| match entry.action {
+            Action::Quantize { node: Some(node), scheme, .. } => Some((node, scheme)),
+            _ => None,
+        };
+        let schemes = of_block.filter_map(scheme).collect();
+        Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes }
     }
 
     /// The weights of a block that are in memory at a time.

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use serde_json::{Map, Value};
+
 use crate::model::Preparation;
 use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::{
@@ -40,6 +42,11 @@ impl Eq for Method {}
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
+/// The step that a setting acts on, where it acts on one alone.
+pub fn step_of(setting: &str) -> Option<&'static str> {
+    TRANSFORMS.iter().find(|t| t.settings().contains(&setting)).map(|t| t.name())
+}
+
 /// The name and the summary of every step that may come before rounding, by name.
 pub fn steps() -> Vec<(&'static str, &'static str)> {
     let prepared = Preparation::ALL.into_iter().map(|p| (p.name(), p.summary()));
@@ -49,9 +56,18 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether a step is among its own.
-    pub fn has(&self, step: &str) -> bool {
-        self.steps().contains(&step)
+    /// Whether one of its steps is run by this setting.
+    pub fn takes(&self, setting: &str) -> bool {
+        self.transforms.iter().any(|t| t.settings().contains(&setting))
+    }
+
+    /// How each of its steps is run.
+    pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        self.transforms
+            .iter()
+            .map(|t| (t.name().to_owned(), t.fingerprint(settings)))
+            .collect::<Map<_, _>>()
+            .into()
     }
 
     /// The names of what it does before weights are rounded, in order.

@@ -19,7 +19,7 @@ mod select;
 mod time;
 
 pub use cache_scales::CacheScale;
-pub use method::{METHODS, Method, Rounding, method, steps};
+pub use method::{METHODS, Method, Rounding, method, step_of, steps};
 pub(crate) use passes::{FirstPass, PassPlan, States};
 pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};

@@ -1,11 +1,9 @@
 //! What a plan has to look at beside the weights, and whether its activations go with its method.
 
-use std::collections::BTreeSet;
-
 use super::{Action, Plan, PlanEntry};
-use crate::model::{Architecture, BlockGraph, NodeId};
-use crate::scheme::ActivationScheme;
-use crate::transform::{Producers, check_maxima};
+use crate::model::{Architecture, BlockGraph};
+use crate::scheme::{ActivationScheme, LinearScheme};
+use crate::transform::Outline;
 use crate::{Error, Result};
 
 impl Plan {
@@ -57,71 +55,34 @@ impl Plan {
         }
     }
 
-    /// Fails where a step makes no sense for floating-point weights.
-    pub(super) fn check_floats(&self) -> Result<()> {
-        let quantized = || self.entries.iter().filter_map(PlanEntry::quantized);
-        let smooth = ["smoothquant", "smooth-outputs"].into_iter().find(|step| self.method.has(step));
-        if let (Some(step), Some((_, scheme))) =
-            (smooth, quantized().find(|(_, s)| s.fixed_scales().is_some()))
-        {
-            return Err(Error::usage(
-                format!(
-                    "`{step}` does not help {scheme}: every {} inputs have a scale of their own, which follows outliers, \
-                     and larger weights round worse",
-                    scheme.granularity.group_size(0)
-                ),
-                "choose ‹method=rtn›, gptq or awq, or a scheme such as wf8af8-channel",
-            ));
-        }
-        if self.calibrates_cache() && self.method.has("smooth-attention") {
-            return Err(Error::usage(
-                "`smooth-attention` helps caches of integers: FP8 has steps that grow with the numbers, and one scale for all \
-                 channels of keys",
-                "leave the step out, for example with ‹skip=smooth-attention›",
-            ));
-        }
-        if self.method.has("clip") && !quantized().any(|(_, scheme)| scheme.takes_clip_bounds()) {
-            let scheme = quantized().next().map(|(_, scheme)| scheme.to_string()).unwrap_or_default();
-            return Err(Error::usage(
-                format!(
-                    "`clip` has no effect on {scheme}: rows share its scales, or they are powers of two or searched for \
-                     when weights are rounded"
-                ),
-                "leave the step out",
-            ));
-        }
-        Ok(())
+    /// Fails where a step of the method makes no sense for what is asked.
+    pub(super) fn check_steps(&self, architecture: &Architecture) -> Result<()> {
+        let rounds = |scheme: LinearScheme| scheme.activations != ActivationScheme::Float;
+        let rounded_inputs = self.entries.iter().filter_map(|entry| match &entry.action {
+            Action::Quantize { node: Some(node), scheme, .. } if rounds(*scheme) => {
+                Some((entry.layer?, *node))
+            }
+            _ => None,
+        });
+        let is_rounded = |e: &PlanEntry| e.quantized().is_some_and(|(_, scheme)| rounds(scheme));
+        let outline = Outline {
+            architecture,
+            method: &self.method.name,
+            steps: self.method.steps(),
+            settings: &self.settings,
+            schemes: self.entries.iter().filter_map(PlanEntry::quantized).map(|(_, scheme)| scheme).collect(),
+            rounded_inputs: rounded_inputs.collect(),
+            rounds_in_blocks: self.entries.iter().any(|e| e.layer.is_some() && is_rounded(e)),
+            calibrates_cache: self.calibrates_cache(),
+        };
+        self.transforms().iter().try_for_each(|transform| transform.check(&outline))
     }
 
-    /// Fails where activations and method do not go together, or two steps do the same.
+    /// Fails where activations are rounded that cannot be.
     pub(super) fn check_activations(&self) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)
         };
-        let in_blocks = self.entries.iter().any(|e| e.layer.is_some() && rounded(&e));
-        let all_producers = self.settings.smooth.producers == Producers::All;
-        if self.method.has("smoothquant") && all_producers && self.method.has("smooth-outputs") {
-            return Err(Error::usage(
-                "`smooth-outputs` would do again what SmoothQuant with all producers does: both divide what the output \
-                 projections read",
-                "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
-            ));
-        }
-        let first = self.method.steps().first().copied();
-        if let (Some(_), Some(step)) = (&self.settings.smooth.maxima, first.filter(|s| *s != "smoothquant")) {
-            return Err(Error::usage(
-                format!(
-                    "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
-                ),
-                "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
-            ));
-        }
-        if self.method.has("smoothquant") && !in_blocks {
-            return Err(Error::usage(
-                format!("method `{}` has no effect: all activations stay float", self.method.name),
-                "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another ‹method›",
-            ));
-        }
         for entry in self.entries.iter().filter(rounded) {
             let Some((module, scheme)) = entry.quantized() else { continue };
             if module == self.embedding {
@@ -138,23 +99,5 @@ impl Plan {
             }
         }
         Ok(())
-    }
-
-    /// Fails where a file of channel maxima is not of this model.
-    pub(super) fn check_maxima(&self, architecture: &Architecture) -> Result<()> {
-        let Some(file) = self.settings.smooth.maxima.as_ref().filter(|_| self.method.has("smoothquant"))
-        else {
-            return Ok(());
-        };
-        let rounded = |entry: &PlanEntry| match &entry.action {
-            Action::Quantize { node: Some(node), scheme, .. } => {
-                (scheme.activations != ActivationScheme::Float).then_some((entry.layer?, *node))
-            }
-            _ => None,
-        };
-        let rounded: BTreeSet<(usize, NodeId)> = self.entries.iter().filter_map(rounded).collect();
-        (0..architecture.layers).try_for_each(|layer| {
-            check_maxima(file, architecture, layer, &self.settings, |node| rounded.contains(&(layer, node)))
-        })
     }
 }

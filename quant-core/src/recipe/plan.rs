@@ -356,9 +356,8 @@ impl Plan {
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.add_cache_scales(model)?;
+        plan.check_steps(architecture)?;
         plan.check_activations()?;
-        plan.check_floats()?;
-        plan.check_maxima(architecture)?;
         if plan.needs_text() {
             plan.sampling.check()?;
             plan.check_experts(architecture)?;

@@ -10,7 +10,7 @@ use crate::calibrate::{ChannelMaxima, ExpertSampling, Sampling};
 use crate::format;
 use crate::model::Model;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method};
+use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, kv, method, step_of};
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
@@ -125,29 +125,15 @@ impl RecipeSettings {
         for option in &self.overrides {
             recipe.overrides.push(parse_override(option, recipe.scheme)?);
         }
-        if !recipe.method.has("awq") && self.search.is_some() {
-            return Err(self.has_no_effect(&recipe.method, "search", LOOKS_AT_NO_TEXT));
+        let given = self.transform_options().into_iter().filter(|(_, given)| *given);
+        for (option, _) in given {
+            self.check_effect(&recipe.method, option)?;
         }
-        if !recipe.method.has("smoothquant") {
-            let given = self.smooth_options().into_iter().find(|(_, given)| *given);
-            if let Some((option, _)) = given {
-                return Err(self.has_no_effect(&recipe.method, option, "does not smooth activations"));
-            }
+        if let Some(alpha) = &self.output_alpha {
+            recipe.settings.outputs = Some(alpha.parse()?);
         }
-        for (option, given, step, to) in [
-            ("output_alpha", &self.output_alpha, "smooth-outputs", &mut recipe.settings.outputs),
-            ("attention_alpha", &self.attention_alpha, "smooth-attention", &mut recipe.settings.attention),
-        ] {
-            let Some(alpha) = given else { continue };
-            if !recipe.method.has(step) {
-                return Err(Error::usage(
-                    format!("‹{option}› has no effect: `{step}` is no step of what is done"),
-                    format!(
-                        "leave it out, or choose a method that has `{step}`, such as qoq, and do not skip it"
-                    ),
-                ));
-            }
-            *to = Some(alpha.parse()?);
+        if let Some(alpha) = &self.attention_alpha {
+            recipe.settings.attention = Some(alpha.parse()?);
         }
         let smooth = &mut recipe.settings.smooth;
         if let Some(alpha) = &self.alpha {
@@ -260,9 +246,7 @@ impl RecipeSettings {
             || self.expert_tokens.is_some()
             || self.expert_floor.is_some()
             || !self.skip.is_empty()
-            || self.output_alpha.is_some()
-            || self.attention_alpha.is_some()
-            || self.gptq_options().iter().chain(&self.smooth_options()).any(|(_, given)| *given)
+            || self.gptq_options().iter().chain(&self.transform_options()).any(|(_, given)| *given)
             || file.is_some();
         if other || format.is_empty() {
             model.require_float()?;
@@ -279,12 +263,30 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    fn smooth_options(&self) -> [(&'static str, bool); 3] {
+    /// Settings that act on one step of a method.
+    fn transform_options(&self) -> [(&'static str, bool); 6] {
         [
+            ("search", self.search.is_some()),
             ("alpha", self.alpha.is_some()),
             ("smooth_producers", self.smooth_producers.is_some()),
             ("channel_maxima", self.channel_maxima.is_some()),
+            ("output_alpha", self.output_alpha.is_some()),
+            ("attention_alpha", self.attention_alpha.is_some()),
         ]
+    }
+
+    /// Fails where a setting acts on a step that the method does not have.
+    fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
+        match step_of(option).filter(|_| !method.takes(option)) {
+            None => Ok(()),
+            Some(step) => Err(Error::usage(
+                format!("‹{option}› has no effect: `{step}` is no step of method `{}`", method.name),
+                format!(
+                    "leave it out, or choose a method that has `{step}`{}, and do not skip it",
+                    such_as(step)
+                ),
+            )),
+        }
     }
 
     fn gptq_options(&self) -> [(&'static str, bool); 4] {
@@ -311,6 +313,12 @@ impl RecipeSettings {
         }
         Ok(scheme)
     }
+}
+
+/// The first named method that has a step.
+fn such_as(step: &str) -> String {
+    let has = METHODS.iter().find(|method| method.steps().contains(&step));
+    has.map(|method| format!(", such as {}", method.name)).unwrap_or_default()
 }
 
 fn granularity(text: &str) -> Result<Granularity> {

@@ -23,10 +23,10 @@
 
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
-use super::statistics::{InputStatistics, Wanted};
+use super::statistics::{InputStatistics, Wanted, kept_bytes};
 use super::{
-    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, Search, Transform, TransformSettings, clip, fold,
-    race,
+    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, Transform,
+    TransformSettings, Workload, clip, fold, race,
 };
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId};
@@ -42,6 +42,75 @@ pub struct Awq;
 /// The groups that AWQ may scale.
 fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
+}
+
+/// Share of the batch that a candidate of the fast search runs on, about: most leave early.
+const RACE_SHARE: f64 = 1.0 / 8.0;
+
+/// What the search of scales keeps.
+fn memory(work: &Workload<'_>) -> u64 {
+    let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
+    let groups = work.graph.fold_groups();
+    let width = |id: usize| work.shape(id).map(|s| s as u64);
+    let rounded = |g: &FoldGroup| -> u64 {
+        4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
+    };
+    let whole = |g: &FoldGroup| {
+        let [n, k] = width(g.consumers[0]);
+        if g.consumers.len() == 1 {
+            return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
+        }
+        let values = k + work.graph.width(g.inspected) as u64;
+        (4 * values).saturating_mul(tokens).saturating_add(rounded(g))
+    };
+    match work.settings.search {
+        // One group after the other.
+        Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
+        // All are gathered in one pass; then the rows of a round are copied.
+        Search::Fast => {
+            let kept = |g: &FoldGroup| {
+                kept_bytes(work.graph, g, work.sampling, width(g.consumers[0]), SCALE_CANDIDATES)
+            };
+            let all = groups.iter().map(kept).fold(0, u64::saturating_add);
+            let one = groups.iter().map(|g| rounded(g).saturating_add(kept(g) / 2)).max().unwrap_or(0);
+            all.saturating_add(one)
+        }
+    }
+}
+
+/// What the search of scales takes.
+fn scale_work(work: &Workload<'_>) -> SearchWork {
+    let candidates = SCALE_CANDIDATES as f64;
+    let mut all = SearchWork::default();
+    for group in groups(work.graph) {
+        let own: f64 = group.consumers.iter().map(|&c| work.weights(c)).sum();
+        all.rounded += candidates * own;
+        let [n, k] = work.shape(group.consumers[0]).map(|s| s as f64);
+        let tokens = work.tokens() * work.share_of_tokens(group.input);
+        if group.consumers.len() == 1 && is_gram(work, &group) {
+            all.operations += tokens * k * k + candidates * 2.0 * n * k * k;
+            continue;
+        }
+        let share = match work.settings.search {
+            Search::Fast => RACE_SHARE,
+            Search::Reference => 1.0,
+        };
+        let watched = if group.consumers.len() == 1 { 0.0 } else { work.weights(group.inspected) };
+        let mixes = work.graph.mixes_tokens(group.input, group.inspected);
+        let attention = if mixes { work.mixing_operations() } else { 0.0 };
+        let own: f64 = group.consumers.iter().map(|&c| work.weights(c) * work.graph.share_of_tokens(c)).sum();
+        all.operations += candidates * share * (2.0 * work.tokens() * (own + watched) + attention);
+    }
+    all
+}
+
+/// Whether a single linear is judged by its input's Gram matrix.
+fn is_gram(work: &Workload<'_>, group: &FoldGroup) -> bool {
+    let [n, k] = work.shape(group.consumers[0]).map(|s| s as u64);
+    match work.settings.search {
+        Search::Fast => kept_bytes(work.graph, group, work.sampling, [n, k], SCALE_CANDIDATES) == 4 * k * k,
+        Search::Reference => work.tokens() > k as f64,
+    }
 }
 
 impl Transform for Awq {
@@ -61,6 +130,22 @@ impl Transform for Awq {
         Needs { ranges: false, states: true }
     }
 
+    fn settings(&self) -> &'static [&'static str] {
+        &["search"]
+    }
+
+    fn memory(&self, work: &Workload<'_>) -> u64 {
+        memory(work)
+    }
+
+    fn work(&self, work: &Workload<'_>) -> SearchWork {
+        let mut all = scale_work(work);
+        let clips = clip::work(work);
+        all.operations += clips.operations;
+        all.rounded += clips.rounded;
+        all
+    }
+
     fn search(
         &self,
         tasks: &[BlockTask<'_>],
@@ -72,8 +157,7 @@ impl Transform for Awq {
             .into_iter()
             .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
-        let wanted =
-            Wanted { groups: &groups, candidates: super::SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
+        let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search looks at the whole batch again.
         let looks_again = first.settings.search == Search::Reference;
         let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !looks_again)?;

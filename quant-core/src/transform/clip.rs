@@ -9,7 +9,9 @@ use rayon::prelude::*;
 
 use super::objective::Input;
 use super::statistics::{InputStatistics, Wanted};
-use super::{BlockTask, ClipRecord, Grid, Needs, Rewrite, Transform, TransformSettings};
+use super::{
+    BlockTask, ClipRecord, Grid, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings, Workload,
+};
 use crate::calibrate::{HiddenStates, SampledRows, gram};
 use crate::model::{BlockGraph, NodeId};
 use crate::quantize::{fake_quantize_group, row_scales};
@@ -27,6 +29,19 @@ const TASK_ELEMENTS: usize = 1 << 15;
 #[derive(Debug, Clone, Copy)]
 pub struct Clip;
 
+/// What the search takes.
+pub(super) fn work(work: &Workload<'_>) -> SearchWork {
+    let mut all = SearchWork::default();
+    for (id, _, [n, k], _) in work.graph.linears().filter(|(id, ..)| !work.graph.feeds_queries_or_keys(*id)) {
+        let Some(scheme) = work.schemes.get(&id) else { continue };
+        let group = scheme.granularity.group_size(k).min(512) as f64;
+        let tried = CANDIDATES as f64 * n as f64 * k as f64;
+        all.operations += 2.0 * group * tried;
+        all.rounded += tried;
+    }
+    all
+}
+
 impl Transform for Clip {
     fn name(&self) -> &'static str {
         "clip"
@@ -42,6 +57,24 @@ impl Transform for Clip {
 
     fn needs(&self, _settings: &TransformSettings) -> Needs {
         Needs { ranges: false, states: true }
+    }
+
+    fn check(&self, outline: &Outline<'_>) -> Result<()> {
+        if outline.schemes.iter().any(|scheme| scheme.takes_clip_bounds()) {
+            return Ok(());
+        }
+        let scheme = outline.schemes.first().map(ToString::to_string).unwrap_or_default();
+        Err(Error::usage(
+            format!(
+                "`clip` has no effect on {scheme}: rows share its scales, or they are powers of two or searched for when \
+                 weights are rounded"
+            ),
+            "leave the step out",
+        ))
+    }
+
+    fn work(&self, work: &Workload<'_>) -> SearchWork {
+        self::work(work)
     }
 
     fn search(

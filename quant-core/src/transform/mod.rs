@@ -25,9 +25,12 @@ mod shared;
 mod smooth;
 mod smooth_attention;
 mod statistics;
+mod work;
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+
+use serde_json::Value;
 
 pub use awq::Awq;
 pub use candidates::{Search, TriedScales};
@@ -37,16 +40,12 @@ pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
-pub(crate) use smooth::check_maxima;
-pub(crate) use smooth::{CANDIDATES as SMOOTH_CANDIDATES, SEARCH_TOKENS as SMOOTH_TOKENS};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};
-pub(crate) use statistics::kept_bytes;
+pub use work::{Outline, SearchWork, Workload};
 
 /// Scales that a search tries for a group: no scaling, and the points of the grid.
-pub(crate) const SCALE_CANDIDATES: usize = awq::GRID + 1;
-/// Bounds that the clip search tries for a group.
-pub(crate) const CLIP_CANDIDATES: usize = clip::CANDIDATES;
+const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
@@ -114,7 +113,11 @@ pub struct Needs {
     pub states: bool,
 }
 
-/// A search for a rewrite of a block.
+/// A search for a rewrite of a block, with all that a run has to know of it: the settings that are its own, whether it makes
+/// sense, and what it takes. Nothing outside asks for a transform by its name.
+///
+/// One that has settings of its own beyond [`TransformSettings`] holds them itself, and returns them from
+/// [`fingerprint`](Self::fingerprint).
 pub trait Transform: Debug + Send + Sync {
     /// The name that recipes take.
     fn name(&self) -> &'static str;
@@ -127,6 +130,34 @@ pub trait Transform: Debug + Send + Sync {
 
     /// What it has to be given.
     fn needs(&self, settings: &TransformSettings) -> Needs;
+
+    /// The settings that act on this transform alone, by their names.
+    fn settings(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// How it is run: a run is resumed only where this is the same.
+    fn fingerprint(&self, _settings: &TransformSettings) -> Value {
+        Value::Null
+    }
+
+    /// Fails where it would have no effect on what is asked for, or undo another step.
+    ///
+    /// # Errors
+    /// [`Error::Usage`](crate::Error::Usage) with what to ask for instead.
+    fn check(&self, _outline: &Outline<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Bytes that it keeps while it looks at a block, beside the block and the hidden states.
+    fn memory(&self, _work: &Workload<'_>) -> u64 {
+        0
+    }
+
+    /// What its search in a block takes, beside one pass of the batch.
+    fn work(&self, _work: &Workload<'_>) -> SearchWork {
+        SearchWork::default()
+    }
 
     /// Finds a rewrite of one block for each task. `hidden` is what enters the block, where the transform needs it;
     /// with `advance` one that does moves it on to what comes out of the block while its weights are float.

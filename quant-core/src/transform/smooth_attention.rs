@@ -22,9 +22,10 @@
 
 use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::settings::Alpha;
-use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings, TriedScales};
+use super::{BlockTask, Needs, Outline, Rewrite, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, KvScheme, NodeId, QueryKey};
@@ -68,6 +69,25 @@ impl Transform for SmoothAttention {
 
     fn needs(&self, _settings: &TransformSettings) -> Needs {
         Needs { ranges: false, states: true }
+    }
+
+    fn settings(&self) -> &'static [&'static str] {
+        &["attention_alpha"]
+    }
+
+    fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        json!(settings.attention)
+    }
+
+    fn check(&self, outline: &Outline<'_>) -> Result<()> {
+        if !outline.calibrates_cache {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "`smooth-attention` helps caches of integers: FP8 has steps that grow with the numbers, and one scale for all \
+             channels of keys",
+            "leave the step out, for example with ‹skip=smooth-attention›",
+        ))
     }
 
     fn search(

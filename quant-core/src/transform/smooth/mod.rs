@@ -21,17 +21,21 @@
 //! be evened out is the weights' columns. It is 0.3 where weights have groups and 0.1 where a row has one scale, what
 //! deepcompressor takes for Llama-3-8B, or searched among 0, 0.05 … 0.55.
 
+mod planned;
+
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use super::settings::{Alpha, Producers, SmoothSettings};
-use super::{BlockTask, ChannelOutlier, Needs, Rewrite, Transform, TransformSettings, TriedScales, fold};
-use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
-use crate::model::{
-    Architecture, Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values,
+use super::{
+    BlockTask, ChannelOutlier, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings,
+    TriedScales, Workload, fold,
 };
+use crate::calibrate::{ChannelRanges, HiddenStates, InputRows};
+use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{
     Rows, ScaleContext, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
 };
@@ -48,9 +52,9 @@ const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
 /// The exponent of outputs that are read by weights in groups, and by weights with a scale per row.
 const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// What a search tries for a producer: the exponents, and no smoothing.
-pub(crate) const CANDIDATES: usize = 13;
+const CANDIDATES: usize = 13;
 /// Tokens that a search looks at, about.
-pub(crate) const SEARCH_TOKENS: usize = 2048;
+const SEARCH_TOKENS: usize = 2048;
 
 /// What SmoothQuant did to a producer and its consumers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -197,6 +201,29 @@ impl Transform for SmoothQuant {
         Needs { ranges: settings.smooth.maxima.is_none() || searched, states: searched }
     }
 
+    fn settings(&self) -> &'static [&'static str] {
+        &["alpha", "smooth_producers", "channel_maxima"]
+    }
+
+    fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        let SmoothSettings { alpha, producers, maxima } = &settings.smooth;
+        let maxima = maxima.as_ref().map(|m| m.sha256());
+        json!({ "alpha": alpha, "producers": producers, "maxima": maxima })
+    }
+
+    fn check(&self, outline: &Outline<'_>) -> Result<()> {
+        planned::check_scales(self.name(), outline)?;
+        planned::check_inputs(outline)
+    }
+
+    fn memory(&self, work: &Workload<'_>) -> u64 {
+        Smoothing::of_inputs(work.settings).memory(work)
+    }
+
+    fn work(&self, work: &Workload<'_>) -> SearchWork {
+        Smoothing::of_inputs(work.settings).work(work)
+    }
+
     fn search(
         &self,
         tasks: &[BlockTask<'_>],
@@ -223,6 +250,26 @@ impl Transform for SmoothOutputs {
 
     fn needs(&self, settings: &TransformSettings) -> Needs {
         Needs { ranges: true, states: Smoothing::of_outputs(settings).is_searched() }
+    }
+
+    fn settings(&self) -> &'static [&'static str] {
+        &["output_alpha"]
+    }
+
+    fn fingerprint(&self, settings: &TransformSettings) -> Value {
+        json!(settings.outputs)
+    }
+
+    fn check(&self, outline: &Outline<'_>) -> Result<()> {
+        planned::check_scales(self.name(), outline)
+    }
+
+    fn memory(&self, work: &Workload<'_>) -> u64 {
+        Smoothing::of_outputs(work.settings).memory(work)
+    }
+
+    fn work(&self, work: &Workload<'_>) -> SearchWork {
+        Smoothing::of_outputs(work.settings).work(work)
     }
 
     fn search(
@@ -294,26 +341,6 @@ impl SmoothRecord {
         self.unlisted_consumers += super::rewrite::shorten(&mut self.consumers);
         self
     }
-}
-
-/// Fails where a file of channel maxima lacks those of a linear that SmoothQuant would look up in block `layer`, or has
-/// another number of them. `rounds` tells the linears whose activations are rounded.
-pub(crate) fn check_maxima(
-    file: &ChannelMaxima,
-    architecture: &Architecture,
-    layer: usize,
-    settings: &TransformSettings,
-    rounds: impl Fn(NodeId) -> bool,
-) -> Result<()> {
-    let graph = architecture.graph(layer);
-    let groups = Smoothing::of_inputs(settings).groups(graph).into_iter();
-    for group in groups.filter(|g| g.consumers.iter().any(|&c| rounds(c))) {
-        let first = group.consumers[0];
-        if let Some((_, name, [_, k], _)) = graph.linears().find(|(node, ..)| *node == first) {
-            file.of(&architecture.in_block(layer, name), k)?;
-        }
-    }
-    Ok(())
 }
 
 /// `max |x|` of the columns of a group's consumers: as they were seen, or as a file has them.

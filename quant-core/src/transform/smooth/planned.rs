@@ -1,0 +1,81 @@
+//! Before a run: whether smoothing makes sense, and what its searches take.
+
+use super::{CANDIDATES, SEARCH_TOKENS, Smoothing};
+use crate::model::NodeId;
+use crate::transform::{Outline, Producers, SearchWork, Workload};
+use crate::{Error, Result};
+
+/// Fails for schemes whose scales follow outliers by themselves.
+pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
+    let Some(scheme) = outline.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
+        return Ok(());
+    };
+    Err(Error::usage(
+        format!(
+            "`{step}` does not help {scheme}: every {} inputs have a scale of their own, which follows outliers, and larger \
+             weights round worse",
+            scheme.granularity.group_size(0)
+        ),
+        "choose ‹method=rtn›, gptq or awq, or a scheme such as wf8af8-channel",
+    ))
+}
+
+/// Fails where SmoothQuant has no effect, does what another step does, or is given maxima of another model.
+pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
+    let smooth = &outline.settings.smooth;
+    if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
+        return Err(Error::usage(
+            "`smooth-outputs` would do again what SmoothQuant with all producers does: both divide what the output \
+             projections read",
+            "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
+        ));
+    }
+    if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
+        return Err(Error::usage(
+            format!(
+                "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
+            ),
+            "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
+        ));
+    }
+    if !outline.rounds_in_blocks {
+        return Err(Error::usage(
+            format!("method `{}` has no effect: all activations stay float", outline.method),
+            "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another ‹method›",
+        ));
+    }
+    (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))
+}
+
+/// Fails where a file of channel maxima lacks those of a linear that SmoothQuant would look up in block `layer`, or has
+/// another number of them.
+fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
+    let Some(file) = &outline.settings.smooth.maxima else { return Ok(()) };
+    let graph = outline.architecture.graph(layer);
+    let is_rounded = |&node: &NodeId| outline.rounded_inputs.contains(&(layer, node));
+    let groups = Smoothing::of_inputs(outline.settings).groups(graph).into_iter();
+    for group in groups.filter(|g| g.consumers.iter().any(is_rounded)) {
+        let first = group.consumers[0];
+        if let Some((_, name, [_, k], _)) = graph.linears().find(|(node, ..)| *node == first) {
+            file.of(&outline.architecture.in_block(layer, name), k)?;
+        }
+    }
+    Ok(())
+}
+
+impl Smoothing {
+    /// The block of a candidate, and the one before it of which parts are taken.
+    pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
+        if self.is_searched() { 5 * work.all_weights() } else { 0 }
+    }
+
+    /// The blocks that the search for exponents runs.
+    pub(super) fn work(self, work: &Workload<'_>) -> SearchWork {
+        if !self.is_searched() {
+            return SearchWork::default();
+        }
+        let share = (SEARCH_TOKENS as f64 / work.tokens().max(1.0)).min(1.0);
+        let runs = self.groups(work.graph).len() * CANDIDATES + 1;
+        SearchWork { operations: runs as f64 * share * work.block_operations(), rounded: 0.0 }
+    }
+}

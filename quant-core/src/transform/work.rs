@@ -1,0 +1,93 @@
+//! What a transform is going to look at, known from shapes alone: what predictions of memory and time are made from, and
+//! what says whether a step makes sense.
+
+use std::collections::BTreeMap;
+
+use crate::calibrate::Sampling;
+use crate::model::{Architecture, BlockGraph, NodeId, Reach};
+use crate::scheme::LinearScheme;
+use crate::transform::TransformSettings;
+
+/// A block, and the batch that a transform looks at.
+#[derive(Debug, Clone)]
+pub struct Workload<'a> {
+    /// The block.
+    pub graph: &'a BlockGraph,
+    /// The batch.
+    pub sampling: Sampling,
+    /// How transforms are run.
+    pub settings: &'a TransformSettings,
+    /// The schemes of the block's linears that are quantized.
+    pub schemes: BTreeMap<NodeId, LinearScheme>,
+}
+
+/// What a search will take.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SearchWork {
+    /// Floating-point operations of matrix products.
+    pub operations: f64,
+    /// Weights that are rounded, each as often as it is.
+    pub rounded: f64,
+}
+
+impl Workload<'_> {
+    /// Tokens of the batch.
+    pub fn tokens(&self) -> f64 {
+        self.sampling.samples as f64 * self.sampling.length as f64
+    }
+
+    /// The share of all tokens that a value is computed for while the block is watched; experts that few tokens are routed
+    /// to are taken to be few.
+    pub fn share_of_tokens(&self, id: usize) -> f64 {
+        self.sampling.experts.shares(self.graph.share_of_tokens(id))[0]
+    }
+
+    /// Operations of the batch on its way through the block.
+    pub fn block_operations(&self) -> f64 {
+        let length = self.sampling.length as f64;
+        let nodes = self.graph.nodes().iter().enumerate();
+        nodes.map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(id), length)).sum()
+    }
+
+    /// Operations of what mixes the tokens of the whole batch.
+    pub fn mixing_operations(&self) -> f64 {
+        let attentions = self.graph.nodes().iter().filter(|node| node.op.reach() == Reach::Window);
+        let length = self.sampling.length as f64;
+        attentions.map(|node| node.op.product_operations(self.tokens(), length)).sum()
+    }
+
+    /// `[n, k]` of a linear.
+    pub(crate) fn shape(&self, id: usize) -> [usize; 2] {
+        self.graph.nodes()[id].op.linear_shape().unwrap_or_default()
+    }
+
+    /// `n · k` of a linear.
+    pub(crate) fn weights(&self, id: usize) -> f64 {
+        self.shape(id).map(|s| s as f64).iter().product()
+    }
+
+    /// `n · k` of all linears.
+    pub(crate) fn all_weights(&self) -> u64 {
+        self.graph.linears().map(|(_, _, [n, k], _)| (n * k) as u64).sum()
+    }
+}
+
+/// What a plan asks for, as a step judges it.
+pub struct Outline<'a> {
+    /// The model.
+    pub architecture: &'a Architecture,
+    /// What the method is called.
+    pub method: &'a str,
+    /// All steps of the method, in order.
+    pub steps: Vec<&'static str>,
+    /// How transforms are run.
+    pub settings: &'a TransformSettings,
+    /// The schemes of all weights that are quantized.
+    pub schemes: Vec<LinearScheme>,
+    /// Linears of blocks whose inputs are rounded, by layer.
+    pub rounded_inputs: std::collections::BTreeSet<(usize, NodeId)>,
+    /// Whether the inputs of any weight in a block are rounded.
+    pub rounds_in_blocks: bool,
+    /// Whether static scales of cached keys and values are found.
+    pub calibrates_cache: bool,
+}
