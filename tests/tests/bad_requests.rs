@@ -113,7 +113,7 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
-        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `awq` or `clip` last"]),
+        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
         (&["--method", "reorder,rotate"], &["makes another model", "put `rotate` first"]),
         (
             &["--method", "rotate,magic"],

@@ -47,13 +47,14 @@ use std::path::Path;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::method::{transform, transforms_with};
 use super::{Method, Pattern, Recipe, Rounding, kv, schema};
 use crate::calibrate::{ExpertSampling, ExpertTokens, Mask, Packing, Sampling};
 use crate::checkpoint::read_capped;
 use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
 use crate::scheme::SchemeRequest;
-use crate::transform::{Alpha, Producers, Search, SmoothSettings, TransformSettings};
+use crate::transform::{Alpha, Producers, Search, StepSettings, TransformSettings};
 use crate::{Error, Result, format};
 
 /// A recipe file is read up to this size.
@@ -111,32 +112,22 @@ struct TransformEntry {
 impl TransformEntry {
     /// Puts what is said into the settings.
     fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
-        const SMOOTH: &[&str] = &["smoothquant", "smooth-outputs", "smooth-attention"];
-        let said: [(_, &[&str], _); 3] = [
-            ("search", &["awq"], self.search.is_some()),
-            ("alpha", SMOOTH, self.alpha.is_some()),
-            ("producers", &["smoothquant"], self.producers.is_some()),
-        ];
-        let here = |kinds: &[&str]| kinds.contains(&self.kind.as_str());
-        if let Some((key, kinds, _)) = said.into_iter().find(|(_, kinds, said)| *said && !here(kinds)) {
+        let Self { kind, search, alpha, producers } = self;
+        let said = StepSettings { search: *search, alpha: *alpha, producers: *producers };
+        let transform = transform(kind);
+        let takes = transform.map_or(&[][..], |t| t.recipe_keys());
+        if let Some((key, _)) = said.keys().into_iter().find(|(key, said)| *said && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
-                    "transform.{key} has no effect: it is a matter of kind `{}`, and this is `{}`",
-                    kinds.join("`, `"),
-                    self.kind
+                    "transform.{key} has no effect: it is a matter of kind `{}`, and this is `{kind}`",
+                    transforms_with(key).join("`, `"),
                 ),
                 "leave it out",
             ));
         }
-        settings.search = self.search.unwrap_or(settings.search);
-        settings.smooth.producers = self.producers.unwrap_or(settings.smooth.producers);
-        if let Some(alpha) = self.alpha {
-            alpha.check()?;
-            match self.kind.as_str() {
-                "smooth-outputs" => settings.outputs = Some(alpha),
-                "smooth-attention" => settings.attention = Some(alpha),
-                _ => settings.smooth.alpha = Some(alpha),
-            }
+        alpha.map_or(Ok(()), Alpha::check)?;
+        if let Some(transform) = transform {
+            transform.configure(said, settings);
         }
         Ok(())
     }
@@ -381,21 +372,9 @@ impl Recipe {
     }
 
     fn transform_entry(&self, kind: &str) -> TransformEntry {
-        let TransformSettings { search, smooth, outputs, attention, .. } = &self.settings;
-        let SmoothSettings { alpha, producers, .. } = smooth;
-        let (awq, smooth) = (kind == "awq", kind == "smoothquant");
-        let alpha = match kind {
-            "smoothquant" => *alpha,
-            "smooth-outputs" => *outputs,
-            "smooth-attention" => *attention,
-            _ => None,
-        };
-        TransformEntry {
-            kind: kind.to_owned(),
-            search: awq.then_some(*search),
-            alpha,
-            producers: smooth.then_some(*producers),
-        }
+        let described = transform(kind).map(|transform| transform.described(&self.settings));
+        let StepSettings { search, alpha, producers } = described.unwrap_or_default();
+        TransformEntry { kind: kind.to_owned(), search, alpha, producers }
     }
 }
 

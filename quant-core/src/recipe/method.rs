@@ -42,6 +42,16 @@ impl Eq for Method {}
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
+/// The transform of that name, if there is one.
+pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
+    TRANSFORMS.iter().copied().find(|t| t.name() == name)
+}
+
+/// The transforms that take a key of a recipe file.
+pub(super) fn transforms_with(key: &str) -> Vec<&'static str> {
+    TRANSFORMS.iter().filter(|t| t.recipe_keys().contains(&key)).map(|t| t.name()).collect()
+}
+
 /// The step that a setting acts on, where it acts on one alone.
 pub fn step_of(setting: &str) -> Option<&'static str> {
     TRANSFORMS.iter().find(|t| t.settings().contains(&setting)).map(|t| t.name())
@@ -150,15 +160,20 @@ impl Method {
                 format!("`{step}` makes another model, in which what `{}` looked at is no more", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
-        if steps.contains(&"awq") && steps.contains(&"clip") {
-            return refused("`awq` searches the bounds of `clip` itself".into(), "leave `clip` out");
+        let narrowing: Vec<&str> =
+            transforms.iter().filter(|t| t.narrows_ranges()).map(|t| t.name()).collect();
+        if let [one, other, ..] = narrowing[..] {
+            return refused(
+                format!("`{one}` and `{other}` both search for narrower ranges of weights"),
+                &format!("leave `{other}` out"),
+            );
         }
-        if let Some((last, before)) = steps.split_last()
-            && let Some(narrows) = before.iter().find(|step| matches!(**step, "awq" | "clip"))
+        if let (Some(last), Some(narrows)) =
+            (steps.last(), narrowing.first().filter(|n| steps.last() != Some(n)))
         {
             return refused(
                 format!("`{narrows}` narrows the ranges of weights, which `{last}` would then change"),
-                "put `awq` or `clip` last, before weights are rounded",
+                &format!("put `{narrows}` last, before weights are rounded"),
             );
         }
         let mut name = steps.to_vec();
@@ -341,7 +356,7 @@ mod tests {
         for (name, says, remedy) in [
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
-            ("clip,awq", "`awq` searches the bounds of `clip` itself", "leave `clip` out"),
+            ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
             ("reorder,rotate", "makes another model", "put `rotate` first"),
             ("awq,fold-norms", "makes another model", "put `fold-norms` first"),
             ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),

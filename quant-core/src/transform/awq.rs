@@ -25,8 +25,8 @@ use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
 use super::statistics::{InputStatistics, Wanted, kept_bytes};
 use super::{
-    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, Transform,
-    TransformSettings, Workload, clip, fold, race,
+    BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork,
+    StepSettings, Transform, TransformSettings, Workload, clip, fold, race,
 };
 use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId};
@@ -132,6 +132,22 @@ impl Transform for Awq {
 
     fn settings(&self) -> &'static [&'static str] {
         &["search"]
+    }
+
+    fn recipe_keys(&self) -> &'static [&'static str] {
+        &["search"]
+    }
+
+    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+        settings.search = said.search.unwrap_or(settings.search);
+    }
+
+    fn described(&self, settings: &TransformSettings) -> StepSettings {
+        StepSettings { search: Some(settings.search), ..StepSettings::default() }
+    }
+
+    fn narrows_ranges(&self) -> bool {
+        true
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {

@@ -59,6 +59,10 @@ impl Transform for Clip {
         Needs { ranges: false, states: true }
     }
 
+    fn narrows_ranges(&self) -> bool {
+        true
+    }
+
     fn check(&self, outline: &Outline<'_>) -> Result<()> {
         if outline.schemes.iter().any(|scheme| scheme.takes_clip_bounds()) {
             return Ok(());

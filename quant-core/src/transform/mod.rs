@@ -39,7 +39,7 @@ pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite};
 pub use rotate::{fold_norms, rotate};
-pub use settings::{Alpha, Automatic, Producers, SmoothSettings, TransformSettings};
+pub use settings::{Alpha, Automatic, Producers, SmoothSettings, StepSettings, TransformSettings};
 pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};
 pub use work::{Outline, SearchWork, Workload};
@@ -134,6 +134,24 @@ pub trait Transform: Debug + Send + Sync {
     /// The settings that act on this transform alone, by their names.
     fn settings(&self) -> &'static [&'static str] {
         &[]
+    }
+
+    /// The keys of [`StepSettings`] that act on it.
+    fn recipe_keys(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Puts what a recipe file says of it into the settings.
+    fn configure(&self, _said: StepSettings, _settings: &mut TransformSettings) {}
+
+    /// What a recipe file would say for these settings.
+    fn described(&self, _settings: &TransformSettings) -> StepSettings {
+        StepSettings::default()
+    }
+
+    /// Whether it narrows the ranges of weights, which no step after it may change.
+    fn narrows_ranges(&self) -> bool {
+        false
     }
 
     /// How it is run: a run is resumed only where this is the same.

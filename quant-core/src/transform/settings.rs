@@ -28,6 +28,28 @@ pub struct TransformSettings {
     pub scale_search: ScaleSearch,
 }
 
+/// What a recipe file may say of a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct StepSettings {
+    /// `search`
+    pub search: Option<Search>,
+    /// `alpha`
+    pub alpha: Option<Alpha>,
+    /// `producers`
+    pub producers: Option<Producers>,
+}
+
+impl StepSettings {
+    /// Keys, and whether they are there.
+    pub fn keys(&self) -> [(&'static str, bool); 3] {
+        [
+            ("search", self.search.is_some()),
+            ("alpha", self.alpha.is_some()),
+            ("producers", self.producers.is_some()),
+        ]
+    }
+}
+
 /// How SmoothQuant is run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SmoothSettings {

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::settings::Alpha;
-use super::{BlockTask, Needs, Outline, Rewrite, Transform, TransformSettings, TriedScales};
+use super::{BlockTask, Needs, Outline, Rewrite, StepSettings, Transform, TransformSettings, TriedScales};
 use crate::calibrate::{AttentionStatistic, HiddenStates, InputRows, StatisticsPass};
 use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, KvScheme, NodeId, QueryKey};
@@ -73,6 +73,18 @@ impl Transform for SmoothAttention {
 
     fn settings(&self) -> &'static [&'static str] {
         &["attention_alpha"]
+    }
+
+    fn recipe_keys(&self) -> &'static [&'static str] {
+        &["alpha"]
+    }
+
+    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+        settings.attention = said.alpha.or(settings.attention);
+    }
+
+    fn described(&self, settings: &TransformSettings) -> StepSettings {
+        StepSettings { alpha: settings.attention, ..StepSettings::default() }
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {

@@ -31,8 +31,8 @@ use serde_json::{Value, json};
 
 use super::settings::{Alpha, Producers, SmoothSettings};
 use super::{
-    BlockTask, ChannelOutlier, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings,
-    TriedScales, Workload, fold,
+    BlockTask, ChannelOutlier, Needs, Outline, Rewrite, SearchWork, StepSettings, Transform,
+    TransformSettings, TriedScales, Workload, fold,
 };
 use crate::calibrate::{ChannelRanges, HiddenStates, InputRows};
 use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
@@ -205,6 +205,21 @@ impl Transform for SmoothQuant {
         &["alpha", "smooth_producers", "channel_maxima"]
     }
 
+    fn recipe_keys(&self) -> &'static [&'static str] {
+        &["alpha", "producers"]
+    }
+
+    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+        let SmoothSettings { alpha, producers, .. } = &mut settings.smooth;
+        *alpha = said.alpha.or(*alpha);
+        *producers = said.producers.unwrap_or(*producers);
+    }
+
+    fn described(&self, settings: &TransformSettings) -> StepSettings {
+        let SmoothSettings { alpha, producers, .. } = settings.smooth;
+        StepSettings { alpha, producers: Some(producers), ..StepSettings::default() }
+    }
+
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
         let SmoothSettings { alpha, producers, maxima } = &settings.smooth;
         let maxima = maxima.as_ref().map(|m| m.sha256());
@@ -254,6 +269,18 @@ impl Transform for SmoothOutputs {
 
     fn settings(&self) -> &'static [&'static str] {
         &["output_alpha"]
+    }
+
+    fn recipe_keys(&self) -> &'static [&'static str] {
+        &["alpha"]
+    }
+
+    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+        settings.outputs = said.alpha.or(settings.outputs);
+    }
+
+    fn described(&self, settings: &TransformSettings) -> StepSettings {
+        StepSettings { alpha: settings.outputs, ..StepSettings::default() }
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
