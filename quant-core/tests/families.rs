@@ -227,6 +227,7 @@ fn pairs_that_are_no_folds_change_the_output() {
             input,
             repeat,
             run: if repeat == 1 { 1 } else { 16 },
+            exponent: 1,
         };
         assert!(!bench.groups().contains(&wrong), "{name}");
         let mut rewrite = Rewrite::default();

@@ -673,7 +673,17 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![
+                vec![
+                    "norm",
+                    "mixer.experts.0.up_proj",
+                    "mixer.experts.1.up_proj",
+                    "mixer.experts.2.up_proj",
+                    "mixer.experts.3.up_proj",
+                    "mixer.shared_experts.up_proj",
+                ],
+                vec!["norm", "mixer.v_proj"],
+            ],
             rounding: 1.0,
             not_rotated_for: Some("is no linear's output"),
             ..Case::new(
@@ -685,14 +695,23 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![
+                vec![
+                    "norm",
+                    "mixer.experts.0.up_proj",
+                    "mixer.experts.1.up_proj",
+                    "mixer.experts.2.up_proj",
+                    "mixer.shared_experts.up_proj",
+                ],
+                vec!["norm", "mixer.v_proj"],
+            ],
             rounding: 1.0,
             not_rotated_for: Some(EXPERTS),
             ..Case::new("nemotron_h, experts", "NemotronHForCausalLM", nemotron(json!({})))
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![vec!["norm", "mixer.up_proj"], vec!["norm", "mixer.v_proj"]],
             rounding: 1.0,
             ..Case::new(
                 "nemotron_h",

@@ -484,6 +484,9 @@ impl Op {
             Self::Activation(Activation::Relu) | Self::Scale(_) | Self::ScaleBy { .. } | Self::Multiply => {
                 ScalePass::UNCHANGED
             }
+            Self::Activation(Activation::ReluSquared) => {
+                ScalePass::Passed { exponent: 2, repeat: 1, run: 1 }
+            }
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
@@ -494,11 +497,7 @@ impl Op {
             // commute with a scale. A scale of some rows of a fused linear begins behind the slice.
             Self::Gated(_)
             | Self::Activation(
-                Activation::ReluSquared
-                | Activation::Silu
-                | Activation::Sigmoid
-                | Activation::Gelu
-                | Activation::GeluTanh,
+                Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
             )
             | Self::ClampedGated { .. }
             | Self::TokenGate
