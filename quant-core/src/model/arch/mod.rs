@@ -24,8 +24,10 @@ mod internlm;
 mod latent;
 mod lfm2;
 mod llama;
+mod llama4;
 mod llama_variants;
 mod mamba;
+mod mistral4;
 mod mixers;
 mod mixtral;
 mod multimodal;
@@ -35,6 +37,7 @@ mod op;
 mod opt;
 mod parts;
 mod phi;
+mod phimoe;
 mod qwen3_next;
 mod recurrent;
 mod routing;
@@ -338,6 +341,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &phi::Phi,
     &cohere::Cohere,
     &cohere::Cohere2,
+    &cohere::Cohere2Moe,
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
     &lfm2::Lfm2,
@@ -360,6 +364,9 @@ pub static FAMILIES: &[&dyn Family] = &[
     &deepseek::Glm4MoeLite,
     &deepseek::DeepseekV2,
     &deepseek::DeepseekV3,
+    &mistral4::Mistral4,
+    &llama4::Llama4,
+    &phimoe::PhiMoe,
     &internlm::InternLm2,
     &internlm::InternLm3,
     &experts_variants::HyV3,
