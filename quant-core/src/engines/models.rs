@@ -417,9 +417,14 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
     fact(&["granitemoehybrid"], Has::With(families::granite4_without_experts), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(families::gemma4_without_experts), Basis::Run)
-        .on(TRANSFORMERS_5, REGISTRIES),
-    fact(OTHER_DENSE, Has::With(families::compressed_tensors_alone), Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
+    fact(
+        &["gemma4_text", "Gemma4ForConditionalGeneration"],
+        Has::With(families::gemma4_without_experts),
+        Basis::Run,
+    )
+    .on(TRANSFORMERS_5, REGISTRIES),
+    fact(OTHER_DENSE, Has::With(families::compressed_tensors_alone), Basis::Run)
+        .on(TRANSFORMERS_5, "2026-11-24"),
     fact(&["internlm3", "bloom"], Has::With(families::compressed_tensors_alone), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),

@@ -495,7 +495,7 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: in_mixtral(),
-            not_rotated_for: Some(EXPERTS),
+            not_rotated_for: Some(MEAN),
             ..Case::new(
                 "phimoe",
                 "PhimoeForCausalLM",

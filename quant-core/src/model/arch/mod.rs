@@ -95,6 +95,9 @@ pub struct Architecture {
     pub head: String,
     /// Another module name that readers may have for the head: a head that stays float is named by both.
     pub head_alias: Option<&'static str>,
+    /// The router's name inside a block, and another one that readers may have for it: one that stays float is named by
+    /// both.
+    pub router_alias: Option<[&'static str; 2]>,
     /// Whether the head has a bias.
     pub head_bias: bool,
     /// Prefix of a block's tensors, with `{}` for its index.
@@ -244,6 +247,15 @@ impl Architecture {
     /// The name of a module or tensor of block `index`, from its name inside the block.
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
+    }
+
+    /// Modules that readers may have other names for, with these.
+    pub fn aliases(&self) -> Vec<(String, String)> {
+        let routers = self.router_alias.into_iter().flat_map(|names| {
+            (0..self.layers).map(move |layer| names.map(|name| self.in_block(layer, name)).into())
+        });
+        let head = self.head_alias.map(|alias| (self.head.clone(), alias.to_owned()));
+        routers.chain(head).collect()
     }
 
     /// Module name of the embedding.

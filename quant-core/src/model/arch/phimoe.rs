@@ -55,6 +55,8 @@ impl Family for PhiMoe {
         attention.shape.window = Windows::uniform(config, None, true)?.of(0);
         let block = d.block(attention, Mlp::Experts(experts));
         let mut architecture = d.architecture(|_| block.clone())?;
+        // transformers has a linear of another name for it.
+        architecture.router_alias = Some(["block_sparse_moe.gate", "mlp.router"]);
         architecture.head_bias = d.flag("lm_head_bias", false)?;
         Ok(architecture)
     }
