@@ -39,7 +39,7 @@ PER_DAY = 6
 # Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
 # floats, and run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
-                  "gpt2-bare", "granitemoehybrid-experts", *make_tiny.BUILT_AS_LLAMA]
+                  "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
 # Models that are stored quantized. Their numbers are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
@@ -119,6 +119,23 @@ TRAPS = {
     "no correction of Nemotron's scores": ("nemotron_h-latent", {}, ".e_score_correction_bias"),
     "weights of Hy3's experts not scaled": ("hy_v3", {"router_scaling_factor": 1.0}),
     "no correction of Hy3's scores": ("hy_v3", {}, ".expert_bias"),
+    "experts of Phi weighted by all": ("phimoe", {"router_jitter_noise": 1.0}),
+    "longrope's own factor of attention in Phi": ("phimoe-longrope", {
+        "rope_parameters": make_tiny.FAMILIES["phimoe-longrope"]["rope_parameters"] | {"short_mscale": 1.1, "long_mscale": 1.1}}),
+    "no chunks": ("llama4", {"attention_chunk_size": 512}),
+    "chunks one longer": ("llama4", {"attention_chunk_size": make_tiny.WINDOW + 1}),
+    "no norms of Llama 4's heads": ("llama4", {"use_qk_norm": False}),
+    "all layers of Llama 4 rotated": ("llama4", {"no_rope_layers": [1, 1, 1, 1]}),
+    "queries of Llama 4 not scaled by position": ("llama4", {"attn_temperature_tuning": False}),
+    "positions of Llama 4 counted from 0": ("llama4", {"floor_scale": 21}),
+    "experts and the shared one added": ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    "layers in front not rotated": ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 5}),
+    "sigmoids of experts that add up to 1": ("cohere2_moe-sigmoid", {"norm_topk_prob": True}),
+    "experts by their sigmoids": ("cohere2_moe", {"expert_selection_fn": "sigmoid"}),
+    "queries of latent attention not scaled by position": ("mistral4", {
+        "rope_parameters": make_tiny.FAMILIES["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}),
+    "Mistral 4's experts as one group": ("mistral4", {"n_group": 1, "topk_group": 1}),
+    "weights of Mistral 4's experts not scaled": ("mistral4", {"routed_scaling_factor": 1.0}),
     "an epsilon of another size": ("internlm3", {"rms_norm_eps": 1e-2}),
     "frequencies that do not depend on the length": ("internlm3", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
@@ -200,6 +217,9 @@ WEIGHT_TRAPS = {
     "experts' latents in another order": ("nemotron_h-latent", scaled("fc1_latent_proj.weight", lambda w: w.flip(0))),
     "gates of Granite 4 after ups": ("granitemoehybrid-experts", scaled(
         "shared_mlp.input_linear", lambda w: w.unflatten(0, (2, -1)).flip(0).flatten(0, 1))),
+    "ups of Llama 4 before gates": ("llama4", scaled(
+        "experts.gate_up_proj", lambda w: w.unflatten(-1, (2, -1)).flip(-2).flatten(-2))),
+    "experts of Llama 4 that read what is not scaled": ("llama4", scaled("feed_forward.router", torch.zeros_like)),
     "no shared expert": ("nemotron_h-experts", scaled("shared_experts.down_proj", torch.zeros_like)),
 }
 
@@ -406,6 +426,10 @@ class Family:
                 tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
             return self.as_llama(floats) if config["model_type"] == "internlm2" else floats
+        if config["model_type"] in ("llama4_text", "mistral4"):
+            self.join_experts(tensors, transposed=config["model_type"] == "llama4_text")
+            save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
+            return floats
         is_hybrid = config["model_type"] == "granitemoehybrid"
         is_granite, is_gemma = is_hybrid or config["model_type"] == "granitemoe", config["model_type"] == "gemma4_text"
         linears = ("w1", "w3", "w2") if is_granite and not is_hybrid else ("gate_proj", "up_proj", "down_proj")
@@ -436,6 +460,17 @@ class Family:
                 tensors[f"{mlp}experts.down_proj{suffix}"] = numpy.ascontiguousarray(columns(down))
         save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
         return floats
+
+    @staticmethod
+    def join_experts(tensors, transposed):
+        """Puts the experts of each block in two tensors, gates first; `transposed`: with inputs for rows."""
+        for prefix in sorted({name.split(".experts.")[0] for name in tensors if re.search(r"\.experts\.\d", name)}):
+            count = len([name for name in tensors if re.fullmatch(re.escape(prefix) + r"\.experts\.\d+\.down_proj\.weight", name)])
+            gate, up, down = (numpy.stack([tensors.pop(f"{prefix}.experts.{e}.{linear}.weight") for e in range(count)])
+                              for linear in ("gate_proj", "up_proj", "down_proj"))
+            for linear, weight in [("gate_up_proj", numpy.concatenate([gate, up], axis=1)), ("down_proj", down)]:
+                weight = weight.swapaxes(1, 2) if transposed else weight
+                tensors[f"{prefix}.experts.{linear}"] = numpy.ascontiguousarray(weight)
 
     def mxfp4_bits(self, model):
         """Every expert's weight, against what transformers makes of codes and scales."""

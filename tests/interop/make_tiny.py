@@ -8,6 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
+import reference_model  # noqa: F401, which registers a class
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -174,6 +175,11 @@ DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_interme
                       "topk_group": 2, "first_k_dense_replace": 1}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
           "qk_rope_head_dim": 8, "v_head_dim": 24}
+LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 6, "intermediate_size": 64,
+          "attention_chunk_size": WINDOW, "floor_scale": 20, "attn_scale": 0.3}
+COHERE2_MOE = EXPERTS | {"model_type": "cohere2_moe", "num_hidden_layers": 5, "num_experts": 6, "intermediate_size": 64,
+                         "sliding_window": WINDOW, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 160,
+                         "logit_scale": 0.3, "pad_token_id": 0}
 GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 64,
                      "sliding_window": WINDOW, "swiglu_limit": 1.5, "attention_bias": False}
 NEMOTRON_EXPERTS = NEMOTRON | EXPERTS | {
@@ -312,6 +318,25 @@ FAMILIES = {
                   "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
     # transformers has no class for it: made from Llama's, and read as such.
+    "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
+               "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
+    # No longer than the original length, beyond which readers differ.
+    "phimoe-longrope": {
+        "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
+        "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
+            rope_type="longrope", short_factor=[1.0 + 0.1 * i for i in range(12)],
+            long_factor=[1.5 + 0.7 * i for i in range(12)], short_mscale=1.3, long_mscale=1.3,
+            original_max_position_embeddings=128),
+    "llama4": LLAMA4 | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 128, "num_experts_per_tok": 1},
+    "llama4-bias": LLAMA4 | {"attention_bias": True, "use_qk_norm": False, "num_experts_per_tok": 2} | rope(**{
+        **LLAMA3_ROPE}),
+    "cohere2_moe": COHERE2_MOE | {"num_shared_experts": 2},
+    "cohere2_moe-sigmoid": COHERE2_MOE | {
+        "expert_selection_fn": "sigmoid", "num_shared_experts": 1, "shared_expert_combination_strategy": "sum",
+        "rms_norm_eps": 1e-5, "attention_bias": True, "norm_topk_prob": False},
+    "mistral4": DEEPSEEK | LATENT | {"model_type": "mistral4", "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
+                                     "routed_scaling_factor": 1.4} | rope(
+        **yarn(mscale=1.0, mscale_all_dim=0.7, llama_4_scaling_beta=0.3)),
     "internlm2": {"model_type": "llama", "attention_bias": True},
     "internlm2-plain": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
     "cohere-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": False},
@@ -367,10 +392,32 @@ ENGINES = {
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
-                            "router_scaling_factor": 1.7},
+                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128},
+    "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": True},
+    "glm4_moe-128": DEEPSEEK | {"model_type": "glm4_moe", "head_dim": 64, "use_qk_norm": True, "attention_bias": True,
+                                "moe_intermediate_size": 128} | rope(rope_type="default", partial_rotary_factor=0.5),
+    "minimax_m2-128": EXPERTS | {"model_type": "minimax_m2", "head_dim": 64, "num_local_experts": 6, "intermediate_size": 128,
+                                 "rotary_dim": 32, "scoring_func": "sigmoid"} | rope(
+        rope_type="default", partial_rotary_factor=0.5),
+    "ernie4_5_moe-128": {"model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 128,
+                         "moe_num_shared_experts": 2, "num_hidden_layers": 4, "moe_layer_interval": 2,
+                         "moe_layer_start_index": 1, "moe_layer_end_index": 3},
+    "lfm2_moe-128": EXPERTS | {"model_type": "lfm2_moe", "layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3,
+                               "num_dense_layers": 1, "num_experts": 6, "moe_intermediate_size": 128,
+                               "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+    "qwen3_next-128": SHARED_EXPERT | {
+        "model_type": "qwen3_next", "head_dim": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "layer_types": [LINEAR, FULL],
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True},
+    "cohere2_moe-128": COHERE2_MOE | {"head_dim": 32, "num_shared_experts": 2, "intermediate_size": 128,
+                                      "prefix_dense_intermediate_size": 256, "num_hidden_layers": 4},
+    "llama4-128": LLAMA4 | {"head_dim": 64, "intermediate_size": 128, "intermediate_size_mlp": 256,
+                            "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    # Latent vectors of the only width that vLLM's latent attention has a kernel for on a CPU.
     "deepseek_v3-128": DEEPSEEK | {
-        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid"},
 }
 # Without such fields.
 WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")

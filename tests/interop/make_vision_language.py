@@ -45,6 +45,9 @@ QWEN3_5 = {"model_type": "qwen3_5", "vision_config": {key: value for key, value 
                            "linear_value_head_dim": 32, "rope_parameters": ROPE | {
                                "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
                                "mrope_interleaved": True}}} | QWEN_TOKENS
+# In widths that vLLM has a kernel for.
+QWEN3_5_WIDE = QWEN3_5 | {"text_config": QWEN3_5["text_config"] | {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe", "text_config": QWEN3_5["text_config"] | {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}}
 QWEN3_VL_MOE = QWEN3_VL | {"model_type": "qwen3_vl_moe", "text_config": QWEN3_VL["text_config"] | {
@@ -86,6 +89,18 @@ GEMMA4 = {"model_type": "gemma4", "audio_config": None, "image_token_id": 268, "
 GEMMA4_SMALL = GEMMA4 | {"text_config": GEMMA4["text_config"] | {
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": make_tiny.VOCABULARY, "num_kv_shared_layers": 1,
     "attention_k_eq_v": False, "num_global_key_value_heads": None, "use_double_wide_mlp": True}}
+LLAMA4 = {"model_type": "llama4", "image_token_index": 268, "boi_token_index": 269, "eoi_token_index": 270,
+          "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 32, "intermediate_size": 128,
+                            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+                            "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+          "text_config": {"model_type": "llama4_text", "num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 4,
+                          "intermediate_size": 96, "attention_chunk_size": 48, "no_rope_layers": [1, 1, 0],
+                          "floor_scale": 20, "attn_scale": 0.3, "rope_parameters": ROPE}}
+MISTRAL4 = {"model_type": "mistral4", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32,
+            "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 96, "rope_parameters": ROPE | {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+                "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}
 VARIANTS = {
     "gemma4-vl": GEMMA4,
     "gemma4-vl-small": GEMMA4_SMALL,
@@ -112,11 +127,20 @@ VARIANTS = {
     "llava-modules": llava({"model_type": "llama"}),
     "llava-mistral": llava({"model_type": "mistral", "sliding_window": 48}),
     "llava-qwen2": llava({"model_type": "qwen2"}),
+    "llama4-vl": LLAMA4,
+    "mistral3-mistral4": MISTRAL3 | {"text_config": MISTRAL4},
+}
+# In widths that vLLM has kernels for, and with the fields of published configurations that it asks for: of check_vllm.py.
+ENGINES = {
+    "qwen3.5-128": QWEN3_5_WIDE,
+    "qwen3-vl-moe-normed": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {"norm_topk_prob": True}},
+    "gemma3-vl-64": GEMMA3 | {"text_config": GEMMA3["text_config"] | {"head_dim": 64}},
+    "gemma4-vl-64": GEMMA4 | {"text_config": GEMMA4["text_config"] | {"head_dim": 64}},
 }
 
 
 def make_model(variant, seed):
-    options = json.loads(json.dumps(VARIANTS[variant]))
+    options = json.loads(json.dumps((VARIANTS | ENGINES)[variant]))
     text = TEXT | options.pop("text_config")
     config = AutoConfig.for_model(options.pop("model_type"), text_config=text, **options)
     model = AutoModelForImageTextToText.from_config(config)
@@ -129,6 +153,9 @@ def make_model(variant, seed):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
+            elif variant == "gemma4-vl-64" and "language_model" in name and name.endswith("q_norm.weight"):
+                # Scores that are not scaled would be so large that rounding to bfloat16 decides which key is looked at.
+                parameter.copy_(0.15 + 0.05 * noise)
             elif parameter.ndim == 1:
                 # Weights of Gemma's norms are what is added to 1.
                 # Those of Qwen3.5 too, but for gated delta nets, where `A_log` is so small that a state holds many tokens.
@@ -167,7 +194,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=VARIANTS, default="qwen2-vl")
+    parser.add_argument("--variant", choices=VARIANTS | ENGINES, default="qwen2-vl")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 

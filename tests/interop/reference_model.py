@@ -19,7 +19,11 @@ os.environ["TQDM_DISABLE"] = "1"
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4Config, Mistral4ForCausalLM)
+
+# transformers has the class and does not list it.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 class CheckpointError(Exception):

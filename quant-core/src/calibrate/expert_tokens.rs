@@ -132,7 +132,7 @@ impl ExpertSampling {
 /// The nodes that select experts' rows, each with the expert and the node of all weights.
 fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> {
     graph.nodes().iter().enumerate().filter_map(|(id, node)| match node.inputs[..] {
-        [_, weights] => Some((id, node.op.selected_expert()?, weights)),
+        [_, weights, ..] => Some((id, node.op.selected_expert()?, weights)),
         _ => None,
     })
 }

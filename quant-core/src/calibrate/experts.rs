@@ -12,9 +12,8 @@ use crate::{CancelToken, Error, Result};
 /// states that it was made with, which are to stay as they are.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// The node that the states are the values of, and the one that experts read.
+    /// The node that the states are the values of.
     from: NodeId,
-    input: NodeId,
     /// Of each expert its tokens, ascending, with their weights.
     tokens: Vec<Vec<(u32, f32)>>,
     /// The node that adds the experts up, its features, and the sum so far, `[tokens, width]`.
@@ -41,7 +40,7 @@ impl ExpertStates {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let graph = block.graph();
-        let [input, weights] = graph.nodes()[selects].inputs[..] else { return Err(no_experts(selects)) };
+        let [_, weights, ..] = graph.nodes()[selects].inputs[..] else { return Err(no_experts(selects)) };
         let sum = sum_of(graph, weights).ok_or_else(|| no_experts(selects))?;
         let experts = graph.width(weights);
         let mut tokens: Vec<Vec<(u32, f32)>> = vec![Vec::new(); experts];
@@ -61,7 +60,7 @@ impl ExpertStates {
         let (layout, width) = (states.layout().clone(), graph.width(sum));
         let sums = vec![0.0; states.tokens() * width];
         let outputs = graph.nodes()[sum].inputs[1..].to_vec();
-        Ok(Self { layout, from, input, tokens, sum, width, sums, outputs, added: 0 })
+        Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0 })
     }
 
     /// Gathers a statistic of a value inside the expert that `selects` takes rows for: of the expert's own tokens, or of
@@ -168,7 +167,7 @@ impl ExpertStates {
             let tap = &mut CancelTap(cancel);
             cancel.check()?;
             let before = [(self.from, states.rows(piece)?)];
-            let read = block.evaluate(&before, &[self.input], tap)?.swap_remove(0);
+            let read = block.expert_rows(&before, selects, tap)?;
             let rows = block.evaluate(&[(selects, read)], &[value], tap)?.swap_remove(0);
             let width = rows.dim(D::Minus1)?;
             with_values(&rows, |rows| take(piece, rows, width))?;

@@ -303,9 +303,8 @@ fn experts_have_rules_of_their_own() {
         let found = words("transformers", &moe(container, scheme, experts))[0];
         assert_eq!(found, expected, "{container}, {scheme}, {experts:?}");
     }
-    for name in ["vLLM, CUDA", "SGLang"] {
-        assert_eq!(words(name, &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
-    }
+    assert_eq!(words("vLLM, CUDA", &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
+    assert_eq!(words("vLLM, CPU", &moe("compressed-tensors", sym, &["float"]))[0], "yes");
     let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
     assert!(on_cpu.contains("runs no experts"), "{on_cpu}");
 }
@@ -356,7 +355,7 @@ fn every_family_has_a_line() {
     use crate::model::arch::supported;
     let named = |name: &str, model: &str| engine(name).models.iter().any(|fact| fact.models.contains(&model));
     for model in supported() {
-        for name in ["vLLM, CUDA", "vLLM, CPU", "transformers"] {
+        for name in ["vLLM, CUDA", "vLLM, CPU", "SGLang, CUDA", "transformers"] {
             assert!(named(name, model), "{name} {model}");
         }
     }
@@ -403,6 +402,40 @@ fn classes_of_others_and_linears_without_names() {
     assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "no");
 }
 
+/// What SGLang's sources say of experts, latent attention and classes that hold a text model.
+#[test]
+fn experts_latents_and_containers_of_sglang() {
+    let of = |family, container, scheme| Outline { family, ..outline(container, LLAMA_8B, scheme) };
+    let with = |model: Outline, experts: &[Option<&str>]| Outline {
+        experts: experts.iter().map(|scheme| scheme.map(|s| s.parse().unwrap())).collect(),
+        ..model
+    };
+    let first = |model: &Outline| words("SGLang", model)[0];
+    let (packed, bytes) = (Some("w4a16-g128-sym"), Some("w8a8"));
+    let mixtral =
+        |container, experts: &[Option<&str>]| with(of("mixtral", container, "w4a16-g128-sym"), experts);
+    assert_eq!(first(&mixtral("compressed-tensors", &[packed])), "yes");
+    assert_eq!(first(&mixtral("compressed-tensors", &[None])), "yes");
+    assert_eq!(first(&mixtral("compressed-tensors", &[None, packed])), "unsure");
+    assert_eq!(first(&mixtral("compressed-tensors", &[bytes])), "no");
+    assert_eq!(first(&mixtral("awq", &[packed])), "unsure");
+    assert_eq!(engine("SGLang").basis(&mixtral("compressed-tensors", &[packed])), Basis::Read);
+
+    let mut latent = of("deepseek_v3", "compressed-tensors", "w4a16-g128-sym");
+    latent.layers[0].parts[0].module = "model.layers.0.self_attn.kv_b_proj".into();
+    assert_eq!(first(&latent), "no");
+    assert!(reason("SGLang", &latent, 1).contains("leave it float"));
+    latent.layers[0].parts[0].module = "model.layers.0.self_attn.q_a_proj".into();
+    assert_eq!(first(&latent), "unsure");
+    latent.layers[0].parts[0].module = "model.layers.0.self_attn.q_b_proj".into();
+    assert_eq!(first(&latent), "yes");
+
+    let mut class = of("llama", "compressed-tensors", "w4a16-g128-sym");
+    class.wrapper = Some("LlavaForConditionalGeneration");
+    class.layers[3].parts[0].scheme = None;
+    assert_eq!(first(&class), "unsure");
+}
+
 /// Families and classes that no line of an engine names are not given a yes.
 #[test]
 fn what_nobody_checked_is_unsure() {
@@ -425,7 +458,7 @@ fn what_nobody_checked_is_unsure() {
     let class = named("llama", Some("LlavaForConditionalGeneration"));
     assert_eq!(engine("transformers").basis(&class), Basis::Run);
     assert_eq!(words("vLLM, CUDA", &class), ["yes"; 4]);
-    assert_eq!(words("SGLang", &class), ["unsure"; 4]);
+    assert_eq!(words("SGLang", &class), ["yes"; 4]);
     assert_eq!(words("SGLang", &named("llama", Some("UnheardForConditionalGeneration"))), ["unsure"; 4]);
 }
 

@@ -9,13 +9,14 @@ pub(super) fn not_followed(_outline: &Outline) -> Verdict {
     Unsure("experts run on kernels whose rules were not followed".into())
 }
 
-/// vLLM on a CPU, whose version 0.32.0 has run none.
+/// vLLM on a CPU, whose version 0.32.0 has run those alone that stay float.
 pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
     let is_packed = |scheme: &&LinearScheme| {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
     };
     match outline.experts.iter().flatten().find(is_packed) {
         Some(scheme) => No(format!("its CPU backend runs no experts of {scheme}")),
+        None if outline.experts.iter().all(Option::is_none) => Yes,
         None => not_followed(outline),
     }
 }

@@ -6,6 +6,7 @@
 //! and up) fused, and split over ranks (`sharding`). Which models an engine has is a table (`models`).
 
 mod experts;
+mod families;
 mod models;
 mod others;
 mod outline;
@@ -150,7 +151,7 @@ pub static ENGINES: &[Engine] = &[
         reads: WITH_MODELOPT,
         models: models::SGLANG,
         loads: sglang::cuda,
-        experts: experts::not_followed,
+        experts: sglang::experts,
     },
     Engine {
         name: "transformers",

@@ -4,9 +4,9 @@
 //! text model. What no line names was not checked, and the verdict says so. A line was read in the engine's own version on
 //! the day [`READ`](super::READ), unless it says otherwise.
 
-use super::Verdict::{self, No, Unsure, With, Yes};
+use super::Verdict::{self, No, Unsure};
+use super::families;
 use super::outline::Outline;
-use crate::scheme::{FloatFormat, LinearScheme};
 
 /// How it is known that an engine has a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,9 +127,21 @@ const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
 ];
+/// The class of Mistral 3, whose text model may be Mistral 4.
+const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
+/// Families of the end of November 2026, with the class that holds one of them.
+const COHERE2_MOE: &[&str] = &["cohere2_moe"];
+const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
+const PHIMOE: &[&str] = &["phimoe"];
+const MISTRAL4: &[&str] = &["mistral4"];
+/// Published Phi-3.5-MoE has another class name than what transformers saves.
+const BY_PUBLISHED_CLASS: Has = Has::Unsure(
+    "it has the class of the published models, `PhiMoEForCausalLM`, and not that which transformers saves",
+);
+const MISTRAL4_ALONE: Has =
+    Has::Unsure("it has no class of Mistral 4 by this name, and what it runs in its place was not checked");
 
 /// Those whose other readers were not looked at.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
@@ -149,6 +161,9 @@ const GRANITE_BY_OTHER_NAMES: Has =
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
+/// The day on which SGLang's classes with experts or vision towers were read, and what its experts' kernels take; and on
+/// which vLLM's CPU build ran vision-language models, and experts that stay float.
+const NEWER: &str = "2026-11-26";
 /// The version of vLLM that has a build for CPUs.
 const CPU_BUILD: &str = "0.32.0";
 
@@ -224,6 +239,9 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
+/// Classes of them of which it was given a quantized random model, and whose perplexity it gave.
+const CLASSES_RUN_ON_CPU: &[&str] =
+    &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
 
@@ -232,36 +250,48 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
     fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Read),
-    fact(OPT, Has::With(head_of_opt), Basis::Read),
+    fact(OPT, Has::With(families::head_of_opt), Basis::Read),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(&["ministral3"], Has::With(position_scale), Basis::Read).on(VLLM, REGISTRIES),
-    fact(&["bloom"], Has::With(parted_by_rows), Basis::Read).on(VLLM, REGISTRIES),
-    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
-    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
-    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
+    fact(&["ministral3"], Has::With(families::position_scale), Basis::Read).on(VLLM, REGISTRIES),
+    fact(&["bloom"], Has::With(families::parted_by_rows), Basis::Read).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
+    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     // Classes, and what becomes of names in either layout.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(MISTRAL3, Has::With(families::text_of_mistral3), Basis::Read),
+    fact(COHERE2_MOE, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(LLAMA4, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(MISTRAL4, MISTRAL4_ALONE, Basis::Read).on(CPU_BUILD, NEWER),
 ];
 
 pub(super) const VLLM_CPU: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
-    fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(EXPERTS, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     // docs/formats/engines.md
     fact(&["llama"], Has::Yes, Basis::Run).on(CPU_BUILD, "2026-11-23"),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(RUN_BY_TRANSFORMERS, Has::With(by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(&["ministral3"], Has::With(position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(&["bloom"], Has::With(parted_by_rows), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(GPT2, Has::With(no_turned_codes), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(OPT, Has::With(head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(&["qwen3_5_text", "qwen2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(RUN_BY_TRANSFORMERS, Has::With(families::by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(&["ministral3"], Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(&["bloom"], Has::With(families::parted_by_rows), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(OPT, Has::With(families::head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
-    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(by_transformers), Basis::Read).on(VLLM, REGISTRIES),
-    fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
+    fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
+    fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
+    fact(VISION_LANGUAGE, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(CLASSES_RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
+    fact(MISTRAL3, Has::With(families::text_of_mistral3), Basis::Run).on(CPU_BUILD, NEWER),
+    fact(COHERE2_MOE, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(LLAMA4, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(CPU_BUILD, NEWER),
+    fact(MISTRAL4, MISTRAL4_ALONE, Basis::Read).on(CPU_BUILD, NEWER),
 ];
 
 /// Families that SGLang has a class for, whose linears take a quantization under names that are ours.
@@ -284,9 +314,38 @@ const IN_SGLANG: &[&str] = &[
     "hunyuan_v1_dense",
     "qwen3_next",
     "qwen3_5_text",
+    "hy_v3",
+    "granitemoehybrid",
+];
+/// Families with experts that it has a class for, which reads them one by one under names that are ours, and keeps routers
+/// and gates of shared experts float.
+const EXPERTS_IN_SGLANG: &[&str] = &[
+    "mixtral",
+    "qwen3_moe",
     "qwen2_moe",
     "olmoe",
-    "hy_v3",
+    "glm4_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
+    "hunyuan_v1_moe",
+    "cohere2_moe",
+];
+/// Those of latent attention among them.
+const LATENT_IN_SGLANG: &[&str] = &["deepseek_v2", "deepseek_v3", "glm4_moe_lite"];
+/// Classes that hold a text model, whose modules have other names than the tensors of the file.
+const CLASSES_IN_SGLANG: &[&str] = &[
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
 ];
 /// Families of which it has a class, where some linears have no names that a checkpoint could say something of.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
@@ -294,12 +353,30 @@ const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
 
 pub(super) const SGLANG: &[Fact] = &[
-    fact(EXPERTS, Has::Yes, Basis::NotChecked),
+    fact(EXPERTS_IN_SGLANG, Has::Yes, Basis::Read).on(SGL, NEWER),
+    fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent), Basis::Read).on(SGL, NEWER),
+    fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read).on(SGL, NEWER),
+    fact(
+        &["granitemoe"],
+        Has::Unsure("whether it reads packed experts of Granite under the names that are written"),
+        Basis::Read,
+    )
+    .on(SGL, NEWER),
+    fact(CLASSES_IN_SGLANG, Has::With(super::sglang::container), Basis::Read).on(SGL, NEWER),
+    fact(MISTRAL3, Has::With(super::sglang::mistral3), Basis::Read).on(SGL, NEWER),
+    fact(
+        &["llama4_text"],
+        Has::Unsure("its class of the text model alone reads experts by names that were not followed"),
+        Basis::Read,
+    )
+    .on(SGL, NEWER),
+    fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(SGL, NEWER),
+    fact(MISTRAL4, MISTRAL4_ALONE, Basis::Read).on(SGL, NEWER),
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
-    fact(GPT2, Has::With(no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
-    fact(REMOTE, Has::With(remote_configuration), Basis::Read).on(SGL, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
+    fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
     fact(
         NOT_IN_SGLANG,
@@ -319,6 +396,14 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     ),
     fact(
+        &["llama4_text", "Llama4ForConditionalGeneration", "mistral4"],
+        Has::No("it does not read experts of this model one by one"),
+        Basis::Read,
+    )
+    .on(TRANSFORMERS_5, NEWER),
+    fact(MISTRAL3, Has::With(families::mistral3_without_experts), Basis::Run),
+    fact(&["phimoe", "cohere2_moe"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
+    fact(
         GPT2,
         Has::No("it has another class for linears of this family, which its readers do not quantize"),
         Basis::Read,
@@ -330,12 +415,17 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_EXPERTS, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
     fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["granitemoehybrid"], Has::With(granite4_without_experts), Basis::Run)
+    fact(&["granitemoehybrid"], Has::With(families::granite4_without_experts), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["gemma4_text", "Gemma4ForConditionalGeneration"], Has::With(gemma4_without_experts), Basis::Run)
-        .on(TRANSFORMERS_5, REGISTRIES),
-    fact(OTHER_DENSE, Has::With(compressed_tensors_alone), Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
-    fact(&["internlm3", "bloom"], Has::With(compressed_tensors_alone), Basis::Run)
+    fact(
+        &["gemma4_text", "Gemma4ForConditionalGeneration"],
+        Has::With(families::gemma4_without_experts),
+        Basis::Run,
+    )
+    .on(TRANSFORMERS_5, REGISTRIES),
+    fact(OTHER_DENSE, Has::With(families::compressed_tensors_alone), Basis::Run)
+        .on(TRANSFORMERS_5, "2026-11-24"),
+    fact(&["internlm3", "bloom"], Has::With(families::compressed_tensors_alone), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
@@ -386,91 +476,5 @@ pub(super) fn verdict(facts: &[Fact], outline: &Outline, rules: impl FnOnce() ->
             let model = outline.wrapper.unwrap_or(outline.family);
             rules().and(Unsure(format!("how it runs {model} was not checked")))
         }
-    }
-}
-
-/// OPT's head and embedding are made without a quantization in the sources that were seen, which are
-/// older than this version.
-fn head_of_opt(outline: &Outline) -> Verdict {
-    match outline.head.is_some() || outline.embedding.is_some() {
-        true => Unsure("whether its OPT reads a quantized head or embedding".into()),
-        false => Yes,
-    }
-}
-
-/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too.
-fn no_turned_codes(outline: &Outline) -> Verdict {
-    let is_called_so = |scheme: &LinearScheme| {
-        scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
-    };
-    match outline
-        .schemes()
-        .iter()
-        .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
-    {
-        Some(scheme) => {
-            No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
-        }
-        None => Yes,
-    }
-}
-
-/// Engines read the configuration through transformers, which does not have that of InternLM2.
-fn remote_configuration(_: &Outline) -> Verdict {
-    With("the model's own configuration code is needed beside it, and --trust-remote-code".into())
-}
-
-/// Queries of Ministral 3 are scaled by position in vLLM where Mistral's own configuration says so, and not in that of
-/// transformers, which checkpoints of this project have.
-fn position_scale(_: &Outline) -> Verdict {
-    With(
-        "it leaves out the scale of queries by position: beyond `original_max_position_embeddings` it computes something \
-         else"
-            .into(),
-    )
-}
-
-/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension.
-fn parted_by_rows(outline: &Outline) -> Verdict {
-    let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
-    match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
-        true => Yes,
-        false => {
-            No("it takes every tensor of `query_key_value` apart by heads, which packed codes do not allow"
-                .into())
-        }
-    }
-}
-
-/// vLLM's linears in the classes of transformers.
-fn by_transformers(_: &Outline) -> Verdict {
-    With(
-        "it has no class of its own for this family, and runs that of transformers with its own linears"
-            .into(),
-    )
-}
-
-/// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
-fn gemma4_without_experts(outline: &Outline) -> Verdict {
-    match outline.experts.is_empty() {
-        true if outline.wrapper.is_some() => Yes,
-        true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model one by one".into()),
-    }
-}
-
-/// The same of Granite 4.
-fn granite4_without_experts(outline: &Outline) -> Verdict {
-    match outline.experts.is_empty() {
-        true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model one by one".into()),
-    }
-}
-
-/// A family that was run in one format says nothing of the others.
-fn compressed_tensors_alone(outline: &Outline) -> Verdict {
-    match outline.container {
-        "compressed-tensors" => Yes,
-        other => Unsure(format!("how it runs {} in the {other} format was not checked", outline.family)),
     }
 }

@@ -31,6 +31,67 @@ pub(super) fn unnamed(outline: &Outline) -> Verdict {
     uniform(outline, "class")
 }
 
+/// Its latent attention: what makes latents is joined as it is read, and `kv_b_proj` is taken apart into floats, which it
+/// knows to do for few layouts.
+pub(super) fn latent(outline: &Outline) -> Verdict {
+    let is_packed = |name: &str| {
+        let parts = outline.layers.iter().flat_map(|layer| &layer.parts);
+        let of_name = parts.filter(|part| part.module.ends_with(name));
+        of_name.filter_map(|part| part.scheme).any(|scheme| !scheme.is_stored_as_bytes())
+    };
+    match outline.container {
+        "compressed-tensors" if is_packed(".kv_b_proj") => {
+            No("its latent attention reads no packed `kv_b_proj`: leave it float".into())
+        }
+        "compressed-tensors" if is_packed(".q_a_proj") => Unsure(
+            "whether it joins packed `q_a_proj` and `kv_a_proj_with_mqa`, whose shapes are tensors too"
+                .into(),
+        ),
+        "gptq" => Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into()),
+        _ => Yes,
+    }
+}
+
+/// A class that holds a text model. Where all linears have one scheme it is found by their class; how names of single ones
+/// reach modules that are called otherwise was not followed.
+pub(super) fn container(outline: &Outline) -> Verdict {
+    match uniform(outline, "class") {
+        No(_) => Unsure(
+            "whether what is said of single linears reaches its modules, which are called otherwise than the tensors".into(),
+        ),
+        other => other,
+    }
+}
+
+/// The same of Mistral 3's class, whose text model may be one that it does not have.
+pub(super) fn mistral3(outline: &Outline) -> Verdict {
+    match outline.family {
+        "mistral4" => super::families::text_of_mistral3(outline),
+        _ => container(outline),
+    }
+}
+
+/// Experts, which run on Marlin or Triton: their scheme is that of the first one.
+pub(super) fn experts(outline: &Outline) -> Verdict {
+    let schemes: Vec<_> = outline.experts.iter().collect();
+    let [one] = schemes[..] else {
+        return Unsure(
+            "it takes the scheme of a block's first expert for that of all, and blocks differ".into(),
+        );
+    };
+    let Some(scheme) = one else { return Yes };
+    if outline.container != "compressed-tensors" {
+        return Unsure(format!("how it runs experts in the {} format was not followed", outline.container));
+    }
+    match scheme.activations {
+        ActivationScheme::Float if scheme.float_format().is_none() => Yes,
+        ActivationScheme::Token if scheme.float_format().is_none() => {
+            No(format!("it runs experts of {scheme} on Ascend devices alone"))
+        }
+        _ => Unsure(format!("how it runs experts of {scheme} was not followed")),
+    }
+}
+
 /// What is said of single linears is not found in its class.
 fn uniform(outline: &Outline, class: &str) -> Verdict {
     let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);

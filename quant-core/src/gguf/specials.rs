@@ -112,7 +112,8 @@ pub(super) fn routing(
 /// `expert_gating_func` of scores.
 pub(super) fn gating(scores: Scores) -> u32 {
     match scores {
-        Scores::Softmax => 1,
+        // No family with the latter is written.
+        Scores::Softmax | Scores::Sparse { .. } => 1,
         Scores::Sigmoid => 2,
     }
 }

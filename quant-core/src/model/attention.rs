@@ -26,7 +26,8 @@ const ELEMENT_TILE: usize = 1 << 14;
 ///
 /// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v`
 /// `[batch, keys, kv_heads · value_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
-/// share one key/value head. With a `window`, a query sees that many positions, its own included. No query sees a key of
+/// share one key/value head. With a `window`, a query sees that many positions, its own included; with a
+/// `chunk`, those from the last multiple of it on. No query sees a key of
 /// another segment; there are segments only where queries and keys are as many. `sinks` has a score for each query head
 /// that takes part in its softmax without a value. With `alibi`, a scaled score loses the head's slope times the distance
 /// between query and key.
@@ -186,7 +187,7 @@ impl CausalAttention<'_> {
         scores: &mut Vec<f32>,
         out: &mut [f32],
     ) {
-        let AttentionShape { head_dim: d, value_dim, repeat, window, softcap, .. } = self.shape;
+        let AttentionShape { head_dim: d, value_dim, repeat, window, chunk, softcap, .. } = self.shape;
         let slopes = if self.shape.alibi { self.shape.slopes() } else { Vec::new() };
         let (k_width, v_width, heads) = (kv_heads * d, kv_heads * value_dim, kv_heads * repeat);
         let (q_width, out_width) = (heads * d, heads * value_dim);
@@ -194,7 +195,9 @@ impl CausalAttention<'_> {
         // Keys before `first` are out of every query's window and segment: neither goes backwards.
         let start = |position: usize| {
             let window = window.map_or(0, |w| (position + 1).saturating_sub(w));
-            starts.map_or(window, |s| window.max(s[position - past] as usize))
+            let segment = starts.map_or(0, |s| s[position - past] as usize);
+            let chunk = chunk.map_or(0, |c| segment + (position - segment) / c.max(1) * c);
+            window.max(segment).max(chunk)
         };
         let first = start(past);
         let visible = past + count - first;
@@ -496,6 +499,47 @@ mod tests {
                         approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-5);
                     }
                     at += length;
+                }
+            }
+        }
+    }
+
+    /// Chunks give what each gives alone, also within segments, which count their positions each from 0, and behind a cache.
+    #[test]
+    fn chunks_do_not_see_each_other() {
+        let (kv_heads, repeat, d, length) = (2, 2, 8, 100);
+        let (width, kv_width) = (kv_heads * repeat * d, kv_heads * d);
+        let q = wave((1, length, width), 0.1);
+        let (k, v) = (wave((1, length, kv_width), 0.7), wave((1, length, kv_width), 1.9));
+        let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for segment in [100, 70] {
+            for size in [1, 3, 66, 100, usize::MAX] {
+                let shape = AttentionShape { chunk: Some(size), ..AttentionShape::new(kv_heads, repeat, d) };
+                let starts: Vec<u32> =
+                    (0..100).map(|t| if t < segment { 0 } else { segment as u32 }).collect();
+                let segments = Segments::new(&starts);
+                let whole = causal_attention(&q, &k, &v, shape, None, segments).unwrap();
+                let mut at = 0;
+                while at < length {
+                    let first = if at < segment { 0 } else { segment };
+                    let end = if at < segment { segment } else { length };
+                    let count = size.min(end - at).min(size - (at - first) % size);
+                    let part = |t: &Tensor| t.narrow(1, at, count).unwrap().contiguous().unwrap();
+                    let plain = AttentionShape::new(kv_heads, repeat, d);
+                    let alone =
+                        causal_attention(&part(&q), &part(&k), &part(&v), plain, None, Segments::whole());
+                    for (a, b) in values(&part(&whole)).iter().zip(values(&alone.unwrap())) {
+                        approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-5);
+                    }
+                    at += count;
+                }
+                if segment == length {
+                    let last = q.narrow(1, length - 1, 1).unwrap().contiguous().unwrap();
+                    let decoded = causal_attention(&last, &k, &v, shape, None, Segments::whole()).unwrap();
+                    let last = whole.narrow(1, length - 1, 1).unwrap();
+                    for (a, b) in values(&decoded).iter().zip(values(&last)) {
+                        approx::assert_abs_diff_eq!(*a, b, epsilon = 1e-6);
+                    }
                 }
             }
         }

@@ -392,12 +392,17 @@ impl Run<'_> {
                         other => other,
                     })
             }
-            (Op::ExpertInput { expert, .. }, [x, weights]) => {
+            (Op::ExpertInput { expert, .. }, [x, weights, logits @ ..]) => {
                 let tokens = match self.block.takes_all_rows(id) {
                     true => (0..tokens_of(x)?.count() as u32).collect(),
                     false => experts::tokens_of_expert(weights, *expert)?,
                 };
-                let rows = experts::rows(x, &tokens)?;
+                let mut rows = experts::rows(x, &tokens)?;
+                if let [logits] = logits
+                    && !tokens.is_empty()
+                {
+                    rows = experts::scale_rows(&rows, logits, &tokens, *expert)?;
+                }
                 self.selected.insert(id, tokens);
                 Ok(rows)
             }

@@ -53,9 +53,12 @@ fn route_token(
     Scratch { scores, choice, group, order }: &mut Scratch,
     weights: &mut [f32],
 ) {
+    if let Scores::Sparse { tolerance } = routing.scores {
+        return route_one_by_one(logits, routing.top_k, tolerance, weights);
+    }
     scores.clear();
     match routing.scores {
-        Scores::Softmax => {
+        Scores::Softmax | Scores::Sparse { .. } => {
             let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             scores.extend(logits.iter().map(|logit| (logit - largest).exp()));
             let all: f32 = scores.iter().sum();
@@ -101,8 +104,45 @@ fn route_token(
         false => 1.0,
     };
     for &expert in chosen {
-        weights[expert as usize] = score(expert) / divisor * routing.scale;
+        weights[expert as usize] = match routing.on_inputs {
+            true => 1.0,
+            false => score(expert) / divisor * routing.scale,
+        };
     }
+}
+
+/// [`Scores::Sparse`]; `weights` are 0 before.
+fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut [f32]) {
+    let mut chosen = vec![false; logits.len()];
+    for _ in 0..top_k.min(logits.len()) {
+        let open = || logits.iter().enumerate().filter(|(expert, _)| !chosen[*expert]);
+        // Of equals the first.
+        let Some((expert, &largest)) = open().reduce(|a, b| if *b.1 > *a.1 { b } else { a }) else { return };
+        let counts = |logit: f32| {
+            let apart = (largest - logit) / logit.abs().max(largest);
+            // 0 / 0 where both are 0: they are equal.
+            apart.is_nan() || apart <= tolerance
+        };
+        let all: f32 = open().map(|(_, &l)| l).filter(|&l| counts(l)).map(|l| (l - largest).exp()).sum();
+        weights[expert] = 1.0 / all;
+        chosen[expert] = true;
+    }
+}
+
+/// Multiplies each row of `[1, tokens, width]` by the sigmoid of its token's logit for an expert.
+///
+/// # Errors
+/// When a token has no logits.
+pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert: usize) -> Result<Tensor> {
+    let experts = logits.dim(D::Minus1)?;
+    let factors = with_values(logits, |logits| {
+        let of = |&token: &u32| {
+            let logit = logits.get(token as usize * experts + expert);
+            logit.map(|l| 1.0 / (1.0 + (-l).exp())).ok_or_else(|| Error::Internal(format!("no row {token}")))
+        };
+        tokens.iter().map(of).collect::<Result<Vec<f32>>>()
+    })?;
+    Ok(rows.broadcast_mul(&Tensor::from_vec(factors, (1, tokens.len(), 1), &Device::Cpu)?)?)
 }
 
 /// The tokens that go to an expert, ascending, from the weights `[…, experts]`.
@@ -274,6 +314,42 @@ mod tests {
         assert_eq!(expert, 3);
         approx::assert_relative_eq!(weight, 2.5 * score(3), max_relative = 1e-6);
         assert!(route(&tensor(&logits, 1), routing, Some(&[0.0; 5])).is_err());
+    }
+
+    /// The largest, weighted among those within the tolerance, then the largest of the rest.
+    #[test]
+    fn experts_are_chosen_one_after_the_other() {
+        let weights = |logits: &[f32], tolerance: f32| {
+            let routing = Routing { scores: Scores::Sparse { tolerance }, ..Routing::new(4, 2) };
+            flat(&route(&tensor(logits, 1), routing, None).unwrap())
+        };
+        let softmax = |all: &[f64]| 1.0 / all.iter().map(|l| (l - all[0]).exp()).sum::<f64>();
+        // (2 - 1.9) / 2 counts within 0.1, (2 - 1.5) / 2 does not; of the rest, (1.9 - 1.5) / 1.9 does not.
+        let found = weights(&[1.5, 2.0, -1.0, 1.9], 0.1);
+        assert_eq!((found[0], found[2], found[3]), (0.0, 0.0, 1.0));
+        approx::assert_relative_eq!(f64::from(found[1]), softmax(&[2.0, 1.9]), max_relative = 1e-6);
+        let found = weights(&[1.5, 2.0, -1.0, 1.9], 0.3);
+        approx::assert_relative_eq!(f64::from(found[1]), softmax(&[2.0, 1.9, 1.5]), max_relative = 1e-6);
+        approx::assert_relative_eq!(f64::from(found[3]), softmax(&[1.9, 1.5]), max_relative = 1e-6);
+        // Differences are of the larger magnitude: (-1 + 4) / 4.
+        let found = weights(&[-4.0, -1.0, -8.0, -9.0], 0.8);
+        approx::assert_relative_eq!(f64::from(found[1]), softmax(&[-1.0, -4.0]), max_relative = 1e-6);
+        // Of equals the first two, zeros included.
+        assert_eq!(weights(&[0.0; 4], 0.1), [0.25, 1.0_f32 / 3.0, 0.0, 0.0]);
+    }
+
+    /// Where scores multiply inputs, outputs are added up as they are.
+    #[test]
+    fn scores_on_inputs_leave_weights_of_one() {
+        let logits = tensor(&[1.0, -2.0, 3.0, 0.5, 2.0, -1.0], 2);
+        let routing = Routing { scores: Scores::Sigmoid, on_inputs: true, ..Routing::new(3, 1) };
+        assert_eq!(flat(&route(&logits, routing, None).unwrap()), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
+        let x = tensor(&[1.0, 2.0, 3.0, 4.0], 2);
+        let tokens = [1];
+        let scaled = flat(&scale_rows(&rows(&x, &tokens).unwrap(), &logits, &tokens, 1).unwrap());
+        let factor = 1.0 / (1.0 + (-2.0_f32).exp());
+        assert_eq!(scaled, [3.0 * factor, 4.0 * factor]);
+        assert!(scale_rows(&x, &logits, &[0, 2], 0).is_err());
     }
 
     #[test]

@@ -181,6 +181,8 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
         Some("the kernels' attention has no soft cap on scores")
     } else if shape.sinks.is_some() {
         Some("the kernels' attention has no sinks")
+    } else if shape.chunk.is_some() {
+        Some("the kernels' attention has no chunks")
     } else if shape.alibi {
         Some("the kernels' attention has no scores that fall with the distance")
     } else if shape.value_dim != shape.head_dim {

@@ -4,8 +4,11 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::Block;
+use candle_core::{D, Tensor};
+
 use super::arch::NodeId;
+use super::{Block, Tap, experts};
+use crate::{Error, Result};
 
 impl Block {
     /// The same block with these experts, each by the node that selects its tokens' rows, run on all tokens.
@@ -28,6 +31,31 @@ impl Block {
     /// Whether a node that selects an expert's rows takes those of all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
+    }
+
+    /// What the expert that `selects` takes rows for reads of all tokens of what is known, `[1, tokens, width]`, each as if
+    /// it were routed to it.
+    ///
+    /// # Errors
+    /// As [`evaluate`](Self::evaluate).
+    pub(crate) fn expert_rows(
+        &self,
+        known: &[(NodeId, Tensor)],
+        selects: NodeId,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
+        let node = &self.graph().nodes()[selects];
+        let (input, logits, expert) = match (&node.inputs[..], node.op.selected_expert()) {
+            ([input, _], Some(expert)) => (*input, None, expert),
+            ([input, _, logits], Some(expert)) => (*input, Some(*logits), expert),
+            _ => return Err(Error::Internal(format!("node {selects} selects no expert's rows"))),
+        };
+        let Some(logits) = logits else { return Ok(self.evaluate(known, &[input], tap)?.swap_remove(0)) };
+        let [rows, logits] = &self.evaluate(known, &[input, logits], tap)?[..] else {
+            return Err(Error::Internal("two values of two nodes".into()));
+        };
+        let tokens = rows.elem_count() / rows.dim(D::Minus1)?.max(1);
+        experts::scale_rows(rows, logits, &(0..tokens as u32).collect::<Vec<_>>(), expert)
     }
 
     /// The share of all tokens that a node's value has rows for, if tokens are spread evenly over experts.

@@ -220,8 +220,8 @@ pub struct Plan {
     pub(super) parts_head: bool,
     /// The head's module.
     pub(super) head: String,
-    /// Another name that readers have for it.
-    pub(super) head_alias: Option<&'static str>,
+    /// Modules that readers have other names for, with these.
+    pub(super) aliases: Vec<(String, String)>,
     /// The embedding's module.
     pub(super) embedding: String,
     /// Linears that engines run as one.
@@ -350,7 +350,7 @@ impl Plan {
             float_modules,
             parts_head: model.parts_head(),
             head: architecture.head.clone(),
-            head_alias: architecture.head_alias,
+            aliases: architecture.aliases(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
@@ -545,10 +545,15 @@ impl Plan {
         for entry in self.entries.iter().filter(|e| e.quantized().is_none()) {
             float_dtypes.extend(Some(entry.info.dtype).filter(|dtype| !float_dtypes.contains(dtype)));
         }
-        let alias = self.head_alias.filter(|_| self.float_modules.contains(&self.head));
+        let aliases = self.aliases.iter().filter(|(module, _)| self.float_modules.contains(module));
         ModuleSchemes {
             quantized: quantized().filter(|(module, _)| *module != self.embedding).collect(),
-            float: self.float_modules.iter().map(String::as_str).chain(alias).collect(),
+            float: self
+                .float_modules
+                .iter()
+                .map(String::as_str)
+                .chain(aliases.map(|(_, alias)| alias.as_str()))
+                .collect(),
             fused: &self.fused,
             head: self.quantizes(&self.head).then_some(self.head.as_str()),
             embedding: quantized().find(|(module, _)| *module == self.embedding).map(|(_, scheme)| scheme),

@@ -96,7 +96,7 @@ impl Plan {
             float_modules,
             parts_head: false,
             head: architecture.head.clone(),
-            head_alias: architecture.head_alias,
+            aliases: architecture.aliases(),
             embedding,
             fused: architecture.fused_modules(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),

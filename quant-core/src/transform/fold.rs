@@ -5,7 +5,7 @@ use crate::model::{FoldGroup, Op};
 use crate::{Error, Result};
 
 /// Folds `scales`, one a channel of the group's producer, into a rewrite. Where channels are repeated on their way,
-/// so is the scale.
+/// so is the scale; where they are squared, the producer is divided by its root.
 ///
 /// A norm's weight is stored in a narrow type, so `γ / s` is rounded there. The consumers are
 /// therefore multiplied not by `s` but by `γ / round(γ / s)`: the rewrite stays an identity however
@@ -20,6 +20,7 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
         return Err(Error::Internal(format!("a scale of {scale} cannot be folded")));
     }
     let node = group.producer;
+    let scales = &group.roots(scales)[..];
     let effective: Vec<f32> = match &task.block.graph().nodes()[node].op {
         op if op.stored_norm().is_some_and(|(_, width, _)| width == scales.len()) => {
             let dtype = *task
@@ -75,7 +76,7 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
         }
         op => return Err(Error::Internal(format!("{} scales do not fit {op:?}", scales.len()))),
     };
-    let effective = group.spread(&effective);
+    let effective = group.spread(&group.powers(&effective));
     for &consumer in &group.consumers {
         let columns = rewrite.columns.entry(consumer).or_insert_with(|| vec![1.0; effective.len()]);
         multiply_into(columns, &effective);

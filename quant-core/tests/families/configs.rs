@@ -179,6 +179,19 @@ pub fn cases() -> Vec<Case> {
         let block = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
         block.into_iter().chain(UPS.into_iter().take(count)).chain(shared).collect::<Vec<_>>()
     };
+    let llama4 = || {
+        let ups = [
+            "feed_forward.experts.0.up_proj",
+            "feed_forward.experts.1.up_proj",
+            "feed_forward.experts.2.up_proj",
+        ];
+        plain().into_iter().chain(ups).chain(["feed_forward.shared_expert.up_proj"]).collect::<Vec<_>>()
+    };
+    // Attention and experts read one norm.
+    let averaged = || {
+        let block = ["input_layernorm", "self_attn.v_proj"].into_iter().chain(UPS.into_iter().take(3));
+        block.chain(["mlp.shared_experts.up_proj"]).collect::<Vec<_>>()
+    };
     let in_mixtral = || {
         let ups = ["block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.1.w3"];
         plain().into_iter().chain(ups).collect::<Vec<_>>()
@@ -431,6 +444,78 @@ pub fn cases() -> Vec<Case> {
             )
         },
         Case {
+            producers: latent(true),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "mistral4",
+                "Mistral4ForCausalLM",
+                deepseek(
+                    json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+                                 "rope_parameters": { "rope_type": "yarn", "factor": 4.0, "mscale": 1.0,
+                                                      "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3,
+                                                      "partial_rotary_factor": 8.0 / 24.0,
+                                                      "original_max_position_embeddings": 16 } }),
+                ),
+            )
+        },
+        Case {
+            producers: llama4(),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "llama4_text",
+                "Llama4ForCausalLM",
+                json!({ "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32,
+                        "attention_chunk_size": 7, "no_rope_layers": [1, 1, 1] }),
+            )
+        },
+        Case {
+            producers: llama4(),
+            other_producers: vec![
+                vec![
+                    "input_layernorm",
+                    "self_attn.v_proj",
+                    "post_attention_layernorm",
+                    "feed_forward.up_proj",
+                ],
+                llama4(),
+            ],
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "llama4_text, not turned",
+                "Llama4ForCausalLM",
+                json!({ "num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 32,
+                        "intermediate_size_mlp": 96, "moe_layers": [0, 2], "use_qk_norm": false,
+                        "layer_types": ["full_attention", "full_attention", "full_attention"],
+                        "no_rope_layers": [1, 1, 0], "floor_scale": 4, "attn_scale": 0.3 }),
+            )
+        },
+        Case {
+            producers: in_mixtral(),
+            not_rotated_for: Some(MEAN),
+            ..Case::new(
+                "phimoe",
+                "PhimoeForCausalLM",
+                json!({ "num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 32,
+                        "router_jitter_noise": 0.4, "attention_bias": true, "lm_head_bias": true }),
+            )
+        },
+        Case {
+            producers: vec!["input_layernorm", "self_attn.v_proj", "mlp.up_proj"],
+            other_producers: vec![averaged(), averaged()],
+            not_rotated_for: Some(MEAN),
+            ..Case::new(
+                "cohere2_moe",
+                "Cohere2MoeForCausalLM",
+                json!({ "num_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32, "num_shared_experts": 2,
+                        "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96, "sliding_window": 7,
+                        "sliding_window_pattern": 2, "logit_scale": 0.5 }),
+            )
+        },
+        Case {
             producers: vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"],
             unlike_kernels: true,
             not_rotated_for: Some(EXPERTS),
@@ -673,7 +758,17 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![
+                vec![
+                    "norm",
+                    "mixer.experts.0.up_proj",
+                    "mixer.experts.1.up_proj",
+                    "mixer.experts.2.up_proj",
+                    "mixer.experts.3.up_proj",
+                    "mixer.shared_experts.up_proj",
+                ],
+                vec!["norm", "mixer.v_proj"],
+            ],
             rounding: 1.0,
             not_rotated_for: Some("is no linear's output"),
             ..Case::new(
@@ -685,14 +780,23 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![
+                vec![
+                    "norm",
+                    "mixer.experts.0.up_proj",
+                    "mixer.experts.1.up_proj",
+                    "mixer.experts.2.up_proj",
+                    "mixer.shared_experts.up_proj",
+                ],
+                vec!["norm", "mixer.v_proj"],
+            ],
             rounding: 1.0,
             not_rotated_for: Some(EXPERTS),
             ..Case::new("nemotron_h, experts", "NemotronHForCausalLM", nemotron(json!({})))
         },
         Case {
             producers: vec!["norm"],
-            other_producers: vec![vec!["norm"], vec!["norm", "mixer.v_proj"]],
+            other_producers: vec![vec!["norm", "mixer.up_proj"], vec!["norm", "mixer.v_proj"]],
             rounding: 1.0,
             ..Case::new(
                 "nemotron_h",

@@ -13,6 +13,8 @@ pub struct AttentionShape {
     pub value_dim: usize,
     /// Positions that a query sees, its own included; all before it without one.
     pub window: Option<usize>,
+    /// Positions of a chunk, where a query sees those of its own chunk alone.
+    pub chunk: Option<usize>,
     /// What products of queries and keys are multiplied by; `1 / √head_dim` without one.
     pub score_scale: Option<f32>,
     /// The bound `c` of scaled scores `s`, which become `c · tanh(s / c)` before the softmax.
@@ -33,6 +35,7 @@ impl AttentionShape {
             head_dim,
             value_dim: head_dim,
             window: None,
+            chunk: None,
             score_scale: None,
             softcap: None,
             sinks: None,

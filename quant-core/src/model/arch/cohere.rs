@@ -1,11 +1,12 @@
 //! Command R and R7B: one layer norm without a bias for attention and MLP, which run side by side; neighboring channels
 //! turn together; logits are scaled. Command R+ norms queries and keys, with a weight for every single head. In Cohere 2
-//! the layers without a window are not turned.
+//! the layers without a window are not turned. Cohere 2 with experts may have a few layers without them in front.
 
 use super::decoder::{Decoder, Defaults};
-use super::parts::{DecoderBlock, HeadNorms, NormKind, Placement};
+use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
+use super::parts::{DecoderBlock, HeadNorms, Mlp, NormKind, Placement};
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family, LogitsTransform};
+use super::{Architecture, AttentionShape, Family, LogitsTransform, Routing, Scores};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
@@ -17,6 +18,10 @@ pub(super) struct Cohere;
 /// The family of `Cohere2ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cohere2;
+
+/// The family of `Cohere2MoeForCausalLM`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cohere2Moe;
 
 impl Family for Cohere {
     fn name(&self) -> &'static str {
@@ -57,6 +62,80 @@ impl Family for Cohere2 {
     }
 }
 
+impl Family for Cohere2Moe {
+    fn name(&self) -> &'static str {
+        "cohere2_moe"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["Cohere2MoeForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let root = config.optional_f64("rms_norm_eps")?.is_some();
+        let defaults = Defaults {
+            head_dim: Some(128),
+            norm: if root { NormKind::Rms } else { NormKind::LayerNormWithoutBias },
+            norm_eps_key: if root { "rms_norm_eps" } else { "layer_norm_eps" },
+            norm_eps: 1e-5,
+            tied: true,
+            ..Defaults::new(self.name())
+        };
+        let d = Decoder::read(config, defaults)?;
+        let first = config.optional_usize("first_k_dense_replace")?.unwrap_or(0);
+        let dense = match mlp_layer_types(config, d.layers)? {
+            Some(dense) => dense,
+            None => (0..d.layers).map(|layer| layer < first).collect(),
+        };
+        // The layers in front follow a pattern of their own.
+        let in_front = config.optional_positive("prefix_dense_sliding_window_pattern")?.unwrap_or(1);
+        let behind = config.optional_positive("sliding_window_pattern")?.unwrap_or(4);
+        let windows = Windows::patterned(config, Some(4096), |layer| match layer.checked_sub(first) {
+            Some(layer) => !(layer + 1).is_multiple_of(behind),
+            None => !(layer + 1).is_multiple_of(in_front),
+        })?;
+        let experts = experts(&d)?;
+        let width = config.optional_positive("prefix_dense_intermediate_size")?.unwrap_or(d.intermediate);
+        let mlp = |layer: usize| match dense[layer] {
+            true => Mlp::Gated { activation: d.defaults.activation.0, intermediate: width, bias: false },
+            false => Mlp::Experts(experts),
+        };
+        describe_with(&d, &windows, None, |layer, window| window || dense[layer] && in_front == 1, mlp)
+    }
+}
+
+/// The experts of Cohere 2, which may be averaged with the shared one.
+fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
+    const CHOICE: &str = "expert_selection_fn";
+    const STRATEGY: &str = "shared_expert_combination_strategy";
+    let config = d.config;
+    let other = |key: &str, found: &str, known: &str| {
+        config.error(key, format!("is `{}`; this family has {known}", found.escape_default()))
+    };
+    let routing = routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok"])?;
+    let routing = match config.optional_str(CHOICE)?.unwrap_or("softmax") {
+        // The softmax of the chosen: that of all, scaled to add up to 1.
+        "softmax" => Routing { normalized: true, ..routing },
+        "sigmoid" => {
+            Routing { scores: Scores::Sigmoid, normalized: d.flag("norm_topk_prob", true)?, ..routing }
+        }
+        found => return Err(other(CHOICE, found, "softmax and sigmoid")),
+    };
+    let averages = match config.optional_str(STRATEGY)?.unwrap_or("average") {
+        "average" => true,
+        "sum" => false,
+        found => return Err(other(STRATEGY, found, "average and sum")),
+    };
+    let count = config.optional_usize("num_shared_experts")?.unwrap_or(0);
+    let shared = (count > 0).then_some(SharedExpert {
+        prefix: "mlp.shared_experts",
+        intermediate: d.intermediate.saturating_mul(count),
+        gate: None,
+        fused: None,
+    });
+    Ok(GatedExperts { shared, averages, ..GatedExperts::new(routing, d.intermediate) })
+}
+
 fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str, theta: f64) -> Result<Decoder<'a>> {
     let defaults = Defaults {
         theta,
@@ -76,17 +155,28 @@ fn describe(
     head_norms: Option<HeadNorms>,
     all_turn: bool,
 ) -> Result<Architecture> {
+    describe_with(d, windows, head_norms, |_, window| all_turn || window, |_| d.mlp(false))
+}
+
+/// `turns`: whether a layer is turned, with or without a window.
+fn describe_with(
+    d: &Decoder<'_>,
+    windows: &Windows,
+    head_norms: Option<HeadNorms>,
+    turns: impl Fn(usize, bool) -> bool,
+    mlp: impl Fn(usize) -> Mlp,
+) -> Result<Architecture> {
     let mut request = d.rope_request();
     request.layout = RopeLayout::Interleaved;
     let rope = request.read(d.config)?;
     let bias = d.flag("attention_bias", false)?;
     let mut architecture = d.architecture(|layer| {
         let window = windows.of(layer);
-        let rope = (all_turn || window.is_some()).then(|| rope.clone());
+        let rope = turns(layer, window.is_some()).then(|| rope.clone());
         let mut attention = d.attention(rope, [bias; 2]);
         attention.shape = AttentionShape { window, ..d.shape };
         attention.head_norms = head_norms;
-        DecoderBlock { placement: Placement::Shared("input_layernorm"), ..d.block(attention, d.mlp(false)) }
+        DecoderBlock { placement: Placement::Shared("input_layernorm"), ..d.block(attention, mlp(layer)) }
     })?;
     let scale = d.factor("logit_scale")?.unwrap_or(0.0625);
     architecture.logits = LogitsTransform { scale: scale as f32, softcap: None };

@@ -219,6 +219,7 @@ impl<'a> Decoder<'a> {
             final_norm: Some(self.norm.op("model.norm", self.hidden)),
             head: "lm_head".into(),
             head_alias: None,
+            router_alias: None,
             head_bias: false,
             block_prefix: "model.layers.{}.",
             base: "",

@@ -29,7 +29,7 @@ pub(super) struct Glm4Moe;
 pub(super) struct Glm4MoeLite;
 
 /// What the configuration may call the number of experts, the published name last.
-const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
+pub(super) const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 impl Family for DeepseekV2 {
     fn name(&self) -> &'static str {
@@ -142,7 +142,11 @@ fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
 }
 
 /// The sizes of a model with latent attention.
-fn decoder<'a>(config: &'a ConfigFields<'a>, family: &'static str, norm_eps: f64) -> Result<Decoder<'a>> {
+pub(super) fn decoder<'a>(
+    config: &'a ConfigFields<'a>,
+    family: &'static str,
+    norm_eps: f64,
+) -> Result<Decoder<'a>> {
     // The width of a head that configurations may name is that of the turned part, and is not read.
     let (_, shape) = Latent::read(config)?;
     let head_dim = Some(shape.head_dim);
@@ -175,7 +179,7 @@ pub(super) fn corrected_sigmoid(
 }
 
 /// The groups that experts are chosen from, each judged by the sum of its `by_largest` largest scores.
-fn groups(
+pub(super) fn groups(
     config: &ConfigFields<'_>,
     routing: Routing,
     [count, chosen]: [usize; 2],
@@ -204,7 +208,11 @@ fn groups(
 }
 
 /// Experts with a shared one, as wide as `n_shared_experts` of the others.
-fn with_shared(config: &ConfigFields<'_>, routing: Routing, shared: usize) -> Result<GatedExperts> {
+pub(super) fn with_shared(
+    config: &ConfigFields<'_>,
+    routing: Routing,
+    shared: usize,
+) -> Result<GatedExperts> {
     const KEY: &str = "moe_layer_freq";
     if let Some(other) = config.optional_usize(KEY)?.filter(|step| *step != 1) {
         return Err(config.error(KEY, format!("is {other}: all layers but the first have experts here")));
@@ -236,7 +244,7 @@ fn latent(
     architecture(d, &attention, experts, is_dense)
 }
 
-fn architecture(
+pub(super) fn architecture(
     d: &Decoder<'_>,
     attention: &Attention,
     experts: GatedExperts,

@@ -41,6 +41,8 @@ pub(super) struct GatedExperts {
     pub(super) alternate: bool,
     /// The expert that reads every token, if there is one.
     pub(super) shared: Option<SharedExpert>,
+    /// Whether its output and the sum of the others are averaged; else they are added.
+    pub(super) averages: bool,
 }
 
 /// The gated product of an expert.
@@ -82,6 +84,7 @@ impl GatedExperts {
             fused: ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             alternate: false,
             shared: None,
+            averages: false,
         }
     }
 
@@ -104,12 +107,13 @@ impl GatedExperts {
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         let logits = g.add(self.router(hidden), &[x]);
         let weights = g.add(Op::Route(self.routing), &[logits]);
-        let routed = self.add_routed(g, x, weights, hidden);
+        let routed = self.add_routed(g, x, [weights, logits], hidden);
         match self.shared {
             None => routed,
             Some(shared) => {
                 let shared = shared.add(g, x, hidden);
-                g.add(Op::Add, &[routed, shared])
+                let sum = g.add(Op::Add, &[routed, shared]);
+                if self.averages { g.add(Op::Scale(0.5), &[sum]) } else { sum }
             }
         }
     }
@@ -124,12 +128,12 @@ impl GatedExperts {
         }
     }
 
-    /// Adds the experts alone, with the weights of each token for them; gives their sum.
+    /// Adds the experts alone, with the weights of each token for them and the router's logits; gives their sum.
     pub(super) fn add_routed(
         &self,
         g: &mut GraphBuilder,
         x: NodeId,
-        weights: NodeId,
+        [weights, logits]: [NodeId; 2],
         hidden: usize,
     ) -> NodeId {
         let Self { prefix, linears: [gate, up, down], routing, intermediate, bias, .. } = *self;
@@ -144,7 +148,9 @@ impl GatedExperts {
                 let name = format!("{prefix}.{expert}.{name}");
                 Op::Linear { name, shape, bias, stays_float: false }
             };
-            let rows = g.add(Op::ExpertInput { expert, routing }, &[x, weights]);
+            let inputs = [x, weights, logits];
+            let inputs = if routing.on_inputs { &inputs[..] } else { &inputs[..2] };
+            let rows = g.add(Op::ExpertInput { expert, routing }, inputs);
             let gated = g.add(linear(gate, [intermediate, hidden]), &[rows]);
             let raised = g.add(linear(up, [intermediate, hidden]), &[rows]);
             let product = g.add(product.clone(), &[gated, raised]);

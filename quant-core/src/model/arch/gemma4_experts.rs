@@ -41,7 +41,7 @@ impl ExpertsBeside {
         let scales = Op::ScaleBy { tensor, width, heads: None };
         let weights = g.add(scales, &[weights]);
         let normed = norm(g, "pre_feedforward_layernorm_2", x);
-        let routed = experts.add_routed(g, normed, weights, hidden);
+        let routed = experts.add_routed(g, normed, [weights, logits], hidden);
         let routed = norm(g, "post_feedforward_layernorm_2", routed);
         g.add(Op::Add, &[mlp, routed])
     }

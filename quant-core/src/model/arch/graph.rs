@@ -4,7 +4,7 @@
 //! norm's weight, a linear's row) by `s` and multiply the matching input column of *every* linear
 //! that reads it by `s`. Which producers and consumers these are follows from the graph: a
 //! channel's scale passes unchanged through the `up` side of a gated product, a rectifier and the
-//! value side of attention, and is stopped by everything else. Balance lists are therefore computed,
+//! value side of attention, squared through a squared rectifier, and is stopped by everything else. Balance lists are therefore computed,
 //! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
 //! others through.
 
@@ -57,9 +57,27 @@ pub struct FoldGroup {
     pub repeat: usize,
     /// Neighbouring channels that are repeated together: a head's, where [`repeat`](Self::repeat) is not 1.
     pub run: usize,
+    /// Scales are those of the consumers' columns. The producer's channels are divided by the root of this degree of them:
+    /// what passes a square between the two comes out squared.
+    pub exponent: u32,
 }
 
 impl FoldGroup {
+    /// Of scales of the consumers' columns, what the producer's channels are divided by.
+    pub fn roots(&self, scales: &[f32]) -> Vec<f32> {
+        let root = |&scale: &f32| match self.exponent {
+            1 => scale,
+            2 => scale.sqrt(),
+            degree => scale.powf(1.0 / degree as f32),
+        };
+        scales.iter().map(root).collect()
+    }
+
+    /// What the consumers' columns are multiplied by where the producer's channels are divided by `roots`.
+    pub fn powers(&self, roots: &[f32]) -> Vec<f32> {
+        roots.iter().map(|root| (1..self.exponent).fold(*root, |power, _| power * root)).collect()
+    }
+
     /// The producer's channel that stands in a column of the consumers.
     pub fn channel(&self, column: usize) -> usize {
         column / self.run / self.repeat * self.run + column % self.run
@@ -383,15 +401,15 @@ impl BlockGraph {
         if heads != 1 {
             walk.run = rows.len();
         }
-        self.follow(value, heads, &mut walk)?;
-        let (input, repeat) = (walk.input?, walk.repeat);
+        self.follow(value, heads, 1, &mut walk)?;
+        let (input, repeat, exponent) = (walk.input?, walk.repeat, walk.exponent);
         let run = walk.run.max(1);
         let inspected = match walk.consumers.as_slice() {
             [] => return None,
             [single] => *single,
             several => self.meeting_node(several, input)?,
         };
-        Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run })
+        Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run, exponent })
     }
 
     /// All channels between linears that may be reordered, in order of evaluation of their consumers.
@@ -467,7 +485,7 @@ impl BlockGraph {
     }
 
     /// Collects the linears that read `value`'s channels; `None` if something stops the scale.
-    fn follow(&self, value: NodeId, repeat: usize, walk: &mut Walk) -> Option<()> {
+    fn follow(&self, value: NodeId, repeat: usize, exponent: u32, walk: &mut Walk) -> Option<()> {
         for (user, port) in self.users(value) {
             match &self.nodes[user].op {
                 Op::Linear { .. } => {
@@ -477,11 +495,11 @@ impl BlockGraph {
                         return None;
                     }
                     walk.input = Some(value);
-                    walk.repeat = repeat;
+                    (walk.repeat, walk.exponent) = (repeat, exponent);
                     walk.consumers.push(user);
                 }
                 op => match op.scale_pass(port) {
-                    ScalePass::Passed { exponent: 1, repeat: times, run } => {
+                    ScalePass::Passed { exponent: power, repeat: times, run } => {
                         // Repeated again, channels would no longer stand in runs of one width.
                         if times != 1 && repeat != 1 {
                             return None;
@@ -489,9 +507,9 @@ impl BlockGraph {
                         if run != 1 {
                             walk.run = run;
                         }
-                        self.follow(user, repeat * times, walk)?;
+                        self.follow(user, repeat * times, exponent * power, walk)?;
                     }
-                    ScalePass::Passed { .. } | ScalePass::Stopped => return None,
+                    ScalePass::Stopped => return None,
                 },
             }
         }
@@ -545,4 +563,5 @@ struct Walk {
     input: Option<NodeId>,
     repeat: usize,
     run: usize,
+    exponent: u32,
 }

@@ -64,6 +64,27 @@ impl Family for SmolLm3 {
     }
 }
 
+/// What queries of Ministral 3 and Mistral 4 are multiplied by; `parameters` are those of the rotation.
+pub(super) fn position_scale(
+    config: &ConfigFields<'_>,
+    parameters: &ConfigFields<'_>,
+) -> Result<PositionScale> {
+    const BETA: &str = "llama_4_scaling_beta";
+    const ORIGINAL: &str = "original_max_position_embeddings";
+    let beta = parameters.require_f64(BETA)?;
+    if !(0.0..=1e6).contains(&beta) {
+        return Err(parameters.error(BETA, format!("is {beta}; expected a number from 0 on")));
+    }
+    let original_positions = match config.optional_positive(ORIGINAL)? {
+        Some(positions) => positions,
+        None => match parameters.optional_positive(ORIGINAL)? {
+            Some(positions) => positions,
+            None => config.require_positive("max_position_embeddings")?,
+        },
+    };
+    Ok(PositionScale { beta: beta as f32, original_positions, offset: 0 })
+}
+
 /// Whether queries and keys of each layer are turned: `no_rope_layers` has 1 for those that are, in spite of its name;
 /// without it all are but every `no_rope_layer_interval`-th.
 fn turned_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
@@ -119,21 +140,8 @@ impl Family for Ministral3 {
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };
-        const BETA: &str = "llama_4_scaling_beta";
-        let beta = parameters.require_f64(BETA)?;
-        if !(0.0..=1e6).contains(&beta) {
-            return Err(parameters.error(BETA, format!("is {beta}; expected a number from 0 on")));
-        }
-        const ORIGINAL: &str = "original_max_position_embeddings";
-        let original_positions = match config.optional_positive(ORIGINAL)? {
-            Some(positions) => positions,
-            None => match parameters.optional_positive(ORIGINAL)? {
-                Some(positions) => positions,
-                None => config.require_positive("max_position_embeddings")?,
-            },
-        };
         let mut attention = d.attention(Some(d.rope()?), [false; 2]);
-        attention.position_scale = Some(PositionScale { beta: beta as f32, original_positions });
+        attention.position_scale = Some(position_scale(config, &parameters)?);
         let windows = Windows::uniform(config, None, true)?;
         attention.shape.window = windows.of(0);
         let block = d.block(attention, d.mlp(false));

@@ -24,8 +24,10 @@ mod internlm;
 mod latent;
 mod lfm2;
 mod llama;
+mod llama4;
 mod llama_variants;
 mod mamba;
+mod mistral4;
 mod mixers;
 mod mixtral;
 mod multimodal;
@@ -35,6 +37,7 @@ mod op;
 mod opt;
 mod parts;
 mod phi;
+mod phimoe;
 mod qwen3_next;
 mod recurrent;
 mod routing;
@@ -92,6 +95,9 @@ pub struct Architecture {
     pub head: String,
     /// Another module name that readers may have for the head: a head that stays float is named by both.
     pub head_alias: Option<&'static str>,
+    /// The router's name inside a block, and another one that readers may have for it: one that stays float is named by
+    /// both.
+    pub router_alias: Option<[&'static str; 2]>,
     /// Whether the head has a bias.
     pub head_bias: bool,
     /// Prefix of a block's tensors, with `{}` for its index.
@@ -243,6 +249,15 @@ impl Architecture {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
 
+    /// Modules that readers may have other names for, with these.
+    pub fn aliases(&self) -> Vec<(String, String)> {
+        let routers = self.router_alias.into_iter().flat_map(|names| {
+            (0..self.layers).map(move |layer| names.map(|name| self.in_block(layer, name)).into())
+        });
+        let head = self.head_alias.map(|alias| (self.head.clone(), alias.to_owned()));
+        routers.chain(head).collect()
+    }
+
     /// Module name of the embedding.
     pub fn embedding_module(&self) -> String {
         self.embedding.strip_suffix(".weight").unwrap_or(&self.embedding).to_owned()
@@ -338,6 +353,7 @@ pub static FAMILIES: &[&dyn Family] = &[
     &phi::Phi,
     &cohere::Cohere,
     &cohere::Cohere2,
+    &cohere::Cohere2Moe,
     &starcoder2::Starcoder2,
     &gpt_neox::GptNeoX,
     &lfm2::Lfm2,
@@ -360,6 +376,9 @@ pub static FAMILIES: &[&dyn Family] = &[
     &deepseek::Glm4MoeLite,
     &deepseek::DeepseekV2,
     &deepseek::DeepseekV3,
+    &mistral4::Mistral4,
+    &llama4::Llama4,
+    &phimoe::PhiMoe,
     &internlm::InternLm2,
     &internlm::InternLm3,
     &experts_variants::HyV3,

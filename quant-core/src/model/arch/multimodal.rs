@@ -177,8 +177,26 @@ fn gemma4() -> Value {
     })
 }
 
+fn mistral4() -> Value {
+    json!({
+        "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 2048, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "qk_nope_head_dim": 64, "n_routed_experts": 128, "num_experts_per_tok": 4, "vocab_size": 131_072,
+        "max_position_embeddings": 1_048_576,
+    })
+}
+
+fn llama4() -> Value {
+    json!({
+        "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202_048, "max_position_embeddings": 131_072,
+    })
+}
+
 const LLAMA: Text = Text { model_type: "llama", family: "llama", defaults: llama };
 const MISTRAL: Text = Text { model_type: "mistral", family: "mistral", defaults: mistral };
+const MISTRAL4: Text = Text { model_type: "mistral4", family: "mistral4", defaults: mistral4 };
+const LLAMA4: Text = Text { model_type: "llama4_text", family: "llama4_text", defaults: llama4 };
 const MINISTRAL3: Text = Text { model_type: "ministral3", family: "ministral3", defaults: ministral3 };
 const QWEN2: Text = Text { model_type: "qwen2", family: "qwen2", defaults: qwen2 };
 const GEMMA3: Text = Text { model_type: "gemma3_text", family: "gemma3_text", defaults: gemma3 };
@@ -235,7 +253,7 @@ static CLASSES: &[Class] = &[
     Class {
         name: "Mistral3ForConditionalGeneration",
         model_type: "mistral3",
-        texts: &[MISTRAL, MINISTRAL3],
+        texts: &[MISTRAL, MINISTRAL3, MISTRAL4],
         may_be_flat: false,
         tied: true,
         layouts: &[TOWER_FIRST, MODULES],
@@ -244,6 +262,14 @@ static CLASSES: &[Class] = &[
         name: "LlavaForConditionalGeneration",
         model_type: "llava",
         texts: &[LLAMA, MISTRAL, QWEN2],
+        may_be_flat: false,
+        tied: false,
+        layouts: &[TOWER_FIRST, MODULES],
+    },
+    Class {
+        name: "Llama4ForConditionalGeneration",
+        model_type: "llama4",
+        texts: &[LLAMA4],
         may_be_flat: false,
         tied: false,
         layouts: &[TOWER_FIRST, MODULES],

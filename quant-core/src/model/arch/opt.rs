@@ -93,6 +93,7 @@ impl Family for Opt {
             final_norm: (!flag("_remove_final_layer_norm", false)?).then_some(final_norm),
             head: "lm_head".into(),
             head_alias: None,
+            router_alias: None,
             head_bias: false,
             block_prefix: "model.decoder.layers.{}.",
             base: "model.",

@@ -145,6 +145,8 @@ pub(super) struct HeadNorms {
     pub(super) by_head: bool,
     /// Whether they stand after the rotation.
     pub(super) after_rope: bool,
+    /// Whether they have no weight.
+    pub(super) weightless: bool,
 }
 
 impl HeadNorms {
@@ -154,6 +156,7 @@ impl HeadNorms {
         whole_width: false,
         by_head: false,
         after_rope: false,
+        weightless: false,
     };
 }
 
@@ -305,7 +308,10 @@ impl Attention {
             return g.add(out, &[attended]);
         }
         if let (Projections::Latent(latent), Some(rope)) = (self.projections, &self.rope) {
-            let inputs = latent.add(g, x, hidden, (self.shape, rope, bias));
+            let mut inputs = latent.add(g, x, hidden, (self.shape, rope, bias));
+            if let Some(scale) = self.position_scale {
+                inputs[0] = g.add(Op::PositionScale(scale), &[inputs[0]]);
+            }
             let attended = g.add(Op::Attention(self.shape), &inputs);
             return g.add(out, &[attended]);
         }
@@ -388,6 +394,10 @@ impl HeadNorms {
                     Op::ScaleBy { tensor: WEIGHTS[i], width: heads * shape.head_dim, heads: Some(heads) };
                 g.add(scale, &[normed])
             });
+        }
+        if self.weightless {
+            let norm = |i: usize| norm.without_parameters(self.names[i], shape.head_dim);
+            return [0, 1].map(|i| g.add(norm(i), &[values[i]]));
         }
         let widths = match self.whole_width {
             true => [shape.heads(), shape.kv_heads].map(|heads| heads * shape.head_dim),

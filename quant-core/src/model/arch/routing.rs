@@ -25,6 +25,8 @@ pub struct Routing {
     pub least_sum: f32,
     /// What weights are multiplied by in the end.
     pub scale: f32,
+    /// Whether scores multiply what experts read, and their outputs are added up as they are (Llama 4).
+    pub on_inputs: bool,
 }
 
 impl Routing {
@@ -40,17 +42,25 @@ impl Routing {
             epsilon: 0.0,
             least_sum: 0.0,
             scale: 1.0,
+            on_inputs: false,
         }
     }
 }
 
 /// What a router's scores are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scores {
     /// The softmax of the logits of all experts.
     Softmax,
     /// The sigmoid of each logit.
     Sigmoid,
+    /// Experts are chosen one after the other, the largest logit first. The weight of each is its softmax over the logits
+    /// that are left, but for those that are smaller by more than `tolerance` times the larger magnitude of the two
+    /// (Phi-3.5-MoE's sparse mixer).
+    Sparse {
+        /// The relative difference from which on a logit does not count.
+        tolerance: f32,
+    },
 }
 
 /// A stored number for each expert, added to the scores that experts are chosen by.

@@ -84,11 +84,11 @@ static MARKS: &[Mark] = &[
 
 /// What of published families no field of their configuration shows.
 static FACTS: &[(&str, &[&str])] = &[(
-    "llama4",
+    "muse_glimmer",
     &[
-        "rotation pairs neighboring channels",
-        "queries and keys are normalized after the rotation",
-        "each block's experts are one tensor",
+        "queries and keys are normalized without a weight",
+        "what attention puts out is multiplied by a gate of its own",
+        "windows are counted from the last block",
     ],
 )];
 

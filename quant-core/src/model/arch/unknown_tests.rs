@@ -91,16 +91,15 @@ fn nested_text_models_are_looked_at_where_they_are() {
     let text = dense(
         "-",
         &json!({
-            "model_type": "llama4_text", "num_local_experts": 16, "attention_chunk_size": 8192,
-            "no_rope_layers": [1, 1, 1, 0],
+            "model_type": "muse_glimmer_text", "attention_chunk_size": 8192, "no_rope_layers": [1, 1, 1, 0],
         }),
     );
-    let llama = json!({
-        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text,
+    let muse = json!({
+        "architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer", "text_config": text,
     });
-    let (nearest, message) = of(&llama);
+    let (nearest, message) = of(&muse);
     assert!(nearest.is_some(), "{message}");
-    for part in ["attention_chunk_size` is 8192", "no_rope_layers` is set", "neighboring channels"] {
+    for part in ["attention_chunk_size` is 8192", "no_rope_layers` is set", "a gate of its own"] {
         assert!(message.contains(part), "{message}");
     }
 }

@@ -28,7 +28,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// `1 + beta · ln(1 + ⌊position / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
+/// `1 + beta · ln(1 + ⌊(position + offset) / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
 /// contexts longer than the model was first trained on (Llama 4, Ministral 3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PositionScale {
@@ -36,11 +36,14 @@ pub struct PositionScale {
     pub beta: f32,
     /// Positions up to which the factor is 1.
     pub original_positions: usize,
+    /// What positions count from: 0, or 1.
+    pub offset: usize,
 }
 
 impl PositionScale {
     /// The factor at a position, rounded to `f32` after each operation.
     pub fn at(&self, position: usize) -> f32 {
-        1.0 + self.beta * (1.0 + (position as f32 / self.original_positions as f32).floor()).ln()
+        1.0 + self.beta
+            * (1.0 + ((position + self.offset) as f32 / self.original_positions as f32).floor()).ln()
     }
 }

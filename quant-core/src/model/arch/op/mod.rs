@@ -68,7 +68,8 @@ pub enum Op {
     /// `[…, experts]`.
     Route(Routing),
     /// The rows of the tokens that are routed to an expert, of inputs `[x, weights]`: a value with fewer rows than
-    /// the batch has tokens, perhaps with none.
+    /// the batch has tokens, perhaps with none. With a third input, the router's logits, each row is multiplied by the
+    /// sigmoid of its own for the expert.
     ExpertInput {
         /// The expert.
         expert: usize,
@@ -484,6 +485,7 @@ impl Op {
             Self::Activation(Activation::Relu) | Self::Scale(_) | Self::ScaleBy { .. } | Self::Multiply => {
                 ScalePass::UNCHANGED
             }
+            Self::Activation(Activation::ReluSquared) => ScalePass::Passed { exponent: 2, repeat: 1, run: 1 },
             Self::ExpertInput { .. } if port == 0 => ScalePass::UNCHANGED,
             Self::Attention(shape) if port == 2 => {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
@@ -494,11 +496,7 @@ impl Op {
             // commute with a scale. A scale of some rows of a fused linear begins behind the slice.
             Self::Gated(_)
             | Self::Activation(
-                Activation::ReluSquared
-                | Activation::Silu
-                | Activation::Sigmoid
-                | Activation::Gelu
-                | Activation::GeluTanh,
+                Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
             )
             | Self::ClampedGated { .. }
             | Self::TokenGate

@@ -1,0 +1,110 @@
+//! Rules of single families: what an engine does with a model beside what it does with all linears.
+
+use super::Verdict::{self, No, Unsure, With, Yes};
+use super::outline::Outline;
+use crate::scheme::{FloatFormat, LinearScheme};
+
+/// OPT's head and embedding are made without a quantization in the sources that were seen, which are
+/// older than this version.
+pub(super) fn head_of_opt(outline: &Outline) -> Verdict {
+    match outline.head.is_some() || outline.embedding.is_some() {
+        true => Unsure("whether its OPT reads a quantized head or embedding".into()),
+        false => Yes,
+    }
+}
+
+/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too.
+pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
+    let is_called_so = |scheme: &LinearScheme| {
+        scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
+    };
+    match outline
+        .schemes()
+        .iter()
+        .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
+    {
+        Some(scheme) => {
+            No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
+        }
+        None => Yes,
+    }
+}
+
+/// Engines read the configuration through transformers, which does not have that of InternLM2.
+pub(super) fn remote_configuration(_: &Outline) -> Verdict {
+    With("the model's own configuration code is needed beside it, and --trust-remote-code".into())
+}
+
+/// Queries of Ministral 3 are scaled by position in vLLM where Mistral's own configuration says so, and not in that of
+/// transformers, which checkpoints of this project have.
+pub(super) fn position_scale(_: &Outline) -> Verdict {
+    With(
+        "it leaves out the scale of queries by position: beyond `original_max_position_embeddings` it computes something \
+         else"
+            .into(),
+    )
+}
+
+/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension.
+pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
+    let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
+    match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
+        true => Yes,
+        false => {
+            No("it takes every tensor of `query_key_value` apart by heads, which packed codes do not allow"
+                .into())
+        }
+    }
+}
+
+/// vLLM's linears in the classes of transformers.
+pub(super) fn by_transformers(_: &Outline) -> Verdict {
+    With(
+        "it has no class of its own for this family, and runs that of transformers with its own linears"
+            .into(),
+    )
+}
+
+/// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
+pub(super) fn gemma4_without_experts(outline: &Outline) -> Verdict {
+    match outline.experts.is_empty() {
+        true if outline.wrapper.is_some() => Yes,
+        true => compressed_tensors_alone(outline),
+        false => No("it does not read experts of this model one by one".into()),
+    }
+}
+
+/// The same of Mistral 3's class around Mistral 4.
+pub(super) fn mistral3_without_experts(outline: &Outline) -> Verdict {
+    match outline.experts.is_empty() {
+        true => Yes,
+        false => No("it does not read experts of this model one by one".into()),
+    }
+}
+
+/// Mistral 3's class, whose text model is looked up by a name of its own.
+pub(super) fn text_of_mistral3(outline: &Outline) -> Verdict {
+    match outline.family {
+        "mistral4" => Unsure(
+            "it has no class of Mistral 4 by this name, and what it runs in its place was not checked".into(),
+        ),
+        "ministral3" => position_scale(outline),
+        _ => Yes,
+    }
+}
+
+/// The same of Granite 4.
+pub(super) fn granite4_without_experts(outline: &Outline) -> Verdict {
+    match outline.experts.is_empty() {
+        true => compressed_tensors_alone(outline),
+        false => No("it does not read experts of this model one by one".into()),
+    }
+}
+
+/// A family that was run in one format says nothing of the others.
+pub(super) fn compressed_tensors_alone(outline: &Outline) -> Verdict {
+    match outline.container {
+        "compressed-tensors" => Yes,
+        other => Unsure(format!("how it runs {} in the {other} format was not checked", outline.family)),
+    }
+}
