@@ -147,7 +147,9 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithm
     };
     let alone = match arithmetic.trim_end() {
         "" => String::new(),
-        text => format!("\nThe arithmetic alone, from the bytes of a weight to packed words and errors:\n\n```text\n{text}\n```\n"),
+        text => format!(
+            "\nThe arithmetic alone, from the bytes of a weight to packed words and errors:\n\n```text\n{text}\n```\n"
+        ),
     };
     let record = Record {
         benchmark,
