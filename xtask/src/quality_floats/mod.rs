@@ -7,10 +7,9 @@
 //! * of NVFP4's scale searches, `sweep` costs no more than `four-over-six` and that no more than `amax`: each step is
 //!   smaller by more than two paired errors, or reported as a tie;
 //! * NVFP4 with `sweep` costs less than INT4 in groups of 32, which takes as many bits;
-//! * FP8 per channel costs at most 0.0004 nats per token on books-7m;
-//! * ours costs no more than the best of the same format by others (`peers.rs`).
+//! * FP8 per channel costs at most 0.0004 nats per token on books-7m.
 
-mod peers;
+pub mod peers;
 
 use std::path::Path;
 use std::process::Command;
@@ -89,7 +88,6 @@ pub fn run(args: &Args) -> Result<()> {
     let mut csv = vec!["text_of,model,text,scheme,options,kl,kl_se".to_owned()];
     let (mut body, mut broken) = (String::new(), Vec::new());
     let mut measured: Vec<&str> = Vec::new();
-    let mut versions = Vec::new();
     for row in texts() {
         // One evaluation text of each model: scales are found without text, so that another says the same.
         if measured.contains(&row.name) {
@@ -155,14 +153,6 @@ pub fn run(args: &Args) -> Result<()> {
                 broken.push(format!("{}, {text}: FP8 per channel costs {fp8:.5}", row.name));
             }
         }
-        if let Some(found) = peers::compare(args, &quant, &data, row, &out, &mut versions)? {
-            body += &format!(
-                "## {} beside others, evaluation text {}\n\n{}\n",
-                row.name, row.evaluation, found.body
-            );
-            csv.extend(found.csv);
-            broken.extend(found.broken);
-        }
     }
     let record = Record {
         benchmark: "floats",
@@ -173,13 +163,8 @@ pub fn run(args: &Args) -> Result<()> {
              `down_proj` float as well, for no group divides its width. {} windows of 512 tokens (256 on stories260k), as \
              many as the text has. KL to float over the full vocabulary in nats per token, ± its standard error over \
              windows; differences are paired by window, and less or more where they exceed two of their errors. What \
-             `--scale-search` does by default was chosen on calibration texts.\n\nBeside others: {} calibration windows, the \
-             same tokens for all; methods and observers of others are their defaults but for the one named, in float32. \
-             Ours is no worse where it costs at most 0.5 % of the other's divergence more, or two errors of the paired \
-             difference. Model Optimizer's searches of scales need triton, and so a GPU. {}.\n\n{body}",
-            args.windows,
-            args.samples,
-            versions.join("; ")
+             `--scale-search` does by default was chosen on calibration texts.\n\n{body}",
+            args.windows
         ),
         csv,
     };

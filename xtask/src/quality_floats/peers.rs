@@ -1,4 +1,4 @@
-//! The same formats by those who publish them: llm-compressor and, where a CPU suffices, NVIDIA's Model Optimizer.
+//! `cargo xtask peers-floats`: the same formats by those who publish them: llm-compressor and, where a CPU suffices, NVIDIA's Model Optimizer.
 //!
 //! Peers get the calibration tokens of ours. Each takes what its own recipe takes, and llm-compressor's search of NVFP4
 //! scales as well. Ours is to cost no more than the best of them: by at most 0.5 % of its divergence, or two standard
@@ -6,14 +6,15 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::{divergence, mean};
+use crate::bench_rtn::quant_binary;
 use crate::peers_quantizers::contestant::{Job, Package, Peer, tokens_sha256};
 use crate::quality::Args;
-use crate::support::record::table;
-use crate::support::rows::{Row, quantize};
-use crate::support::shell::{output, remove_dir};
+use crate::support::record::{Record, table, typed_command};
+use crate::support::rows::{Row, quantize, texts};
+use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Models that are compared.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];
@@ -85,39 +86,70 @@ const CONTESTS: [Contest; 5] = [
 ];
 
 /// What was found of a model.
-pub struct Found {
+struct Found {
     /// As Markdown.
-    pub body: String,
+    body: String,
     /// Lines of the table of all measurements.
-    pub csv: Vec<String>,
+    csv: Vec<String>,
     /// Claims that do not hold.
-    pub broken: Vec<String>,
+    broken: Vec<String>,
 }
 
-/// Compares on the evaluation text of a row, where its model is one of those that are compared.
+/// Compares and writes the record.
 ///
 /// # Errors
-/// When a peer cannot be installed, or something fails.
-pub fn compare(
+/// When a peer cannot be installed, something fails, or a claim that was to be checked does not hold.
+pub fn run(args: &Args) -> Result<()> {
+    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let quant = quant_binary(args.quant.as_deref())?;
+    let out = target_dir().join("peers-floats");
+    let mut csv = vec!["model,text,format,who,kl,kl_se".to_owned()];
+    let (mut body, mut broken, mut versions) = (String::new(), Vec::new(), Vec::new());
+    for name in MODELS {
+        let row = texts().into_iter().find(|row| row.name == name).context("a model without a text")?;
+        let found = compare(args, &quant, &data, row, &out, &mut versions)?;
+        body += &format!("## {name}, {}\n\n{}\n", row.evaluation, found.body);
+        csv.extend(found.csv);
+        broken.extend(found.broken);
+    }
+    let record = Record {
+        benchmark: "peers-floats",
+        title: "Floating-point weights, ours and others'".into(),
+        command: typed_command(),
+        body: format!(
+            "Weights alone, activations, embeddings and head float. {} calibration windows, the same tokens for all; {} \
+             evaluation windows of 512 tokens. Methods and observers of others are their defaults but for the one named, in \
+             float32. KL to float over the full vocabulary in nats per token, ± its standard error over windows; differences \
+             are paired by window. Less: by more than two of their errors. No worse: more by at most 0.5 % of the other's \
+             divergence, or two errors. Of Model Optimizer what runs on a CPU; its searches of scales need triton, and so a \
+             GPU. {}.\n\n{body}",
+            args.samples,
+            args.windows,
+            versions.join("; ")
+        ),
+        csv,
+    };
+    record.conclude(args.check, &broken)
+}
+
+/// Compares on the evaluation text of a row.
+fn compare(
     args: &Args,
     quant: &Path,
     data: &Path,
     row: &Row,
     out: &Path,
     versions: &mut Vec<String>,
-) -> Result<Option<Found>> {
-    if !MODELS.contains(&row.name) {
-        return Ok(None);
-    }
+) -> Result<Found> {
     let (model, calibration) = (row.model(data, false)?, row.calibration(data));
     let text = data.join("text").join(row.evaluation);
     let score = || divergence(quant, &model, out, &text, [row.window, args.windows]);
     let mut found = Found { body: String::new(), csv: Vec::new(), broken: Vec::new() };
-    let mut note = |contest: &str, who: &str, windows: &[f64]| {
+    let note = |contest: &str, who: &str, windows: &[f64]| {
         let [kl, error] = mean(windows);
         println!("{}  {}  {contest}  {who}  {kl:.6} ± {error:.6}", row.name, row.evaluation);
         let who = who.replace(", ", " ").replace('`', "");
-        format!("peers,{},{},{},{who},{kl},{error}", row.name, row.evaluation, contest.replace(", ", " "))
+        format!("{},{},{},{who},{kl},{error}", row.name, row.evaluation, contest.replace(", ", " "))
     };
     // The tokens that peers are to have are those of the first that is calibrated.
     let samples = [args.samples, row.window, 0].map(|n| n.to_string());
@@ -177,7 +209,7 @@ pub fn compare(
     }
     remove_dir(out)?;
     found.body = table(&["format", "peer", "KL, ours", "KL, peer's", "difference", ""], &rows);
-    Ok(Some(found))
+    Ok(found)
 }
 
 fn difference(ours: &[f64], theirs: &[f64]) -> [f64; 2] {
