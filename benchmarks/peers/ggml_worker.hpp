@@ -105,6 +105,8 @@ ggml_type type_of(const std::string & name) {
     if (name == "Q4_0") return GGML_TYPE_Q4_0;
     if (name == "Q4_K") return GGML_TYPE_Q4_K;
     if (name == "Q8_0") return GGML_TYPE_Q8_0;
+    if (name == "MXFP4") return GGML_TYPE_MXFP4;
+    if (name == "NVFP4") return GGML_TYPE_NVFP4;
     throw std::runtime_error("unknown type");
 }
 

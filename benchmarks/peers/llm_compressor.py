@@ -3,16 +3,21 @@
 Its own defaults throughout: one window a batch, the sequential pipeline, the min-max observer, its mappings
 for the architecture. Options as in peer.py; `awq` is AWQModifier (duo scaling, 20 ratios), then rounding to
 nearest; `gptq` is GPTQModifier; `smoothquant` is SmoothQuantModifier, then rounding to nearest to its scheme
-W8A8, whatever bits and groups are given.
+W8A8, whatever bits and groups are given; `rtn` is QuantizationModifier alone.
+
+`--set scheme=NAME` takes the weights of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) in place of bits and
+groups, and leaves activations float; `--set observer=NAME` another observer of weights.
 """
 
 import peer
 
-METHODS = ["awq", "gptq", "smoothquant"]
+METHODS = ["awq", "gptq", "smoothquant", "rtn"]
 args = peer.arguments(__doc__, METHODS)
+PRESET, OBSERVER = (args.settings.pop(name, None) for name in ["scheme", "observer"])
 
 import torch  # noqa: E402
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization import (  # noqa: E402
+    QuantizationArgs, QuantizationScheme, preset_name_to_scheme)
 from llmcompressor import oneshot  # noqa: E402
 from llmcompressor.modifiers.gptq import GPTQModifier  # noqa: E402
 from llmcompressor.modifiers.quantization import QuantizationModifier  # noqa: E402
@@ -33,6 +38,11 @@ def grid(group_size):
 
 def groups():
     """Which linears get which grid."""
+    if PRESET is not None:
+        weights = preset_name_to_scheme(PRESET, ["Linear"]).weights
+        if OBSERVER is not None:
+            weights = weights.model_copy(update={"observer": OBSERVER})
+        return {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=grid(args.group_size))}
     if args.channel:
         targets = [f"re:.*{name}$" for name in args.channel]
@@ -48,6 +58,8 @@ def recipe():
         return [AWQModifier(**settings), QuantizationModifier(config_groups=groups(), ignore=ignore)]
     if args.method == "gptq":
         return [GPTQModifier(config_groups=groups(), ignore=ignore, **settings)]
+    if args.method == "rtn":
+        return [QuantizationModifier(config_groups=groups(), ignore=ignore, **settings)]
     w8a8 = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=ignore)
     return [SmoothQuantModifier(**settings), w8a8]
 

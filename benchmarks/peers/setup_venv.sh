@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of a comparison with peers: setup_venv.sh [DIR [PEERS]]
 #
-# PEERS is awq (default), llm-compressor, or kernels: ONNX Runtime, OpenVINO and PyTorch. DIR defaults to
+# PEERS is awq (default), llm-compressor; modelopt, NVIDIA's Model Optimizer beside it; or kernels: ONNX Runtime, OpenVINO
+# and PyTorch. DIR defaults to
 # target/peers-venv under the repository root; PYTHON names the interpreter (default python3). A finished
 # environment carries a stamp, the hash of its requirements and the scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
 # torch comes without its GPU libraries, see tests/interop/reduced_torch.sh.
@@ -13,6 +14,7 @@ directory=${1:-$root/target/peers-venv}
 peers=${2:-awq}
 case $peers in
 awq) requirements=$here/requirements.txt ;;
+modelopt) requirements=$here/modelopt_requirements.txt ;;
 kernels) requirements=$here/kernels_requirements.txt ;;
 *) echo "no peers are called $peers" >&2 && exit 2 ;;
 esac
@@ -21,7 +23,7 @@ stamp_file=$directory/peers-stamp
 shared=$root/tests/interop/reduced_torch.sh
 source "$shared"
 
-stamp=$(cat "$requirements" "$here/setup_venv.sh" "$shared" | "${PYTHON:-python3}" -c \
+stamp=$(cat "$requirements" "$here/requirements.txt" "$here/setup_venv.sh" "$shared" | "${PYTHON:-python3}" -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 
 is_ready() {
@@ -45,6 +47,19 @@ import gguf, numpy, onnx, onnxruntime, openvino, torch
 
 assert "onednn" in torch.backends.quantized.supported_engines
 assert openvino.Core().available_devices == ["CPU"]
+PYTHON
+}
+
+works_modelopt() {
+    HF_HUB_OFFLINE=1 "$python" - <<'PYTHON'
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+
+# Quantized layers are run on a GPU alone.
+layers = torch.nn.Sequential(torch.nn.Linear(64, 64))
+mtq.quantize(layers, mtq.W4A16_NVFP4_CFG, lambda m: m(torch.ones(1, 64)))
+assert layers[0].weight_quantizer.is_enabled
 PYTHON
 }
 

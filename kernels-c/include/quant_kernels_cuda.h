@@ -88,13 +88,14 @@ typedef struct qz1_cuda_layout {
   uint32_t middle;
   // 1 with the sums that activations with a zero need.
   uint32_t sums;
-  // 0
-  uint32_t reserved;
+  // `QZ1_CODES_…`; floating-point codes are of `QZ1_CUDA_ORDER_FLOAT`, with `middle` 0.
+  uint32_t format;
   // Output features.
   uint64_t n;
   // Input features.
   uint64_t k;
-  // Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128.
+  // Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128;
+  // of floating-point codes also 16.
   uint64_t group_size;
   // Bytes of the matrix, a multiple of 256. On the device it begins at one.
   uint64_t bytes;
@@ -129,9 +130,10 @@ typedef struct qz1_cuda_pack_arguments {
   uint32_t reserved;
   // u8 `[n, k]`, one code a byte.
   struct qz1_cuda_region codes;
-  // f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups.
+  // f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups, and of E4M3
+  // scales their codes.
   struct qz1_cuda_region scales;
-  // f32 `[n]` with two levels of scales, else none.
+  // f32 `[n]` with two levels of scales; of E4M3 scales `[1]`, what they are divided by; else none.
   struct qz1_cuda_region channels;
   // u8 `[n, k / group_size]` where the layout has zeros, else none.
   struct qz1_cuda_region zeros;

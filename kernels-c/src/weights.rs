@@ -177,7 +177,7 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
 }
 
 /// The format that a `QZ1_CODES_…` names, if it is not that of integers; `None` where it is no such number.
-fn format(format: u32) -> Option<Option<FloatFormat>> {
+pub(crate) fn format(format: u32) -> Option<Option<FloatFormat>> {
     match format {
         QZ1_CODES_INTEGER => Some(None),
         QZ1_CODES_E4M3 => Some(Some(FloatFormat::E4m3)),

@@ -13,6 +13,12 @@
 // Integers: nibbles become bytes by an AND, after a shift for the upper ones: 3 instructions for 8 weights.
 // Progressive weights become `128 + (q − z) s` by one product and sum for four bytes, two more instructions; the
 // sum over bytes cannot carry, for the packer refuses what leaves 0 to 255.
+//
+// Floating-point codes: sign, exponent and mantissa of E2M1 and E4M3 are moved to where a wider format has its own, whose
+// subnormal numbers then are those of the code. What is left of the exponents' biases is a power of two: 2⁻¹⁴ and 2⁻⁸ of
+// f16, which results are multiplied with once (`UNIT`); of bf16 2⁻¹²⁶ and 2⁻¹²⁰, whose products would leave f32, so that
+// fragments are multiplied. Codes are stored so that a mask after a rotation, or two, gives a pair:
+// E2M1 11 instructions for 8 weights, of bf16 17; E4M3 10 and 18.
 #pragma once
 #include "ptx.cuh"
 
@@ -36,6 +42,52 @@ INLINE void fragment_bf16_u4(u32 (&a)[4], u32 word) {
     a[1] = and_or<0x003c003c, 0x42004200>(rotate_right<4>(word));
     a[2] = and_or<0x003c003c, 0x42004200>(rotate_right<8>(word));
     a[3] = and_or<0x003c003c, 0x42004200>(rotate_right<12>(word));
+}
+
+// Where the bits of a floating-point code lie in its word, of a field of the even or odd feature: the magnitude from its
+// lowest bit on, and the sign, which may go around the end of the word.
+INLINE u32 place_of_e2m1(u32 code, u32 field, u32 odd) {
+    const u32 magnitude = field == 0 ? 9 : field == 1 ? 12 : field == 2 ? 3 : 6;
+    const u32 sign = field == 0 ? 15 : field == 1 ? 18 : field == 2 ? 16 : 17;
+    return (code & 7) << (magnitude + 16 * odd) | (code >> 3) << ((sign + 16 * odd) % 32);
+}
+
+INLINE u32 place_of_e4m3(u32 code, u32 below, u32 odd) {
+    return (code & 127) << ((below ? 0 : 7) + 16 * odd) | (code >> 7) << ((below ? 14 : 15) + 16 * odd);
+}
+
+constexpr u32 SIGNS = 0x80008000;
+
+// Numbers of E2M1, times 2⁻¹⁴.
+INLINE void fragment_f16_e2m1(u32 (&a)[4], u32 word) {
+    a[0] = word & 0x8e008e00;
+    a[1] = rotate_right<3>(word) & 0x8e008e00;
+    a[2] = and_or<0x0e000e00>(rotate_right<26>(word), rotate_right<1>(word) & SIGNS);
+    a[3] = and_or<0x0e000e00>(rotate_right<29>(word), rotate_right<2>(word) & SIGNS);
+}
+
+// Numbers of E2M1.
+INLINE void fragment_bf16_e2m1(u32 (&a)[4], u32 word) {
+    u32 turned = rotate_right<3>(word);
+    a[0] = and_or<0x01c001c0>(turned, word & SIGNS);
+    a[1] = and_or<0x01c001c0>(rotate_right<6>(word), turned & SIGNS);
+    a[2] = and_or<0x01c001c0>(rotate_right<29>(word), rotate_right<1>(word) & SIGNS);
+    a[3] = and_or<0x01c001c0>(word, rotate_right<2>(word) & SIGNS);
+    // 2¹²⁶.
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = times_bf16_pair<0x7e80>(a[i]);
+}
+
+// Two registers of pairs of E4M3 from four codes, times 2⁻⁸.
+INLINE void pairs_f16_e4m3(u32 &first, u32 &second, u32 word) {
+    first = word & 0xbf80bf80;
+    second = and_or<0x3f803f80>(rotate_right<25>(word), rotate_right<31>(word) & SIGNS);
+}
+
+// The same of bf16, with the biases made even: 2¹²⁰.
+INLINE void pairs_bf16_e4m3(u32 &first, u32 &second, u32 word) {
+    first = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<3>(word), word & SIGNS));
+    second = times_bf16_pair<0x7b80>(and_or<0x07f007f0>(rotate_right<28>(word), rotate_right<31>(word) & SIGNS));
 }
 
 // Two registers of pairs from four bytes: 1024 + q, by placing a byte under the exponent.

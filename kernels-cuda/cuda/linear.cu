@@ -1,11 +1,13 @@
 // A linear layer on packed weights: y[m, n] = Σ_k x[m, k] ŵ[n, k] + bias[n].
 //
-// One text serves W4A16, W8A16, W8A8 and W4A8; what differs is chosen by these macros:
+// One text serves W4A16, W8A16, W8A8, W4A8, and FP4 and FP8 weights beside floats; what differs is chosen by these macros:
 //
 //   ACTIVATION   F16, BF16 or S8: what `x` holds; sums are in f32, of S8 in integers
+//   CODES        INTEGER, or a floating-point format, which has no zeros: E2M1, E4M3
 //   CODE_BITS    4 or 8
-//   GROUP        32, 64 or 128 features share a scale; 0: all of a row
-//   SCALE        F16, BF16, F32: type of the scales of groups; PROGRESSIVE: u8, below an f32 of the row
+//   GROUP        32, 64 or 128 features share a scale, of floating-point codes also 16; 0: all of a row
+//   SCALE        F16, BF16, F32: type of the scales of groups; PROGRESSIVE: u8, below an f32 of the row; E4M3, above an
+//                f32 of the row that holds 256 / global, and E8M0: a byte, of floating-point codes only
 //   ZEROS        1: each group (of GROUP 0 each row) has a zero; 0: `middle` is the zero of all
 //   X_ZERO       1: whole-number activations have a zero, the same for all tokens
 //   OUTPUT       F16, BF16 or F32
@@ -36,7 +38,10 @@ constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
 constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
 // Codes less their zero, as signed numbers: nothing is too much, and sums of activations are not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
-constexpr bool SUMS = !SIGNED;
+constexpr bool SUMS = CODES == INTEGER && !SIGNED;
+// What results are multiplied with: codes are fragments of f16 times its inverse.
+constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E2M1 ? 16384.0f : 256.0f;
+static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
 // Of a set.
@@ -56,7 +61,8 @@ constexpr int GROUPS = GROUP == 0 ? 1 : TILE_K / GROUP;
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
 // What stands beside a tile: scales, zeros and sums of weights of its groups.
-constexpr int SCALE_BYTES = GROUP == 0 ? 0 : TWO_LEVELS ? 1 : SCALE == F32 ? 4 : 2;
+constexpr bool SCALE_BYTE = TWO_LEVELS || SCALE == E4M3 || SCALE == E8M0;
+constexpr int SCALE_BYTES = GROUP == 0 ? 0 : SCALE_BYTE ? 1 : SCALE == F32 ? 4 : 2;
 constexpr int ZERO_BYTES = GROUP == 0 || !ZEROS ? 0 : 2 * CODE_BITS;
 constexpr bool GROUP_SUMS = X_ZERO && !WHOLE;
 constexpr int ZEROS_AT = 16 * GROUPS * SCALE_BYTES;

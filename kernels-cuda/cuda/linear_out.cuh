@@ -14,7 +14,8 @@ INLINE float finish(const Arguments &p, u32 bits, u32 token, u32 row) {
         value = TWO_LEVELS ? value * p.row_scales[row] : fused(value, p.row_scales[row], 0.0f);
     } else {
         value = __uint_as_float(bits);
-        if (GROUP == 0) value *= p.row_scales[row];
+        if (UNIT != 1.0f) value *= UNIT;
+        if (GROUP == 0 || SCALE == E4M3) value *= p.row_scales[row];
     }
     if (FLOAT) return p.bias ? value + p.bias[row] : value;
     float scale = p.x_scales[token];

@@ -1,7 +1,8 @@
 // Logical codes, scales and zeros become packed weights on the device: the same bytes as src/layout/pack.rs makes.
 //
-// Macros: CODE_BITS (4, 8), ORDER_FLOAT (1: for float activations), SIGNED (1: codes are stored less `middle`), GROUP (32, 64,
-// 128: features of a tile that share parameters; 0: a row is one group), SCALE (F16, BF16, F32, PROGRESSIVE), ZEROS, SUMS.
+// Macros: CODES (INTEGER, E2M1, E4M3), CODE_BITS (4, 8), ORDER_FLOAT (1: for float activations), SIGNED (1: codes are stored
+// less `middle`), GROUP (16, 32, 64, 128: features of a tile that share parameters; 0: a row is one group), SCALE (F16, BF16,
+// F32, PROGRESSIVE, E4M3, E8M0), ZEROS, SUMS.
 //
 // Three kernels, each a thread for each of what it writes: 16 bytes of a lane; the parameters of a pair of rows; a warp for a
 // row. What the packer on the CPU refuses sets `*fault` to one. Launched once a matrix: plain loads, no ring.
@@ -10,7 +11,7 @@
 constexpr int TILE_K = 128;
 constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
 constexpr int GROUPS = GROUP == 0 ? 0 : TILE_K / (GROUP == 0 ? 1 : GROUP);
-constexpr int SCALE_BYTES = SCALE == PROGRESSIVE ? 1 : SCALE == F32 ? 4 : 2;
+constexpr int SCALE_BYTES = SCALE == PROGRESSIVE || SCALE == E4M3 || SCALE == E8M0 ? 1 : SCALE == F32 ? 4 : 2;
 constexpr int ZEROS_AT = 16 * GROUPS * SCALE_BYTES;
 constexpr int SUMS_AT = ZEROS_AT + (ZEROS ? GROUPS * 2 * CODE_BITS : 0);
 constexpr bool GROUP_SUMS = SUMS && GROUP != 0 && SCALE != PROGRESSIVE;
@@ -19,7 +20,7 @@ constexpr int PARAMETER_BYTES = (END + 15) / 16 * 16;
 constexpr u32 MASK = CODE_BITS == 4 ? 15 : 255;
 
 struct Weights {
-    // [n, k], one code a byte; [n, groups], f32 or u8; [n]; [n, groups].
+    // [n, k], one code a byte; [n, groups], f32 or u8; [n], above scales of E4M3 [1]; [n, groups].
     const u8 *codes, *scales;
     const float *channels;
     const u8 *zeros;
@@ -35,7 +36,7 @@ INLINE i32 zero_of(const Weights &w, u32 row, u32 group) {
 INLINE u32 stored(const Weights &w, u32 row, u32 feature) {
     if (row >= w.n || feature >= w.k) return 0;
     u32 code = w.codes[(u64)row * w.k + feature];
-    if (code > w.most) *w.fault = 1;
+    if (code > w.most || (CODES == E4M3 && (code & 127) == 127)) *w.fault = 1;
     if (!SIGNED) return code & MASK;
     // A signed number of as many bits.
     if (code - w.middle + (MASK + 1) / 2 > MASK) *w.fault = 1;
@@ -61,13 +62,16 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (u32 field = 0; field < 8; field++) {
                 u32 f = feature + 16 * i + field / 2 % 2 * 8 + 2 * t + field / 4;
-                word |= stored(w, row + field % 2 * 8, f) << (4 * field);
+                u32 code = stored(w, row + field % 2 * 8, f);
+                word |= CODES == E2M1 ? place_of_e2m1(code, field % 4, field / 4) : code << (4 * field);
             }
-            word = word << 2 | word >> 30;
+            if (CODES == INTEGER) word = word << 2 | word >> 30;
         } else if (ORDER_FLOAT) {
 #pragma unroll
-            for (u32 j = 0; j < 4; j++)
-                word |= stored(w, row + j / 2 * 8, feature + 16 * (i / 2) + i % 2 * 8 + 2 * t + j % 2) << (8 * j);
+            for (u32 j = 0; j < 4; j++) {
+                u32 code = stored(w, row + j / 2 * 8, feature + 16 * (i / 2) + i % 2 * 8 + 2 * t + j % 2);
+                word |= CODES == E4M3 ? place_of_e4m3(code, j / 2, j % 2) : code << (8 * j);
+            }
         } else if (CODE_BITS == 4) {
 #pragma unroll
             for (u32 j = 0; j < 8; j++)
@@ -104,9 +108,15 @@ extern "C" __global__ void __launch_bounds__(256)
             const bool there = row < n && first < k;
             const u64 group = (u64)row * groups + first / group_size;
             i32 zero = there ? zero_of(w, row, first / group_size) : 0;
-            if (there && (u32)zero > most) *fault = 1;
-            if (SCALE == PROGRESSIVE) {
+            if (CODES == INTEGER && there && (u32)zero > most) *fault = 1;
+            if (SCALE == PROGRESSIVE || SCALE == E4M3) {
                 block[place] = there ? scales[group] : 0;
+                // NaN, or a sign.
+                if (SCALE == E4M3 && there && scales[group] >= 127) *fault = 1;
+            } else if (SCALE == E8M0) {
+                const u32 bits = there ? __float_as_uint(((const float *)scales)[group]) : 1u << 22;
+                if (max(bits >> 23 << 23, 1u << 22) != bits || bits >> 23 >= 255) *fault = 1;
+                block[place] = (u8)(bits >> 23);
             } else {
                 float scale = there ? ((const float *)scales)[group] : 0.0f;
                 if (SCALE == F32) {
@@ -155,6 +165,16 @@ extern "C" __global__ void __launch_bounds__(128)
         if (lane == 0) row_sums[row] = (i32)sum;
     }
     if (lane != 0) return;
+    if (SCALE == E4M3) {
+        // What scales are divided by, whose inverse the kernel multiplies with, and which stands behind those.
+        const float global = channels[0], factor = 256.0f / global;
+        // A normal number above zero, as its factor is.
+        const u32 exponent = __float_as_uint(factor) >> 23;
+        const bool fits = global > 0.0f && global < __uint_as_float(0x7f800000) && exponent > 0 && exponent < 255;
+        if (!fits && row == 0) *fault = 1;
+        row_scales[row] = there ? factor : 0.0f;
+        row_scales[(n + 15) / 16 * 16 + row] = there ? global : 0.0f;
+    }
     if (SCALE == PROGRESSIVE) row_scales[row] = there ? channels[row] : 0.0f;
     else if (GROUP == 0) row_scales[row] = there ? ((const float *)scales)[row] : 0.0f;
     if (GROUP == 0 && ZEROS) {

@@ -54,6 +54,13 @@ INLINE float scale_of(const u8 *at) {
     return SCALE == F16 ? float_of_f16(bits) : float_of_bf16(bits);
 }
 
+// The scale that a byte stands for; of E4M3 2⁻⁸ of it, which the row's factor makes up for.
+INLINE float scale_of_byte(u32 byte) {
+    if (SCALE == E4M3) return float_of_f16((u16)(byte << 7));
+    // The smallest power of E8M0 is a subnormal number.
+    return __uint_as_float(max(byte << 23, 1u << 22));
+}
+
 // Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
 struct Group {
     float scale[2];
@@ -81,9 +88,9 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
     u32 both = 0;
     if (ZEROS) both = CODE_BITS == 4 ? (u32)zeros[pair] : (u32)((const u16 *)zeros)[pair];
     u32 words = 0;
-    if (TWO_LEVELS || SCALE == F16 || SCALE == BF16) {
+    if (SCALE_BYTE || SCALE == F16 || SCALE == BF16) {
         // Both rows with one load.
-        words = TWO_LEVELS ? (u32) * (const u16 *)scales : *(const u32 *)scales;
+        words = SCALE_BYTE ? (u32) * (const u16 *)scales : *(const u32 *)scales;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -92,10 +99,11 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
             to.factor[half] = words >> 8 * half & 255;
             to.shift[half] = 0x80808080u - zero * to.factor[half] * 0x01010101u;
         } else {
-            if (SCALE == F32) to.scale[half] = scale_of(scales + 4 * half);
+            if (SCALE_BYTE) to.scale[half] = scale_of_byte(words >> 8 * half & 255);
+            else if (SCALE == F32) to.scale[half] = scale_of(scales + 4 * half);
             else if (SCALE == F16) to.scale[half] = float_of_f16((u16)(words >> 16 * half));
             else to.scale[half] = float_of_bf16((u16)(words >> 16 * half));
-            less_of(to, half, zero);
+            if (CODES == INTEGER) less_of(to, half, zero);
         }
         if (GROUP_SUMS) to.sum[half] = ((const i32 *)(parameters + SUMS_AT + group * 64))[2 * pair + half];
     }
@@ -105,12 +113,23 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
 // Pairs of steps whose instructions mix. Of small groups so many parameters come early that registers run short.
-constexpr int UNROLL = FLOAT && (GROUP == 32 || GROUP == 64) ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
+constexpr int UNROLL = FLOAT && GROUP != 0 && GROUP <= 64 ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
 
 // The A fragment of step `half` of a pair of steps.
 INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group) {
     const u32 *w = words + half * (PAIR_WORDS / 2);
-    if (FLOAT && CODE_BITS == 4) {
+    if (CODES == E2M1) {
+        if (ACTIVATION == F16) fragment_f16_e2m1(a, w[0]);
+        else fragment_bf16_e2m1(a, w[0]);
+    } else if (CODES == E4M3) {
+        if (ACTIVATION == F16) {
+            pairs_f16_e4m3(a[0], a[1], w[0]);
+            pairs_f16_e4m3(a[2], a[3], w[1]);
+        } else {
+            pairs_bf16_e4m3(a[0], a[1], w[0]);
+            pairs_bf16_e4m3(a[2], a[3], w[1]);
+        }
+    } else if (FLOAT && CODE_BITS == 4) {
         if (ACTIVATION == F16) fragment_f16_u4(a, w[0]);
         else fragment_bf16_u4(a, w[0]);
     } else if (FLOAT) {

@@ -16,7 +16,7 @@ typedef long long i64;
 #define INLINE __device__ __forceinline__
 
 // Types of numbers, as macros name them: those of src/float.rs first.
-enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4 };
+enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4, INTEGER = 5, E2M1 = 6, E4M3 = 7, E8M0 = 8 };
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
@@ -85,6 +85,13 @@ INLINE u32 transpose_8x8(u32 a) {
 template <u32 MASK, u32 BITS> INLINE u32 and_or(u32 word) {
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "n"(MASK), "n"(BITS));
+    return out;
+}
+
+// (word & MASK) | bits in one instruction.
+template <u32 MASK> INLINE u32 and_or(u32 word, u32 bits) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "n"(MASK), "r"(bits));
     return out;
 }
 
@@ -171,6 +178,13 @@ INLINE u32 f16_pair(float low, float high) {
 INLINE u32 bf16_pair(float low, float high) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+// Two bf16, subnormal ones too, times the bf16 whose bits are BY; zeros keep their sign.
+template <u32 BY> INLINE u32 times_bf16_pair(u32 pair) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(BY * 0x10001u), "r"(0x80008000u));
     return out;
 }
 

@@ -59,8 +59,8 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs a view, on the CPU, and moves it to the device: in [`Order::Float`] for [`Activations::Float`], in
-    /// [`Order::Int8`] for the others; with `sums` where activations may have a zero.
+    /// Packs a view, on the CPU, and moves it to the device: in [`Order::Float`] for [`Activations::Float`], which are all
+    /// that FP4 and FP8 weights take, in [`Order::Int8`] for the others; with `sums` where activations may have a zero.
     ///
     /// # Errors
     /// As [`WeightLayout::of`] and [`WeightLayout::pack`]; when the bias is not `[n]`, the device is not CUDA, or lacks memory.

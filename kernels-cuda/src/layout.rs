@@ -12,7 +12,9 @@
 //!                zeros  [groups][16]   u4 or u8, where there are any
 //!                sums   [groups][16]   i32, Σ (q − z), on request, unless rows are summed whole
 //!                filler up to a multiple of 16 bytes
+//!                floating-point codes: f16, bf16, f32, E4M3 or E8M0
 //! row scales   [n16] f32               where a row is one group, and of progressive weights
+//!              [2][n16] f32            of E4M3 scales: 256 / global, and the global scale itself
 //! row zeros    [n16] u8                where a row is one group and has a zero
 //! row sums     [n16] i32               on request, where a row is summed whole: Σ (q − z), progressive: Σ (q − z) s
 //! ```
@@ -35,11 +37,14 @@
 //! Order::Int8, 8 bits    word w: step from f = 32 (w / 4), row r + 8 (w % 2), features f + 16 (w / 2 % 2) + 4t + j, a byte each
 //! ```
 //!
+//! Floating-point codes, E2M1 and E4M3, are of `Order::Float` and lie in the same words; their bits lie apart, so that
+//! sign and magnitude are where a mask finds them as those of an f16, or a rotation first: see [`WeightLayout::spread`].
+//!
 //! Scales, u8 zeros and sums of a group's 16 rows stand in the order `0, 8, 1, 9, …, 7, 15`, so that a lane reads its two
 //! with one load; u4 zeros as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` a symmetric grid's codes are stored as
 //! `q − middle`, signed, except those of progressive weights.
 
-use quant_kernels_cpu::{KernelError, Layout, ScaleType, Scales, Unpacked, WeightView};
+use quant_kernels_cpu::{FloatFormat, KernelError, Layout, ScaleType, Scales, Unpacked, WeightView};
 
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 16;
@@ -68,6 +73,8 @@ pub struct WeightLayout {
     scales: ScaleType,
     /// The zero of every group, or `None` where they are stored.
     middle: Option<u8>,
+    /// The format of codes that are no integers.
+    float: Option<FloatFormat>,
     order: Order,
     sums: bool,
     /// Where sections begin, in bytes, and the end of the last.
@@ -93,15 +100,20 @@ impl WeightLayout {
     /// The layout of a view; with `sums` it holds what whole-number activations with a zero need.
     ///
     /// Groups are 32, 64 or 128 features, or a whole row; multiples of 128 where activations are floats or weights are
-    /// progressive.
+    /// progressive; of floating-point codes, which are multiplied with floats only, also 16.
     ///
     /// # Errors
     /// As [`Layout::of`]; another group size; a symmetric grid in `Order::Int8` whose zero is more than half of its codes; `sums` of float activations; progressive weights of 8 bits; a symmetric grid
     /// of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`), for its sums are 16-fold.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
-        view.require_integers()?;
         let cpu = Layout::of(view, sums)?;
         let shape = [cpu.n(), cpu.k()];
+        if let Some(format) = view.float_format() {
+            if order == Order::Int8 {
+                view.require_integers()?;
+            }
+            return Self::from_float_parts(shape, format, cpu.group_size(), cpu.scales());
+        }
         Self::from_parts(shape, cpu.code_bits(), cpu.group_size(), cpu.scales(), cpu.middle(), order, sums)
     }
 
@@ -126,12 +138,37 @@ impl WeightLayout {
         if progressive && (code_bits != 4 || order == Order::Float) {
             return Err(KernelError::Scheme("progressive weights but w4a8"));
         }
-        let mut layout = Self { n, k, code_bits, group_size, scales, middle, order, sums, sections: [0; 6] };
+        Self { n, k, code_bits, group_size, scales, middle, float: None, order, sums, sections: [0; 6] }
+            .checked()
+    }
+
+    /// The layout of codes of a floating-point format, for float activations; as [`Layout::from_float_parts`].
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn from_float_parts(
+        [n, k]: [usize; 2],
+        format: FloatFormat,
+        group_size: usize,
+        scales: ScaleType,
+    ) -> Result<Self, KernelError> {
+        let cpu = Layout::from_float_parts([n, k], format, group_size, scales)?;
+        let (code_bits, middle, order) = (cpu.code_bits(), cpu.middle(), Order::Float);
+        let (float, sums, sections) = (Some(format), false, [0; 6]);
+        Self { n, k, code_bits, group_size, scales, middle, float, order, sums, sections }.checked()
+    }
+
+    /// Sections, where these kernels have such groups.
+    fn checked(mut self) -> Result<Self, KernelError> {
+        let Self { k, code_bits, group_size, middle, order, sums, .. } = self;
+        let layout = &self;
         // Codes less a larger one are no signed numbers of as many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
+        let progressive = self.scales == ScaleType::Progressive;
+        let tile_groups = tile_groups || (self.float.is_some() && group_size == 16);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
             return Err(KernelError::Scheme("a group that is not 32, 64, 128 or a row"));
@@ -142,19 +179,21 @@ impl WeightLayout {
                 return Err(KernelError::TooLarge("the width of a row"));
             }
         }
-        layout.sections = layout.find_sections().ok_or(KernelError::TooLarge("the packed matrix"))?;
-        Ok(layout)
+        self.sections = self.find_sections().ok_or(KernelError::TooLarge("the packed matrix"))?;
+        Ok(self)
     }
 
     fn find_sections(&self) -> Option<[usize; 6]> {
         let rows = self.n.checked_next_multiple_of(TILE_ROWS)?;
         let tiles = (rows / TILE_ROWS).checked_mul(self.k.div_ceil(TILE_K))?;
         let progressive = self.scales == ScaleType::Progressive;
+        let below_global = self.scales == ScaleType::E4m3;
+        let of_row = if below_global { 8 } else { 4 };
         let when = |there: bool, bytes: Option<usize>| if there { bytes } else { Some(0) };
         let sizes = [
             tiles.checked_mul(self.tile_bytes())?,
             tiles.checked_mul(self.parameter_bytes())?,
-            when(self.row_is_group() || progressive, rows.checked_mul(4))?,
+            when(self.row_is_group() || progressive || below_global, rows.checked_mul(of_row))?,
             when(self.row_is_group() && self.middle.is_none(), Some(rows))?,
             when(self.sums && self.summed_whole(), rows.checked_mul(4))?,
         ];
@@ -195,6 +234,11 @@ impl WeightLayout {
         self.middle
     }
 
+    /// The format of codes that are no integers.
+    pub fn float_format(&self) -> Option<FloatFormat> {
+        self.float
+    }
+
     /// What the weights are multiplied with.
     pub fn order(&self) -> Order {
         self.order
@@ -207,7 +251,7 @@ impl WeightLayout {
 
     /// Whether a row is one group, whose scale stands beside no tile.
     pub fn row_is_group(&self) -> bool {
-        self.group_size == self.k && self.scales != ScaleType::Progressive
+        self.group_size == self.k && !matches!(self.scales, ScaleType::Progressive | ScaleType::E4m3)
     }
 
     /// Whether products are summed over all of a row before they become floats.
@@ -242,7 +286,6 @@ impl WeightLayout {
 
     fn scale_bytes(&self) -> usize {
         match self.scales {
-            // The last two are refused where layouts are made.
             ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => 1,
             ScaleType::F16 | ScaleType::Bf16 => 2,
             ScaleType::F32 => 4,
@@ -296,16 +339,23 @@ impl WeightLayout {
         };
         let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
+        let float = self.float.map(|format| match format {
+            FloatFormat::E4m3 => 1,
+            FloatFormat::E2m1 => 2,
+            _ => 0,
+        });
         let words =
             [TAG, VERSION].into_iter().chain(sizes).chain([scales, middle, order, u64::from(self.sums)]);
+        // Of integers nothing follows.
+        let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }
 
-    /// Where the code of a weight is within its tile: the byte, and the bit within that. `row` and `feature` are those
-    /// within the tile.
+    /// Where the code of a weight is within its tile: the first byte of its word, and the bit within that; of
+    /// floating-point codes which field of the word, of the odd feature 16 more. `row` and `feature` are those within the tile.
     pub(crate) fn place(&self, row: usize, feature: usize) -> (usize, usize) {
         let (r, below) = (row % 8, row / 8);
         // The step of `mma`, the half of its features, the lane's quarter of that, and which of the quarter.
@@ -317,6 +367,8 @@ impl WeightLayout {
         let each = step_k / 8;
         let (t, j) = (feature % (step_k / 2) / each, feature % each);
         let (word, bit) = match (self.order, self.code_bits) {
+            (Order::Float, 4) if self.float.is_some() => (step, 16 * j + below + 2 * upper),
+            (Order::Float, _) if self.float.is_some() => (2 * step + upper, 16 * j + below),
             (Order::Float, 4) => (step, (16 * j + 4 * (below + 2 * upper) + 2) % 32),
             (Order::Float, _) => (2 * step + upper, 16 * below + 8 * j),
             (Order::Int8, 4) => (2 * step + below, 8 * j + 4 * upper),
@@ -324,6 +376,42 @@ impl WeightLayout {
         };
         let lane = 4 * r + t;
         (512 * (word / 4) + 16 * lane + 4 * (word % 4), bit)
+    }
+
+    /// The bits of a stored code in its word, where [`place`](Self::place) says. Of a floating-point code the magnitude
+    /// and the sign lie apart: `(code without its sign) · 2^m` and the sign's bit at `s`, 16 more of the odd feature, all modulo 32,
+    /// with `(m, s)` of a word's fields
+    ///
+    /// | | 0 | 1 | 2 | 3 |
+    /// |---|---|---|---|---|
+    /// | E2M1 | 9, 15 | 12, 18 | 3, 16 | 6, 17 |
+    /// | E4M3 | 7, 15 | 0, 14 | | |
+    pub(crate) fn spread(&self, code: u8, bit: usize) -> u32 {
+        let Some((magnitude, sign, bits)) = self.split(bit) else {
+            return u32::from(code).rotate_left(bit as u32);
+        };
+        let (low, high) = (u32::from(code) & ((1 << bits) - 1), u32::from(code) >> bits);
+        low.rotate_left(magnitude) | high.rotate_left(sign)
+    }
+
+    /// The code whose bits these are.
+    pub(crate) fn gather(&self, word: u32, bit: usize) -> u8 {
+        let mask = if self.code_bits == 4 { 15 } else { 255 };
+        let Some((magnitude, sign, bits)) = self.split(bit) else {
+            return word.rotate_right(bit as u32) as u8 & mask;
+        };
+        let low = word.rotate_right(magnitude) as u8 & ((1 << bits) - 1);
+        low | (word.rotate_right(sign) as u8 & 1) << bits
+    }
+
+    /// Of a floating-point code the lowest bit of its magnitude, its sign, and how many bits the magnitude has.
+    fn split(&self, bit: usize) -> Option<(u32, u32, u32)> {
+        let (field, odd) = (bit % 16, (bit / 16 * 16) as u32);
+        let (magnitude, sign) = match self.float? {
+            FloatFormat::E2m1 => ([9, 12, 3, 6][field], [15, 18, 16, 17][field]),
+            _ => ([7, 0][field], [15, 14][field]),
+        };
+        Some((magnitude + odd, (sign + odd) % 32, self.code_bits as u32 - 1))
     }
 }
 
@@ -360,6 +448,30 @@ mod tests {
                     let mask = (((1_u64 << code_bits) - 1) as u32).rotate_left(bit as u32);
                     assert_eq!(taken[word / 4] & mask, 0, "{row} {feature}");
                     taken[word / 4] |= mask;
+                }
+            }
+            assert!(taken.iter().all(|&word| word == u32::MAX));
+        }
+    }
+
+    /// Of floating-point codes too, and each is found again; a word has the same numbers in the same places as those of integers.
+    #[test]
+    fn bits_of_floating_point_codes_fill_a_tile() {
+        for (format, scales) in [(FloatFormat::E2m1, ScaleType::E4m3), (FloatFormat::E4m3, ScaleType::E8m0)] {
+            let floats = WeightLayout::from_float_parts([32, 256], format, 32, scales).unwrap();
+            let integers = layout(floats.code_bits(), Order::Float);
+            let mask = ((1_u32 << floats.code_bits()) - 1) as u8;
+            let mut taken = vec![0_u32; floats.tile_bytes() / 4];
+            for row in 0..TILE_ROWS {
+                for feature in 0..TILE_K {
+                    let (word, bit) = floats.place(row, feature);
+                    assert_eq!(word, integers.place(row, feature).0);
+                    let bits = floats.spread(mask, bit);
+                    assert_eq!((taken[word / 4] & bits, bits.count_ones()), (0, mask.count_ones()));
+                    taken[word / 4] |= bits;
+                    for code in 0..=mask {
+                        assert_eq!(floats.gather(floats.spread(code, bit) | !bits, bit), code);
+                    }
                 }
             }
             assert!(taken.iter().all(|&word| word == u32::MAX));
@@ -420,6 +532,11 @@ mod tests {
         };
         let (float, int8) = (Order::Float, Order::Int8);
         let group = KernelError::Scheme("a group that is not 32, 64, 128 or a row");
+        assert_eq!(of([16, 256], 4, 16, ScaleType::F16, Some(8), float, false), group);
+        let floats =
+            |size, scales| WeightLayout::from_float_parts([16, 256], FloatFormat::E2m1, size, scales);
+        assert_eq!(floats(8, ScaleType::E4m3).unwrap_err(), group);
+        assert!(floats(16, ScaleType::Progressive).is_err() && floats(16, ScaleType::E4m3).is_ok());
         assert_eq!(of([16, 96], 4, 48, ScaleType::F16, Some(8), float, false), group);
         assert_eq!(of([16, 512], 4, 256, ScaleType::F16, Some(8), int8, false), group);
         assert!(matches!(

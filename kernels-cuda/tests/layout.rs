@@ -3,7 +3,7 @@
 mod cases;
 
 use cases::{Case, Kind};
-use quant_kernels_cpu::{KernelError, ScaleType, Unpacked};
+use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType, Unpacked};
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
 
 /// Every scheme that is packed, with shapes that fill tiles and shapes that do not.
@@ -51,7 +51,22 @@ fn all() -> Vec<(Case, Order, bool)> {
 
 #[test]
 fn unpacking_gives_back_what_was_packed() {
-    let all = all();
+    let mut all = all();
+    for (format, group, kind) in [
+        (FloatFormat::E2m1, 16, Kind::E4m3),
+        (FloatFormat::E2m1, 32, Kind::E8m0),
+        (FloatFormat::E2m1, 768, Kind::E4m3),
+        (FloatFormat::E4m3, 32, Kind::E8m0),
+        (FloatFormat::E4m3, 128, Kind::Bf16),
+        (FloatFormat::E4m3, 256, Kind::F16),
+        (FloatFormat::E4m3, 768, Kind::F32),
+        (FloatFormat::E4m3, 768, Kind::E8m0),
+    ] {
+        for n in [16, 5, 33] {
+            let case = Case::float([n, 768], format, group, kind, (n + group) as u64);
+            all.push((case, Order::Float, false));
+        }
+    }
     assert!(all.len() > 300, "{}", all.len());
     for (case, order, sums) in all {
         let view = case.view();
@@ -60,9 +75,14 @@ fn unpacking_gives_back_what_was_packed() {
         layout.pack(&view, &mut packed).unwrap();
         let scales = match case.kind {
             Kind::Progressive => case.groups.iter().map(|&g| f32::from(g)).collect(),
+            Kind::E4m3 => case.groups.iter().map(|&g| FloatFormat::E4m3.value(g)).collect(),
             _ => case.scales.clone(),
         };
-        let channels = if case.kind == Kind::Progressive { case.scales.clone() } else { Vec::new() };
+        let channels = match case.kind {
+            Kind::Progressive => case.scales.clone(),
+            Kind::E4m3 => vec![case.scales[0]; case.shape[0]],
+            _ => Vec::new(),
+        };
         let zeros = case.zeros.clone().unwrap_or_default();
         let expected = Unpacked { codes: case.codes.clone(), scales, zeros, channels };
         assert_eq!(layout.unpack(&packed).unwrap(), expected, "{case:?} {order:?}");

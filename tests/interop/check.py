@@ -378,7 +378,7 @@ def main():
             if arguments.only in f"chat {style}":
                 check.chat(style)
         check_numbers.run_all(check, arguments.only)
-        check_floats.run_all(check, arguments.only)
+        check_floats.run_all(check, arguments.only, arguments.llama_cpp)
         check_generate.run_all(check, arguments.only)
         check_gguf.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)

@@ -10,11 +10,14 @@
            becomes that file again, byte for byte
   source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that we
            read
+  converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file, made
+           floats by its own `gguf`, are the weights that we read
   cache    keys and values in FP8: what is made of them, against numpy alone, every number of the format and what lies
            between and beyond; and the logits of a model with calibrated scales, against transformers' own simulation
 """
 
 import contextlib
+import importlib
 import json
 import re
 import shutil
@@ -338,7 +341,45 @@ def layouts(check):
     return f"{len(modules)} linears", len(modules) > 0
 
 
-def run_all(check, only):
+# What llama.cpp's converter reads of these formats.
+CONVERTED = [("wf8af8-channel", []), ("wf8af8-b128", []), ("wf4a16-g16-nv", []),
+             ("wf4a16-g16-nv", ["--format", "modelopt"])]
+
+
+def converted(check, llama_cpp, scheme, options):
+    out, theirs = check.scratch / f"converted-{scheme}-{len(options)}", check.scratch / "converted.gguf"
+    check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", scheme, "--method", "rtn",
+                  *options)
+    dump = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", out, dump)
+    ours = load_file(dump)
+    importlib.import_module("reference_llama_cpp").convert(llama_cpp, out, "smollm", theirs)
+    gguf = importlib.import_module("gguf")
+    found = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(tuple(int(n) for n in reversed(t.shape)))
+             for t in gguf.GGUFReader(theirs).tensors}
+    config = json.loads((out / "config.json").read_text())
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    compared = 0
+    for layer in range(config["num_hidden_layers"]):
+        for part, name in [(f"self_attn.{p}_proj", "attn_output" if p == "o" else f"attn_{p}") for p in "qkvo"] + [
+                (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
+            weight = ours[f"model.layers.{layer}.{part}.weight"]
+            if (count := heads.get(name.removeprefix("attn_"))) is not None:
+                # Its rotary embedding takes neighbours, ours halves.
+                halves = weight.reshape(count, 2, -1, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+            other = found[f"blk.{layer}.{name}.weight"]
+            # Of NVFP4 a number for all of it stands beside it.
+            if (scale := found.get(f"blk.{layer}.{name}.scale")) is not None:
+                other = other * scale
+            off = numpy.abs(weight - other)
+            if (off > numpy.abs(weight) * 2.0 ** -21).any():
+                return f"blk.{layer}.{name}: {off.max()} apart", False
+            compared += 1
+    return f"{compared} linears", compared > 0
+
+
+def run_all(check, only, llama_cpp):
     if only in "numbers all tables":
         check.step("numbers all tables", tables)
     if only in "inputs floats":
@@ -353,6 +394,14 @@ def run_all(check, only):
         check.step("cache logits", lambda: cache_logits(check))
     if only in "source native fp8":
         check.step("source native fp8", lambda: source(check))
+    for scheme, options in CONVERTED:
+        title = f"converted {scheme} {' '.join(options)}"
+        if only not in title:
+            continue
+        if llama_cpp is None or not (llama_cpp / "source").is_dir():
+            print(f"SKIPPED: llama.cpp is not at hand: {title}", flush=True)
+            continue
+        check.step(title, lambda scheme=scheme, options=options: converted(check, llama_cpp.resolve(), scheme, options))
     for name, scheme, options in CASES:
         title = f"floats {name} {options[1]} {scheme}"
         if only in title:

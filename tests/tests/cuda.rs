@@ -46,7 +46,8 @@ fn a_model_is_evaluated_on_the_device() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     write_cut_demo_model(&at("model"), 1);
-    for scheme in ["w4a16-g32", "w8a8", "w4a8-g64"] {
+    let floats = ["nvfp4a16", "mxfp4a16", "wf8a16-channel", "mxfp8a16", "fp8", "nvfp4"];
+    for scheme in ["w4a16-g32", "w8a8", "w4a8-g64"].into_iter().chain(floats) {
         let out = at(scheme);
         quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
         let Some(command) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };

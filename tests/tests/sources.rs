@@ -174,6 +174,103 @@ fn fp8_is_evaluated_and_restated_without_loss() {
     }
 }
 
+/// Experts of DeepSeek-V4 beside its FP8: I8 of two FP4 codes each, exponents of 32 columns. They are MXFP4, restated as such
+/// with the same bytes, and mean the floats that the definition says.
+#[test]
+fn fp4_beside_fp8_is_mxfp4() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    for dtype in ["F8_E8M0", "U8"] {
+        fp8_models(&at("native"), &at("float"), ALL[2]);
+        let config: Value =
+            serde_json::from_slice(&std::fs::read(at("native").join("config.json")).unwrap()).unwrap();
+        let mut stored = read_safetensors(&at("native").join("model.safetensors"));
+        let mut wide = read_safetensors(&at("float").join("model.safetensors"));
+        let magnitudes = [0.0_f32, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        let mut packed = Vec::new();
+        for weight in stored.iter_mut().filter(|t| t.name.ends_with("mlp.up_proj.weight")) {
+            let [n, k] = [weight.shape[0] as usize, weight.shape[1] as usize];
+            let bytes: Vec<u8> = (0..n * k / 2).map(|i| (i * 37 + i / 11) as u8).collect();
+            let exponents: Vec<u8> = (0..n * k / 32).map(|i| 118 + (i % 5) as u8).collect();
+            let number = |i: usize| {
+                let code = bytes[i / 2] >> (4 * (i % 2)) & 15;
+                let sign = if code & 8 != 0 { -1.0 } else { 1.0 };
+                sign * magnitudes[usize::from(code & 7)] * 2.0_f32.powi(i32::from(exponents[i / 32]) - 127)
+            };
+            let float = wide.iter_mut().find(|t| t.name == weight.name).unwrap();
+            float.data = (0..n * k).flat_map(|i| number(i).to_le_bytes()).collect();
+            packed.push((
+                weight.name.replace(".weight", ".weight_scale"),
+                exponents.clone(),
+                vec![n as u64, k as u64 / 32],
+            ));
+            (weight.dtype, weight.shape, weight.data) = ("I8".into(), vec![n as u64, k as u64 / 2], bytes);
+        }
+        for (name, exponents, shape) in &packed {
+            let scale = stored.iter_mut().find(|t| t.name == *name).unwrap();
+            (scale.dtype, scale.shape, scale.data) = (dtype.into(), shape.clone(), exponents.clone());
+        }
+        quant_tests::models::write_model(&at("fp4"), &config, &stored);
+        let plain: Value =
+            serde_json::from_slice(&std::fs::read(at("float").join("config.json")).unwrap()).unwrap();
+        quant_tests::models::write_model(&at("wide"), &plain, &wide);
+        let requantize = |from: &str, to: &str, more: &[&str]| {
+            let mut arguments = args!["quantize", at(from), "-o", at(to), "--force"];
+            let options = ["--scheme", "w8a16-g32", "--method", "rtn", "--quiet"];
+            arguments.extend(options.iter().chain(more).map(Into::into));
+            quant(arguments).succeeded();
+            std::fs::read(at(to).join("model.safetensors")).unwrap()
+        };
+        assert!(
+            requantize("fp4", "out", &["--requantize"]) == requantize("wide", "expected", &[]),
+            "{dtype}"
+        );
+        quant(args![
+            "quantize",
+            at("fp4"),
+            "-o",
+            at("restated"),
+            "--format",
+            "compressed-tensors",
+            "--quiet",
+            "--force"
+        ])
+        .succeeded();
+        let restated = read_safetensors(&at("restated").join("model.safetensors"));
+        for (name, exponents, _) in &packed {
+            let of = |name: &str| &restated.iter().find(|t| t.name == name).unwrap().data;
+            let codes = &stored.iter().find(|t| t.name == name.replace("_scale", "")).unwrap().data;
+            assert!(
+                of(name) == exponents && of(&name.replace("_scale", "_packed")) == codes,
+                "{dtype} {name}"
+            );
+        }
+    }
+    // Of what does not fit it is said which tensor: another type, another grid, an exponent that is no number.
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(at("fp4").join("config.json")).unwrap()).unwrap();
+    let stored = read_safetensors(&at("fp4").join("model.safetensors"));
+    let up = "model.layers.0.mlp.up_proj";
+    type Damage<'a> = &'a dyn Fn(&mut RawTensor);
+    let cases: [(&str, i32, &str, Damage<'_>); 3] = [
+        ("another type", 4, "one for each 32 columns", &|t| {
+            t.data = t.data.iter().flat_map(|_| [0, 0x3f]).collect();
+            t.dtype = "BF16".into();
+        }),
+        ("another grid", 4, "one for each 32 columns", &|t| t.shape.reverse()),
+        ("NaN", 6, "non-finite", &|t| t.data[3] = 255),
+    ];
+    for (case, code, expected, change) in cases {
+        let mut changed = stored.clone();
+        change(changed.iter_mut().find(|t| t.name == format!("{up}.weight_scale")).unwrap());
+        quant_tests::models::write_model(&at(case), &config, &changed);
+        let arguments =
+            args!["quantize", at(case), "-o", at("none"), "--requantize", "--scheme", "w8a16-g32", "--quiet"];
+        check_message(case, &quant(arguments), code, &[up, expected]);
+        assert!(!at("none").exists());
+    }
+}
+
 /// ModelOpt's FP8: the same tensors under its configuration, beside scales of inputs and of cached keys and values.
 #[test]
 fn fp8_of_modelopt_is_read() {

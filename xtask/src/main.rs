@@ -59,6 +59,8 @@ enum Command {
     /// What floating-point weights cost on real models, beside integers of as many bits
     #[command(name = "quality-floats")]
     QualityFloats(quality::Args),
+    /// Compare our floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
+    PeersFloats(quality::Args),
     /// What GGUF types cost on the real model by llama-quantize, by our search and by GPTQ
     #[command(name = "quality-gguf")]
     QualityGguf(quality::Args),
@@ -113,6 +115,7 @@ fn main() -> ExitCode {
         Command::Quality(args) => quality::run(&args),
         Command::QualityQoq(args) => quality_qoq::run(&args),
         Command::QualityFloats(args) => quality_floats::run(&args),
+        Command::PeersFloats(args) => quality_floats::peers::run(&args),
         Command::QualityGguf(args) => quality_gguf::run(&args),
         Command::QualityW8a8(args) => quality_w8a8::run(&args),
         Command::GateTrials(args) => gate_trials::run(&args),

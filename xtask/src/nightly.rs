@@ -41,6 +41,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300 }));
     steps.step("bench-rtn", || {
         bench_rtn::run(&bench_rtn::Args {
+            scheme: None,
             layers: 16,
             repeat: 3,
             threads: vec![1, 2],

@@ -2,7 +2,9 @@
 
 use anyhow::{Context, Result};
 use quant_kernels_cpu::limits::{dot_limit, read_limit};
-use quant_kernels_cpu::{FloatRows, Int8Rows, IsaToken, PackedLinear, Rayon, RowLayout, WeightView};
+use quant_kernels_cpu::{
+    FloatFormat, FloatRows, Int8Rows, IsaToken, PackedLinear, Rayon, RowLayout, Scales, WeightView,
+};
 use serde_json::{Value, json};
 
 use crate::Case;
@@ -12,9 +14,20 @@ use crate::data::{BASE, repeated, weights};
 #[derive(Debug, Clone, Copy)]
 pub struct Contestant {
     pub name: &'static str,
-    bits: u8,
+    codes: Codes,
     group_size: Option<usize>,
     rows: Rows,
+}
+
+/// What weights become.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Codes {
+    /// Integers of so many bits.
+    Int(u8),
+    /// E2M1 with powers of two as scales.
+    Mxfp4,
+    /// E2M1 with E4M3 scales below one float.
+    Nvfp4,
 }
 
 /// How activations reach the product.
@@ -28,12 +41,19 @@ enum Rows {
     Float,
 }
 
-pub const CONTESTANTS: [Contestant; 5] = [
-    Contestant { name: "w4a8-g128", bits: 4, group_size: Some(128), rows: Rows::Int8 },
-    Contestant { name: "w4a8-g128-ready", bits: 4, group_size: Some(128), rows: Rows::Int8Ready },
-    Contestant { name: "w4a8-g32", bits: 4, group_size: Some(32), rows: Rows::Int8 },
-    Contestant { name: "w8a8-channel", bits: 8, group_size: None, rows: Rows::Int8 },
-    Contestant { name: "w4a16-g128", bits: 4, group_size: Some(128), rows: Rows::Float },
+pub const CONTESTANTS: [Contestant; 7] = [
+    Contestant { name: "w4a8-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Int8 },
+    Contestant {
+        name: "w4a8-g128-ready",
+        codes: Codes::Int(4),
+        group_size: Some(128),
+        rows: Rows::Int8Ready,
+    },
+    Contestant { name: "w4a8-g32", codes: Codes::Int(4), group_size: Some(32), rows: Rows::Int8 },
+    Contestant { name: "w8a8-channel", codes: Codes::Int(8), group_size: None, rows: Rows::Int8 },
+    Contestant { name: "w4a16-g128", codes: Codes::Int(4), group_size: Some(128), rows: Rows::Float },
+    Contestant { name: "wf4a8-g32-mx", codes: Codes::Mxfp4, group_size: Some(32), rows: Rows::Int8 },
+    Contestant { name: "wf4a8-g16-nv", codes: Codes::Nvfp4, group_size: Some(16), rows: Rows::Int8 },
 ];
 
 pub fn version() -> String {
@@ -59,6 +79,37 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
+/// The same of E2M1 codes, each group's largest magnitude at the end of the format, or half a step of its scale from it.
+fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
+    let (base, format) = (weights(k), FloatFormat::E2m1);
+    let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+    // As the formats' checkpoints have it.
+    let global = FloatFormat::E4m3.largest() * format.largest() / largest(&base);
+    let (mut all, mut groups, mut scales) = (Vec::with_capacity(BASE * k), Vec::new(), Vec::new());
+    for group in base.chunks_exact(group_size) {
+        let scale = match codes {
+            Codes::Nvfp4 => {
+                groups.push(FloatFormat::E4m3.code(global * largest(group) / format.largest()));
+                FloatFormat::E4m3.value(groups[groups.len() - 1]) / global
+            }
+            _ => {
+                // The exponent two below that of the largest; one more where its mantissa is 1.75 or above.
+                let rounded = largest(group).to_bits() + (1 << 21);
+                f32::from_bits((rounded & 0x7f80_0000) - (2 << 23))
+            }
+        };
+        all.extend(group.iter().map(|w| format.code(w / scale)));
+        scales.push(scale);
+    }
+    let (all, groups, scales) = (repeated(&all, n), repeated(&groups, n), repeated(&scales, n));
+    let scales = match codes {
+        Codes::Nvfp4 => Scales::E4m3 { groups: &groups, global },
+        _ => Scales::Float(&scales),
+    };
+    let view = WeightView::float_with_scales([n, k], format, group_size, &all, scales)?;
+    Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
+}
+
 /// A contestant's weights.
 pub struct Linear {
     rows: Rows,
@@ -74,7 +125,10 @@ impl Linear {
         let found = CONTESTANTS.iter().find(|c| c.name == name);
         let contestant = found.with_context(|| format!("{name} is none of ours"))?;
         let group_size = contestant.group_size.unwrap_or(k);
-        let packed = pack([n, k], contestant.bits, group_size)?;
+        let packed = match contestant.codes {
+            Codes::Int(bits) => pack([n, k], bits, group_size)?,
+            codes => pack_fp4([n, k], codes, group_size)?,
+        };
         let copies = rotate.div_ceil(packed.layout().bytes()).max(1);
         Ok(Self {
             rows: contestant.rows,

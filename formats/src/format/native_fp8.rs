@@ -5,6 +5,8 @@
 //! |---|---|---|---|
 //! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
 //! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, or one number | scales |
+//! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, that of the even column in the low bits |
+//! | its scale, under the same names | F8_E8M0 or U8 | `[n, k/32]` | exponents |
 //! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, where it is static |
 //!
 //! Whatever its name says, a scale is multiplied with. Those of one byte are exponents, `2^(byte − 127)`. Which linears
@@ -15,6 +17,7 @@ use std::collections::BTreeMap;
 use quant_kernels_cpu::{StaticScale, e8m0_value};
 use serde_json::Value;
 
+use super::nibbles::unpack_nibbles;
 use super::numbers::{matrix, read_numbers, read_positive};
 use super::{PackedReader, PackedWeight};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
@@ -28,6 +31,9 @@ const METHOD: &str = "fp8";
 const SCALES: [&str; 4] = ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"];
 /// What scales of inputs are called.
 const INPUT_SCALES: [&str; 3] = ["input_scale", "activation_scale", "qscale_act"];
+
+/// Columns that share a scale of FP4 codes.
+const FP4_GROUP: usize = 32;
 
 /// Reads such a checkpoint.
 #[derive(Debug)]
@@ -81,6 +87,32 @@ impl NativeFp8 {
     fn module(&self, name: &str) -> Result<&Module> {
         let missing = || Error::Internal(format!("module `{name}` is not quantized"));
         self.modules.get(name).ok_or_else(missing)
+    }
+
+    /// What is said of a weight of I8 by a scale beside it: two FP4 codes a byte, with exponents for 32 columns. Without one it
+    /// is none of this layout.
+    fn survey_fp4(source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Option<Module>> {
+        let names = SCALES.iter().map(|name| format!("{module}.{name}"));
+        let found = names.filter_map(|name| source.info(&name).map(|info| (name, info.clone()))).next();
+        let Some((scale, info)) = found else { return Ok(None) };
+        let groups = |n: usize, bytes: usize| vec![n, bytes / (FP4_GROUP / 2)];
+        let fits = match shape {
+            &[n, bytes] => bytes % (FP4_GROUP / 2) == 0 && info.shape == groups(n, bytes),
+            _ => false,
+        };
+        if !fits || !matches!(info.dtype, Dtype::F8E8M0 | Dtype::U8) {
+            let weight = format!("{module}.weight");
+            return Err(Error::UnsupportedQuantization {
+                path: source.location(&weight),
+                reason: format!(
+                    "tensor `{scale}` is {} {:?}, where FP4 codes of {shape:?} bytes have exponents, one for each 32 columns",
+                    info.dtype, info.shape
+                ),
+            });
+        }
+        let (weight, granularity) = (WeightFormat::Float(FloatFormat::E2m1), Granularity::Group(FP4_GROUP));
+        let scheme = LinearScheme { weight, granularity, activations: ActivationScheme::Float };
+        Ok(Some(Module { scheme, scale, input: None }))
     }
 
     /// What a module's tensors say of it.
@@ -137,6 +169,11 @@ impl PackedReader for NativeFp8 {
             if info.dtype == Dtype::F8E4M3 {
                 modules.insert(module.to_owned(), self.survey_module(source, module, &info.shape)?);
             }
+            if info.dtype == Dtype::I8
+                && let Some(found) = Self::survey_fp4(source, module, &info.shape)?
+            {
+                modules.insert(module.to_owned(), found);
+            }
         }
         self.modules = modules;
         Ok(())
@@ -147,8 +184,12 @@ impl PackedReader for NativeFp8 {
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {
+        let module = self.module(module)?;
+        if let Some(fixed) = module.scheme.fixed_scales() {
+            return Ok(fixed.dtype());
+        }
         // Exponents are numbers of any wider type.
-        let dtype = source.require(&self.module(module)?.scale)?.dtype;
+        let dtype = source.require(&module.scale)?.dtype;
         Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
     }
 
@@ -163,11 +204,14 @@ impl PackedReader for NativeFp8 {
         let module = self.module(weight.module)?;
         let name = format!("{}.weight", weight.module);
         let info = source.require(&name)?;
-        if info.shape != weight.shape {
+        let [n, k] = weight.shape;
+        let is_fp4 = module.scheme.float_format() == Some(FloatFormat::E2m1);
+        let stored = if is_fp4 { [n, k / 2] } else { [n, k] };
+        if info.shape != stored || (is_fp4 && k % FP4_GROUP != 0) {
             return Err(Error::TensorShape {
                 path: source.location(&name),
                 tensor: name,
-                expected: weight.shape.to_vec(),
+                expected: stored.to_vec(),
                 got: info.shape.clone(),
             });
         }
@@ -183,13 +227,20 @@ impl PackedReader for NativeFp8 {
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
         self.tensors(source, weight)?;
         let module = self.module(weight.module)?;
-        let codes = read_numbers(source, &format!("{}.weight", weight.module), FloatFormat::E4m3)?;
+        let name = format!("{}.weight", weight.module);
+        let codes = match module.scheme.float_format() {
+            Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&name)?),
+            _ => read_numbers(source, &name, FloatFormat::E4m3)?,
+        };
         let stored = match source.require(&module.scale)?.dtype {
             Dtype::F8E8M0 | Dtype::U8 => source.read(&module.scale)?.into_iter().map(e8m0_value).collect(),
             _ => source.read_f32(&module.scale)?,
         };
         require_finite(source.location(&module.scale), &module.scale, &stored)?;
-        let scales = QuantizedTensor::spread_scales(&stored, weight.shape, module.scheme.granularity);
+        let scales = match module.scheme.granularity {
+            Granularity::Group(_) => stored,
+            of => QuantizedTensor::spread_scales(&stored, weight.shape, of),
+        };
         let input = match &module.input {
             Some(name) => Some(StaticScale { scale: read_positive(source, name)?, zero: 0 }),
             None => None,

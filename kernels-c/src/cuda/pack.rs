@@ -34,9 +34,10 @@ pub struct qz1_cuda_pack_arguments {
     pub reserved: u32,
     /// u8 `[n, k]`, one code a byte.
     pub codes: qz1_cuda_region,
-    /// f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups.
+    /// f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups, and of E4M3
+    /// scales their codes.
     pub scales: qz1_cuda_region,
-    /// f32 `[n]` with two levels of scales, else none.
+    /// f32 `[n]` with two levels of scales; of E4M3 scales `[1]`, what they are divided by; else none.
     pub channels: qz1_cuda_region,
     /// u8 `[n, k / group_size]` where the layout has zeros, else none.
     pub zeros: qz1_cuda_region,
@@ -129,15 +130,19 @@ impl Pack {
             Ok::<_, Fault>(Argument::U32(v?))
         };
         let groups = product([n, k / group]);
-        let progressive = layout.scales() == ScaleType::Progressive;
-        let scale = if progressive { 1 } else { 4 };
+        let channels = match layout.scales() {
+            ScaleType::Progressive => Some(n),
+            ScaleType::E4m3 => Some(1),
+            _ => None,
+        };
+        let scale = if channels.is_some() { 1 } else { 4 };
         let long = Argument::U64;
         let codes = long(address(at.codes, "the codes", product([n, k]), 1)?);
         let scales =
             long(address(at.scales, "the scales", groups.and_then(|g| g.checked_mul(scale)), scale)?);
-        let channels = long(match progressive {
-            true => address(at.channels, "the channels", product([n, 4]), 4)?,
-            false => 0,
+        let channels = long(match channels {
+            Some(rows) => address(at.channels, "the channels", product([rows, 4]), 4)?,
+            None => 0,
         });
         let zeros = long(match layout.middle() {
             None => address(at.zeros, "the zeros", groups, 1)?,

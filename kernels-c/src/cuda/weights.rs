@@ -1,12 +1,13 @@
 //! Weights in the order of the GPU's kernels: their layout, and packing on the CPU.
 
-use quant_kernels_cpu::ScaleType;
+use quant_kernels_cpu::{FloatFormat, ScaleType};
 use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{
-    QZ1_SCALES_BF16, QZ1_SCALES_F16, QZ1_SCALES_F32, QZ1_SCALES_PROGRESSIVE, qz1_weights, view,
+    QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, QZ1_SCALES_BF16, QZ1_SCALES_E4M3, QZ1_SCALES_E8M0,
+    QZ1_SCALES_F16, QZ1_SCALES_F32, QZ1_SCALES_PROGRESSIVE, format, qz1_weights, view,
 };
 
 /// Weights that are multiplied with f16 or bf16.
@@ -34,13 +35,14 @@ pub struct qz1_cuda_layout {
     pub middle: u32,
     /// 1 with the sums that activations with a zero need.
     pub sums: u32,
-    /// 0
-    pub reserved: u32,
+    /// `QZ1_CODES_…`; floating-point codes are of `QZ1_CUDA_ORDER_FLOAT`, with `middle` 0.
+    pub format: u32,
     /// Output features.
     pub n: u64,
     /// Input features.
     pub k: u64,
-    /// Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128.
+    /// Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128;
+    /// of floating-point codes also 16.
     pub group_size: u64,
     /// Bytes of the matrix, a multiple of 256. On the device it begins at one.
     pub bytes: u64,
@@ -48,7 +50,7 @@ pub struct qz1_cuda_layout {
     pub id: u64,
 }
 
-fields!(qz1_cuda_layout, id, reserved);
+fields!(qz1_cuda_layout, id);
 
 fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
     qz1_cuda_layout {
@@ -63,13 +65,17 @@ fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
             ScaleType::Bf16 => QZ1_SCALES_BF16,
             ScaleType::F32 => QZ1_SCALES_F32,
             ScaleType::Progressive => QZ1_SCALES_PROGRESSIVE,
-            // No layout of these kernels has such.
-            ScaleType::E4m3 | ScaleType::E8m0 => 0,
+            ScaleType::E4m3 => QZ1_SCALES_E4M3,
+            ScaleType::E8m0 => QZ1_SCALES_E8M0,
         },
         zeros: u32::from(layout.middle().is_none()),
         middle: layout.middle().map_or(0, u32::from),
         sums: u32::from(layout.has_sums()),
-        reserved: 0,
+        format: match layout.float_format() {
+            Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
+            Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
+            _ => QZ1_CODES_INTEGER,
+        },
         n: layout.n() as u64,
         k: layout.k() as u64,
         group_size: layout.group_size() as u64,
@@ -97,6 +103,8 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
         QZ1_SCALES_BF16 => ScaleType::Bf16,
         QZ1_SCALES_F32 => ScaleType::F32,
         QZ1_SCALES_PROGRESSIVE => ScaleType::Progressive,
+        QZ1_SCALES_E4M3 => ScaleType::E4m3,
+        QZ1_SCALES_E8M0 => ScaleType::E8m0,
         _ => return Err(unknown("scales of an unknown type")),
     };
     let middle = match (l.zeros, l.middle) {
@@ -108,6 +116,13 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
         return Err(unknown("sums that are neither there nor not"));
     }
     let (shape, group, bits) = ([size(l.n)?, size(l.k)?], size(l.group_size)?, l.code_bits as usize);
+    if let Some(format) = format(l.format).ok_or_else(|| unknown("codes of an unknown format"))? {
+        let fits = (bits, middle, l.sums) == (usize::from(format.bits()), Some(0), 0);
+        if !fits || order(l.order)? != Order::Float {
+            return Err(unknown("bits, zeros, sums or an order that the format does not have"));
+        }
+        return Ok(WeightLayout::from_float_parts(shape, format, group, scales)?);
+    }
     Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(l.order)?, l.sums == 1)?)
 }
 

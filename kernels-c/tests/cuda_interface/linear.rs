@@ -4,7 +4,7 @@ use core::ptr::null_mut;
 
 use half::f16;
 use quant_kernels::*;
-use quant_kernels_cpu::{Int8Rows, Layout, RowLayout, ScaleType, Serial};
+use quant_kernels_cpu::{FloatFormat, Int8Rows, Layout, RowLayout, ScaleType, Serial};
 
 use crate::common::*;
 use crate::driver::{self, Bytes};
@@ -184,6 +184,94 @@ fn weights_are_packed_on_the_device() {
         assert!(bytes == matrix.packed(&layout), "{group} {zeros}");
         matrix.codes[1000] = 16;
         assert_eq!(run(&matrix).0, 1);
+    }
+}
+
+/// NVFP4: what was packed on the device is what was packed here, and is multiplied with halves.
+#[test]
+fn floating_point_weights() {
+    if !on_gpu() {
+        return;
+    }
+    driver::context();
+    let kernels = Kernels::new();
+    let ([n, k], m) = ([20, 192], 3);
+    let matrix = Matrix::new([n, k], 16, false);
+    let groups: Vec<u8> = (0..n * k / 16).map(|i| (i * 5 % 0x7f) as u8).collect();
+    let global = [300.0_f32];
+    let weights = qz1_weights {
+        scales: global.as_ptr(),
+        scales_len: 1,
+        group_scales: groups.as_ptr(),
+        group_scales_len: groups.len(),
+        format: QZ1_CODES_E2M1,
+        ..matrix.weights()
+    };
+    let mut layout: qz1_cuda_layout = sized();
+    let mut packed;
+    // SAFETY: all lives, here and below.
+    unsafe {
+        let order = QZ1_CUDA_ORDER_FLOAT;
+        done(|m| qz1_cuda_layout_of(&weights, order, 0, &mut layout, m));
+        assert_eq!((layout.format, layout.scales), (QZ1_CODES_E2M1, QZ1_SCALES_E4M3));
+        packed = vec![0; layout.bytes as usize];
+        done(|m| qz1_cuda_pack(&weights, &layout, packed.as_mut_ptr(), packed.len(), m));
+        let mut same: qz1_cuda_layout = sized();
+        done(|m| qz1_cuda_layout_from(&layout, &mut same, m));
+        assert_eq!((same.bytes, same.id), (layout.bytes, layout.id));
+        let (status, _) =
+            with_message(|m| qz1_cuda_layout_of(&weights, QZ1_CUDA_ORDER_INT8, 0, &mut same, m));
+        assert_eq!(status, qz1_status::Scheme);
+    }
+    let shape = qz1_cuda_pack_shape { bits: 4, layout: &layout, ..sized() };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_pack_plan);
+    let run = |groups: &[u8]| {
+        let (codes, scales, channels) = (Bytes::of(&matrix.codes), Bytes::of(groups), Bytes::of(&global));
+        let (fault, out) = (Bytes::of(&[0_u32]), Bytes::filled(layout.bytes as usize, 0));
+        let arguments = qz1_cuda_pack_arguments {
+            codes: codes.region(),
+            scales: scales.region(),
+            channels: channels.region(),
+            fault: fault.region(),
+            out: out.region(),
+            ..sized()
+        };
+        // SAFETY: the pointer contract of the C interface.
+        done(|m| unsafe { qz1_cuda_pack_launch(plan.0, &arguments, null_mut(), m) });
+        (fault.read::<u32>()[0], out.read::<u8>())
+    };
+    let (fault, bytes) = run(&groups);
+    assert!(fault == 0 && bytes == packed);
+    let mut wrong = groups.clone();
+    wrong[7] = 0x80;
+    assert_eq!(run(&wrong).0, 1);
+
+    let (x_type, out_type) = (QZ1_TYPE_F16, QZ1_TYPE_F32);
+    let shape = qz1_cuda_linear_shape { x_type, out_type, layout: &layout, m, ..sized() };
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_linear_plan);
+    let values = halves(m * k, 53);
+    let (weight, x, out) = (Bytes::of(&packed), Bytes::of(&values), Bytes::filled(4 * m * n, 0x5a));
+    let [workspace, tickets] = workspace(&plan);
+    let arguments = qz1_cuda_linear_arguments {
+        weight: weight.region(),
+        x: x.region(),
+        out: out.region(),
+        tickets: tickets.region(),
+        workspace: workspace.region(),
+        ..sized()
+    };
+    // SAFETY: the pointer contract of the C interface.
+    done(|m| unsafe { qz1_cuda_linear_launch(plan.0, &arguments, null_mut(), m) });
+    for (i, got) in out.read::<f32>().into_iter().enumerate() {
+        let (row, column) = (i / n, i % n);
+        let product = |i: usize| {
+            let code = matrix.codes[column * k + i];
+            let scale = FloatFormat::E4m3.value(groups[(column * k + i) / 16]) / global[0];
+            values[row * k + i].to_f64() * f64::from(FloatFormat::E2m1.value(code) * scale)
+        };
+        let exact = (0..k).map(product).sum::<f64>();
+        let most = (0..k).map(|i| product(i).abs()).sum::<f64>();
+        assert!((f64::from(got) - exact).abs() <= 1e-5 * most, "{row} {column}: {got} and {exact}");
     }
 }
 

@@ -113,8 +113,11 @@ fn any_layouts() {
     let mut layouts = 0;
     for _ in 0..20_000 {
         let mut parts = random.fields::<qz1_cuda_layout>();
-        (parts.zeros, parts.sums, parts.reserved) = (parts.zeros % 2, parts.sums % 2, 0);
+        (parts.zeros, parts.sums, parts.format) = (parts.zeros % 2, parts.sums % 2, random.below(4) as u32);
         (parts.middle, parts.code_bits) = (8 * (1 - parts.zeros), 4 * (1 + random.below(2) as u32));
+        if parts.format > 0 {
+            (parts.middle, parts.zeros) = (0, 0);
+        }
         let mut layout: qz1_cuda_layout = sized();
         // SAFETY: all lives.
         let (status, text) = with_message(|m| unsafe { qz1_cuda_layout_from(&parts, &mut layout, m) });

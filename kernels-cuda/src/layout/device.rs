@@ -1,6 +1,6 @@
 //! Packing on the device: which kernels of `cuda/linear_pack.cu` write which sections.
 
-use quant_kernels_cpu::{KernelError, ScaleType};
+use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use super::{Order, TILE_ROWS, WeightLayout};
 use crate::compile::{Source, Variant};
@@ -21,7 +21,7 @@ pub static SOURCE: Source = Source {
 /// Arguments: `pack_codes(codes, fault, out, n, k, middle, most)`; `pack_parameters(codes, scales, zeros, fault, out, n, k,
 /// group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums, n, k,
 /// group_size, middle, most)`. Sources are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device memory, null
-/// where there are none, targets the sections of the packed matrix; `most` is `2^bits − 1`. `fault`, zero before, is one
+/// where there are none, and `channels` of E4M3 scales the one that these are divided by; targets the sections of the packed matrix; `most` is `2^bits − 1`. `fault`, zero before, is one
 /// afterwards if packing on the CPU would have refused a value. Fillers between sections stay what they were.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackLaunch {
@@ -43,11 +43,18 @@ impl WeightLayout {
             ScaleType::Bf16 => "BF16",
             ScaleType::F32 => "F32",
             ScaleType::Progressive => "PROGRESSIVE",
-            ScaleType::E4m3 | ScaleType::E8m0 => return Err(KernelError::Scheme("scales of a byte")),
+            ScaleType::E4m3 => "E4M3",
+            ScaleType::E8m0 => "E8M0",
+        };
+        let codes = match self.float {
+            None => "INTEGER",
+            Some(FloatFormat::E2m1) => "E2M1",
+            Some(_) => "E4M3",
         };
         let flag = |set: bool| usize::from(set).to_string();
         let group = if self.row_is_group() { 0 } else { super::TILE_K / self.tile_groups() };
         let defines = vec![
+            ("CODES", codes.to_owned()),
             ("CODE_BITS", self.code_bits.to_string()),
             ("ORDER_FLOAT", flag(self.order == Order::Float)),
             ("SIGNED", flag(self.signed())),
@@ -74,7 +81,7 @@ impl WeightLayout {
             let pairs = tiles.and_then(|t| t.checked_mul(TILE_ROWS / 2));
             launches.push(launch("pack_parameters", pairs, 256, 256)?);
         }
-        if self.row_is_group() || self.scales == ScaleType::Progressive {
+        if self.row_is_group() || matches!(self.scales, ScaleType::Progressive | ScaleType::E4m3) {
             launches.push(launch("pack_rows", self.row_blocks().checked_mul(TILE_ROWS), 128, 4)?);
         }
         Ok(launches)

@@ -1,12 +1,16 @@
 //! Logical codes, scales and zeros become packed bytes, and these the former again, on the CPU.
 
 use half::{bf16, f16};
+use quant_kernels_cpu::e8m0_value;
 
-use super::{KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
+use super::{FloatFormat, KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
 use super::{WeightLayout, pair_order};
 
 /// What `128 + (q − z) s` must stay within for the kernels: a byte.
 const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
+
+/// The smallest E4M3 code that is no number without a sign.
+const E4M3_NAN: u8 = 0x7f;
 
 /// What is packed of one row and group.
 struct Group {
@@ -20,7 +24,8 @@ impl WeightLayout {
     ///
     /// # Errors
     /// When the view is not of this layout, `out` has another length than [`bytes`](Self::bytes), a code or zero is above
-    /// `2^bits − 1`, or a progressive weight `(code − zero) · group` is outside −128 to 127.
+    /// `2^bits − 1` or no number of its format, an E4M3 scale is negative or NaN, or a progressive weight
+    /// `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
             return Err(KernelError::Scheme("a view of another layout"));
@@ -50,6 +55,11 @@ impl WeightLayout {
             if let Scales::Progressive { channels, .. } = view.all_scales() {
                 put(out, self.section(Section::RowScales) + 4 * row, &channels[row].to_le_bytes());
             }
+            if let Scales::E4m3 { global, .. } = view.all_scales() {
+                let at = self.section(Section::RowScales) + 4 * row;
+                put(out, at, &(256.0 / global).to_le_bytes());
+                put(out, at + 4 * self.row_blocks() * TILE_ROWS, &global.to_le_bytes());
+            }
             if self.sums && self.summed_whole() {
                 put(out, self.section(Section::RowSums) + 4 * row, &sum_of_row.to_le_bytes());
             }
@@ -62,7 +72,7 @@ impl WeightLayout {
         let mask = if self.code_bits == 4 { 15 } else { 255 };
         for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
             let (at, bit) = self.code_place(row, i);
-            let stored = u32::from(code.wrapping_sub(less) & mask).rotate_left(bit as u32);
+            let stored = self.spread(code.wrapping_sub(less) & mask, bit);
             // A field may cross the end of its word.
             for (byte, part) in out[at..at + 4].iter_mut().zip(stored.to_le_bytes()) {
                 *byte |= part;
@@ -70,7 +80,7 @@ impl WeightLayout {
         }
     }
 
-    /// Where a code is in the matrix: the first byte of its word, and the bit in that.
+    /// Where a code is in the matrix: the first byte of its word, and the bit in that, or the field.
     fn code_place(&self, row: usize, feature: usize) -> (usize, usize) {
         let tile = row / TILE_ROWS * self.tiles() + feature / TILE_K;
         let (at, bit) = self.place(row % TILE_ROWS, feature % TILE_K);
@@ -81,6 +91,9 @@ impl WeightLayout {
     fn group(&self, view: &WeightView<'_>, row: usize, g: usize) -> Result<Group, KernelError> {
         let size = self.group_size;
         let codes = &view.codes(row..row + 1)[g * size..(g + 1) * size];
+        if let Some(format) = view.float_format() {
+            return self.float_group(view, format, row, g);
+        }
         let zero = view.zero(row, g);
         let (low, high) = codes.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
@@ -96,18 +109,51 @@ impl WeightLayout {
                 }
                 scale[0] = whole;
             }
+            (Scales::Float(s), _) => scale = self.scale_bytes_of(s[row * view.groups() + g]),
+            // Refused where views are made.
             (Scales::E4m3 { .. }, _) => return Err(KernelError::Scheme("scales of a byte")),
-            (Scales::Float(s), _) if self.row_is_group() => scale = s[row].to_le_bytes(),
-            (Scales::Float(s), ScaleType::F16) => {
-                put(&mut scale, 0, &f16::from_f32(s[row * view.groups() + g]).to_le_bytes());
-            }
-            (Scales::Float(s), ScaleType::Bf16) => {
-                put(&mut scale, 0, &bf16::from_f32(s[row * view.groups() + g]).to_le_bytes());
-            }
-            (Scales::Float(s), _) => scale = s[row * view.groups() + g].to_le_bytes(),
         }
         let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
         Ok(Group { scale, zero, sum })
+    }
+
+    /// The same of codes of a floating-point format.
+    fn float_group(
+        &self,
+        view: &WeightView<'_>,
+        format: FloatFormat,
+        row: usize,
+        g: usize,
+    ) -> Result<Group, KernelError> {
+        let codes = &view.codes(row..row + 1)[g * self.group_size..(g + 1) * self.group_size];
+        if !codes.iter().all(|&code| format.is_number(code)) {
+            return Err(KernelError::Scheme("a code that is not a number"));
+        }
+        let at = row * view.groups() + g;
+        let scale = match view.all_scales() {
+            Scales::E4m3 { groups, .. } if groups[at] >= E4M3_NAN => {
+                return Err(KernelError::Scheme("a scale of a group that is negative or NaN"));
+            }
+            Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
+            Scales::Float(s) => self.scale_bytes_of(s[at]),
+            // Refused where views are made.
+            Scales::Progressive { .. } => return Err(KernelError::Scheme("two levels of scales")),
+        };
+        Ok(Group { scale, zero: 0, sum: 0 })
+    }
+
+    /// A float scale as it is stored, the bytes that it takes first.
+    fn scale_bytes_of(&self, scale: f32) -> [u8; 4] {
+        let mut bytes = [0; 4];
+        match self.scales {
+            _ if self.row_is_group() => bytes = scale.to_le_bytes(),
+            ScaleType::F16 => put(&mut bytes, 0, &f16::from_f32(scale).to_le_bytes()),
+            ScaleType::Bf16 => put(&mut bytes, 0, &bf16::from_f32(scale).to_le_bytes()),
+            // A power of two, as all are of such a layout; the smallest is subnormal, and has code 0.
+            ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
+            ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
+        }
+        bytes
     }
 
     fn pack_row(&self, view: &WeightView<'_>, row: usize, group: &Group, out: &mut [u8]) {
@@ -166,15 +212,13 @@ impl WeightLayout {
         let none = |_| KernelError::Memory("the unpacked weights");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         let groups = self.k / self.group_size;
-        let (more, mask) = (
-            if self.signed() { self.middle.unwrap_or(0) } else { 0 },
-            if self.code_bits == 4 { 15 } else { 255 },
-        );
+        let more = if self.signed() { self.middle.unwrap_or(0) } else { 0 };
+        let mask = if self.code_bits == 4 { 15 } else { 255 };
         for row in 0..self.n {
             for i in 0..self.k {
                 let (at, bit) = self.code_place(row, i);
                 let word = u32::from_le_bytes([packed[at], packed[at + 1], packed[at + 2], packed[at + 3]]);
-                out.codes.push((word.rotate_right(bit as u32) as u8).wrapping_add(more) & mask);
+                out.codes.push(self.gather(word, bit).wrapping_add(more) & mask);
             }
             for g in 0..groups {
                 let (scale, zero) = self.unpack_group(packed, row, g);
@@ -183,14 +227,15 @@ impl WeightLayout {
                     out.zeros.push(zero);
                 }
             }
-            if self.scales == ScaleType::Progressive {
-                out.channels.push(f32_at(packed, self.section(Section::RowScales) + 4 * row));
+            let second = if self.scales == ScaleType::E4m3 { self.row_blocks() * TILE_ROWS } else { 0 };
+            if let ScaleType::Progressive | ScaleType::E4m3 = self.scales {
+                out.channels.push(f32_at(packed, self.section(Section::RowScales) + 4 * (second + row)));
             }
         }
         Ok(out)
     }
 
-    /// Scale and zero of a group; the zero of a symmetric grid is 0 here.
+    /// Scale and zero of a group; the zero of a symmetric grid is 0 here. Of E4M3 scales it is what is divided.
     fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
         if self.row_is_group() {
             let zero = match self.middle {
@@ -203,8 +248,9 @@ impl WeightLayout {
         let (at, slot) = self.parameters_of(row, g, self.tiles_of(g).start);
         let scale = at + (slot * TILE_ROWS + place) * self.scale_bytes();
         let scale = match self.scales {
-            // The last two are refused where layouts are made.
-            ScaleType::Progressive | ScaleType::E4m3 | ScaleType::E8m0 => f32::from(packed[scale]),
+            ScaleType::Progressive => f32::from(packed[scale]),
+            ScaleType::E4m3 => FloatFormat::E4m3.value(packed[scale]),
+            ScaleType::E8m0 => e8m0_value(packed[scale]),
             ScaleType::F16 => f16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::Bf16 => bf16::from_le_bytes([packed[scale], packed[scale + 1]]).to_f32(),
             ScaleType::F32 => f32_at(packed, scale),

@@ -1,10 +1,10 @@
 //! The variants that are compiled for every architecture before a release.
 
-use quant_kernels_cpu::ScaleType;
+use quant_kernels_cpu::{FloatFormat, ScaleType};
 
 use super::scheme::{Activation, LinearScheme, Output};
 use super::variant::{DeviceLimits, LinearVariant};
-use crate::compile::Architecture;
+use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
@@ -70,7 +70,9 @@ fn packing() -> Vec<Entry> {
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
             // Of each kernel as many as differ in the kinds of codes and scales.
-            let same = |e: &Entry| e.variant.kernel == launch.variant.kernel;
+            let is_float = |variant: &Variant| !variant.defines.contains(&("CODES", "INTEGER".to_owned()));
+            let kind = |variant: &Variant| (variant.kernel, is_float(variant));
+            let same = |e: &Entry| kind(&e.variant) == kind(&launch.variant);
             if entries.iter().filter(|e| same(e)).count() < 6
                 && !entries.iter().any(|e| e.variant == launch.variant)
             {
@@ -111,6 +113,18 @@ fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
                     }
                 }
             }
+        }
+    }
+    for (format, group, scale) in [
+        (FloatFormat::E2m1, 16, ScaleType::E4m3),
+        (FloatFormat::E2m1, 32, ScaleType::E8m0),
+        (FloatFormat::E4m3, 32, ScaleType::E8m0),
+        (FloatFormat::E4m3, 128, ScaleType::Bf16),
+        (FloatFormat::E4m3, k, ScaleType::F32),
+    ] {
+        let layout = WeightLayout::from_float_parts([4096, k], format, group, scale);
+        for (activation, output) in [(Activation::F16, Output::F16), (Activation::Bf16, Output::Bf16)] {
+            schemes.extend(layout.clone().map(|layout| (layout, activation, output, group == 16)));
         }
     }
     schemes

@@ -1,6 +1,6 @@
 //! What a variant multiplies: types of activations, weights and results, and how weights are grouped.
 
-use quant_kernels_cpu::{KernelError, ScaleType};
+use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use crate::layout::{Order, TILE_K, WeightLayout};
 
@@ -35,14 +35,16 @@ pub enum Output {
 pub struct LinearScheme {
     pub(super) activation: Activation,
     pub(super) output: Output,
+    /// The format of codes that are no integers.
+    pub(super) float: Option<FloatFormat>,
     pub(super) code_bits: usize,
-    /// Features of a group: 32, 64, 128, or `None` where a row is one group.
+    /// Features of a group: 32, 64, 128, of floating-point codes also 16, or `None` where a row is one group.
     pub(super) group: Option<usize>,
     pub(super) scale: Scale,
     pub(super) zeros: bool,
     /// Whether products are summed over all of `k` as integers.
     pub(super) whole: bool,
-    signed: bool,
+    sums_activations: bool,
     pub(super) parameter_bytes: usize,
 }
 
@@ -52,6 +54,8 @@ pub(super) enum Scale {
     Bf16,
     F32,
     Progressive,
+    E4m3,
+    E8m0,
 }
 
 impl LinearScheme {
@@ -82,17 +86,19 @@ impl LinearScheme {
             ScaleType::Bf16 => Scale::Bf16,
             ScaleType::F32 => Scale::F32,
             ScaleType::Progressive => Scale::Progressive,
-            ScaleType::E4m3 | ScaleType::E8m0 => return Err(KernelError::Scheme("scales of a byte")),
+            ScaleType::E4m3 => Scale::E4m3,
+            ScaleType::E8m0 => Scale::E8m0,
         };
         Ok(Self {
             activation,
             output,
+            float: layout.float_format(),
             code_bits: layout.code_bits(),
             group: (!row).then(|| layout.group_size().min(TILE_K)),
             scale,
             zeros: layout.middle().is_none(),
             whole: layout.summed_whole(),
-            signed: layout.signed(),
+            sums_activations: !layout.signed() && layout.float_format().is_none(),
             parameter_bytes: layout.parameter_bytes(),
         })
     }
@@ -113,7 +119,7 @@ impl LinearScheme {
 
     /// Whether sums of activations are made.
     pub(super) fn sums_activations(&self) -> bool {
-        !self.signed
+        self.sums_activations
     }
 
     pub(super) fn tile_groups(&self) -> usize {
@@ -121,7 +127,7 @@ impl LinearScheme {
     }
 
     /// As [docs/naming.md] has it, without the machine: `w4a16_g128_gemm`, with `f16`, `bf16`, `asym`, `static` and the type of
-    /// results behind.
+    /// results behind; of floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for their scales of a byte.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
             Activation::F16 => ("a16", "_f16"),
@@ -132,6 +138,8 @@ impl LinearScheme {
         let group = self.group.map_or("channel".to_owned(), |g| format!("g{g}"));
         let scale = match self.scale {
             Scale::Progressive => "_progressive",
+            Scale::E4m3 => "_nv",
+            Scale::E8m0 => "_mx",
             Scale::Bf16 => "_sbf16",
             Scale::F32 if self.group.is_some() => "_sf32",
             _ => "",
@@ -142,6 +150,7 @@ impl LinearScheme {
             Output::Bf16 => "bf16",
             Output::F32 => "f32",
         };
-        format!("w{}{bits}_{group}_gemm{kind}{scale}{zeros}_{output}", self.code_bits)
+        let codes = self.float.map_or(self.code_bits.to_string(), |format| format.name().to_owned());
+        format!("w{codes}{bits}_{group}_gemm{kind}{scale}{zeros}_{output}")
     }
 }

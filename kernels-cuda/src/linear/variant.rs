@@ -1,5 +1,7 @@
 //! By how many threads: shapes of blocks, depth of the ring, chunks of `k`; what the compiler gets.
 
+use quant_kernels_cpu::FloatFormat;
+
 use super::SOURCE;
 use super::scheme::{Activation, LinearScheme, Output, Scale};
 use crate::compile::{Architecture, Variant};
@@ -118,6 +120,13 @@ impl LinearVariant {
             Scale::Bf16 => "BF16",
             Scale::F32 => "F32",
             Scale::Progressive => "PROGRESSIVE",
+            Scale::E4m3 => "E4M3",
+            Scale::E8m0 => "E8M0",
+        };
+        let codes = match s.float {
+            None => "INTEGER",
+            Some(FloatFormat::E2m1) => "E2M1",
+            Some(_) => "E4M3",
         };
         let output = match s.output {
             Output::F16 => "F16",
@@ -128,6 +137,7 @@ impl LinearVariant {
         let flag = |set: bool| usize::from(set).to_string();
         vec![
             ("ACTIVATION", activation.to_owned()),
+            ("CODES", codes.to_owned()),
             ("CODE_BITS", s.code_bits.to_string()),
             ("GROUP", s.group.unwrap_or(0).to_string()),
             ("SCALE", scale.to_owned()),

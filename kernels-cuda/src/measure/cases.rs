@@ -1,7 +1,7 @@
 //! What is measured: each kernel on shapes of Llama 3 8B and 70B, with the bytes and products that it cannot do without.
 
 use quant_kernels_cpu::attention::KvType;
-use quant_kernels_cpu::{KernelError, ScaleType};
+use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use super::Ceilings;
 use crate::activation::{ActivationArguments, ActivationShape, Float, Rows};
@@ -129,6 +129,16 @@ pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
             let layout = WeightLayout::from_parts([n, k], bits, group, scale, middle, order, false)?;
             for m in TOKENS {
                 cases.push(linear(name, layout, input, m, device)?);
+            }
+        }
+        for (name, format, group, scale) in [
+            ("wf4a16_g16_nv", FloatFormat::E2m1, 16, ScaleType::E4m3),
+            ("wf4a16_g32_mx", FloatFormat::E2m1, 32, ScaleType::E8m0),
+            ("wf8a16_channel", FloatFormat::E4m3, k, ScaleType::F32),
+        ] {
+            let layout = WeightLayout::from_float_parts([n, k], format, group, scale)?;
+            for m in TOKENS {
+                cases.push(linear(name, layout, Activation::F16, m, device)?);
             }
         }
     }

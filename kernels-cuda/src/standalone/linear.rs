@@ -28,7 +28,7 @@ const EXPONENT: i32 = 14;
 /// What weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
-    /// The activations themselves (W4A16, W8A16), as halves times a power of two of each row.
+    /// The activations themselves (W4A16, W8A16, FP4 and FP8 weights), as halves times a power of two of each row.
     Float,
     /// Integers of 8 bits with a scale for every token (W4A8, W8A8).
     PerToken,

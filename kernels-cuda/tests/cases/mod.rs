@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test uses a part")]
 
 use half::{bf16, f16};
-use quant_kernels_cpu::{Scales, WeightView};
+use quant_kernels_cpu::{FloatFormat, Scales, WeightView};
 
 /// A generator of integers (splitmix64): the same on every machine.
 #[derive(Debug, Clone)]
@@ -34,6 +34,10 @@ pub enum Kind {
     Bf16,
     F32,
     Progressive,
+    /// Of floating-point codes: E4M3 below a float.
+    E4m3,
+    /// Of floating-point codes: powers of two.
+    E8m0,
 }
 
 /// Weights with all their parts.
@@ -43,8 +47,9 @@ pub struct Case {
     pub bits: u8,
     pub group: usize,
     pub kind: Kind,
+    pub float: Option<FloatFormat>,
     pub codes: Vec<u8>,
-    /// Of groups, or of rows where they are progressive.
+    /// Of groups, or of rows where they are progressive; what those of groups are divided by where they are E4M3.
     pub scales: Vec<f32>,
     pub groups: Vec<u8>,
     pub zeros: Option<Vec<u8>>,
@@ -60,6 +65,7 @@ impl Case {
         let scale = |random: &mut Random| (random.float() + 1.5) * 0.01;
         let mut groups = Vec::new();
         let scales = match kind {
+            Kind::E4m3 | Kind::E8m0 => panic!("scales of floating-point codes"),
             Kind::F16 => (0..count).map(|_| f16::from_f32(scale(&mut random)).to_f32()).collect(),
             Kind::Bf16 => {
                 // Beyond what f16 holds, so that the narrowest type is bf16.
@@ -85,14 +91,59 @@ impl Case {
                 }
             }
         }
-        Self { shape: [n, k], bits, group, kind, codes, scales, groups, zeros }
+        Self { shape: [n, k], bits, group, kind, float: None, codes, scales, groups, zeros }
+    }
+
+    /// Codes of a floating-point format, every number of it.
+    pub fn float([n, k]: [usize; 2], format: FloatFormat, group: usize, kind: Kind, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let numbers: Vec<u8> = (0..=u8::MAX).filter(|&code| format.is_number(code)).collect();
+        let codes = (0..n * k).map(|_| numbers[random.below(numbers.len() as u64) as usize]).collect();
+        let count = n * (k / group);
+        let integers = Self::new([n, count / n], 4, count / n, Kind::F32, false, seed);
+        let mut case = Self { codes, group, kind, float: Some(format), bits: format.bits(), ..integers };
+        case.shape = [n, k];
+        case.scales = match kind {
+            Kind::Progressive => panic!("scales of integers"),
+            // Some subnormal, the largest, and 0.
+            Kind::E4m3 => {
+                case.groups = (0..count).map(|_| random.below(0x7f) as u8).collect();
+                vec![731.5]
+            }
+            Kind::E8m0 => (0..count).map(|_| 2.0_f32.powi(random.below(9) as i32 - 12)).collect(),
+            _ => {
+                let scales = (0..count).map(|_| (random.float() + 1.5) * 0.01);
+                let stored = |s: f32| match kind {
+                    Kind::F16 => f16::from_f32(s).to_f32(),
+                    Kind::Bf16 => bf16::from_f32(s * 1e-12).to_f32(),
+                    _ => s * 1.000_001,
+                };
+                scales.map(stored).collect()
+            }
+        };
+        case
+    }
+
+    /// The scale of a group, exactly; of progressive weights that of the row.
+    pub fn scale(&self, row: usize, group: usize) -> f64 {
+        let at = row * (self.shape[1] / self.group) + group;
+        match self.kind {
+            Kind::E4m3 => f64::from(FloatFormat::E4m3.value(self.groups[at])) / f64::from(self.scales[0]),
+            Kind::Progressive => f64::from(self.scales[row]),
+            _ => f64::from(self.scales[at]),
+        }
     }
 
     pub fn view(&self) -> WeightView<'_> {
         let scales = match self.kind {
+            Kind::E4m3 => Scales::E4m3 { groups: &self.groups, global: self.scales[0] },
             Kind::Progressive => Scales::Progressive { groups: &self.groups, channels: &self.scales },
             _ => Scales::Float(&self.scales),
         };
+        if let Some(format) = self.float {
+            let view = WeightView::float_with_scales(self.shape, format, self.group, &self.codes, scales);
+            return view.expect("parts fit each other");
+        }
         WeightView::with_scales(self.shape, self.bits, self.group, &self.codes, scales, self.zeros.as_deref())
             .expect("parts fit each other")
     }

@@ -1,5 +1,6 @@
 //! What results may not depend on: the rows beside a row, their number, the shape of a block, the order of blocks.
 
+use quant_kernels_cpu::FloatFormat;
 use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearScheme, LinearVariant, Output, Parts};
 
 use crate::DEVICE;
@@ -21,9 +22,15 @@ fn problems(m: usize) -> Vec<Problem> {
         float(Kind::F16, 128, Activation::F16, Output::F32),
         float(Kind::Bf16, 32, Activation::Bf16, Output::F32),
         float(Kind::F32, 2176, Activation::F16, Output::F32),
+        nvfp4(m, shape),
         Problem::int8(case(Kind::F16, 64), Output::F32, m, None, Draw::Typical, 22),
         Problem::int8(case(Kind::Progressive, 128), Output::F32, m, None, Draw::Typical, 22),
     ]
+}
+
+fn nvfp4(m: usize, shape: [usize; 2]) -> Problem {
+    let case = Case::float(shape, FloatFormat::E2m1, 16, Kind::E4m3, 21);
+    Problem::float(case, Activation::F16, Output::F32, m, Draw::Typical, 22)
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

@@ -11,7 +11,7 @@ use crate::planted::changed;
 use crate::support::machine::{Argument, Launch, Memory, Module, Options, ptx_of};
 
 /// The sections as the device packs them, and whether it found a fault.
-fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
+pub fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     pack_by(case, layout, &[]).unwrap()
 }
 
@@ -23,6 +23,7 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
     let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let codes = put("codes", &case.codes);
     let progressive = case.kind == Kind::Progressive;
+    let progressive = progressive || case.kind == Kind::E4m3;
     let scales = if progressive { case.groups.clone() } else { floats(&case.scales) };
     let scales = put("scales", &scales);
     let channels = put("channels", &if progressive { floats(&case.scales) } else { Vec::new() });
@@ -81,9 +82,10 @@ pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, 
 }
 
 /// Where sections begin, and how many bytes are theirs.
-fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
+pub fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
     let tiles = layout.row_blocks() * layout.tiles();
     let rows = 16 * layout.row_blocks();
+    let of_row = if layout.scales() == ScaleType::E4m3 { 8 } else { 4 };
     let there = |from, to: usize, bytes| {
         let from = layout.section(from);
         (from, if to > from { bytes } else { 0 })
@@ -92,7 +94,7 @@ fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
     [
         there(Section::Codes, begin(Section::Parameters), tiles * layout.tile_bytes()),
         there(Section::Parameters, begin(Section::RowScales), tiles * layout.parameter_bytes()),
-        there(Section::RowScales, begin(Section::RowZeros), 4 * rows),
+        there(Section::RowScales, begin(Section::RowZeros), of_row * rows),
         there(Section::RowZeros, begin(Section::RowSums), rows),
         there(Section::RowSums, layout.bytes(), 4 * rows),
     ]

@@ -6,7 +6,7 @@ use quant_kernels_cpu::{Int8Rows, IsaToken, Layout, RowLayout, Serial, StaticSca
 use quant_kernels_cuda::layout::{Order, TILE_K, WeightLayout};
 use quant_kernels_cuda::linear::{Activation, Output, Parts};
 
-use crate::cases::{Case, Random};
+use crate::cases::{Case, Kind, Random};
 
 /// A product, all of its bytes as the kernel takes them.
 pub struct Problem {
@@ -73,6 +73,17 @@ impl Problem {
         }
         let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
         let mut problem = Self::of(case, layout, activation, output, m, seed, Values::Float(rows));
+        problem.fill_rows();
+        problem
+    }
+
+    /// Every feature alone, as a token of f32 results: those are the weights.
+    pub fn one_hot(case: Case, activation: Activation) -> Self {
+        let k = case.shape[1];
+        let mut rows = vec![0.0; k * k];
+        (0..k).for_each(|i| rows[i * k + i] = 1.0);
+        let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
+        let mut problem = Self::of(case, layout, activation, Output::F32, k, 1, Values::Float(rows));
         problem.fill_rows();
         problem
     }
@@ -195,9 +206,8 @@ impl Problem {
         match &self.values {
             Values::Int8(rows) => {
                 let expected = int8_linear(&view, rows, self.bias.as_deref());
-                let bits = self.layout.row_is_group()
-                    || self.case.kind == crate::cases::Kind::Progressive
-                    || parts(n, k) == 1;
+                let bits =
+                    self.layout.row_is_group() || self.case.kind == Kind::Progressive || parts(n, k) == 1;
                 let mut worst = 0.0_f64;
                 for (i, (&y, &e)) in y.iter().zip(&expected).enumerate() {
                     if bits {
@@ -248,7 +258,10 @@ impl Problem {
                     // its products one after the other, twice: with codes and with ones; then come a product with the zero
                     // and the sums over blocks and parts.
                     let block = view.group_size().min(TILE_K) as f64;
-                    let later = (k.div_ceil(32) + parts(n, k) + 4) as f64;
+                    // Of E4M3 scales the row's factor is rounded, and so is the product with it.
+                    let factor = if self.case.kind == Kind::E4m3 { 4 } else { 0 };
+                    let groups = k.div_ceil(view.group_size().min(32));
+                    let later = (groups + parts(n, k) + 4 + factor) as f64;
                     let bias = self.bias.as_ref().map_or(0.0, |b| f64::from(b[o]).abs());
                     let bound = 2_f64.powi(-23) * ((2.0 * block + 4.0) * folded + later * (magnitude + bias))
                         + self.output_bound(e as f32);
@@ -283,6 +296,7 @@ impl Problem {
         let (k, size) = (view.k(), view.group_size());
         // The largest offset and codes of a row, see `cuda/dequantize.cuh`.
         let offset = match (self.layout.code_bits(), self.activation) {
+            _ if view.float_format().is_some() => 0.0,
             (4, Activation::F16) => 256.0,
             (4, _) => 32.0,
             (_, Activation::F16) => 1024.0,
@@ -291,9 +305,15 @@ impl Problem {
         let (mut plain, mut folded) = (0.0, 0.0);
         for i in 0..k {
             let g = i / size;
-            let s = f64::from(self.case.scales[o * view.groups() + g]).abs();
-            let (q, z) = (f64::from(self.case.codes[o * k + i]), f64::from(view.zero(o, g)));
+            let s = self.case.scale(o, g).abs();
             let x = f64::from(x[i]).abs();
+            let code = self.case.codes[o * k + i];
+            if let Some(format) = view.float_format() {
+                let term = s * f64::from(format.value(code)).abs() * x;
+                (plain, folded) = (plain + term, folded + term);
+                continue;
+            }
+            let (q, z) = (f64::from(code), f64::from(view.zero(o, g)));
             plain += s * (q - z).abs() * x;
             folded += s * (2.0 * offset + q + z) * x;
         }

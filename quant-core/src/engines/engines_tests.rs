@@ -481,10 +481,13 @@ fn floating_point_weights() {
             assert_eq!(words(name, &of(scheme)), ["yes, but"; 4], "{name} {scheme}");
             assert!(reason(name, &of(scheme), 1).contains("compute capability 8.9"));
         }
-        assert!(reason("vLLM, CPU", &of(scheme), 1).contains("AMX"), "{scheme}");
+        let cpu = if scheme.ends_with("static") { "by a stored scale" } else { "AMX" };
+        assert!(reason("vLLM, CPU", &of(scheme), 1).contains(cpu), "{scheme}");
         assert!(reason("transformers", &of(scheme), 1).contains("multiplied as floats"));
     }
-    assert_eq!(words("vLLM, CPU", &of("wf8a16-channel"))[0], "no");
+    for scheme in ["wf8a16-channel", "wf8af8-tensor-static", "wf4a16-g16-nv", "wf8af8-g32-mx"] {
+        assert_eq!(words("vLLM, CPU", &of(scheme))[0], "no", "{scheme}");
+    }
     for (scheme, vllm, sglang, transformers, llama_cpp) in [
         ("wf8a16-channel", "unsure", "unsure", "yes", "yes, but"),
         ("wf8a16-tensor", "unsure", "unsure", "yes", "no"),

@@ -128,12 +128,16 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales(), share.scheme.granularity) {
         (FloatFormat::E2m1, ..) => No(share.fault("no CPU kernel for FP4 weights")),
-        (_, Some(_), _) => Unsure(share.fault(format!("whether a CPU kernel takes {}", share.scheme))),
+        (_, Some(_), _) => No(share.fault("no CPU kernel for MXFP8 weights")),
         _ if !rounds => No(share.fault("no CPU kernel for FP8 weights with float activations")),
         (.., Granularity::Block) if !share.n().is_multiple_of(32) => {
             No(share.fault(format!("{} outputs a rank: the CPU kernel takes multiples of 32", share.n())))
         }
         (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
+        // It has the operation's name, and no implementation.
+        _ if share.scheme.activations == ActivationScheme::Fp8Static => {
+            No(share.fault("its CPU build cannot round inputs by a stored scale"))
+        }
         _ => With("a fast kernel needs a CPU with AMX; elsewhere torch multiplies".into()),
     }
 }

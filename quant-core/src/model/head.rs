@@ -49,7 +49,7 @@ impl<'a> Head<'a> {
     pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
         let weight = linear.weight();
         let rows = match &**weight {
-            WeightBody::Packed { .. } | WeightBody::Cuda(_) => None,
+            WeightBody::Packed { .. } | WeightBody::Cuda { .. } => None,
             _ => Some(weight.read()?),
         };
         let bias = linear.bias().map(|b| b.to_vec1::<f32>()).transpose()?;

@@ -13,6 +13,14 @@ const OURS: &str = "ours";
 /// Up to so many tokens, bytes are what counts.
 const FEW_TOKENS: usize = 4;
 
+/// Of FP4 weights: whose rate is compared with whose.
+const FP4: [[&str; 2]; 4] = [
+    ["ours wf4a8-g32-mx", "ours w4a8-g32"],
+    ["ours wf4a8-g16-nv", "ours w4a8-g32"],
+    ["ours wf4a8-g32-mx", "ggml MXFP4"],
+    ["ours wf4a8-g16-nv", "ggml NVFP4"],
+];
+
 /// A contestant's turn.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
@@ -217,8 +225,50 @@ impl Measured {
                 "### {threads} thread(s): times as fast as the fastest peer of as many bits\n\n{}\n",
                 table(&header, &rows)
             );
+            page += &self.fp4(threads, &tokens);
         }
         page
+    }
+
+    /// FP4 weights beside integers and beside others' FP4, round by round: bytes a second of few tokens, products of many.
+    fn fp4(&self, threads: usize, tokens: &[usize]) -> String {
+        let mut rows = Vec::new();
+        for shape in self.shapes(threads) {
+            for [one, other] in FP4 {
+                let ratios = |m: usize| {
+                    let at = |who: &'static str| {
+                        let is = move |t: &&Turn| {
+                            (t.threads, t.shape, t.tokens) == (threads, shape, m) && t.who() == who
+                        };
+                        self.turns.iter().filter(is)
+                    };
+                    let rate = |t: &Turn| t.rates()[usize::from(m > FEW_TOKENS)];
+                    let pairs =
+                        at(one).flat_map(|a| at(other).filter(|b| b.round == a.round).map(move |b| (a, b)));
+                    pairs.map(|(a, b)| rate(a) / rate(b)).collect::<Vec<f64>>()
+                };
+                let all: Vec<Vec<f64>> = tokens.iter().map(|m| ratios(*m)).collect();
+                if all.iter().any(|ratios| !ratios.is_empty()) {
+                    let mut row =
+                        vec![format!("{} × {}", shape[0], shape[1]), one.to_owned(), other.to_owned()];
+                    row.extend(
+                        all.into_iter()
+                            .map(|r| if r.is_empty() { String::new() } else { format!("{:.2}", median(r)) }),
+                    );
+                    rows.push(row);
+                }
+            }
+        }
+        if rows.is_empty() {
+            return String::new();
+        }
+        let mut header = vec!["n × k".to_owned(), "kernel".to_owned(), "beside".to_owned()];
+        header.extend(tokens.iter().map(|m| format!("{m} token(s)")));
+        let header: Vec<&str> = header.iter().map(String::as_str).collect();
+        format!(
+            "### {threads} thread(s): FP4, times as fast, up to {FEW_TOKENS} tokens in bytes\n\n{}\n",
+            table(&header, &rows)
+        )
     }
 }
 
@@ -281,6 +331,20 @@ mod tests {
         let turns: Vec<&Turn> = turns.iter().collect();
         assert_eq!(best(&turns, "w4a8-g128").as_deref(), Some("2.00 (a q)"));
         assert_eq!(best(&turns, "w8a8-channel"), None);
+    }
+
+    #[test]
+    fn fp4_is_compared_in_bytes_and_in_products() {
+        let mut narrow = turn(OURS, "wf4a8-g32-mx", 0, 1.0);
+        narrow.bytes /= 2;
+        let turns = vec![narrow, turn(OURS, "w4a8-g32", 0, 1.0), turn("ggml", "MXFP4", 0, 3.0)];
+        let few = Measured { turns: turns.clone(), ..Measured::default() }.comparison();
+        assert!(few.contains("| ours wf4a8-g32-mx | ours w4a8-g32 | 0.50 |"), "{few}");
+        assert!(few.contains("| ours wf4a8-g32-mx | ggml MXFP4 | 1.50 |"), "{few}");
+        let turns = turns.into_iter().map(|t| Turn { tokens: 16, ..t }).collect();
+        let many = Measured { turns, ..Measured::default() }.comparison();
+        assert!(many.contains("| ours wf4a8-g32-mx | ours w4a8-g32 | 1.00 |"), "{many}");
+        assert!(!many.contains("wf4a8-g16-nv"), "{many}");
     }
 
     #[test]

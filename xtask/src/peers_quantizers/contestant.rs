@@ -52,6 +52,7 @@ pub enum Maker {
 pub enum Package {
     LlmCompressor,
     GptqModel,
+    ModelOpt,
 }
 
 /// An environment that holds a package.
@@ -111,6 +112,7 @@ impl Peer {
         let (python, script) = match package {
             Package::LlmCompressor => (venv::llm_compressor_python()?, "llm_compressor.py"),
             Package::GptqModel => (venv::interop_python()?, "gptqmodel_gptq.py"),
+            Package::ModelOpt => (venv::modelopt_python()?, "model_optimizer.py"),
         };
         Ok(Self { python, script: root().join(SCRIPTS).join(script) })
     }

@@ -6,7 +6,7 @@
 //! proved by the digest that our report holds. What is compared with what, and what is claimed of it,
 //! stands in `contests.rs`.
 
-mod contestant;
+pub(crate) mod contestant;
 mod contests;
 mod log;
 mod quality;

@@ -123,8 +123,8 @@ fn high_water(status_file: &str) -> Option<u64> {
 }
 
 /// The least that any quantizer must do, on one thread: read all safetensors of `input`, SHA-256
-/// them, write `output_bytes` to a new file in `scratch` and sync it. Returns seconds.
-pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64) -> Result<f64> {
+/// them, write `output_bytes` to a new file in `scratch`, sync it and, where asked for, read it again. Returns seconds.
+pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64, read_back: bool) -> Result<f64> {
     let target = scratch.join("baseline.bin");
     let start = Instant::now();
     let mut buffer = vec![0; CHUNK];
@@ -148,6 +148,11 @@ pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64) -> Resul
         left -= part as u64;
     }
     file.sync_all()?;
+    if read_back {
+        let mut file = File::open(&target)?;
+        while file.read(&mut buffer)? > 0 {}
+        std::hint::black_box(&buffer);
+    }
     let seconds = start.elapsed().as_secs_f64();
     std::fs::remove_file(&target)?;
     Ok(seconds)

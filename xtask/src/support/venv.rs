@@ -23,6 +23,14 @@ pub fn llm_compressor_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-venv", &[])
 }
 
+/// The same with Model Optimizer.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn modelopt_python() -> Result<PathBuf> {
+    python("benchmarks/peers/setup_venv.sh", "peers-modelopt-venv", &["modelopt"])
+}
+
 /// The same with what the interop check reads checkpoints by, gptqmodel among it.
 ///
 /// # Errors

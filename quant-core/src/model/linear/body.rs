@@ -33,7 +33,12 @@ pub enum WeightBody {
         grid: Option<InputGrid>,
     },
     /// The same on a GPU, which activations go to and results come from.
-    Cuda(quant_kernels_cuda::standalone::Linear),
+    Cuda {
+        /// The weight there.
+        linear: quant_kernels_cuda::standalone::Linear,
+        /// As of those that are packed.
+        grid: Option<InputGrid>,
+    },
 }
 
 impl WeightBody {
@@ -71,8 +76,8 @@ impl WeightBody {
     /// When its parts do not fit each other, its scheme is none that the kernels multiply, or the GPU has no room.
     pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
-        require_multiplied(tensor)?;
-        Ok(Some(Self::Cuda(runner.put(tensor)?)))
+        let (linear, grid) = runner.put(tensor)?;
+        Ok(Some(Self::Cuda { linear, grid }))
     }
 
     /// `[n, k]`: output and input features.
@@ -82,7 +87,7 @@ impl WeightBody {
             Self::Stored(weight) => weight.shape(),
             Self::Quantized(tensor) => tensor.shape,
             Self::Packed { linear, .. } => [linear.weight().layout().n(), linear.weight().layout().k()],
-            Self::Cuda(linear) => [linear.n(), linear.k()],
+            Self::Cuda { linear, .. } => [linear.n(), linear.k()],
         }
     }
 
@@ -98,7 +103,9 @@ impl WeightBody {
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
             Self::Packed { linear, .. } => Ok(WeightRows::packed(linear, shape)),
-            Self::Cuda(_) => Err(Error::Internal("weights on a GPU are multiplied there, not read".into())),
+            Self::Cuda { .. } => {
+                Err(Error::Internal("weights on a GPU are multiplied there, not read".into()))
+            }
         }
     }
 
@@ -125,22 +132,6 @@ impl WeightBody {
             _ => None,
         }
     }
-}
-
-/// Fails where no kernel on a GPU multiplies such codes.
-fn require_multiplied(tensor: &QuantizedTensor) -> Result<()> {
-    match tensor.scheme.float_format() {
-        None => Ok(()),
-        Some(_) => Err(no_integers(tensor)),
-    }
-}
-
-/// The answer to a request for kernels that multiply integers only.
-pub(super) fn no_integers(tensor: &QuantizedTensor) -> Error {
-    Error::usage(
-        format!("the kernels for GPUs do not multiply {} weights", tensor.scheme),
-        "leave ‹device› out: the kernels for processors do",
-    )
 }
 
 /// Shapes were checked when the weight was read, so a kernel that refuses one is our mistake.

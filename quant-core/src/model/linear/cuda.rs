@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
 
-use super::body::no_integers;
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
@@ -38,18 +37,21 @@ impl CudaRunner {
         self.0.device()
     }
 
-    /// Packs a weight and puts it there.
+    /// Packs a weight and puts it there; with the grid of floating-point numbers that its input is rounded to before.
     ///
     /// # Errors
     /// When the kernels have no such scheme, or there is not enough memory.
-    pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<Linear> {
-        let activations = match tensor.input_grid()? {
-            None => Activations::Float,
-            Some(InputGrid::Token) => Activations::PerToken,
-            Some(InputGrid::Static(by)) => Activations::Static(by),
-            Some(_) => return Err(no_integers(tensor)),
+    pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(Linear, Option<InputGrid>)> {
+        let (activations, grid) = match tensor.input_grid()? {
+            None => (Activations::Float, None),
+            Some(InputGrid::Token) => (Activations::PerToken, None),
+            Some(InputGrid::Static(by)) => (Activations::Static(by), None),
+            // Rounded here, and multiplied there as floats: a product of two floating-point formats there is not.
+            Some(grid) => (Activations::Float, Some(grid)),
         };
-        Linear::new(&tensor.view()?, activations, &self.0).map_err(|e| failed(&e))
+        let codes = tensor.global.and_then(|_| tensor.scale_codes());
+        let linear = Linear::new(&tensor.view_with(codes.as_deref())?, activations, &self.0);
+        Ok((linear.map_err(|e| failed(&e))?, grid))
     }
 }
 

@@ -80,8 +80,8 @@ impl Linear {
     pub(super) fn grid(&self) -> Result<Option<InputGrid>> {
         Ok(match &*self.weight {
             WeightBody::Quantized(tensor) => tensor.input_grid()?,
-            WeightBody::Packed { grid, .. } => *grid,
-            WeightBody::F32 { .. } | WeightBody::Stored(_) | WeightBody::Cuda(_) => None,
+            WeightBody::Packed { grid, .. } | WeightBody::Cuda { grid, .. } => *grid,
+            WeightBody::F32 { .. } | WeightBody::Stored(_) => None,
         })
     }
 
@@ -134,8 +134,8 @@ impl Linear {
         Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
             // Not as an operation of candle's, whose errors are texts.
-            WeightBody::Cuda(linear) => {
-                let values = x.flatten_all()?.to_vec1::<f32>()?;
+            WeightBody::Cuda { linear, .. } => {
+                let values = self.rounded(x)?.flatten_all()?.to_vec1::<f32>()?;
                 let mut dims = x.dims().to_vec();
                 if let Some(last) = dims.last_mut() {
                     *last = linear.n();

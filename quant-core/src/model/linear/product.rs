@@ -41,7 +41,7 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
             Ok(())
         }
         WeightBody::Packed { linear, .. } => linear.multiply(x, out).map_err(kernel_error),
-        WeightBody::Cuda(linear) => linear.multiply(x, out).map_err(|e| failed(&e)),
+        WeightBody::Cuda { linear, .. } => linear.multiply(x, out).map_err(|e| failed(&e)),
         _ => multiply_rows(x, &weight.read()?, m, out),
     }
 }
