@@ -15,6 +15,7 @@ mod anatomy;
 mod divergence;
 pub mod gate;
 mod journal;
+mod likelihood;
 mod noise;
 mod perplexity;
 mod position;
@@ -33,6 +34,7 @@ pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };
 pub use journal::{Journal, Measured};
+pub use likelihood::{Likelihood, log_likelihoods};
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};
 pub use position::Position;
 pub use profile::{Profile, ProfileRequest};
