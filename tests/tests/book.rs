@@ -42,8 +42,8 @@ fn prose(text: &str) -> String {
 /// The targets of a page's links.
 fn links(text: &str) -> Vec<String> {
     let mut found = Vec::new();
-    for line in prose(text).lines() {
-        let without_spans: String = line.split('`').step_by(2).collect();
+    for paragraph in prose(text).split("\n\n") {
+        let without_spans: String = paragraph.split('`').step_by(2).collect();
         for after in without_spans.split("](").skip(1) {
             found.push(after.split(')').next().unwrap().to_owned());
         }
@@ -112,7 +112,7 @@ fn links_lead_somewhere() {
 
 #[test]
 fn a_broken_link_is_found() {
-    let text = "# A heading: `b`, c\n\n[x](b.md) [y](b.md#gone) [z](#a-heading-b-c) `[q](r)` [u](#gone)\n";
+    let text = "# A heading: `b`, c\n\n[x](b.md) [y](b.md#gone) [z](#a-heading-b-c) `[q](r)`, `of two\nlines` [u](#gone)\n";
     let pages = [("d/a.md", text), ("d/b.md", "# B\n")];
     let pages = pages.map(|(path, text)| (PathBuf::from(path), text.to_owned())).into();
     assert_eq!(broken(&pages), ["d/a.md: b.md#gone", "d/a.md: #gone"]);

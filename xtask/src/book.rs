@@ -26,8 +26,8 @@ pub fn run() -> Result<()> {
         remove_dir(&book)?;
     }
     stage(&book)?;
-    execute(Command::new(tool("mdbook", MDBOOK)?).arg("build").arg(&book).arg("--dest-dir").arg("html"))?;
     let html = book.join("html");
+    execute(Command::new(tool("mdbook", MDBOOK)?).arg("build").arg(&book).arg("--dest-dir").arg(&html))?;
     let followed = follow(&html)?;
     println!("{}: {followed} links followed", html.join("index.html").display());
     Ok(())
@@ -43,7 +43,10 @@ fn tracked(pattern: &str) -> Result<Vec<PathBuf>> {
 fn stage(book: &Path) -> Result<()> {
     let source = book.join("src");
     std::fs::create_dir_all(&source)?;
-    std::fs::copy(root().join("docs/book.toml"), book.join("book.toml")).context("cannot copy book.toml")?;
+    for name in ["book.toml", "book.css"] {
+        let from = root().join("docs").join(name);
+        std::fs::copy(&from, book.join(name)).with_context(|| format!("cannot copy {}", from.display()))?;
+    }
     let pages: BTreeSet<PathBuf> =
         tracked("*.md")?.into_iter().filter(|p| root().join(p).is_file()).collect();
     for page in &pages {
@@ -97,7 +100,8 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     let base = page.parent().unwrap_or(Path::new(""));
     let target = normal(&base.join(path)).with_context(|| format!("{link} leaves the repository"))?;
     if pages.contains(&target) {
-        return Ok(link.to_owned());
+        // So mdBook names them.
+        return Ok(link.replace("README.md", "index.md"));
     }
     let on_disk = root().join(&target);
     let back = "../".repeat(base.components().count());
@@ -120,10 +124,14 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
 /// A text whose links, outside of code, are replaced; where nothing takes a link's place, its words stay alone.
 fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(text.len());
-    let mut is_code = false;
+    // Marks of `code` in the paragraph, which may go on in the next line: inside there are no links.
+    let (mut is_code, mut marks) = (false, 0);
     for line in text.split_inclusive('\n') {
         if line.trim_start().starts_with("```") {
             is_code = !is_code;
+        }
+        if line.trim().is_empty() {
+            marks = 0;
         }
         if is_code {
             out.push_str(line);
@@ -132,9 +140,8 @@ fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Re
         let mut rest = line;
         while let Some(at) = rest.find("](") {
             let (before, after) = (&rest[..at], &rest[at + 2..]);
-            // Inside of `code` there are no links.
-            let quoted = before.matches('`').count() % 2 == 1;
-            match after.find(')').filter(|_| !quoted) {
+            marks += before.matches('`').count();
+            match after.find(')').filter(|_| marks % 2 == 0) {
                 Some(end) => {
                     let new = replace(&after[..end])?;
                     match (new.is_empty(), before.rfind('[')) {
@@ -151,6 +158,7 @@ fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Re
                 }
             }
         }
+        marks += rest.matches('`').count();
         out.push_str(rest);
     }
     Ok(out)
@@ -235,10 +243,12 @@ mod tests {
 
     #[test]
     fn links_are_replaced_outside_of_code() {
-        let text = "a [b](c.md) and `d](e)` and [f](g)\n```\n[h](i)\n```\n";
+        let text = "a [b](c.md) and `d](e)` and [f](g)\n```\n[h](i)\n```\nof `two\nlines` [j](k), [l](m)\n";
         let replaced =
             with_links(text, |link| Ok(if link == "g" { String::new() } else { format!("x/{link}") }));
-        assert_eq!(replaced.unwrap(), "a [b](x/c.md) and `d](e)` and f\n```\n[h](i)\n```\n");
+        let expected =
+            "a [b](x/c.md) and `d](e)` and f\n```\n[h](i)\n```\nof `two\nlines` [j](x/k), [l](x/m)\n";
+        assert_eq!(replaced.unwrap(), expected);
     }
 
     #[test]

@@ -77,7 +77,8 @@ impl Scatter {
         let all = || self.series.iter().flat_map(|s| &s.points);
         let low = |of: fn(&Point) -> f64| all().map(of).fold(f64::INFINITY, f64::min);
         let high = |of: fn(&Point) -> f64| all().map(of).fold(f64::NEG_INFINITY, f64::max);
-        let (x0, x1) = (low(|p| p.x).floor(), high(|p| p.x).ceil());
+        // Labels stand to the right of their points.
+        let (x0, x1) = (low(|p| p.x).floor(), (high(|p| p.x) + 0.5).ceil());
         let (y0, y1) = (low(|p| p.y.log10()).floor(), high(|p| p.y.log10()).ceil());
         let place = |x: f64, y: f64| {
             let across = (x - x0) / (x1 - x0);
