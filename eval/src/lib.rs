@@ -18,6 +18,7 @@ mod divergence;
 mod engine;
 pub mod gate;
 mod journal;
+mod likelihood;
 mod noise;
 mod perplexity;
 mod position;
@@ -37,6 +38,7 @@ pub use divergence::{
 };
 pub use engine::{LogitsModel, Scored};
 pub use journal::{Journal, Measured};
+pub use likelihood::{Likelihood, log_likelihoods};
 pub use perplexity::{Scores, disturbed_perplexity, perplexity};
 pub use position::Position;
 pub use profile::{Profile, ProfileRequest};

@@ -107,6 +107,8 @@ pub(crate) struct Panel<'a> {
     floor: Option<&'a Decoder>,
     /// Windows, by number, on which it is.
     noisy: Vec<usize>,
+    /// Whether the most likely tokens are kept.
+    ranked: bool,
 }
 
 impl<'a> Panel<'a> {
@@ -126,7 +128,14 @@ impl<'a> Panel<'a> {
                 ));
             }
         }
-        Ok(Self { origins, floor: None, noisy: Vec::new() })
+        let ranked = origins.len() > 1;
+        Ok(Self { origins, floor: None, noisy: Vec::new(), ranked })
+    }
+
+    /// The same, which keeps the most likely tokens of a single model too.
+    pub(crate) fn with_ranks(mut self) -> Self {
+        self.ranked = true;
+        self
     }
 
     /// The same, which also measures the noise floor of its first model, on some of so many windows, spread over the
@@ -189,8 +198,7 @@ impl<'a> Panel<'a> {
             sources.extend(noise.as_ref().map(|inputs| Source { output: self.output(), inputs }));
             let next: Vec<u32> =
                 run.iter().flat_map(|&n| windows[n].tokens[windows[n].first..].iter().copied()).collect();
-            let ranked = self.origins.len() > 1;
-            let sums = pass(&sources, &next, ranked, cancel)?;
+            let sums = pass(&sources, &next, self.ranked, cancel)?;
             let mut results = sums.chunks_exact(sources.len()).map(|sums| {
                 let (models, noise) = sums.split_at(self.origins.len());
                 measure(models, noise.first())

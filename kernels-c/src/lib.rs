@@ -28,6 +28,8 @@
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
 //!
+//! With the feature `rayon` it has threads for callers without any: module `pool`.
+//!
 //! With the feature `cuda` the library also has what is behind `include/quant_kernels_cuda.h`: module `cuda`, by
 //! `quant-kernels-cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
@@ -45,6 +47,8 @@ mod kv_cache;
 mod memory;
 mod multiply;
 mod parallel;
+#[cfg(feature = "rayon")]
+mod pool;
 mod rows;
 mod status;
 mod weights;
@@ -60,6 +64,8 @@ pub use kv::*;
 pub use kv_cache::*;
 pub use multiply::*;
 pub use parallel::*;
+#[cfg(feature = "rayon")]
+pub use pool::*;
 pub use rows::*;
 pub use status::*;
 pub use weights::*;

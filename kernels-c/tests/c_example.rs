@@ -19,6 +19,12 @@ fn runs(name: &str) {
 
 #[test]
 #[cfg(unix)]
+fn the_shortest_example_runs() {
+    runs("hello");
+}
+
+#[test]
+#[cfg(unix)]
 fn the_linear_example_runs() {
     runs("linear");
 }

@@ -31,6 +31,7 @@ from fewbits._events import (
     UnitDone,
     Warned,
 )
+from fewbits._models import Generated, Model
 from fewbits._native import __version__
 from fewbits._plans import EngineVerdict, Inspection, LinearInfo, Plan, PlannedFormat, TensorInfo
 from fewbits._results import (
@@ -55,12 +56,14 @@ __all__ = [
     "Expected",
     "FewbitsWarning",
     "GateResult",
+    "Generated",
     "Gguf",
     "InputError",
     "Inspection",
     "InternalError",
     "InterruptedRun",
     "LinearInfo",
+    "Model",
     "Noted",
     "NumericError",
     "Plan",

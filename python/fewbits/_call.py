@@ -44,8 +44,7 @@ def run(
     resume_with: str | None = None,
 ) -> Any:
     """Runs a job of the native half and returns its result. After Ctrl-C, `resume_with` is how the same call continues."""
-    if threads is not None and not 1 <= threads <= 1024:
-        raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
+    check_threads(threads)
     listener = Listener(on_event, progress)
     wants_estimate = on_event is not None
     try:
@@ -59,6 +58,12 @@ def run(
     finally:
         listener.close()
     return json.loads(answer)
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses what is no number of threads."""
+    if threads is not None and not 1 <= threads <= 1024:
+        raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
 
 
 def path(given: PathOrName) -> str:

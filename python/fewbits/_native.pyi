@@ -1,8 +1,8 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Final
+from typing import Final, final
 
-__all__ = ["__version__", "cli", "run", "text_worker"]
+__all__ = ["Model", "__version__", "cli", "run", "text_worker"]
 
 __version__: Final[str]
 
@@ -18,3 +18,24 @@ def run(
     threads: int | None = None,
     estimate: bool = False,
 ) -> str: ...
+
+@final
+class Model:
+    about: str
+    def __new__(
+        cls,
+        request: str,
+        on_event: Callable[[str, str], object] | None,
+        code: str | PathLike[str],
+        python: str | PathLike[str] | None,
+        threads: int | None = None,
+    ) -> Model: ...
+    def ask(
+        self,
+        kind: str,
+        request: str,
+        on_event: Callable[[str, str], object] | None,
+        code: str | PathLike[str],
+        python: str | PathLike[str] | None,
+        threads: int | None = None,
+    ) -> str: ...

@@ -8,6 +8,7 @@ mod error;
 mod events;
 mod gate;
 mod job;
+mod models;
 mod requests;
 mod wording;
 
@@ -20,6 +21,10 @@ mod _native {
     use pyo3::prelude::*;
 
     use crate::job::{self, Place};
+    #[pymodule_export]
+    use crate::models::Model;
+    // What it exports, `fewbits.transformers` calls by name.
+    use quant_kernels as _;
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "the name that Python has for it")]

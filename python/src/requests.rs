@@ -144,7 +144,7 @@ pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
 }
 
 /// One of the values that the command line offers.
-fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
+pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     T::from_str(given, false).map_err(|_| {
         let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let known: Vec<String> = known.map(|value| format!("{:?}", value.get_name())).collect();

@@ -7,7 +7,7 @@ mod cli;
 mod colors;
 pub mod commands;
 pub mod device;
-mod generation;
+pub mod generation;
 mod gguf;
 mod hub;
 mod inputs;

@@ -8,6 +8,10 @@ use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::{Run, Running, command};
 use quant_tests::workspace_root;
 
+#[allow(dead_code, reason = "its `main` is not run here")]
+#[path = "../../quant-core/examples/packed_linear.rs"]
+mod packed_linear;
+
 /// Layers of the built-in model that the commands run on.
 const LAYERS: u64 = 2;
 /// Windows that evaluations are cut to.
@@ -59,8 +63,22 @@ fn prepare(scratch: &Path) {
     std::fs::write(scratch.join("FILE"), "Rain in the morning, and sun in the afternoon. ".repeat(600))
         .unwrap();
     let gate = page("gate.md");
-    let (_, policy) = gate.split_once("```toml\n").unwrap();
-    std::fs::write(scratch.join("gate.toml"), policy.split("```").next().unwrap()).unwrap();
+    std::fs::write(scratch.join("gate.toml"), block(&gate, "toml")).unwrap();
+    // The page's conversations, as many as a short calibration takes, and a template that renders them.
+    let chats = page("chats.md");
+    std::fs::write(scratch.join("chats.jsonl"), block(&chats, "jsonl").repeat(40)).unwrap();
+    let template = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}\
+                    {% if add_generation_prompt %}<|assistant|>{% endif %}";
+    std::fs::write(scratch.join("MODEL/chat_template.jinja"), template).unwrap();
+    let text = "<|user|>How far is the mill?<|assistant|>A mile, along the river, as far as anybody knows.";
+    let line = format!("{}\n", serde_json::json!({ "text": text.repeat(3) }));
+    std::fs::write(scratch.join("held-out.jsonl"), line.repeat(20)).unwrap();
+}
+
+/// The first block of a page with this language.
+fn block<'a>(text: &'a str, language: &str) -> &'a str {
+    let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();
+    after.split("```").next().unwrap()
 }
 
 /// Runs the commands of a page in a directory of its own, and gives the files that they left there.
@@ -107,18 +125,28 @@ fn llama_cpp() {
 }
 
 #[test]
+fn little_memory() {
+    assert!(run_page("memory.md").contains("OUT-resumed"));
+}
+
+#[test]
+fn own_chats() {
+    assert!(run_page("chats.md").contains("OUT-default"));
+}
+
+#[test]
 fn coming_from_another_quantizer() {
     assert!(run_page("coming-from.md").contains("out-w8a8"));
 }
 
-/// These two pages go on from the `OUT` of another.
+/// These pages go on from the `OUT` of another.
 #[test]
-fn evaluation_and_gate() {
+fn evaluation_gate_and_kernels() {
     let scratch = tempfile::tempdir().unwrap();
     prepare(scratch.path());
     let out = run_in(scratch.path(), ["quantize", "MODEL", "-o", "OUT", "--method", "rtn"]);
     assert_eq!(out.code(), Some(0), "{out}");
-    for name in ["results.md", "gate.md"] {
+    for name in ["results.md", "gate.md", "kernels.md"] {
         for line in &commands(&page(name))[0] {
             let mut words = words(line);
             assert_eq!(words.remove(0), "quant");
@@ -127,22 +155,70 @@ fn evaluation_and_gate() {
         }
     }
     assert!(scratch.path().join("baseline.json").is_file());
+
+    // The page's Rust, from the checkpoint to a product, against the weights that the reader gives.
+    let out = scratch.path().join("OUT");
+    let (module, shape) = ("model.layers.1.mlp.down_proj", [256, 768]);
+    let linear = packed_linear::load(&out, module, shape).unwrap();
+    let x: Vec<f32> = (0..2 * shape[1]).map(|i| ((i * 37 % 101) as f32 - 50.0) / 50.0).collect();
+    let product = packed_linear::multiply(&linear, &x).unwrap();
+    let mut weights = vec![0.0; shape[0] * shape[1]];
+    linear.view().dequantize_rows(0..shape[0], &mut weights).unwrap();
+    assert_eq!(product.len(), 2 * shape[0]);
+    for (i, &found) in product.iter().enumerate() {
+        let (row, column) = (i / shape[0], i % shape[0]);
+        let [x, w] = [&x[row * shape[1]..][..shape[1]], &weights[column * shape[1]..][..shape[1]]];
+        let (mut sum, mut size) = (0.0, 0.0);
+        for (x, w) in x.iter().zip(w) {
+            sum += f64::from(x * w);
+            size += f64::from((x * w).abs());
+        }
+        assert!((f64::from(found) - sum).abs() <= 1e-5 * size.max(1e-3), "{i}: {found} for {sum}");
+    }
+    assert!(packed_linear::load(&out, "lm_head", [4096, 256]).is_err());
+}
+
+/// The programs on the page about kernels are those of the examples.
+#[test]
+fn programs_are_those_of_the_examples() {
+    let read = |path: &str| std::fs::read_to_string(workspace_root().join(path)).unwrap();
+    let text = page("kernels.md");
+    assert!(read("quant-core/examples/packed_linear.rs").contains(block(&text, "rust").trim()));
+    assert_eq!(block(&text, "c"), read("kernels-c/examples/hello.c"));
 }
 
 /// Every page is run above, or has no commands but those of other programs; the README lists all.
 #[test]
 fn no_page_is_forgotten() {
     let readme = std::fs::read_to_string(workspace_root().join("README.md")).unwrap();
-    let run: BTreeSet<&str> =
-        ["start.md", "engines.md", "llama-cpp.md", "coming-from.md", "results.md", "gate.md"].into();
-    for entry in std::fs::read_dir(workspace_root().join("docs/guide")).unwrap() {
-        let name = entry.unwrap().file_name().to_string_lossy().into_owned();
+    let run: BTreeSet<&str> = [
+        "start.md",
+        "engines.md",
+        "llama-cpp.md",
+        "memory.md",
+        "chats.md",
+        "coming-from.md",
+        "results.md",
+        "gate.md",
+        "kernels.md",
+    ]
+    .into();
+    let mut not_run = String::new();
+    let entries = std::fs::read_dir(workspace_root().join("docs/guide")).unwrap();
+    let names: BTreeSet<String> =
+        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    for name in names {
         assert!(readme.contains(&format!("(docs/guide/{name})")), "the README does not list {name}");
         let text = page(&name);
         let [ours, others] = commands(&text);
         assert_eq!(run.contains(&*name), !ours.is_empty(), "{name}");
         assert!(others.iter().all(|line| !line.starts_with("quant ")), "{name}: {others:?}");
+        for line in others {
+            not_run.push_str(&format!("| [{name}]({name}) | `{line}` |\n"));
+        }
     }
+    let listed = page("tested.md");
+    assert!(listed.contains(&not_run), "docs/guide/tested.md should list\n{not_run}");
 }
 
 /// All sources below a directory, one after the other.
@@ -151,7 +227,7 @@ fn sources(directory: &Path, text: &mut String) {
         let path: PathBuf = entry.unwrap().path();
         if path.is_dir() {
             sources(&path, text);
-        } else if path.extension().is_some_and(|e| e == "rs") {
+        } else if path.extension().is_some_and(|e| e == "rs" || e == "py") {
             text.push_str(&std::fs::read_to_string(&path).unwrap());
         }
     }
@@ -160,7 +236,7 @@ fn sources(directory: &Path, text: &mut String) {
 #[test]
 fn messages_that_are_explained_exist() {
     let mut source = String::new();
-    for directory in ["formats/src", "quant-core/src", "quant-cli/src", "eval/src"] {
+    for directory in ["formats/src", "quant-core/src", "quant-cli/src", "eval/src", "python/fewbits"] {
         sources(&workspace_root().join(directory), &mut source);
     }
     let text = page("troubleshooting.md");

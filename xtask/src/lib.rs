@@ -12,6 +12,8 @@ pub mod bench_gptq;
 pub mod bench_kernels;
 pub mod bench_qoq;
 pub mod bench_rtn;
+pub mod book;
+pub mod charts;
 pub mod ci;
 pub mod cuda;
 pub mod dist;

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use xtask::{
     ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gptq, bench_kernels, bench_qoq, bench_rtn,
-    ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside, peers_experts, peers_kernels,
-    peers_models, peers_quantizers, plant, python, quality, quality_floats, quality_gguf, quality_qoq,
-    quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, nightly, outside, peers_experts,
+    peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats, quality_gguf,
+    quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
 };
 
 #[derive(Parser)]
@@ -36,6 +36,10 @@ enum Command {
     Python,
     /// Build and run programs outside the workspace that link the crates, and count their dependencies
     Outside,
+    /// Build the documentation as a site and follow its links
+    Book,
+    /// Draw the pictures of the documentation from records
+    Charts,
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
@@ -107,6 +111,8 @@ fn main() -> ExitCode {
         Command::Gpu(args) => gpu::run(&args),
         Command::Python => python::run(),
         Command::Outside => outside::run(),
+        Command::Book => book::run(),
+        Command::Charts => charts::run(),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::SameBytes(args) => same_bytes::run(&args),

@@ -3,12 +3,12 @@
 use anyhow::Result;
 
 use crate::support::steps::Steps;
-use crate::{bench_awq_memory, bench_rtn, ci, cuda, dist, fuzz, interop, sanitize};
+use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, sanitize};
 
 /// Which steps.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, proptest, hub, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: advisories, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases of each property test
@@ -26,6 +26,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("advisories", || ci::deny(&["advisories"]));
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);
+    steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
     // A compiler of its own, its own builds of a few crates, and emulated processors.
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));

@@ -42,6 +42,14 @@ pub fn run() -> Result<()> {
     let mut install = Command::new(&python);
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
+    // Unpacked, for environments with other packages: the interoperability check has torch.
+    let package = directory().join("package");
+    if package.exists() {
+        std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
+    }
+    let mut unpack = Command::new(&python);
+    unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
+    execute(unpack.arg(&wheel))?;
     // From there nothing of the package is imported from the checkout: what is tested is the wheel.
     let mut tests = Command::new(fresh.join("bin/pytest"));
     tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);

@@ -194,9 +194,11 @@ impl PackedReader for NativeFp8 {
     }
 
     fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
-        match self.modules.contains_key(module) {
-            true => matrix(source, &format!("{module}.weight"), Dtype::F8E4M3, [1, 1]),
-            false => Ok(None),
+        let Some(Module { scheme, .. }) = self.modules.get(module) else { return Ok(None) };
+        let name = format!("{module}.weight");
+        match scheme.float_format() {
+            Some(FloatFormat::E2m1) => matrix(source, &name, Dtype::I8, [1, 2]),
+            _ => matrix(source, &name, Dtype::F8E4M3, [1, 1]),
         }
     }
 

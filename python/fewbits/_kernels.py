@@ -1,0 +1,249 @@
+"""The kernels of the extension by its C interface, called through pointers: no copy, and nothing of torch to build with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from ctypes import POINTER, Structure, byref, c_char, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from fewbits._call import code
+from fewbits._errors import InternalError, UsageError
+
+#: `QZ1_TYPE_…` by torch's name of a type.
+TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
+
+
+class _Weights(Structure):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("bits", c_uint32),
+        ("n", c_size_t),
+        ("k", c_size_t),
+        ("group_size", c_size_t),
+        ("codes", c_void_p),
+        ("codes_len", c_size_t),
+        ("scales", c_void_p),
+        ("scales_len", c_size_t),
+        ("group_scales", c_void_p),
+        ("group_scales_len", c_size_t),
+        ("zeros", c_void_p),
+        ("zeros_len", c_size_t),
+        ("format", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class Layout(Structure):
+    """`qz1_layout`: where everything is in packed bytes."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("code_bits", c_uint32),
+        ("scales", c_uint32),
+        ("zeros", c_uint32),
+        ("middle", c_uint32),
+        ("sums", c_uint32),
+        ("n", c_uint64),
+        ("k", c_uint64),
+        ("group_size", c_uint64),
+        ("panels", c_uint64),
+        ("panel_bytes", c_uint64),
+        ("bytes", c_uint64),
+        ("id", c_uint64),
+        ("format", c_uint32),
+        ("reserved", c_uint32),
+    ]
+
+
+class _Values(Structure):
+    _fields_ = [("struct_size", c_uint32), ("kind", c_uint32), ("data", c_void_p), ("len", c_size_t)]
+
+
+class _Static(Structure):
+    _fields_ = [("struct_size", c_uint32), ("scale", c_float), ("zero", c_int32), ("reserved", c_uint32)]
+
+
+class _Parallel(Structure):
+    _fields_ = [("struct_size", c_uint32), ("threads", c_uint32), ("ctx", c_void_p), ("for_each", c_void_p)]
+
+
+class _Message(Structure):
+    _fields_ = [("struct_size", c_uint32), ("reserved", c_uint32), ("text", c_void_p), ("capacity", c_size_t)]
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(code())
+    message, parallel, layout = POINTER(_Message), POINTER(_Parallel), POINTER(Layout)
+    status: dict[str, list[Any]] = {
+        "qz1_layout_of": [POINTER(_Weights), c_uint32, layout, message],
+        "qz1_pack": [POINTER(_Weights), layout, c_size_t, c_size_t, c_void_p, c_size_t, parallel, message],
+        "qz1_dequantize_rows": [layout, c_void_p, c_size_t, c_size_t, c_size_t, c_void_p, c_size_t, message],
+        "qz1_float_rows_new": [c_uint32, POINTER(c_void_p), message],
+        "qz1_float_rows_pack": [c_void_p, layout, POINTER(_Values), parallel, message],
+        "qz1_int8_rows_new": [c_uint32, POINTER(c_void_p), message],
+        "qz1_int8_rows_quantize": [c_void_p, layout, POINTER(_Values), POINTER(_Static), parallel, message],
+        "qz1_multiply_float": [
+            *(layout, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t),
+            *(parallel, message),
+        ],
+        "qz1_multiply": [
+            *(layout, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_uint32),
+            *(parallel, message),
+        ],
+        "qz1_pool_new": [c_size_t, POINTER(c_void_p), message],
+    }
+    for name, arguments in status.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_uint32
+    for name in ("qz1_float_rows_free", "qz1_int8_rows_free", "qz1_pool_free"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [c_void_p], None
+    return library
+
+
+_LIBRARY = _library()
+
+
+def _check(status: int, text: ctypes.Array[c_char]) -> None:
+    if status:
+        reason = text.value.decode(errors="replace") or f"status {status}"
+        raise (InternalError if status == 37 else UsageError)(f"the kernels refuse: {reason}", "report this")
+
+
+def _message() -> tuple[_Message, ctypes.Array[c_char]]:
+    text = ctypes.create_string_buffer(200)
+    return _Message(ctypes.sizeof(_Message), 0, ctypes.addressof(text), 200), text
+
+
+class _Rows(threading.local):
+    """Rows of activations, one set per thread, reused by every call."""
+
+    def __init__(self) -> None:
+        self.float = self._new("qz1_float_rows_new")
+        self.int8 = self._new("qz1_int8_rows_new")
+
+    @staticmethod
+    def _new(function: str) -> c_void_p:
+        handle = c_void_p()
+        message, text = _message()
+        _check(getattr(_LIBRARY, function)(0, byref(handle), byref(message)), text)
+        return handle
+
+    def __del__(self) -> None:
+        _LIBRARY.qz1_float_rows_free(self.float)
+        _LIBRARY.qz1_int8_rows_free(self.int8)
+
+
+_ROWS = _Rows()
+_POOLS: dict[tuple[int, int], _Parallel] = {}
+
+
+def _parallel(threads: int) -> _Parallel | None:
+    """Threads to run on. A forked child makes its own: it inherits none."""
+    if threads <= 1:
+        return None
+    known = _POOLS.get((os.getpid(), threads))
+    if known is None:
+        pool = c_void_p()
+        message, text = _message()
+        _check(_LIBRARY.qz1_pool_new(threads, byref(pool), byref(message)), text)
+        for_each = ctypes.cast(_LIBRARY.qz1_pool_for_each, c_void_p)
+        known = _Parallel(ctypes.sizeof(_Parallel), threads, pool, for_each)
+        _POOLS[os.getpid(), threads] = known
+    return known
+
+
+def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, scales: int, sums: bool) -> tuple[_Weights, Layout]:
+    """A matrix ``[n, k]`` at these addresses, one code a byte and ``f32`` scales ``[n, k / group_size]``, and its layout."""
+    n, k = shape
+    weights = _Weights(
+        struct_size=ctypes.sizeof(_Weights),
+        bits=bits,
+        n=n,
+        k=k,
+        group_size=group_size,
+        codes=codes,
+        codes_len=n * k,
+        scales=scales,
+        scales_len=n * (k // group_size),
+    )
+    layout = Layout(struct_size=ctypes.sizeof(Layout))
+    message, text = _message()
+    _check(_LIBRARY.qz1_layout_of(byref(weights), int(sums), byref(layout), byref(message)), text)
+    return weights, layout
+
+
+def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
+    """Packs into ``layout.bytes`` bytes at ``out``."""
+    message, text = _message()
+    parallel = _parallel(threads)
+    status = _LIBRARY.qz1_pack(
+        byref(weights),
+        byref(layout),
+        0,
+        layout.panels,
+        out,
+        layout.bytes,
+        None if parallel is None else byref(parallel),
+        byref(message),
+    )
+    _check(status, text)
+
+
+def layout_numbers(layout: Layout) -> list[int]:
+    """A layout as integers, which an operator takes; ``id`` as a signed one."""
+    numbers = [int(getattr(layout, name)) for name, _ in Layout._fields_]
+    return [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
+
+
+_LAYOUTS: dict[tuple[int, ...], Layout] = {}
+
+
+def _layout(numbers: list[int]) -> Layout:
+    key = tuple(numbers)
+    known = _LAYOUTS.get(key)
+    if known is None:
+        known = Layout(*(number % (1 << 64) for number in numbers))
+        _LAYOUTS[key] = known
+    return known
+
+
+def linear(
+    numbers: list[int],
+    packed: int,
+    x: int,
+    kind: int,
+    count: int,
+    bias: int | None,
+    out: int,
+    activations: str,
+    static: tuple[float, int] | None,
+    threads: int,
+) -> None:
+    """``out = x · Wᵀ + bias``: ``x`` has ``count`` values of the type ``kind``, ``out`` is ``f32``, all at addresses.
+
+    ``activations`` is ``float``, or ``int8`` for 8 bits, by a scale per row or by ``static``'s scale and zero.
+    """
+    layout = _layout(numbers)
+    message, text = _message()
+    pool = _parallel(threads)
+    parallel = None if pool is None else byref(pool)
+    values = _Values(ctypes.sizeof(_Values), kind, x, count)
+    n, rows = layout.n, count // layout.k
+    bias_len = 0 if bias is None else n
+    common = (byref(layout), packed, layout.bytes)
+    end = (bias, bias_len, out, rows * n)
+    if activations == "float":
+        # A single row is packed sooner than threads wake up.
+        few = parallel if rows > 4 else None
+        _check(_LIBRARY.qz1_float_rows_pack(_ROWS.float, byref(layout), byref(values), few, byref(message)), text)
+        status = _LIBRARY.qz1_multiply_float(*common, _ROWS.float, *end, parallel, byref(message))
+    else:
+        few = parallel if rows > 4 else None
+        by = None if static is None else byref(_Static(ctypes.sizeof(_Static), static[0], static[1], 0))
+        status = _LIBRARY.qz1_int8_rows_quantize(_ROWS.int8, byref(layout), byref(values), by, few, byref(message))
+        _check(status, text)
+        status = _LIBRARY.qz1_multiply(*common, _ROWS.int8, *end, 0, parallel, byref(message))
+    _check(status, text)

@@ -1,0 +1,163 @@
+"""A model in memory that scores and writes text, on packed weights and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+from fewbits import _native
+from fewbits._call import PathOrName, check_threads, code, path, python
+from fewbits._errors import UsageError
+from fewbits._events import Event, Listener
+
+_OnEvent = Union[Callable[[Event], object], None]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A text that a model wrote."""
+
+    text: str
+    #: Without one that ended the text.
+    tokens: tuple[int, ...]
+    #: Why it ended: ``eos``, ``length``, ``context`` or ``stop``.
+    end: str
+
+
+class Model:
+    """A checkpoint, float or quantized, ready to score and to write.
+
+    Quantized linears stay packed and are multiplied by the kernels (``execution="kernels"``), or are computed from the floats
+    that they stand for (``"fake"``). ``kv`` is the precision of the KV cache, ``max_length`` the longest context, by default
+    the model's own. What is not packed is held in memory as floats.
+
+    Raises :class:`QuantError`, as all methods do.
+    """
+
+    def __init__(
+        self,
+        model: PathOrName,
+        *,
+        execution: Literal["fake", "kernels"] = "kernels",
+        kv: Literal["auto", "16", "8", "4", "fp8"] | int = "auto",
+        max_length: int | None = None,
+        threads: int | None = None,
+        on_event: _OnEvent = None,
+        progress: bool = False,
+    ) -> None:
+        check_threads(threads)
+        if max_length is not None and max_length < 1:
+            raise UsageError(f"max_length={max_length} is no number of tokens", "give at least 1")
+        self.path = path(model)
+        self._threads = threads
+        request = {"model": self.path, "execution": execution, "kv": str(kv), "max_length": max_length}
+        listener = Listener(on_event, progress)
+        try:
+            self._native = _native.Model(json.dumps(request), listener, code(), python(), threads)
+        finally:
+            listener.close()
+        about: dict[str, Any] = json.loads(self._native.about)
+        self._special: dict[str, dict[str, Any]] = about["special_tokens"]
+        #: Tokens that end a text, of ``generation_config.json`` or ``config.json``.
+        self.eos_token_ids: tuple[int, ...] = tuple(about["eos_token_ids"])
+        #: The longest context.
+        self.max_length: int = about["positions"]
+        #: Tokens that the model knows.
+        self.vocab_size: int = about["vocab"]
+
+    def __repr__(self) -> str:
+        return f"Model({self.path!r}, max_length={self.max_length})"
+
+    def special_token(self, name: str) -> str | None:
+        """The text of ``bos_token``, ``eos_token`` and so on, if the tokenizer has it."""
+        found = self._special.get(name)
+        return None if found is None else str(found["text"])
+
+    def special_token_id(self, name: str) -> int | None:
+        """The number of such a token."""
+        found = self._special.get(name)
+        return None if found is None or found["id"] is None else int(found["id"])
+
+    def encode(self, texts: Iterable[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """The tokens of each text, with those that the tokenizer adds, or without them."""
+        request = {"texts": list(texts), "special": special_tokens}
+        tokens: list[list[int]] = self._ask("encode", request)
+        return tokens
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._ask("decode", list(tokens))
+        return text
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation by the model's chat template, and the beginning of the next answer."""
+        text: str = self._ask("chat", list(messages))
+        return text
+
+    def log_likelihoods(
+        self,
+        requests: Iterable[tuple[Sequence[int], Sequence[int]]],
+        *,
+        on_event: _OnEvent = None,
+        progress: bool = False,
+    ) -> list[tuple[float, bool]]:
+        """How likely each continuation is after its context, both as tokens: the sum of the natural logarithms of its tokens'
+        probabilities, and whether each of them is the most likely one. A context has at least one token."""
+        scored = [
+            {"tokens": [*context, *continuation], "first": len(context)} for context, continuation in requests
+        ]
+        answer = self._ask("score", scored, on_event, progress)
+        return [(float(log_likelihood), bool(is_greedy)) for log_likelihood, is_greedy in answer]
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 256,
+        stop: Iterable[str] = (),
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int = 0,
+        on_event: _OnEvent = None,
+        progress: bool = False,
+    ) -> list[Generated]:
+        """Writes after each prompt, a text or tokens, one after the other. A text ends before a string of ``stop``.
+
+        The most likely token is taken unless ``do_sample=True``; what is not given then is the model's own
+        ``generation_config.json``. The same seed gives the same text.
+        """
+        asked = list(prompts)
+        texts = self.encode(prompt for prompt in asked if isinstance(prompt, str))
+        encoded = iter(texts)
+        if max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens={max_new_tokens} asks for no text", "give at least 1")
+        request = {
+            "prompts": [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in asked],
+            "stop": list(stop),
+            "max_new_tokens": max_new_tokens,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        answer = self._ask("generate", request, on_event, progress)
+        return [Generated(one["text"], tuple(one["tokens"]), one["end"]) for one in answer]
+
+    def _ask(self, kind: str, request: object, on_event: _OnEvent = None, progress: bool = False) -> Any:
+        listener = Listener(on_event, progress)
+        try:
+            answer = self._native.ask(
+                kind, json.dumps(request), listener, code(), python(), self._threads
+            )
+        finally:
+            listener.close()
+        return json.loads(answer)

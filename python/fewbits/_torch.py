@@ -1,0 +1,249 @@
+"""The operator and the module behind :mod:`fewbits.transformers`. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from fewbits import _kernels
+
+_LOGGER = logging.getLogger("fewbits")
+
+_OPERATORS = torch.library.Library("fewbits", "DEF")
+_OPERATORS.define(
+    "linear(Tensor x, Tensor packed, int[] layout, Tensor? bias, str activations, float? scale, int zero) -> Tensor"
+)
+
+
+def _linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    layout: list[int],
+    bias: torch.Tensor | None,
+    activations: str,
+    scale: float | None,
+    zero: int,
+) -> torch.Tensor:
+    # Names of `layout`: _kernels.Layout.
+    n, k = layout[6], layout[7]
+    if x.shape[-1] != k or packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
+        raise ValueError(f"an input of width {x.shape[-1]} for a linear of [{n}, {k}], or foreign packed weights")
+    kind = _kernels.TYPES.get(str(x.dtype).removeprefix("torch."))
+    if kind is None:
+        raise TypeError(f"activations of {x.dtype} are not multiplied with packed weights")
+    if bias is not None and (bias.dtype != torch.float32 or bias.numel() != n or not bias.is_contiguous()):
+        raise ValueError(f"a bias of {tuple(bias.shape)} {bias.dtype}; {n} values of float32 are needed")
+    x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
+    if out.numel():
+        _kernels.linear(
+            layout,
+            packed.data_ptr(),
+            x.data_ptr(),
+            kind,
+            x.numel(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            activations,
+            None if scale is None else (scale, zero),
+            torch.get_num_threads(),
+        )
+    return out.to(x.dtype)
+
+
+_OPERATORS.impl("linear", _linear, "CPU")
+
+
+@torch.library.register_fake("fewbits::linear", lib=_OPERATORS)  # type: ignore[untyped-decorator,unused-ignore]
+def _(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    layout: list[int],
+    bias: torch.Tensor | None,
+    activations: str,
+    scale: float | None,
+    zero: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], layout[6]))
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear whose weight is packed for the kernels."""
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        bits: int,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        activations: str = "float",
+        static: tuple[float, int] | None = None,
+    ) -> None:
+        """``codes`` ``[n, k]`` are unsigned, one a byte, with the zero at ``2^(bits − 1)``; ``scales`` ``[n, groups]``."""
+        super().__init__()
+        self.out_features, self.in_features = codes.shape
+        codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
+        groups = scales.shape[1]
+        if codes.dtype != torch.uint8 or scales.shape[0] != codes.shape[0] or codes.shape[1] % groups:
+            raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not fit each other")
+        has_zero = static is not None and static[1] != 0
+        weights, layout = _kernels.layout_of(
+            bits,
+            (codes.shape[0], codes.shape[1]),
+            codes.shape[1] // groups,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            sums=has_zero,
+        )
+        packed = torch.empty(layout.bytes, dtype=torch.uint8)
+        _kernels.pack(weights, layout, packed.data_ptr(), torch.get_num_threads())
+        self.layout = _kernels.layout_numbers(layout)
+        self.activations = activations
+        self.scale, self.zero = (None, 0) if static is None else static
+        self.bits = bits
+        self.register_buffer("packed", packed)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.fewbits.linear(  # type: ignore[no-any-return]
+            x, self.packed, self.layout, self.bias, self.activations, self.scale, self.zero
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        # `model.to(dtype)` leaves the bias as the kernels take it.
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and self.bias.device.type == "cpu":
+            self.bias = bias
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.activations}"
+
+
+def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Unsigned codes, one a byte."""
+    n, k = shape
+    if hasattr(module, "weight_packed"):
+        # Little end first: the bytes of a word are in the order of columns.
+        words = module.weight_packed.data.contiguous().view(torch.uint8).reshape(n, -1)
+        if bits == 8:
+            return words[:, :k].contiguous()
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        spread = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+        return spread.reshape(n, -1)[:, :k].contiguous()
+    return module.weight.data.contiguous().view(torch.uint8) ^ 0x80
+
+
+def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
+    """What a scheme makes of inputs, where the kernels do it."""
+    inputs = scheme.input_activations
+    if inputs is None:
+        return "float", None
+    kind = getattr(inputs.type, "value", inputs.type)
+    strategy = getattr(inputs.strategy, "value", inputs.strategy)
+    if kind != "int" or inputs.num_bits != 8:
+        return None
+    if inputs.dynamic is True and strategy == "token" and inputs.symmetric:
+        return "int8", None
+    if inputs.dynamic is False and strategy == "tensor" and hasattr(module, "input_scale"):
+        zero = getattr(module, "input_zero_point", None)
+        zero_point = 0 if zero is None else int(zero.item())
+        return "int8", (float(module.input_scale.item()), zero_point)
+    return None
+
+
+def _packed(module: torch.nn.Module) -> PackedLinear | None:
+    """A quantized linear as the kernels have it; nothing where they have not."""
+    scheme = getattr(module, "quantization_scheme", None)
+    weights = getattr(scheme, "weights", None)
+    if weights is None or not isinstance(module, torch.nn.Linear):
+        return None
+    kind = getattr(weights.type, "value", weights.type)
+    strategy = getattr(weights.strategy, "value", weights.strategy)
+    if kind != "int" or weights.num_bits not in (2, 4, 8) or not weights.symmetric:
+        return None
+    if strategy not in ("group", "channel", "tensor") or getattr(weights, "actorder", None) == "group":
+        return None
+    if getattr(module, "weight_g_idx", None) is not None or module.weight_scale.device.type != "cpu":
+        return None
+    if getattr(scheme, "output_activations", None) is not None:
+        return None
+    stored = getattr(module, "weight_packed", None)
+    if stored is None and (weights.num_bits != 8 or module.weight.dtype != torch.int8):
+        return None
+    activations = _activations(scheme, module)
+    if activations is None:
+        return None
+    n, k = module.out_features, module.in_features
+    scales = module.weight_scale.data.reshape(-1, module.weight_scale.shape[-1] if strategy == "group" else 1)
+    if strategy == "tensor":
+        scales = scales.expand(n, 1)
+    bias = getattr(module, "bias", None)
+    return PackedLinear(
+        _codes(module, weights.num_bits, (n, k)),
+        weights.num_bits,
+        scales,
+        None if bias is None else bias.data,
+        *activations,
+    )
+
+
+def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
+    """Puts packed linears in the place of those of compressed-tensors; how many, and how many stayed."""
+    replaced = stayed = 0
+    for name, module in list(model.named_modules()):
+        if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
+            continue
+        packed = _packed(module)
+        if packed is None:
+            stayed += 1
+            continue
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed)
+        # What it was made of is let go before the next one is made.
+        for tensors in (module._parameters, module._buffers):
+            tensors.clear()
+        replaced += 1
+    return replaced, stayed
+
+
+def quantizer(base: type[Any]) -> type[Any]:
+    """transformers' quantizer of compressed-tensors checkpoints, with packed linears after loading."""
+
+    class PackedQuantizer(base):  # type: ignore[misc,valid-type]
+        """Loads as its base does, then packs."""
+
+        _packs = False
+
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+            model = super()._process_model_after_weight_loading(model, **kwargs) or model
+            if self.quantization_config.dequantize:
+                return model
+            replaced, stayed = replace_linears(model)
+            self._packs = replaced > 0
+            if stayed:
+                _LOGGER.warning(
+                    "%d quantized linears are of a kind that the kernels do not have; transformers unpacks them", stayed
+                )
+            if replaced and not stayed:
+                hook = getattr(model, "ct_decompress_hook", None)
+                if hook is not None:
+                    hook.remove()
+                    delattr(model, "ct_decompress_hook")
+            return model
+
+        @property
+        def is_trainable(self) -> bool:
+            return not self._packs and bool(super().is_trainable)
+
+        def is_serializable(self) -> bool:
+            # What is packed is in no format that anybody reads.
+            return not self._packs and bool(super().is_serializable())
+
+    return PackedQuantizer

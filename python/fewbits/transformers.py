@@ -1,0 +1,55 @@
+"""transformers on a CPU with packed weights: the linears of a checkpoint stay as small as they are, and our kernels
+multiply them.
+
+>>> import fewbits.transformers
+>>> fewbits.transformers.enable()                                       # doctest: +SKIP
+>>> model = AutoModelForCausalLM.from_pretrained("OUT")                 # doctest: +SKIP
+
+Without it transformers makes floats of a compressed-tensors checkpoint before the first token. With it these linears keep
+their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations or with 8-bit ones per
+token or static. Everything else of the model, and every linear of another kind, is computed by torch as before. For inference
+only: there are no gradients.
+
+Needs torch, transformers and compressed-tensors, which this package does not install.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+_METHOD = "compressed-tensors"
+_LOGGER = logging.getLogger("fewbits")
+#: What was in the place of our quantizer.
+_BEFORE: list[Any] = []
+
+
+def is_enabled() -> bool:
+    """Whether checkpoints that are loaded now keep packed weights."""
+    return bool(_BEFORE)
+
+
+def enable() -> None:
+    """From now on ``from_pretrained`` keeps the packed weights of compressed-tensors checkpoints on a CPU.
+
+    Raises ``ImportError`` where torch, transformers or compressed-tensors is missing.
+    """
+    if _BEFORE:
+        return
+    import compressed_tensors  # noqa: F401
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    from fewbits._torch import quantizer
+
+    _BEFORE.append(AUTO_QUANTIZER_MAPPING[_METHOD])
+    AUTO_QUANTIZER_MAPPING[_METHOD] = quantizer(_BEFORE[0])
+
+
+def disable() -> None:
+    """From now on checkpoints are loaded as transformers does; models that are loaded stay as they are."""
+    if _BEFORE:
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+        AUTO_QUANTIZER_MAPPING[_METHOD] = _BEFORE.pop()

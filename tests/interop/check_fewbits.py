@@ -1,0 +1,151 @@
+"""The Python package beside transformers and lm-evaluation-harness: the same models, run by both.
+
+`lm-eval` has the package's model give the log-likelihoods, perplexities and texts of the harness's `hf` model in float32;
+`transformers` has `fewbits.transformers` give what transformers makes of the same packed checkpoints.
+
+The package lies unpacked in the directory that FEWBITS_PACKAGE names, which `cargo xtask python` makes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", "target/python/package"))
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
+# Sums in float32 run in another order.
+CLOSE = 2e-4
+
+
+def say(what, start):
+    print(f"ok: {what} ({time.monotonic() - start:.1f} s)", flush=True)
+
+
+def demo(scratch):
+    import fewbits
+
+    model = scratch / "demo"
+    subprocess.run([sys.executable, "-m", "fewbits", "demo", "--save-model", model], check=True, capture_output=True,
+                   env=os.environ | {"PYTHONPATH": sys.path[0]})
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    return fewbits, model
+
+
+def lm_eval_agrees(model):
+    """Both models of the harness on the float checkpoint."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from fewbits.lm_eval import FewbitsLM
+
+    start = time.monotonic()
+    theirs = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=4)
+    ours = FewbitsLM(str(model))
+
+    def ask(kind, *arguments):
+        requests = [Instance(request_type=kind, doc={}, arguments=one, idx=n) for n, one in enumerate(arguments)]
+        return [getattr(lm, kind)(requests, disable_tqdm=True) for lm in (theirs, ours)]
+
+    assert (theirs.max_length, theirs.prefix_token_id, theirs.eot_token_id) == \
+           (ours.max_length, ours.prefix_token_id, ours.eot_token_id)
+    words = TEXT.split()
+    pairs = [(" ".join(words[n:n + 9]), " " + " ".join(words[n + 9:n + 9 + n % 7 + 1])) for n in range(0, 400, 8)]
+    pairs += [("", words[3]), ("ends with a space ", "word"), (" ".join(words[:1200]), " " + " ".join(words[1200:1210]))]
+    for (a, a_greedy), (b, b_greedy) in zip(*ask("loglikelihood", *pairs), strict=True):
+        assert abs(a - b) <= CLOSE * max(1, abs(a)), (a, b)
+        assert a_greedy == b_greedy
+    for a, b in zip(*ask("loglikelihood_rolling", *((" ".join(words[n:n + 700]),) for n in (0, 2000))), strict=True):
+        assert abs(a - b) <= CLOSE * abs(a), (a, b)
+    settings = {"until": ["."], "max_gen_toks": 24, "do_sample": False}
+    for a, b in zip(*ask("generate_until", *((" ".join(words[n:n + 12]), settings) for n in range(0, 60, 12))), strict=True):
+        assert a == b, (a, b)
+    say("lm-eval: log-likelihoods, rolling ones and texts of `hf` in float32", start)
+
+
+@torch.no_grad()
+def transformers_agrees(fewbits, model, scratch):
+    """Logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
+    import fewbits.transformers
+
+    tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])
+    made = {
+        "w4a16-g64": dict(method="rtn", scheme="w4a16-g64-sym"),
+        "w8a16": dict(method="rtn", scheme="w8a16-channel-sym"),
+        "w8a8": dict(method="rtn", scheme="w8a8"),
+        "w8a8-static": dict(method="smoothquant", scheme="w8a8-static", samples=8, seq_len=128),
+        "w4a8": dict(method="rtn", scheme="w4a8-g64-sym"),
+    }
+    for name, settings in made.items():
+        start = time.monotonic()
+        out = scratch / name
+        fewbits.quantize(model, out, **settings)
+        fewbits.transformers.disable()
+        plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        expected = plain(tokens).logits
+        fewbits.transformers.enable()
+        packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
+        assert len(linears) == 7 * 6, len(linears)
+        # Nothing else of the weights is kept.
+        assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
+        found = packed(tokens).logits
+        # What rounds to the other 8-bit code because of a last bit moves a logit by a step of that code.
+        bound = 5e-2 if "a8" in name else 2e-4
+        error = ((found - expected).norm() / expected.norm()).item()
+        assert error <= bound, (name, error)
+        texts = [m.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0) for m in (plain, packed)]
+        assert name not in ("w4a16-g64", "w8a16") or torch.equal(*texts), texts
+        half = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)(tokens).logits.float()
+        assert ((half - expected).norm() / expected.norm()).item() <= 5e-2
+        say(f"transformers: {name}, off by {error:.1e}", start)
+    operator(linears[0])
+
+
+def operator(linear):
+    """The operator by torch's own checks, and compiled."""
+    start = time.monotonic()
+    x = torch.randn(3, linear.in_features)
+    arguments = (x, linear.packed, linear.layout, linear.bias, linear.activations, linear.scale, linear.zero)
+    torch.library.opcheck(torch.ops.fewbits.linear.default, arguments)
+    compiled = torch.compile(lambda x: linear(x) * 2, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), linear(x) * 2)
+    for wrong in (x[:, :-1], x.to(torch.float64)):
+        try:
+            linear(wrong)
+        except (ValueError, TypeError):
+            continue
+        raise AssertionError("a foreign input was taken")
+    # Rows do not depend on each other or on threads.
+    whole = linear(x)
+    torch.set_num_threads(1)
+    assert torch.equal(whole[1:2], linear(x[1:2]))
+    assert linear(x[:0]).shape == (0, linear.out_features)
+    say("the operator: opcheck, compiled, refusals, threads", start)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["lm-eval", "transformers"])
+    only = parser.parse_args().only
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        fewbits, model = demo(scratch)
+        if only != "transformers":
+            lm_eval_agrees(model)
+        if only != "lm-eval":
+            transformers_agrees(fewbits, model, scratch)
+
+
+if __name__ == "__main__":
+    main()
