@@ -9,7 +9,7 @@ use quant_tests::program::{Run, Running, command};
 use quant_tests::workspace_root;
 
 #[allow(dead_code, reason = "its `main` is not run here")]
-#[path = "../../quant-core/examples/packed_linear.rs"]
+#[path = "../../formats/examples/packed_linear.rs"]
 mod packed_linear;
 
 /// Layers of the built-in model that the commands run on.
@@ -159,7 +159,7 @@ fn evaluation_gate_and_kernels() {
     // The page's Rust, from the checkpoint to a product, against the weights that the reader gives.
     let out = scratch.path().join("OUT");
     let (module, shape) = ("model.layers.1.mlp.down_proj", [256, 768]);
-    let linear = packed_linear::load(&out, module, shape).unwrap();
+    let linear = packed_linear::load(&out, module).unwrap();
     let x: Vec<f32> = (0..2 * shape[1]).map(|i| ((i * 37 % 101) as f32 - 50.0) / 50.0).collect();
     let product = packed_linear::multiply(&linear, &x).unwrap();
     let mut weights = vec![0.0; shape[0] * shape[1]];
@@ -175,7 +175,7 @@ fn evaluation_gate_and_kernels() {
         }
         assert!((f64::from(found) - sum).abs() <= 1e-5 * size.max(1e-3), "{i}: {found} for {sum}");
     }
-    assert!(packed_linear::load(&out, "lm_head", [4096, 256]).is_err());
+    assert!(packed_linear::load(&out, "lm_head").is_err());
 }
 
 /// The programs on the page about kernels are those of the examples.
@@ -183,7 +183,7 @@ fn evaluation_gate_and_kernels() {
 fn programs_are_those_of_the_examples() {
     let read = |path: &str| std::fs::read_to_string(workspace_root().join(path)).unwrap();
     let text = page("kernels.md");
-    assert!(read("quant-core/examples/packed_linear.rs").contains(block(&text, "rust").trim()));
+    assert!(read("formats/examples/packed_linear.rs").contains(block(&text, "rust").trim()));
     assert_eq!(block(&text, "c"), read("kernels-c/examples/hello.c"));
 }
 
