@@ -30,6 +30,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [checkpoint, module] = [1, 2].map(|i| std::env::args().nth(i).expect("CHECKPOINT LINEAR"));
     let linear = load(Path::new(&checkpoint), &module)?;
     let out = multiply(&linear, &vec![1.0; linear.layout().k()])?;
-    println!("{} bytes packed; the first rows sum to {:?}", linear.layout().bytes(), &out[..out.len().min(4)]);
+    println!(
+        "{} bytes packed; the first rows sum to {:?}",
+        linear.layout().bytes(),
+        &out[..out.len().min(4)]
+    );
     Ok(())
 }

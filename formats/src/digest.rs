@@ -1,8 +1,7 @@
 //! Digests: SHA-256 for what others check, BLAKE3 for what a run checks of its own work.
 //!
-//! Files and tensors are told apart by SHA-256 wherever a digest is shown, since every system has
-//! a program for it. Whether a tensor that was written reads back the same is asked of every byte
-//! twice or three times, by nobody else; there BLAKE3 is as trustworthy and several times faster.
+//! Digests that users see are SHA-256, since every system has a program for it. Verification hashes every byte two or
+//! three times and nobody else reads the result, so it uses BLAKE3, which is as strong and several times faster.
 
 use sha2::Digest;
 

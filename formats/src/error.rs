@@ -1,4 +1,4 @@
-//! What can go wrong on the path, told so that a person can act on it.
+//! What can go wrong on the path, so that a person can act on it.
 //!
 //! Every variant says what happened and where (file, tensor, field, line); [`Error::remedy`] says
 //! what to do next (both name settings and commands as `quant-core`'s `wording` marks them: `‹ignore›`), and [`Error::category`] which exit code a program should end with.

@@ -45,7 +45,7 @@ pub enum Event {
         /// What it took this time.
         elapsed: Duration,
     },
-    /// Something the user should know, though the run goes on. Settings are marked as in [`Error`].
+    /// Something the user should know, though the run continues. Settings are marked as in [`Error`].
     Warning {
         /// What.
         message: String,
@@ -115,7 +115,7 @@ impl CancelToken {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Withdraws the request, for a host that goes on with something else, such as the next turn of a chat.
+    /// Withdraws the request, for a host that continues with something else, such as the next turn of a chat.
     pub fn reset(&self) {
         self.0.store(false, Ordering::SeqCst);
     }

@@ -228,7 +228,7 @@ fn what_is_broken_is_told_by_its_name() {
             command(args!["eval", &out, "--text", "builtin-heldout", "--windows", "1"]).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(4), "{stderr}");
-        for part in ["model.safetensors", name, says, "make the checkpoint anew"] {
+        for part in ["model.safetensors", name, says, "quantize"] {
             assert!(stderr.contains(part), "{name}: {part}: {stderr}");
         }
     }

@@ -110,7 +110,7 @@ pub(super) fn nearest(value: f32) -> f32 {
     value + SHIFT - SHIFT
 }
 
-/// The nearest integer of `0..=top`. What is no number becomes 0.
+/// The nearest integer of `0..=top`. NaN becomes 0.
 #[inline(always)]
 pub(super) fn code_above(value: f32, top: i32) -> f32 {
     nearest(value.max(0.0).min(top as f32))
@@ -118,7 +118,7 @@ pub(super) fn code_above(value: f32, top: i32) -> f32 {
 
 /// Rounding to the levels of a symmetric grid.
 pub(super) trait Levels: Copy {
-    /// The level that is nearest to a value. What is no number becomes the lowest.
+    /// The level that is nearest to a value. NaN becomes the lowest.
     fn level(self, value: f32) -> f32;
     /// The lowest and the highest level.
     fn ends(self) -> [f32; 2];

@@ -107,7 +107,7 @@ impl ModelDirectory {
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
-        // Weights first: a directory of pickles is told so, whatever its configuration says.
+        // Weights first: a directory of pickles is reported as such, whatever its configuration says.
         let source = ShardedCheckpoint::open_in(&root)?;
         let config_path = root.join(CONFIG);
         let config = read_config(&root, &config_path)?;

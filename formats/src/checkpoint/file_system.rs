@@ -179,7 +179,7 @@ pub(crate) fn is_unsupported(error: &io::Error) -> bool {
     is_errno(error, &[Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP])
 }
 
-/// An error of the system as ours: a full disk or an exhausted quota is told with numbers.
+/// An error of the system as ours: a full disk or an exhausted quota is reported with numbers.
 pub(crate) fn failure(
     fs: &dyn FileSystem,
     action: &'static str,

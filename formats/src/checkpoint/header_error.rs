@@ -175,7 +175,7 @@ pub enum HeaderError {
         /// Length that the header implies.
         need: u64,
     },
-    /// The file goes on after the last tensor.
+    /// The file continues after the last tensor.
     #[error("{} byte(s) follow the last tensor: have {have}, need {need} bytes", have - need)]
     TrailingBytes {
         /// Length of the file.

@@ -43,7 +43,7 @@ pub(crate) enum Lookup {
 
 impl Root {
     /// # Errors
-    /// [`Error::NoCheckpoint`] when the path is no directory, [`Error::Io`] when it cannot be read.
+    /// [`Error::NoCheckpoint`] when the path is not a directory, [`Error::Io`] when it cannot be read.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let reason = match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => None,

@@ -113,7 +113,7 @@ impl Job {
             if !is_same_file(&lock, &lock_path) {
                 continue;
             }
-            // Only told to others; a disk too full for it shows in what follows.
+            // Only for other processes to read; a disk too full for it fails in what follows.
             let _ = lock
                 .set_len(0)
                 .and_then(|()| lock.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0));
@@ -245,7 +245,7 @@ fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
         if name == OsStr::new(LOCK) {
             locked = is_lock(&entry.path())?;
             if !locked {
-                return Ok(Some(format!("{}, which is no lock of a run", holds())));
+                return Ok(Some(format!("{}, which is not the lock of a run", holds())));
             }
         } else if CONTENTS.iter().any(|c| name == OsStr::new(c)) {
             unlocked = Some(holds());

@@ -49,7 +49,7 @@ impl Journal {
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
-    /// What a journal claims; nothing if there is none. Lines that do not parse are passed over,
+    /// What a journal claims; nothing if the file is missing. Lines that do not parse are passed over,
     /// and of two lines on one tensor or record the later counts.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);

@@ -46,7 +46,7 @@ pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec
     format!("{manifest:#}\n").into_bytes()
 }
 
-/// Names and lengths of the files that a manifest lists, or `None` when it is none.
+/// Names and lengths of the files that a manifest lists, or `None` when it is not a manifest.
 pub(crate) fn manifest_files(manifest: &[u8]) -> Option<HashMap<String, u64>> {
     let manifest: Value = serde_json::from_slice(manifest).ok()?;
     let files = manifest.get("files")?.as_array()?;

@@ -163,8 +163,9 @@ fn replace(fs: &dyn FileSystem, job: &Job, out: &Path) -> Result<()> {
     match fs.rename_new(&previous, target) {
         Ok(()) => Err(failure(fs, "rename", target, 0, error)),
         Err(second) => {
-            let told = format!("{second}, after {error}; the old content is kept in {}", previous.display());
-            Err(Error::io("restore", target, io::Error::new(second.kind(), told)))
+            let reason =
+                format!("{second}, after {error}; the old content is kept in {}", previous.display());
+            Err(Error::io("restore", target, io::Error::new(second.kind(), reason)))
         }
     }
 }

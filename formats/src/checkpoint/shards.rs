@@ -251,7 +251,7 @@ fn incomplete_download(names: &str) -> String {
     format!("{names}: a link leads nowhere, the download is incomplete; run `hf download` again")
 }
 
-/// Where the shards are; what is missing is told at once, not one shard a run.
+/// Where the shards are. All missing shards are reported at once, not one per run.
 fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault> {
     let mut files = Vec::with_capacity(names.len());
     let (mut absent, mut dangling) = (Vec::new(), Vec::new());

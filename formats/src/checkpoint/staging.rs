@@ -45,7 +45,7 @@ pub(crate) fn stage(
 }
 
 /// Takes over the shards of an interrupted job. What does not look like its shard is created again,
-/// what is no shard is removed: other files are added again by every run.
+/// everything but shards is removed: other files are added again by every run.
 pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
     let out = job.out();
     remove_strays(fs, &out, layout)?;

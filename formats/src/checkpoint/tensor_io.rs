@@ -50,7 +50,7 @@ pub trait TensorSource: Send + Sync {
     }
 
     /// These blocks, row by row: codes, two of neighbouring columns in a byte, the lower one in the low half; and exponents,
-    /// one for each 32 columns. `None` where the tensor is no such.
+    /// one for each 32 columns. `None` where the tensor is stored otherwise.
     ///
     /// # Errors
     /// When reading fails.

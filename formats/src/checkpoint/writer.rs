@@ -112,7 +112,7 @@ struct Progress {
     /// Of all its bytes, once they are written.
     hash: Option<Digest256>,
     journaled: bool,
-    /// Complete since an earlier run; may be written anew.
+    /// Complete since an earlier run; may be written again.
     resumed: bool,
 }
 
@@ -257,7 +257,7 @@ impl CheckpointWriter {
     /// After resuming, files are added again; only tensors are kept.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the name is no plain file name or is taken; [`Error::DiskFull`],
+    /// [`Error::Internal`] when the name is not a plain file name, or is taken; [`Error::DiskFull`],
     /// [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.refuse_beside_single_file(name)?;

@@ -129,7 +129,7 @@ impl Error {
                 "this is a bug: please report it with the command that led here".into()
             }
             Self::Interrupted => {
-                "run the same command again; ‹quantize()› goes on where it stopped with ‹resume›, ‹eval()› \
+                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, ‹eval()› \
                  where it was given a ‹journal›"
                     .into()
             }

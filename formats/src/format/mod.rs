@@ -314,7 +314,7 @@ pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &Gptq
 /// The container of that name.
 ///
 /// # Errors
-/// When there is none; the message lists those there are.
+/// When no container has it; the message lists those that exist.
 pub fn container(name: &str) -> Result<&'static dyn Container> {
     CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
@@ -330,7 +330,7 @@ pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
 /// The containers of those names, each once.
 ///
 /// # Errors
-/// As [`container`], and when there is no name or one stands twice.
+/// As [`container`], and when the list is empty or names one twice.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     const REMEDY: &str = "name each container once";
     if names.is_empty() {

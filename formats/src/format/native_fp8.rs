@@ -10,7 +10,7 @@
 //! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, where it is static |
 //!
 //! Whatever its name says, a scale is multiplied with. Those of one byte are exponents, `2^(byte − 127)`. Which linears
-//! are quantized is told by the types of tensors: configurations leave some out without naming them.
+//! are quantized follows from the types of tensors: configurations leave some out without naming them.
 
 use std::collections::BTreeMap;
 
@@ -89,8 +89,8 @@ impl NativeFp8 {
         self.modules.get(name).ok_or_else(missing)
     }
 
-    /// What is said of a weight of I8 by a scale beside it: two FP4 codes a byte, with exponents for 32 columns. Without one it
-    /// is none of this layout.
+    /// What is said of a weight of I8 by a scale beside it: two FP4 codes a byte, with exponents for 32 columns. Without a
+    /// scale, the tensor does not have this layout.
     fn survey_fp4(source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Option<Module>> {
         let names = SCALES.iter().map(|name| format!("{module}.{name}"));
         let found = names.filter_map(|name| source.info(&name).map(|info| (name, info.clone()))).next();

@@ -64,7 +64,7 @@ pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f
 /// The dimensions of a matrix, where there is a tensor of that name and type, each multiplied by `times`.
 ///
 /// # Errors
-/// [`Error::UnsupportedQuantization`] when it is no matrix, or one of no size that fits.
+/// [`Error::UnsupportedQuantization`] when it is not a matrix, or its size overflows.
 pub(super) fn matrix(
     source: &dyn TensorSource,
     name: &str,
@@ -80,6 +80,6 @@ pub(super) fn matrix(
     }
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
-        reason: format!("tensor `{name}` is {:?}, and no matrix of codes", info.shape),
+        reason: format!("tensor `{name}` is {:?}, which is not a matrix of codes", info.shape),
     })
 }

@@ -1,6 +1,6 @@
 //! A quantized checkpoint for an engine that has a model of its own: which linears are quantized, and each of them.
 //!
-//! Nothing here knows a family of models. Which modules are linears, and of which shape, is told by the tensors.
+//! Nothing here knows a family of models. Names, types and shapes of the tensors say which modules are linears.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -132,7 +132,7 @@ impl QuantizedCheckpoint {
         Self::with_reader(source, reader(settings).map_err(unsupported)?)
     }
 
-    /// The same with a reader of one's own, for a container that this crate does not know.
+    /// The same with your own reader, for a container that this crate does not know.
     ///
     /// # Errors
     /// Those of the reader.

@@ -195,7 +195,7 @@ mod tests {
         match grid {
             InputGrid::Token => rows.quantize(x, layout, &Serial).unwrap(),
             InputGrid::Static(by) => rows.quantize_static(x, layout, by, &Serial).unwrap(),
-            other => panic!("{other:?} is no grid of integers"),
+            other => panic!("{other:?} is not a grid of integers"),
         }
         let zero = rows.zero();
         (0..rows.m())

@@ -76,7 +76,7 @@ impl GridRule {
         }
     }
 
-    /// The grid for weights of this range in a row with this scale: [`fit`](Self::fit) where there is none.
+    /// The grid for weights of this range in a row with this scale: [`fit`](Self::fit) where scales have one level.
     ///
     /// # Errors
     /// As `fit`.

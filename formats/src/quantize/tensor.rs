@@ -83,7 +83,7 @@ impl QuantizedTensor {
     /// point need where the checkpoint says that they have one.
     ///
     /// # Errors
-    /// When its parts do not fit each other, or its scheme is none that the kernels multiply: groups that are too wide,
+    /// When its parts do not fit each other, or the kernels do not multiply its scheme: groups that are too wide,
     /// widths below 16.
     pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
@@ -119,7 +119,7 @@ impl QuantizedTensor {
     /// The grid of the input, where it does not stay float.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the scheme asks for a grid that is the same for all tokens, and there is none.
+    /// [`Error::Internal`] when the scheme asks for one grid for all tokens and the tensor has no such grid.
     pub fn input_grid(&self) -> Result<Option<InputGrid>> {
         match (self.scheme.activations, self.input) {
             (ActivationScheme::Float, None) => Ok(None),

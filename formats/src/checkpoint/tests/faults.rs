@@ -336,7 +336,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
             if fault == Fault::PowerLoss {
                 fs.lose_unsynced();
             }
-            let told = format!("{fault:?} at operation {k}, resume {resume}: {outcome:?}");
+            let case = format!("{fault:?} at operation {k}, resume {resume}: {outcome:?}");
 
             let left = content_of(&target);
             let aside = dir.path().join("out.job/previous");
@@ -344,29 +344,29 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
             let is_old = left == old;
             // Only without an exchange is there a moment at which the old stands aside.
             let is_aside = !can_exchange && left.is_none() && content_of(&aside) == old;
-            assert!(is_new || is_old || is_aside, "{told}");
+            assert!(is_new || is_old || is_aside, "{case}");
             if outcome.is_ok() {
-                assert!(is_new, "{told}");
+                assert!(is_new, "{case}");
             }
             if let (Err(error), Fault::DiskFull, true) = (&outcome, fault, hit) {
-                assert!(matches!(error, Error::DiskFull { .. } | Error::Io { .. }), "{told}");
-                assert!(!is_aside, "{told}: not rolled back");
+                assert!(matches!(error, Error::DiskFull { .. } | Error::Io { .. }), "{case}");
+                assert!(!is_aside, "{case}: not rolled back");
             }
 
             if is_aside {
                 was_aside = true;
                 // The mere start of the next run puts it back, whatever becomes of that run.
                 let started = create(Arc::new(steady()), &target, false, resume);
-                assert!(matches!(started, Err(Error::OutputExists { .. })), "{told}");
-                assert_eq!(content_of(&target), old, "{told}: not put back");
+                assert!(matches!(started, Err(Error::OutputExists { .. })), "{case}");
+                assert_eq!(content_of(&target), old, "{case}: not put back");
             }
             let force = force || left.is_some();
             run(Arc::new(RealFileSystem), &target, force, resume)
-                .unwrap_or_else(|e| panic!("{told}, then {e}"));
-            assert_eq!(content_of(&target).as_ref(), Some(&new), "{told}");
+                .unwrap_or_else(|e| panic!("{case}, then {e}"));
+            assert_eq!(content_of(&target).as_ref(), Some(&new), "{case}");
             let left_over: Vec<_> =
                 fs::read_dir(dir.path()).unwrap().flatten().map(|e| e.file_name()).collect();
-            assert_eq!(left_over, ["out"], "{told}");
+            assert_eq!(left_over, ["out"], "{case}");
         }
         if !hit {
             assert_eq!(was_aside, fault == Fault::PowerLoss && !can_exchange);

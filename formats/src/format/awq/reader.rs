@@ -54,7 +54,7 @@ impl Reader {
                 let names: Option<Vec<_>> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
                 match names {
                     Some(names) => names,
-                    None => return refuse("modules_to_not_convert", "holds something that is no text"),
+                    None => return refuse("modules_to_not_convert", "holds something that is not text"),
                 }
             }
             Some(_) => return refuse("modules_to_not_convert", "is not an array"),

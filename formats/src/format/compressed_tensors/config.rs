@@ -251,7 +251,7 @@ fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     });
     if let Some((module, _)) = ragged {
         notes.push(format!(
-            "llama.cpp stores NVFP4 in blocks of 64 inputs, and `{module}` has {}, which is no multiple",
+            "llama.cpp stores NVFP4 in blocks of 64 inputs; `{module}` has {} inputs, which is not a multiple of 64",
             schemes.shapes[module][1]
         ));
     }

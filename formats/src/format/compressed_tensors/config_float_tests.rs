@@ -77,5 +77,5 @@ fn notes_name_the_traps_of_each_format() {
         says.iter().for_each(|said| assert!(notes.contains(said), "{scheme}: {notes}"));
     }
     let narrow = ModuleSchemes { shapes: [("a", [64, 48])].into(), ..of("wf4a16-g16-nv") };
-    assert!(warnings(&narrow).join("\n").contains("`a` has 48, which is no multiple"));
+    assert!(warnings(&narrow).join("\n").contains("`a` has 48 inputs, which is not a multiple of 64"));
 }

@@ -61,7 +61,7 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
 }
 
 /// Whether the `kv_cache_scheme` of a configuration says FP8 with one static scale for the keys of a layer and one for its
-/// values; `false` where there is none.
+/// values; `false` where keys and values stay float.
 pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     if root.get("kv_cache_scheme").is_none() {
         return Ok(false);

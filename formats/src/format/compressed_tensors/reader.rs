@@ -74,7 +74,7 @@ impl<T: Copy> Names<T> {
                     .map_err(|e| format!("`{path}` is not a regular expression that can be used: {e}"))
             };
             // Checked by itself first: inside the group, `a)|(b` would be well-formed. The group
-            // anchors the whole of it at the start, as Python's `re.match` does.
+            // anchors all of it at the start, as Python's `re.match` does.
             compile(pattern)?;
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
@@ -339,7 +339,7 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
     if !(scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite()) {
         return Err(Error::UnsupportedQuantization {
             path: source.location(&name),
-            reason: format!("tensor `{name}` is {scale}, which is no scale of inputs"),
+            reason: format!("tensor `{name}` is {scale}, which is not a scale of inputs"),
         });
     }
     Ok(Some(StaticScale { scale, zero }))
@@ -387,7 +387,7 @@ fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;
     let mut stated = Vec::new();
-    // Anything else is no shape, and is not read.
+    // Anything else is not a shape, and is not read.
     if info.shape == [2] && matches!(info.dtype, Dtype::I64 | Dtype::I32) {
         stated = read_weight_shape(source, &name)?;
     }

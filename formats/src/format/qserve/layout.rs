@@ -41,7 +41,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// The kind of a scheme; `None` where there is none for it.
+    /// The kind of a scheme; `None` where the format cannot hold it.
     pub(super) fn of(scheme: LinearScheme) -> Option<Self> {
         let WeightFormat::Int { bits, symmetric, two_level } = scheme.weight else { return None };
         match (bits, scheme.granularity, symmetric, two_level, scheme.activations) {

@@ -1,7 +1,7 @@
-//! What a loader must know that the tensors do not say: the `quantization_config`, and the whole of it in
+//! What a loader must know that the tensors do not say: the `quantization_config`, and all of it in
 //! `qserve_manifest.json` beside it.
 //!
-//! QServe's own loader was told bits and group size on its command line, and assumed the rest: the order of scales,
+//! QServe's own loader takes bits and group size from its command line, and assumes the rest: the order of scales,
 //! which two converters wrote in two ways; norms of all ones, which it does not load. Here all of it is written down.
 
 use serde_json::{Value, json};

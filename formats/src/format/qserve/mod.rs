@@ -83,7 +83,7 @@ impl Container for QServe {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: loaders are told it once. Head and embedding stay float.
+    /// One scheme for all linears, since a loader reads it once. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(

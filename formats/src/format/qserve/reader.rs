@@ -87,7 +87,7 @@ impl Reader {
                 source,
                 name,
                 &format!("has a scale of {} at {row}; scales are positive", scales[row]),
-                "make the checkpoint anew from the float model",
+                "quantize the float model again",
             )),
         }
     }
@@ -103,7 +103,7 @@ impl Reader {
                 source,
                 &scales_name,
                 &format!("has a scale of {} for {}; scales of groups are 1 to 16", scales[i] as i8, place(i)),
-                "make the checkpoint anew from the float model, with weights within the protective range of 119",
+                "quantize the float model again, with weights within the protective range of 119",
             ));
         }
         let stored = self.order.restore(&source.read(&zeros_name)?, n, groups);
@@ -121,8 +121,8 @@ impl Reader {
                     *stored as i8,
                     place(i)
                 ),
-                "zeros found on 8 bits (deepcompressor's `zero_point: PostScale`) are no codes of 4 bits: make the \
-                 checkpoint anew with `PreScale`, or from the float model",
+                "zeros found on 8 bits (deepcompressor's `zero_point: PostScale`) are no codes of 4 bits: quantize again with \
+                 `PreScale`, or from the float model",
             ))
         };
         let zeros = stored.iter().zip(&scales).enumerate().map(zero).collect::<Result<Vec<u8>>>()?;
@@ -146,8 +146,8 @@ impl Reader {
                 &format!(
                     "has {stored} at {row}, which is not its scale of {scale} times a zero from 0 to 15 in F16"
                 ),
-                "zeros that are no codes of 4 bits (deepcompressor's `zero_point: PostScale`) cannot be read: make the \
-                 checkpoint anew with `PreScale`, or from the float model",
+                "zeros that are no codes of 4 bits (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
+                 `PreScale`, or from the float model",
             ))
         };
         stored.iter().zip(&scales).enumerate().map(zero).collect()
@@ -173,7 +173,7 @@ fn float(map: &Map<String, Value>) -> Result<Vec<String>, String> {
         None => Ok(Vec::new()),
         Some(Value::Array(names)) => {
             let names: Option<_> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
-            names.ok_or_else(|| format!("{KEY} holds something that is no text"))
+            names.ok_or_else(|| format!("{KEY} holds something that is not text"))
         }
         Some(_) => Err(format!("{KEY} is not an array")),
     }
@@ -261,7 +261,7 @@ impl PackedReader for Reader {
                         &name,
                         &format!("and its scales do not go together: {outlier}, more than 8 bits hold"),
                         "if deepcompressor's converter wrote it, set \"s2_order\": \"deepcompressor\" in \
-                         quantization_config; else make the checkpoint anew from the float model",
+                         quantization_config; else quantize the float model again",
                     ));
                 }
                 let levels = Levels { groups, rows };
