@@ -40,6 +40,8 @@ const FP4_GROUP: usize = 32;
 pub(super) struct NativeFp8 {
     /// Whether inputs have calibrated scales.
     static_inputs: bool,
+    /// Whether weights of I8 with exponents beside them are FP4 codes.
+    reads_fp4: bool,
     modules: BTreeMap<String, Module>,
 }
 
@@ -75,13 +77,13 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
         Some(Some("static")) => true,
         Some(_) => return refuse("activation_scheme", "is neither dynamic nor static".into()),
     };
-    Ok(Some(NativeFp8::new(static_inputs)))
+    Ok(Some(NativeFp8 { reads_fp4: true, ..NativeFp8::new(static_inputs) }))
 }
 
 impl NativeFp8 {
-    /// A reader that has not looked at the tensors yet; whether scales of inputs count.
+    /// A reader of FP8 that has not looked at the tensors yet; whether scales of inputs count.
     pub(super) fn new(static_inputs: bool) -> Self {
-        Self { static_inputs, modules: BTreeMap::new() }
+        Self { static_inputs, reads_fp4: false, modules: BTreeMap::new() }
     }
 
     fn module(&self, name: &str) -> Result<&Module> {
@@ -169,7 +171,8 @@ impl PackedReader for NativeFp8 {
             if info.dtype == Dtype::F8E4M3 {
                 modules.insert(module.to_owned(), self.survey_module(source, module, &info.shape)?);
             }
-            if info.dtype == Dtype::I8
+            if self.reads_fp4
+                && info.dtype == Dtype::I8
                 && let Some(found) = Self::survey_fp4(source, module, &info.shape)?
             {
                 modules.insert(module.to_owned(), found);
