@@ -68,9 +68,9 @@ INLINE void fragment_f16_e2m1(u32 (&a)[4], u32 word) {
 
 // Numbers of E2M1.
 INLINE void fragment_bf16_e2m1(u32 (&a)[4], u32 word) {
-    u32 turned = rotate_right<3>(word);
-    a[0] = and_or<0x01c001c0>(turned, word & SIGNS);
-    a[1] = and_or<0x01c001c0>(rotate_right<6>(word), turned & SIGNS);
+    u32 by_3 = rotate_right<3>(word);
+    a[0] = and_or<0x01c001c0>(by_3, word & SIGNS);
+    a[1] = and_or<0x01c001c0>(rotate_right<6>(word), by_3 & SIGNS);
     a[2] = and_or<0x01c001c0>(rotate_right<29>(word), rotate_right<1>(word) & SIGNS);
     a[3] = and_or<0x01c001c0>(word, rotate_right<2>(word) & SIGNS);
     // 2¹²⁶.

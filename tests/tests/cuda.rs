@@ -56,7 +56,9 @@ fn a_model_is_evaluated_on_the_device() {
         let isa = there["tool"]["isa"].as_str().unwrap();
         assert!(isa.contains("kernels cuda on PTX interpreter"), "{isa}");
         let (there, here) = (perplexity(&there), perplexity(&here));
-        assert!((there / here - 1.0).abs() < 5e-4, "{scheme}: {there} on the device, {here} here");
+        // Inputs on a grid of few numbers fall to one side or the other by the last bits of what comes before.
+        let most = if matches!(scheme, "fp8" | "nvfp4") { 0.03 } else { 5e-4 };
+        assert!((there / here - 1.0).abs() < most, "{scheme}: {there} on the device, {here} here");
     }
 }
 
