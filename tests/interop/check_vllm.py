@@ -47,11 +47,10 @@ CASES = [
     ("qwen2.5-vl-flat", "w4a16-g32", GROUP_32),
     ("qwen3-vl", "w4a16-g32", GROUP_32),
     ("qwen3.5-128", "w4a16-g32", GROUP_32),
-    ("qwen3-vl-moe-normed", "float experts", FLOAT_EXPERTS),
     ("gemma3-vl-64", "w4a16-g32", GROUP_32),
     ("gemma4-vl-64", "w4a16-g32", GROUP_32),
     ("mistral3", "w4a16-g32", GROUP_32),
-    ("mistral3-ministral3", "w4a16-g32", GROUP_32),
+    ("mistral3-ministral3-512", "w4a16-g32", GROUP_32),
     ("llava-llama", "w4a16-g32", GROUP_32),
     ("llava-modules", "awq", ["--format", "awq", *GROUP_32]),
 ]

@@ -135,7 +135,10 @@ ENGINES = {
     "qwen3.5-128": QWEN3_5_WIDE,
     "qwen3-vl-moe-normed": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {"norm_topk_prob": True}},
     "gemma3-vl-64": GEMMA3 | {"text_config": GEMMA3["text_config"] | {"head_dim": 64}},
-    "gemma4-vl-64": GEMMA4 | {"text_config": GEMMA4["text_config"] | {"head_dim": 64}},
+    "gemma4-vl-64": GEMMA4 | {"text_config": GEMMA4["text_config"] | {"head_dim": 64, "final_logit_softcapping": 2.0}},
+    # Its tables of yarn end at the original positions times the factor.
+    "mistral3-ministral3-512": MISTRAL3 | {"text_config": MINISTRAL3["text_config"] | {
+        "rope_parameters": MINISTRAL3["text_config"]["rope_parameters"] | {"original_max_position_embeddings": 512}}},
 }
 
 
@@ -156,6 +159,9 @@ def make_model(variant, seed):
             elif variant == "gemma4-vl-64" and "language_model" in name and name.endswith("q_norm.weight"):
                 # Scores that are not scaled would be so large that rounding to bfloat16 decides which key is looked at.
                 parameter.copy_(0.15 + 0.05 * noise)
+            elif variant == "qwen3-vl-moe-normed" and name.endswith("mlp.gate.weight"):
+                # So decided that rounding to bfloat16 changes few choices.
+                parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)
             elif parameter.ndim == 1:
                 # Weights of Gemma's norms are what is added to 1.
                 # Those of Qwen3.5 too, but for gated delta nets, where `A_log` is so small that a state holds many tokens.

@@ -127,13 +127,14 @@ fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Re
     // Marks of `code` in the paragraph, which may go on in the next line: inside there are no links.
     let (mut is_code, mut marks) = (false, 0);
     for line in text.split_inclusive('\n') {
-        if line.trim_start().starts_with("```") {
+        let is_fence = line.trim_start().starts_with("```");
+        if is_fence {
             is_code = !is_code;
         }
         if line.trim().is_empty() {
             marks = 0;
         }
-        if is_code {
+        if is_code || is_fence {
             out.push_str(line);
             continue;
         }

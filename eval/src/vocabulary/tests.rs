@@ -82,9 +82,10 @@ fn passed(vocab: usize, logits: &[&[f32]], next: &[u32]) -> Vec<Sums> {
     let sums = pass(&sources, next, true, &CancelToken::new()).unwrap();
     let at_hand = Output::Logits(vocab);
     let sources: Vec<Source<'_>> = logits.iter().map(|inputs| Source { output: &at_hand, inputs }).collect();
-    // As text, in which NaN is itself and every other number has one form.
     let again = pass(&sources, next, true, &CancelToken::new()).unwrap();
-    assert_eq!(format!("{again:?}"), format!("{sums:?}"));
+    // NaN is not itself, but its text is.
+    let texts = [&again, &sums].map(|sums| format!("{sums:?}"));
+    assert!(again == sums || (texts[0].contains("NaN") && texts[0] == texts[1]), "{texts:?}");
     sums
 }
 

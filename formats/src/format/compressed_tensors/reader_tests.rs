@@ -333,7 +333,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
     assert!(with(Dtype::Bf16, 0.5).unwrap() == tensor);
     for bad in [0.0, -1.0, 1e-40] {
         let said = with(Dtype::F32, bad).unwrap_err().to_string();
-        assert!(said.contains("m.input_scale") && said.contains("no scale of inputs"), "{said}");
+        assert!(said.contains("m.input_scale") && said.contains("not a scale of inputs"), "{said}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
     // Zeros that say nothing are met beside bytes; others contradict the scheme.
