@@ -172,7 +172,7 @@ def in_transformers(arguments) -> None:
         f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings and head float; "
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
         f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one; each in a process of its own, all in "
-        f"turns, medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), imports of torch included.",
+        f"turns, medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), imports of torch included. {arguments.note}".rstrip(),
         "",
         "| model | load s | prefill, tokens/s | decode, tokens/s | times bf16 | peak GB | of bf16 |",
         "|---|---|---|---|---|---|---|",
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", action="append")
+    parser.add_argument("--note", default="", help="a sentence for the record, such as on the load of the machine")
     arguments = parser.parse_args()
     if arguments.what == "make":
         quantized(arguments.quant, make(arguments.out, arguments.shape, arguments.layers))

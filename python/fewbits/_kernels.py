@@ -131,9 +131,10 @@ class _Rows(threading.local):
         _check(getattr(_LIBRARY, function)(0, byref(handle), byref(message)), text)
         return handle
 
-    def __del__(self) -> None:
-        _LIBRARY.qz1_float_rows_free(self.float)
-        _LIBRARY.qz1_int8_rows_free(self.int8)
+    def __del__(self, library: ctypes.CDLL = _LIBRARY) -> None:
+        # When the interpreter ends, the module's names are gone before this is called.
+        library.qz1_float_rows_free(self.float)
+        library.qz1_int8_rows_free(self.int8)
 
 
 _ROWS = _Rows()
@@ -194,7 +195,7 @@ def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
 
 def layout_numbers(layout: Layout) -> list[int]:
     """A layout as integers, which an operator takes; ``id`` as a signed one."""
-    numbers = [int(getattr(layout, name)) for name, _ in Layout._fields_]
+    numbers = [int(getattr(layout, field[0])) for field in Layout._fields_]
     return [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
+import torch  # type: ignore[import-not-found,unused-ignore]
 
 from fewbits import _kernels
 
@@ -69,7 +69,7 @@ def _(
     return x.new_empty((*x.shape[:-1], layout[6]))
 
 
-class PackedLinear(torch.nn.Module):
+class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """A linear whose weight is packed for the kernels."""
 
     packed: torch.Tensor
@@ -104,13 +104,14 @@ class PackedLinear(torch.nn.Module):
         _kernels.pack(weights, layout, packed.data_ptr(), torch.get_num_threads())
         self.layout = _kernels.layout_numbers(layout)
         self.activations = activations
-        self.scale, self.zero = (None, 0) if static is None else static
+        self.scale: float | None = None if static is None else static[0]
+        self.zero = 0 if static is None else static[1]
         self.bits = bits
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fewbits.linear(  # type: ignore[no-any-return]
+        return torch.ops.fewbits.linear(  # type: ignore[no-any-return,unused-ignore]
             x, self.packed, self.layout, self.bias, self.activations, self.scale, self.zero
         )
 
@@ -216,7 +217,7 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
 def quantizer(base: type[Any]) -> type[Any]:
     """transformers' quantizer of compressed-tensors checkpoints, with packed linears after loading."""
 
-    class PackedQuantizer(base):  # type: ignore[misc,valid-type]
+    class PackedQuantizer(base):  # type: ignore[misc,valid-type,unused-ignore]
         """Loads as its base does, then packs."""
 
         _packs = False

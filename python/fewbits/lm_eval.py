@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
+from lm_eval import utils  # type: ignore[import-untyped,import-not-found,unused-ignore]
+from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped,import-not-found,unused-ignore]
+from lm_eval.api.registry import register_model  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 from fewbits import Model
 

@@ -38,8 +38,10 @@ def enable() -> None:
     """
     if _BEFORE:
         return
-    import compressed_tensors  # noqa: F401
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    import compressed_tensors  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
+    from transformers.quantizers.auto import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        AUTO_QUANTIZER_MAPPING,
+    )
 
     from fewbits._torch import quantizer
 

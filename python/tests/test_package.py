@@ -52,8 +52,12 @@ def test_metadata() -> None:
     assert all("extra ==" in requirement for requirement in required)
 
 
-def test_stubs_are_those_of_the_extension() -> None:
-    done = run(sys.executable, "-m", "mypy.stubtest", "fewbits", "--ignore-disjoint-bases")
+def test_stubs_are_those_of_the_extension(tmp_path: Path) -> None:
+    # What needs torch, which is not here; fields that ctypes makes; a base class without types.
+    allowed = tmp_path / "allowed"
+    allowed.write_text("fewbits\\._torch\nfewbits\\._kernels\\._?[A-Z].*\nfewbits\\.lm_eval\\.FewbitsLM.*\n")
+    options = ["--ignore-disjoint-bases", "--allowlist", str(allowed), "--ignore-unused-allowlist"]
+    done = run(sys.executable, "-m", "mypy.stubtest", "fewbits", *options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

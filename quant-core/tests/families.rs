@@ -536,9 +536,9 @@ fn what_is_not_computed_is_refused_by_its_field() {
         ("llama4_text", "layer_types", json!(["chunked_attention"])),
         ("llama4_text", "layer_types", json!(["chunked_attention", "full_attention", "sliding_attention"])),
         ("llama4_text", "num_experts_per_tok", json!(4)),
-        ("llama4_text, not turned", "attn_scale", json!(-0.1)),
-        ("llama4_text, not turned", "floor_scale", json!(0)),
-        ("llama4_text, not turned", "intermediate_size_mlp", json!(0)),
+        ("llama4_text, not rotated", "attn_scale", json!(-0.1)),
+        ("llama4_text, not rotated", "floor_scale", json!(0)),
+        ("llama4_text, not rotated", "intermediate_size_mlp", json!(0)),
         ("phimoe", "num_experts_per_tok", json!(1)),
         ("phimoe", "router_jitter_noise", json!(-0.1)),
         ("phimoe", "sliding_window", json!(0)),
@@ -587,7 +587,7 @@ fn what_is_not_computed_is_refused_by_its_field() {
     }
 }
 
-/// Which layers slide a window and which are turned where the configuration does not list them.
+/// Which layers slide a window and which are rotated where the configuration does not list them.
 #[test]
 fn patterns_of_layers_are_those_of_the_family() {
     let (slides, turns) = (Some(7), true);
@@ -614,8 +614,8 @@ fn patterns_of_layers_are_those_of_the_family() {
                 .unwrap();
         let found = (0..8).map(|layer| {
             let graph = architecture.graph(layer);
-            let turned = graph.nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
-            (graph.attentions().next().unwrap().window, turned)
+            let rotated = graph.nodes().iter().any(|node| matches!(node.op, Op::Rope(_)));
+            (graph.attentions().next().unwrap().window, rotated)
         });
         assert_eq!(found.collect::<Vec<_>>(), expected, "{name}");
     }

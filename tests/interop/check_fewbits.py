@@ -9,6 +9,7 @@ The package lies unpacked in the directory that FEWBITS_PACKAGE names, which `ca
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,22 @@ def transformers_agrees(fewbits, model, scratch):
         assert ((half - expected).norm() / expected.norm()).item() <= 5e-2
         say(f"transformers: {name}, off by {error:.1e}", start)
     operator(linears[0])
+    guide(scratch)
+
+
+def guide(scratch):
+    """The code of the guide's page, with a checkpoint as `OUT`."""
+    start = time.monotonic()
+    (scratch / "OUT").symlink_to(scratch / "w4a16-g64")
+    text = (ROOT / "docs/guide/transformers.md").read_text()
+    [block] = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    before = Path.cwd()
+    os.chdir(scratch)
+    try:
+        exec(compile(block, "docs/guide/transformers.md", "exec"), {})
+    finally:
+        os.chdir(before)
+    say("the code of the guide", start)
 
 
 def operator(linear):

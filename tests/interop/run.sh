@@ -23,5 +23,17 @@ cargo test --quiet --locked --workspace --no-run --test starts --test containers
 # Else glibc maps and unmaps torch's large tensors again and again: long windows then take thrice as long.
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 programs=${CARGO_TARGET_DIR:-target}/debug
-"$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data \
-    --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"
+if [[ "$*" != "--only fewbits" ]]; then
+    "$venv/bin/python" tests/interop/check.py --programs "$programs" --data ../shared/data \
+        --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"
+fi
+
+# The Python package, which `cargo xtask python` unpacks. Whoever asks for one kind of check gets that alone.
+package=${CARGO_TARGET_DIR:-target}/python/package
+if (($# == 0)) || [[ "$*" == "--only fewbits" ]]; then
+    if [[ -d $package/fewbits ]]; then
+        FEWBITS_PACKAGE=$PWD/$package "$venv/bin/python" tests/interop/check_fewbits.py 2>&1 | grep -v "it/s\]"
+    else
+        echo "SKIPPED: no Python package, which cargo xtask python builds (tests/interop/run.sh)"
+    fi
+fi

@@ -79,8 +79,9 @@ fn wheels() -> Result<PathBuf> {
     let record = wheels.join("requirements.txt");
     if std::fs::read(&record).ok() != Some(wanted.clone()) {
         let python = environment(&directory().join("tools"), false)?;
+        // Some are published as sources only: here they become wheels, which need nothing more to be installed.
         let mut download = Command::new(python);
-        download.args(["-m", "pip", "download", "--quiet", "--dest"]).arg(&wheels).arg("-r");
+        download.args(["-m", "pip", "wheel", "--quiet", "--wheel-dir"]).arg(&wheels).arg("-r");
         execute(download.arg(&requirements))?;
         std::fs::write(&record, wanted).with_context(|| format!("cannot write {}", record.display()))?;
     }

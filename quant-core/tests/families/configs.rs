@@ -485,7 +485,7 @@ pub fn cases() -> Vec<Case> {
             ],
             not_rotated_for: Some(EXPERTS),
             ..Case::new(
-                "llama4_text, not turned",
+                "llama4_text, not rotated",
                 "Llama4ForCausalLM",
                 json!({ "num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 32,
                         "intermediate_size_mlp": 96, "moe_layers": [0, 2], "use_qk_norm": false,

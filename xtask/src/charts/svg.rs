@@ -33,12 +33,15 @@ pub struct Scatter {
     pub series: Vec<Series>,
 }
 
-/// Horizontal bars, in panels with a scale each. A bar has a label, a value, and whether it stands out.
+/// A label, a value, and whether the bar stands out.
+pub type Bar = (String, f64, bool);
+
+/// Horizontal bars, in panels with a title and a scale each.
 pub struct Bars {
     pub title: String,
     pub subtitle: String,
     pub unit: String,
-    pub panels: Vec<(String, Vec<(String, f64, bool)>)>,
+    pub panels: Vec<(String, Vec<Bar>)>,
 }
 
 fn escaped(text: &str) -> String {

@@ -1,6 +1,6 @@
 //! Command R and R7B: one layer norm without a bias for attention and MLP, which run side by side; neighboring channels
 //! turn together; logits are scaled. Command R+ norms queries and keys, with a weight for every single head. In Cohere 2
-//! the layers without a window are not turned. Cohere 2 with experts may have a few layers without them in front.
+//! the layers without a window are not rotated. Cohere 2 with experts may have a few layers without them in front.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
@@ -148,7 +148,7 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str, theta: f64) -> R
     Decoder::read(config, defaults)
 }
 
-/// `all_turn`: whether layers without a window are turned too.
+/// `all_turn`: whether layers without a window are rotated too.
 fn describe(
     d: &Decoder<'_>,
     windows: &Windows,
@@ -158,7 +158,7 @@ fn describe(
     describe_with(d, windows, head_norms, |_, window| all_turn || window, |_| d.mlp(false))
 }
 
-/// `turns`: whether a layer is turned, with or without a window.
+/// `turns`: whether a layer is rotated, with or without a window.
 fn describe_with(
     d: &Decoder<'_>,
     windows: &Windows,

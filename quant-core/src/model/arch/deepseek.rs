@@ -147,7 +147,7 @@ pub(super) fn decoder<'a>(
     family: &'static str,
     norm_eps: f64,
 ) -> Result<Decoder<'a>> {
-    // The width of a head that configurations may name is that of the turned part, and is not read.
+    // The width of a head that configurations may name is that of the rotated part, and is not read.
     let (_, shape) = Latent::read(config)?;
     let head_dim = Some(shape.head_dim);
     let d = Decoder::read(config, Defaults { head_dim, norm_eps, ..Defaults::new(family) })?;
@@ -238,7 +238,7 @@ fn latent(
     let (latent, _) = Latent::read(d.config)?;
     let layout = if interleaved { RopeLayout::Interleaved } else { RopeLayout::Halves };
     let rope =
-        RopeRequest { layout, ..RopeRequest::new(latent.turned(), d.defaults.theta) }.read(d.config)?;
+        RopeRequest { layout, ..RopeRequest::new(latent.rotated(), d.defaults.theta) }.read(d.config)?;
     let mut attention = d.attention(Some(rope), [d.flag("attention_bias", false)?; 2]);
     attention.projections = Projections::Latent(latent);
     architecture(d, &attention, experts, is_dense)

@@ -1,5 +1,5 @@
 //! GPT-NeoX and Pythia: layer norms with biases, attention and MLP side by side with a norm each, queries, keys and values of
-//! each head in consecutive rows of one linear, a part of each head turned.
+//! each head in consecutive rows of one linear, a part of each head rotated.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, Mlp, NormKind, PRE, Placement, Projections};

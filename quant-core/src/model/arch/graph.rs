@@ -125,7 +125,7 @@ pub struct QueryKey {
     pub repeat: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// How both are turned to their positions, if they are: a channel that turns is mixed with its partner, and both must
+    /// How both are rotated to their positions, if they are: a channel that turns is mixed with its partner, and both must
     /// have one scale.
     pub rope: Option<Rope>,
 }
@@ -469,7 +469,7 @@ impl BlockGraph {
         self.nodes.iter().enumerate().filter_map(of).collect()
     }
 
-    /// What can scale a query or key, and how it is turned after that.
+    /// What can scale a query or key, and how it is rotated after that.
     fn made_by(&self, value: NodeId) -> Option<(NodeId, Option<&Rope>)> {
         if self.users(value).count() != 1 {
             return None;

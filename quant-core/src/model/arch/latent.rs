@@ -1,5 +1,5 @@
 //! Multi-head latent attention (DeepSeek-V2): keys and values are made from one short vector of each token, queries
-//! perhaps from another, and only a part of each head is turned. The turned part of a key is the same for all heads.
+//! perhaps from another, and only a part of each head is rotated. The rotated part of a key is the same for all heads.
 //!
 //! Keys and values are computed as attention reads them, a head each, and these are cached: the plain definition, which
 //! engines rearrange so that the short vectors are cached.
@@ -20,10 +20,10 @@ pub(super) struct Latent {
     query_rank: Option<usize>,
     /// Width of the vector of keys and values.
     rank: usize,
-    /// Features of a query's or key's head that are not turned.
+    /// Features of a query's or key's head that are not rotated.
     plain: usize,
     /// Features that are, behind the others.
-    turned: usize,
+    rotated: usize,
 }
 
 impl Latent {
@@ -38,14 +38,14 @@ impl Latent {
             query_rank: config.optional_positive("q_lora_rank")?,
             rank: size("kv_lora_rank")?,
             plain: size("qk_nope_head_dim")?,
-            turned: size("qk_rope_head_dim")?,
+            rotated: size("qk_rope_head_dim")?,
         };
         let heads = size("num_attention_heads")?;
         if let Some(other) = config.optional_positive(KV_HEADS)?.filter(|other| *other != heads) {
             let reason = format!("is {other}; latent attention has a key for each of its {heads} heads");
             return Err(config.error(KV_HEADS, reason));
         }
-        let head_dim = latent.plain + latent.turned;
+        let head_dim = latent.plain + latent.rotated;
         let score_scale = 1.0 / (head_dim as f64).sqrt() * score_factor(config)?;
         let shape = AttentionShape {
             value_dim: size("v_head_dim")?,
@@ -55,9 +55,9 @@ impl Latent {
         Ok((latent, shape))
     }
 
-    /// Features of a head that are turned.
-    pub(super) fn turned(&self) -> usize {
-        self.turned
+    /// Features of a head that are rotated.
+    pub(super) fn rotated(&self) -> usize {
+        self.rotated
     }
 
     /// Adds what makes queries, keys and values of `x`, `hidden` features wide; `bias` of the linears that make latent
@@ -69,7 +69,7 @@ impl Latent {
         hidden: usize,
         (shape, rope, bias): (AttentionShape, &Rope, bool),
     ) -> [NodeId; 3] {
-        let Self { query_rank, rank, plain, turned } = self;
+        let Self { query_rank, rank, plain, rotated } = self;
         let (heads, head_dim) = (shape.heads(), shape.head_dim);
         let norm = |name: &str, width| Op::RmsNorm {
             name: format!("self_attn.{name}"),
@@ -86,19 +86,19 @@ impl Latent {
                 g.add(linear("q_b_proj", [heads * head_dim, rank], false), &[latent])
             }
         };
-        let widths = [plain, turned];
-        let [q_plain, q_turned] = split(g, q, widths);
-        let q_turned = g.add(Op::Rope(rope.clone()), &[q_turned]);
-        let q = g.add(Op::JoinHeads { heads, widths }, &[q_plain, q_turned]);
+        let widths = [plain, rotated];
+        let [q_plain, q_rotated] = split(g, q, widths);
+        let q_rotated = g.add(Op::Rope(rope.clone()), &[q_rotated]);
+        let q = g.add(Op::JoinHeads { heads, widths }, &[q_plain, q_rotated]);
 
-        let both = g.add(linear("kv_a_proj_with_mqa", [rank + turned, hidden], bias), &[x]);
-        let [latent, k_turned] = split(g, both, [rank, turned]);
-        let k_turned = g.add(Op::Rope(rope.clone()), &[k_turned]);
+        let both = g.add(linear("kv_a_proj_with_mqa", [rank + rotated, hidden], bias), &[x]);
+        let [latent, k_rotated] = split(g, both, [rank, rotated]);
+        let k_rotated = g.add(Op::Rope(rope.clone()), &[k_rotated]);
         let latent = g.add(norm("kv_a_layernorm", rank), &[latent]);
         let heads_of_both = linear("kv_b_proj", [heads * (plain + shape.value_dim), rank], false);
         let both = g.add(heads_of_both, &[latent]);
         let [k_plain, v] = split(g, both, [plain, shape.value_dim]);
-        let k = g.add(Op::JoinHeads { heads, widths }, &[k_plain, k_turned]);
+        let k = g.add(Op::JoinHeads { heads, widths }, &[k_plain, k_rotated]);
         [q, k, v]
     }
 }

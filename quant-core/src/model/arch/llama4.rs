@@ -59,8 +59,8 @@ impl Family for Llama4 {
             true => config.optional_positive("intermediate_size_mlp")?.unwrap_or(16_384),
             false => d.intermediate,
         };
-        let turned = turned_layers(&d)?;
-        let chunks = chunks(&d, &turned)?;
+        let rotated = rotated_layers(&d)?;
+        let chunks = chunks(&d, &rotated)?;
         let rope = RopeRequest { layout: RopeLayout::Interleaved, ..d.rope_request() }.read(config)?;
         let norms = d.flag("use_qk_norm", true)?.then_some(HeadNorms {
             after_rope: true,
@@ -73,9 +73,9 @@ impl Family for Llama4 {
             false => None,
         };
         let mut architecture = d.architecture(|layer| {
-            let mut attention = d.attention(turned[layer].then(|| rope.clone()), [bias; 2]);
+            let mut attention = d.attention(rotated[layer].then(|| rope.clone()), [bias; 2]);
             attention.shape.chunk = chunks[layer];
-            match turned[layer] {
+            match rotated[layer] {
                 true => attention.head_norms = norms,
                 false => attention.position_scale = scale,
             }
@@ -110,9 +110,9 @@ fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     Ok((1..=d.layers).map(|n| n.is_multiple_of(step)).collect())
 }
 
-/// The layers whose queries and keys are turned: `no_rope_layers` has 1 for these, in spite of its name. Where it is
+/// The layers whose queries and keys are rotated: `no_rope_layers` has 1 for these, in spite of its name. Where it is
 /// missing or empty all are but every `no_rope_layer_interval`th.
-fn turned_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
+fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     match d.config.optional_usize_list(KEY)?.filter(|list| !list.is_empty()) {
         Some(list) if list.len() < d.layers => {
@@ -129,8 +129,8 @@ fn turned_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     }
 }
 
-/// Positions of a chunk, for each layer that attends within chunks: those of `layer_types`, else those that are turned.
-fn chunks(d: &Decoder<'_>, turned: &[bool]) -> Result<Vec<Option<usize>>> {
+/// Positions of a chunk, for each layer that attends within chunks: those of `layer_types`, else those that are rotated.
+fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     const TYPES: &str = "layer_types";
     const SIZE: &str = "attention_chunk_size";
     let chunked: Vec<bool> = match d.config.optional_str_list(TYPES)? {
@@ -145,7 +145,7 @@ fn chunks(d: &Decoder<'_>, turned: &[bool]) -> Result<Vec<Option<usize>>> {
             }
             None => types.iter().map(|kind| *kind == CHUNKED).collect(),
         },
-        None => turned.to_vec(),
+        None => rotated.to_vec(),
     };
     let size = match d.config.has(SIZE) {
         true => d.config.optional_positive(SIZE)?,
@@ -159,7 +159,7 @@ fn chunks(d: &Decoder<'_>, turned: &[bool]) -> Result<Vec<Option<usize>>> {
     }
 }
 
-/// What queries that are not turned are multiplied by.
+/// What queries that are not rotated are multiplied by.
 fn position_scale(d: &Decoder<'_>) -> Result<PositionScale> {
     const KEY: &str = "attn_scale";
     let beta = d.config.optional_f64(KEY)?.unwrap_or(0.1);

@@ -46,17 +46,17 @@ impl Family for SmolLm3 {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let defaults = Defaults { kv_heads: Some(4), theta: 2e6, tied: true, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
-        let turned = turned_layers(&d)?;
+        let rotated = rotated_layers(&d)?;
         let slides = d.flag("use_sliding_window", false)?;
         let windows = match slides && config.get("sliding_window").is_some() {
-            true => Windows::patterned(config, None, |layer| !turned[layer])?,
+            true => Windows::patterned(config, None, |layer| !rotated[layer])?,
             false => Windows::Never,
         };
         let bias = d.flag("attention_bias", false)?;
         let rope = d.rope()?;
         let mlp = d.mlp(d.flag("mlp_bias", false)?);
         d.architecture(|layer| {
-            let rope = turned[layer].then(|| rope.clone());
+            let rope = rotated[layer].then(|| rope.clone());
             let mut attention = d.attention(rope, [bias; 2]);
             attention.shape = AttentionShape { window: windows.of(layer), ..d.shape };
             d.block(attention, mlp)
@@ -85,9 +85,9 @@ pub(super) fn position_scale(
     Ok(PositionScale { beta: beta as f32, original_positions, offset: 0 })
 }
 
-/// Whether queries and keys of each layer are turned: `no_rope_layers` has 1 for those that are, in spite of its name;
+/// Whether queries and keys of each layer are rotated: `no_rope_layers` has 1 for those that are, in spite of its name;
 /// without it all are but every `no_rope_layer_interval`-th.
-fn turned_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
+fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
         if list.len() != d.layers {

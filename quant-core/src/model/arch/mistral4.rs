@@ -43,7 +43,7 @@ impl Family for Mistral4 {
         };
         let (latent, shape) = Latent::read(config)?;
         // The share of a head that turns says again how wide its part is.
-        let share = latent.turned() as f64 / shape.head_dim as f64;
+        let share = latent.rotated() as f64 / shape.head_dim as f64;
         if let Some(other) = parameters.optional_f64(SHARE)?.filter(|found| (found - share).abs() > 1e-9) {
             return Err(parameters.error(SHARE, format!("is {other}, where {share} of a head turns")));
         }
@@ -55,7 +55,7 @@ impl Family for Mistral4 {
             true => RopeLayout::Interleaved,
             false => RopeLayout::Halves,
         };
-        let rope = RopeRequest { layout, ..RopeRequest::new(latent.turned(), d.defaults.theta) }
+        let rope = RopeRequest { layout, ..RopeRequest::new(latent.rotated(), d.defaults.theta) }
             .read(&config.with_map(&outer))?;
         let mut attention = d.attention(Some(rope), [d.flag("attention_bias", false)?; 2]);
         attention.projections = Projections::Latent(latent);

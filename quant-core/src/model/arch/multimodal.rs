@@ -397,13 +397,13 @@ fn check_sections(
     let Some((key, sections)) = sections else { return Ok(()) };
     let numbers = sections.as_array().map(|list| list.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
     let sum = numbers.flatten().and_then(|list| list.iter().try_fold(0u64, |sum, n| sum.checked_add(*n)));
-    for turned in architecture.ropes().map(|rope| rope.rotary_dim as u64) {
-        if sum != Some(turned / 2) {
+    for rotated in architecture.ropes().map(|rope| rope.rotary_dim as u64) {
+        if sum != Some(rotated / 2) {
             return Err(fields.error(
                 &format!("{key}.mrope_section"),
                 format!(
                     "is not a list of integers that add up to half of the channels that turn, {}",
-                    turned / 2
+                    rotated / 2
                 ),
             ));
         }

@@ -98,7 +98,7 @@ impl Family for Exaone4 {
         let rope = d.rope()?;
         d.architecture(|layer| {
             let window = windows.of(layer);
-            // Where some layers slide, those that do not are not turned.
+            // Where some layers slide, those that do not are not rotated.
             let rope = (window.is_some() || !has_windows).then(|| rope.clone());
             post_normed(&d, HeadNorms::OF_HEADS, rope, window, false)
         })

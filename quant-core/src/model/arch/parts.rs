@@ -110,7 +110,7 @@ pub(super) struct Attention {
     pub(super) head_norms: Option<HeadNorms>,
     /// Whether heads of values are divided by their root mean square.
     pub(super) norms_values: bool,
-    /// `None` where queries and keys are not turned.
+    /// `None` where queries and keys are not rotated.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
     /// Whether other blocks read its keys and values, or it reads those of another.
