@@ -88,12 +88,9 @@ pub extern "C" fn qz1_version() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
     let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);
-    let built = match feature {
-        QZ1_FEATURE_CUDA => cfg!(feature = "cuda"),
-        QZ1_FEATURE_CHECKPOINTS => cfg!(feature = "checkpoints"),
-        _ => false,
-    };
-    u32::from(always || built)
+    let cuda = feature == QZ1_FEATURE_CUDA && cfg!(feature = "cuda");
+    let checkpoints = feature == QZ1_FEATURE_CHECKPOINTS && cfg!(feature = "checkpoints");
+    u32::from(always || cuda || checkpoints)
 }
 
 /// 1 where the processor has a `QZ1_ISA_…`, else 0.

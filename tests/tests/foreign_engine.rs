@@ -118,9 +118,18 @@ fn an_engine_that_fails_ends_the_evaluation() {
     };
     refused(Broken(vocab, |_| Err("no such device".into())), 6, "no such device");
     refused(Broken(vocab, |_| Ok(())), 6, "0 numbers for");
-    refused(Broken(vocab, |out| Ok(out.push(1.0))), 6, "1 numbers for");
+    let one = |out: &mut Vec<f32>| {
+        out.push(1.0);
+        Ok(())
+    };
+    refused(Broken(vocab, one), 6, "1 numbers for");
     refused(Broken(0, |_| Ok(())), 6, "without tokens");
     refused(Broken(vocab + 1, |_| Ok(())), 2, "tokens");
-    let nan = |out: &mut Vec<f32>| Ok(out.extend(std::iter::repeat_n(f32::NAN, 64 * 512)));
-    refused(Broken(vocab, nan), 6, "");
+    // A window of 64 tokens has 63 scored ones.
+    let nan = |out: &mut Vec<f32>| {
+        out.extend(std::iter::repeat_n(f32::NAN, 63 * 4096));
+        Ok(())
+    };
+    assert_eq!((vocab, text.windows[0].scored()), (4096, 63));
+    refused(Broken(vocab, nan), 6, "NaN or infinite");
 }

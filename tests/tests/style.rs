@@ -13,10 +13,10 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("gone on with", 0, 0),
     ("vouches", 0, 0),
     ("safety: as above", 0, 0),
-    ("told", 10, 192),
-    ("is none", 9, 120),
-    ("usual", 2, 146),
-    ("turned", 3, 131),
+    ("told", 10, 72),
+    ("is none", 4, 31),
+    ("usual", 0, 94),
+    ("turned", 3, 98),
     ("at the most", 0, 2),
 ];
 
