@@ -14,6 +14,7 @@ mod c;
 mod c_abi;
 #[allow(unsafe_code, reason = "a C caller's side of the interface")]
 mod c_attention;
+mod checkpoint_files;
 mod float_files;
 mod gguf;
 mod input;
@@ -23,6 +24,7 @@ mod kernels_floats;
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
 pub use c_attention::c_attention;
+pub use checkpoint_files::checkpoint_files;
 pub use float_files::float_files;
 pub use gguf::gguf;
 pub use kernels::{pack, packed, round_trip};
@@ -32,11 +34,12 @@ pub use kernels_floats::floating_point;
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
     ("c_hadamard", c_hadamard),
+    ("checkpoint_files", checkpoint_files),
     ("float_files", float_files),
     ("floating_point", floating_point),
     ("gguf", gguf),

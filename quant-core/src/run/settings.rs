@@ -277,16 +277,20 @@ impl RecipeSettings {
 
     /// Fails where a setting acts on a step that the method does not have.
     fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
-        match step_of(option).filter(|_| !method.takes(option)) {
-            None => Ok(()),
-            Some(step) => Err(Error::usage(
-                format!("‹{option}› has no effect: `{step}` is no step of method `{}`", method.name),
-                format!(
-                    "leave it out, or choose a method that has `{step}`{}, and do not skip it",
-                    such_as(step)
-                ),
-            )),
-        }
+        let Some(step) = step_of(option).filter(|_| !method.takes(option)) else { return Ok(()) };
+        let skipped = if self.skip.iter().any(|name| name == step) { ", and do not skip it" } else { "" };
+        let other = match METHODS.iter().find(|method| method.steps().contains(&step)) {
+            Some(method) if method.name == step => format!("choose ‹method={step}›"),
+            Some(method) => format!("choose a method that has `{step}`, such as {}", method.name),
+            None => format!("put `{step}` among the steps"),
+        };
+        Err(Error::usage(
+            format!(
+                "‹{option}› has no effect: it belongs to the step `{step}`, which method `{}` does not have",
+                method.name
+            ),
+            format!("leave it out, or {other}{skipped}"),
+        ))
     }
 
     fn gptq_options(&self) -> [(&'static str, bool); 4] {
@@ -313,12 +317,6 @@ impl RecipeSettings {
         }
         Ok(scheme)
     }
-}
-
-/// The first named method that has a step.
-fn such_as(step: &str) -> String {
-    let has = METHODS.iter().find(|method| method.steps().contains(&step));
-    has.map(|method| format!(", such as {}", method.name)).unwrap_or_default()
 }
 
 fn granularity(text: &str) -> Result<Granularity> {
