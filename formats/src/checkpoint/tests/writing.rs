@@ -439,7 +439,7 @@ fn a_directory_without_our_lock_is_not_emptied() {
     };
     fs::create_dir_all(job.join("out")).unwrap();
     fs::write(job.join("journal.jsonl"), "my diary").unwrap();
-    refused("and not the lock of a run");
+    refused("and no lock of a run");
     fs::write(job.join("lock"), "the key is under the mat").unwrap();
     refused("`lock`, which is not the lock of a run");
     fs::remove_file(job.join("lock")).unwrap();
