@@ -38,7 +38,7 @@
 //! ```
 //!
 //! Floating-point codes, E2M1 and E4M3, are of `Order::Float` and lie in the same words; their bits lie apart, so that
-//! sign and magnitude are where a mask finds them as those of an f16, or a rotation first: see [`WeightLayout::spread`].
+//! sign and magnitude are where a mask finds them as those of an f16, or a rotation first: see `WeightLayout::spread`.
 //!
 //! Scales, u8 zeros and sums of a group's 16 rows stand in the order `0, 8, 1, 9, …, 7, 15`, so that a lane reads its two
 //! with one load; u4 zeros as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` a symmetric grid's codes are stored as
