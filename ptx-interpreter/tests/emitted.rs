@@ -118,11 +118,13 @@ fn sixteen_bits() {
         of(&format!("{opcode} %rs3, %rs1, %rs2;\ncvt.u32.u16 %r20, %rs3;"), f);
     }
     of("shl.b16 %rs3, %rs1, 3;\ncvt.u32.u16 %r20, %rs3;", |a, _| u32::from(a << 3));
+    of("shr.u16 %rs3, %rs1, 3;\ncvt.u32.u16 %r20, %rs3;", |a, _| u32::from(a >> 3));
     of("mul.wide.u16 %r20, %rs1, %rs2;", |a, b| u32::from(a) * u32::from(b));
     for (opcode, f) in [
         ("setp.eq.s16", (|a, b| a == b) as fn(u16, u16) -> bool),
         ("setp.ne.s16", |a, b| a != b),
         ("setp.lt.s16", |a, b| (a as i16) < b as i16),
+        ("setp.lt.u16", |a, b| a < b),
     ] {
         let snippet = format!(
             "cvt.u16.u32 %rs1, %r10;\ncvt.u16.u32 %rs2, %r11;\n{opcode} %p1, %rs1, %rs2;\n\

@@ -286,6 +286,20 @@ fn conversions() {
     );
 }
 
+/// A sum in single precision whose last bit is odd where it is inexact, so that rounding it again is rounding once.
+fn rounded_to_odd(a: f64, b: f64) -> f32 {
+    let sum = a + b;
+    let shifted = sum - a;
+    let error = (a - (sum - shifted)) + (b - shifted);
+    let single = sum as f32;
+    let rest = (sum - f64::from(single)) + error;
+    if !single.is_finite() || rest == 0.0 || single.to_bits() & 1 == 1 {
+        return single;
+    }
+    let away = (rest > 0.0) == (single > 0.0 || (single == 0.0 && rest > 0.0));
+    f32::from_bits(if away { single.to_bits() + 1 } else { single.to_bits() - 1 })
+}
+
 #[test]
 fn pairs_of_halves() {
     let x = inputs();
@@ -304,6 +318,14 @@ fn pairs_of_halves() {
         let one = |shift: u32| {
             let v = |bits: u32| bf16::from_bits((bits >> shift) as u16).to_f32();
             let sum = v(a) + v(b);
+            if sum.is_nan() { 0x7fff } else { u32::from(bf16::from_f32(sum).to_bits()) }
+        };
+        one(0) | one(16) << 16
+    });
+    check(&x, "fma.rn.bf16x2 %r20, %r10, %r11, %r12;", |a, b, c| {
+        let one = |shift: u32| {
+            let v = |bits: u32| bf16::from_bits((bits >> shift) as u16).to_f64();
+            let sum = rounded_to_odd(v(a) * v(b), v(c));
             if sum.is_nan() { 0x7fff } else { u32::from(bf16::from_f32(sum).to_bits()) }
         };
         one(0) | one(16) << 16
