@@ -25,7 +25,7 @@ const CHECKPOINTS: [(&str, &str, Dtype); 9] = [
 const PARTS: [&str; 10] = ["null", "0", "true", "[]", "4", "8", "-1", "1e999", "\"gptq_v2\"", "\"re:(\""];
 const MODULES: [&str; 3] = ["a", "b.embed_tokens", "b.a"];
 
-/// A checkpoint is refused, or each of its linears is read as a weight that can be turned into floats, or refused.
+/// A checkpoint is refused, or each of its linears is refused or read as a weight that dequantizes.
 ///
 /// # Panics
 /// When something is wrong.
