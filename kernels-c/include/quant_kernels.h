@@ -593,13 +593,13 @@ qz1_status qz1_tensor_weights(const struct qz1_tensor *tensor,
                               struct qz1_weights *out,
                               const struct qz1_message *message);
 
-// The bias `[n]`, or null where the linear has none. It belongs to the tensor.
+// The bias `[n]`, or null if the linear has no bias. It belongs to the tensor.
 qz1_status qz1_tensor_bias(const struct qz1_tensor *tensor,
                            const float **out,
                            const struct qz1_message *message);
 
 // The scale of the linear's activations that the checkpoint was calibrated with, where they are integers with one scale
-// for all tokens. Its `scale` is 0 where there is none. A zero other than 0 takes a layout with sums.
+// for all tokens. `scale` is 0 for every other linear. A zero other than 0 needs a layout with sums.
 qz1_status qz1_tensor_static_scale(const struct qz1_tensor *tensor,
                                    struct qz1_static_scale *out,
                                    const struct qz1_message *message);

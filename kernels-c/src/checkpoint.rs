@@ -285,7 +285,7 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     })
 }
 
-/// The bias `[n]`, or null where the linear has none. It belongs to the tensor.
+/// The bias `[n]`, or null if the linear has no bias. It belongs to the tensor.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -305,7 +305,7 @@ pub unsafe extern "C" fn qz1_tensor_bias(
 }
 
 /// The scale of the linear's activations that the checkpoint was calibrated with, where they are integers with one scale
-/// for all tokens. Its `scale` is 0 where there is none. A zero other than 0 takes a layout with sums.
+/// for all tokens. `scale` is 0 for every other linear. A zero other than 0 needs a layout with sums.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
