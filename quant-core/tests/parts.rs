@@ -57,6 +57,7 @@ fn files(directory: &Path, before: usize, after: usize) -> StateFiles {
         before: (before > 0).then(|| at(before)),
         after: (after < BLOCKS).then(|| at(after)),
         depends_on: json!({ "model": "tiny" }),
+        ..StateFiles::default()
     }
 }
 

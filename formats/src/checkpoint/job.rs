@@ -5,6 +5,9 @@
 //!        /job.json        what the run was asked for: a run that resumes must ask the same
 //!        /journal.jsonl   tensors that are complete
 //!        /out/            what will become OUT
+//!        /states.safetensors
+//!                         hidden states before the block that comes next, so that a run that resumes need not compute
+//!                         them again
 //!        /previous/       the old OUT, for the moment between two renames where the file system
 //!                         cannot exchange directories
 //! ```
@@ -27,12 +30,14 @@ const RECORD: &str = "job.json";
 const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
+const STATES: &str = "states.safetensors";
 /// A record says what every linear becomes, and a longer one was not written here.
 const MOST_RECORD_BYTES: u64 = 256 << 20;
 /// A lock holds the number of a process and no more.
 const LOCK_BYTES: u64 = 32;
 /// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
-const CONTENTS: [&str; 6] = [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", OUT, PREVIOUS];
+const CONTENTS: [&str; 8] =
+    [RECORD, "job.json.new", JOURNAL, "journal.jsonl.new", STATES, "states.safetensors.new", OUT, PREVIOUS];
 
 /// `OUT` → `OUT.job`.
 ///
@@ -142,6 +147,11 @@ impl Job {
     /// The journal.
     pub(crate) fn journal(&self) -> PathBuf {
         self.path.join(JOURNAL)
+    }
+
+    /// The hidden states of the calibration batch.
+    pub(crate) fn states(&self) -> PathBuf {
+        self.path.join(STATES)
     }
 
     /// Where the old target waits between two renames.

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -250,6 +250,11 @@ impl CheckpointWriter {
     /// The directory that everything is prepared in.
     pub fn job_directory(&self) -> &Path {
         self.job.path()
+    }
+
+    /// The file in which hidden states may be saved for a run that resumes; it goes with the job directory.
+    pub fn saved_states(&self) -> PathBuf {
+        self.job.states()
     }
 
     /// Adds a file beside the shards, such as `config.json`.

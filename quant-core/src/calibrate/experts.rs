@@ -4,7 +4,7 @@
 use candle_core::D;
 
 use super::observe::CHUNK_TOKENS;
-use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic};
+use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic, Values};
 use crate::model::{Block, BlockGraph, CancelTap, NodeId, TokenRows, add_expert, with_values};
 use crate::{CancelToken, Error, Result};
 
@@ -19,7 +19,7 @@ pub struct ExpertStates {
     /// The node that adds the experts up, its features, and the sum so far, `[tokens, width]`.
     sum: NodeId,
     width: usize,
-    sums: Vec<f32>,
+    sums: Values,
     /// The output of each expert.
     outputs: Vec<NodeId>,
     /// Experts that are in the sum.
@@ -58,7 +58,7 @@ impl ExpertStates {
             })
         })?;
         let (layout, width) = (states.layout().clone(), graph.width(sum));
-        let sums = vec![0.0; states.tokens() * width];
+        let sums = states.values().zeros_like(states.tokens() * width)?;
         let outputs = graph.nodes()[sum].inputs[1..].to_vec();
         Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0 })
     }
@@ -123,21 +123,17 @@ impl ExpertStates {
         if wanted {
             let (width, weights) = (self.width, &self.tokens[expert]);
             let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
-            let mut sums = std::mem::take(&mut self.sums);
+            // Nothing reads the sums while a piece is computed.
+            let mut sums = std::mem::replace(&mut self.sums, Values::from(Vec::new()));
             let added =
                 self.each_piece(states, block, [selects, output], &tokens, cancel, |tokens, values, _| {
-                    let (Some(&first), Some(&last)) = (tokens.first(), tokens.last()) else { return Ok(()) };
-                    let weight = |token: usize| {
-                        let found = weights
-                            .binary_search_by_key(&(first as usize + token), |(token, _)| *token as usize);
+                    let weight = |token: u32| {
+                        let found = weights.binary_search_by_key(&token, |(token, _)| *token);
                         found.map_or(0.0, |i| weights[i].1)
                     };
-                    add_expert(
-                        &mut sums[first as usize * width..(last as usize + 1) * width],
-                        width,
-                        weight,
-                        values,
-                    )
+                    sums.update_rows(tokens, width, |sums, token| {
+                        add_expert(sums, width, |row| weight(token(row)), values)
+                    })
                 });
             self.sums = sums;
             added?;
@@ -147,7 +143,7 @@ impl ExpertStates {
     }
 
     /// The node that adds the experts up, and its values once all of them ran.
-    pub fn into_sum(self) -> (NodeId, Vec<f32>) {
+    pub fn into_sum(self) -> (NodeId, Values) {
         (self.sum, self.sums)
     }
 

@@ -20,6 +20,7 @@ mod settings;
 mod statistics;
 mod text;
 mod tokenizer;
+mod values;
 mod windows;
 
 pub use cached::CachedMaxima;
@@ -38,4 +39,6 @@ pub use settings::TokenizerSettings;
 pub use statistics::{AbsMean, AttentionStatistic, GramSum, SampledRows, Statistic, StatisticsPass, gram};
 pub use text::{Corpus, corpus_of_rows, read_corpus, read_documents, read_json_lines};
 pub use tokenizer::{PlacedTokens, TextTokenizer, guard_panics, panic_is_handled};
+pub(crate) use values::SpillFile;
+pub use values::{Spill, Values};
 pub use windows::{Sampling, TokenWindows};

@@ -1,8 +1,10 @@
 //! The hidden states of the batch on their way through the blocks, in pieces that may be watched.
 
+use std::borrow::Cow;
+
 use candle_core::{D, Device, Tensor};
 
-use super::{BatchLayout, InputRows, Statistic, TokenWindows};
+use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
 use crate::{CancelToken, Error, Result};
 
@@ -34,12 +36,12 @@ impl Tap for PieceTap<'_> {
 }
 
 /// The hidden states of the calibration batch before some block, `[windows, length, hidden]`, with what travels beside
-/// them: their width may be another one before the next block.
-#[derive(Debug, Clone)]
+/// them: their width may be another one before the next block. They are in memory, or in a [file](Spill).
+#[derive(Debug)]
 pub struct HiddenStates {
     layout: BatchLayout,
     hidden: usize,
-    values: Vec<f32>,
+    values: Values,
 }
 
 impl HiddenStates {
@@ -47,7 +49,8 @@ impl HiddenStates {
     ///
     /// # Errors
     /// [`Error::Internal`] when there are other than `tokens · hidden` values.
-    pub fn new(layout: BatchLayout, hidden: usize, values: Vec<f32>) -> Result<Self> {
+    pub fn new(layout: BatchLayout, hidden: usize, values: impl Into<Values>) -> Result<Self> {
+        let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
             let (got, tokens) = (values.len(), layout.tokens());
             return Err(Error::Internal(format!("{got} values for {tokens} hidden states of {hidden}")));
@@ -61,15 +64,55 @@ impl HiddenStates {
     /// When a token is outside the vocabulary, the model has fewer positions than a window, or a row
     /// cannot be read or is not finite.
     pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
-        let mut values = model.embed_streamed(windows.tokens())?;
+        Self::embed_in(model, windows, None)
+    }
+
+    /// The embeddings of the windows, in files where there is a place for them. States that are made of them stay there.
+    ///
+    /// # Errors
+    /// As [`embed`](Self::embed), and when there is no room.
+    pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let layout = windows.layout();
-        if let Some(table) = model.position_table(layout.length())? {
-            table.add_to(&mut values, |token| layout.place(token))?;
+        let width = model.architecture().state_width(0);
+        let (table, beside) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
+        let mut states = Self::new(layout, width, Values::zeros(spill, windows.tokens().len() * width)?)?;
+        let piece = states.embedded_tokens();
+        for (i, tokens) in windows.tokens().chunks(piece.max(1)).enumerate() {
+            let first = i * piece;
+            let mut values = model.embed_streamed(tokens)?;
+            if let Some(table) = &table {
+                table.add_to(&mut values, |token| states.layout.place(first + token))?;
+            }
+            if let Some(inputs) = &beside {
+                values = inputs.beside(tokens, &values)?;
+            }
+            states.values.write(first * width, &values)?;
         }
-        if let Some(inputs) = model.per_layer_inputs()? {
-            values = inputs.beside(windows.tokens(), &values)?;
+        Ok(states)
+    }
+
+    /// Tokens that are embedded at a time: all of them where they stay in memory, else whole windows and whole pieces,
+    /// so that products are of the same rows.
+    fn embedded_tokens(&self) -> usize {
+        let (length, all) = (self.layout.length(), self.tokens());
+        if self.values.spill().is_none() || length == 0 {
+            return all;
         }
-        Self::new(layout, model.architecture().state_width(0), values)
+        let windows = (1..=CHUNK_TOKENS).find(|windows| (windows * length).is_multiple_of(CHUNK_TOKENS));
+        windows.map_or(all, |windows| windows * length)
+    }
+
+    /// A copy, in memory or in a file as these states are.
+    ///
+    /// # Errors
+    /// When there is no room for it.
+    pub fn try_clone(&self) -> Result<Self> {
+        Ok(Self { layout: self.layout.clone(), hidden: self.hidden, values: self.values.try_clone()? })
+    }
+
+    /// Where values go that do not fit into memory, if the states are in a file.
+    pub fn spill(&self) -> Option<&Spill> {
+        self.values.spill()
     }
 
     /// The shape of the batch, its documents, and which of its tokens count.
@@ -78,7 +121,7 @@ impl HiddenStates {
     }
 
     /// The states, `[windows, length, width]` row-major.
-    pub fn values(&self) -> &[f32] {
+    pub fn values(&self) -> &Values {
         &self.values
     }
 
@@ -104,12 +147,19 @@ impl HiddenStates {
 
     /// The batch in pieces `[some windows, length, hidden]`, in order, with each one's first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
-        let length = self.layout.length();
-        let size = self.chunk_windows() * length * self.hidden;
-        self.values.chunks(size.max(1)).enumerate().map(move |(i, chunk)| {
-            let windows = chunk.len() / (length * self.hidden);
-            let shape = (windows, length, self.hidden);
-            Ok((i * self.chunk_windows() * length, Tensor::from_slice(chunk, shape, &Device::Cpu)?))
+        let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
+        self.pieces(piece).map(move |piece| {
+            let (first, values) = piece?;
+            let shape = (values.len() / (length * self.hidden), length, self.hidden);
+            Ok((first, Tensor::from_slice(&values, shape, &Device::Cpu)?))
+        })
+    }
+
+    /// The states of so many tokens at a time, in order, with the first of these.
+    fn pieces(&self, tokens: usize) -> impl Iterator<Item = Result<(usize, Cow<'_, [f32]>)>> {
+        (0..self.tokens()).step_by(tokens.max(1)).map(move |first| {
+            let end = (first + tokens).min(self.tokens());
+            Ok((first, self.values.read(first * self.hidden..end * self.hidden)?))
         })
     }
 
@@ -119,9 +169,9 @@ impl HiddenStates {
     /// [`Error::Internal`] when the batch has no such token.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
         let mut values = Vec::with_capacity(tokens.len() * self.hidden);
-        for &token in tokens {
-            let row = self.values.chunks_exact(self.hidden.max(1)).nth(token as usize);
-            values.extend_from_slice(row.ok_or_else(|| Error::Internal(format!("no token {token}")))?);
+        for run in tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
+            let (first, width) = (run[0] as usize, self.hidden);
+            values.extend_from_slice(&self.values.read(first * width..(first + run.len()) * width)?);
         }
         Ok(Tensor::from_vec(values, (1, tokens.len(), self.hidden), &Device::Cpu)?)
     }
@@ -163,22 +213,24 @@ impl HiddenStates {
         piece: usize,
         mut run: impl FnMut(usize, &[f32], usize, &mut dyn FnMut(usize, &Tensor) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
-        let old = self.hidden;
-        if old == width {
-            let mut states = Vec::new();
-            for (i, chunk) in self.values.chunks_mut((piece * old).max(1)).enumerate() {
-                states.clear();
-                states.extend_from_slice(chunk);
-                run(i * piece, &states, old, &mut |at, rows| replace_rows(chunk, at * width, rows))?;
-            }
-            return Ok(());
+        let (old, tokens) = (self.hidden, self.tokens());
+        // Rows of the same width take the place of those that they are made of.
+        let mut moved = match old == width {
+            true => None,
+            false => Some(self.values.zeros_like(tokens * width)?),
+        };
+        for first in (0..tokens).step_by(piece.max(1)) {
+            let end = (first + piece).min(tokens);
+            let states = self.values.read(first * old..end * old)?.into_owned();
+            let target = moved.as_mut().unwrap_or(&mut self.values);
+            run(first, &states, old, &mut |at, rows| {
+                with_values(rows, |rows| target.write((first + at) * width, rows))
+            })?;
         }
-        let mut moved = vec![0.0; self.tokens() * width];
-        let chunks = moved.chunks_mut((piece * width).max(1));
-        for (i, (chunk, states)) in chunks.zip(self.values.chunks((piece * old).max(1))).enumerate() {
-            run(i * piece, states, old, &mut |at, rows| replace_rows(chunk, at * width, rows))?;
+        self.hidden = width;
+        if let Some(moved) = moved {
+            self.values = moved;
         }
-        (self.hidden, self.values) = (width, moved);
         Ok(())
     }
 
@@ -224,9 +276,9 @@ impl HiddenStates {
         statistic: &mut dyn Statistic,
     ) -> Result<()> {
         let (width, piece) = (self.hidden, self.piece_between(block, nodes));
-        for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
-            let before = piece_of(chunk, width, self.layout.length(), piece)?;
-            let first = i * piece;
+        for states in self.pieces(piece) {
+            let (first, states) = states?;
+            let before = piece_of(&states, width, self.layout.length(), piece)?;
             run_between(block, &self.layout, first, &before, nodes, cancel, |at, value, rows| {
                 let width = value.dim(D::Minus1)?;
                 with_values(value, |values| {
@@ -259,12 +311,13 @@ impl HiddenStates {
         take: &mut dyn FnMut(&[Tensor]) -> Result<()>,
     ) -> Result<()> {
         let (width, piece) = (self.hidden, self.piece_between(block, [from, targets[1]]));
-        for (i, chunk) in self.values.chunks((piece * width).max(1)).enumerate() {
+        for states in self.pieces(piece) {
             cancel.check()?;
-            let before = piece_of(chunk, width, self.layout.length(), piece)?;
+            let (first, states) = states?;
+            let before = piece_of(&states, width, self.layout.length(), piece)?;
             let (windows, length, _) = before.dims3()?;
             let segments = match block.graph().mixes_tokens(from, targets[1]) {
-                true => self.layout.segments(i * piece..i * piece + windows * length),
+                true => self.layout.segments(first..first + windows * length),
                 false => Segments::whole(),
             };
             let tap = &mut CancelTap(cancel);
@@ -282,7 +335,7 @@ impl HiddenStates {
         &mut self,
         block: &Block,
         from: NodeId,
-        (node, values): (NodeId, &[f32]),
+        (node, values): (NodeId, &Values),
         cancel: &CancelToken,
     ) -> Result<()> {
         let (graph, output) = (block.graph(), block.graph().output());
@@ -292,8 +345,8 @@ impl HiddenStates {
             let tokens = states.len() / width;
             let tensor =
                 |rows: &[f32], width: usize| Tensor::from_slice(rows, (1, tokens, width), &Device::Cpu);
-            let known = &values[first * features..][..tokens * features];
-            let known = [(from, tensor(states, width)?), (node, tensor(known, features)?)];
+            let known = values.read(first * features..(first + tokens) * features)?;
+            let known = [(from, tensor(states, width)?), (node, tensor(&known, features)?)];
             let after = block.evaluate(&known, &[output], &mut CancelTap(cancel))?.swap_remove(0);
             put(0, &after)
         })
@@ -313,14 +366,6 @@ fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<T
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
-}
-
-/// Puts a value in the place of the states from `at` on.
-fn replace_rows(states: &mut [f32], at: usize, value: &Tensor) -> Result<()> {
-    with_values(value, |rows| {
-        states[at..at + rows.len()].copy_from_slice(rows);
-        Ok(())
-    })
 }
 
 /// Runs a piece of a batch, whose first token is `first`, from the values of one node to those of another, and hands

@@ -1,6 +1,7 @@
 //! The calibration batch on its way through the blocks: the passes that each gets, in the order of the plan.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::PoisonError;
 
@@ -12,7 +13,7 @@ use super::gptq::{GptqRun, GptqTask};
 use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::{Hashes, Held};
-use super::states::{self, StateFiles};
+use super::states::{self, StateFiles, Streams};
 use super::{Job, WRITE};
 use crate::calibrate::{
     CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
@@ -20,7 +21,7 @@ use crate::calibrate::{
 use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{Grid, Rewrite, Transform};
-use crate::{Error, Result};
+use crate::{Error, Event, Result};
 use quant_formats::timed;
 
 /// A block that the batch went through.
@@ -60,23 +61,37 @@ impl BatchStates {
 }
 
 impl Batch {
-    /// The batch before the first block of a plan that looks at blocks; where that is not the model's first, `files`
-    /// has the states.
-    pub(super) fn new(job: &Job<'_>, files: &StateFiles) -> Result<Self> {
+    /// The batch before the block of a plan at which passes begin, and that block. Where it is not the model's first,
+    /// `files` has the states: those before the plan's first block, or those that were saved before a block up to
+    /// `incomplete`, the first that is not finished.
+    pub(super) fn new(job: &Job<'_>, files: &StateFiles, incomplete: usize) -> Result<(Self, usize)> {
         let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
         let passes = PassPlan::new(plan, maxima.is_some() && windows.is_some());
-        let Some(windows) = windows else {
-            return Ok(Self { passes, transforms, states: BatchStates::default(), ropes: model.rope(1)? });
-        };
         let first = plan.blocks().start;
+        let Some(windows) = windows else {
+            let (states, ropes) = (BatchStates::default(), model.rope(1)?);
+            return Ok((Self { passes, transforms, states, ropes }, first));
+        };
         let wanted = [passes.follow_float(), passes.follow_quantized()];
+        let ropes = model.rope(windows.length())?;
+        if let Some((streams, layer)) = saved_states(job, files, wanted, first + 1..incomplete + 1) {
+            let [float, quantized] = streams;
+            let states = BatchStates { float, copy: None, quantized };
+            return Ok((Self { passes, transforms, states, ropes }, layer));
+        }
+        let spill = files.spill.as_ref();
         let [float, quantized] = match &files.before {
-            Some(path) => states::load(path, job, first, &files.depends_on, wanted)?,
+            Some(path) => states::load(path, job, first, &files.depends_on, wanted, spill)?,
             None if first == 0 => {
-                let states = HiddenStates::embed(model, windows)?;
-                let quantized = passes.follow_quantized().then(|| states.clone());
-                [passes.follow_float().then_some(states), quantized]
+                let states = HiddenStates::embed_in(model, windows, spill)?;
+                match wanted {
+                    [true, true] => [Some(states.try_clone()?), Some(states)],
+                    [float, quantized] => {
+                        let mut states = Some(states);
+                        [states.take_if(|_| float), states.take_if(|_| quantized)]
+                    }
+                }
             }
             None => {
                 return Err(Error::usage(
@@ -86,13 +101,17 @@ impl Batch {
             }
         };
         let states = BatchStates { float, copy: None, quantized };
-        Ok(Self { passes, transforms, states, ropes: model.rope(windows.length())? })
+        Ok((Self { passes, transforms, states, ropes }, first))
+    }
+
+    /// The states as they are now.
+    pub(super) fn streams(&self) -> Streams<&HiddenStates> {
+        [self.states.float.as_ref(), self.states.quantized.as_ref()]
     }
 
     /// Writes the states as they are now, before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
-        let streams = [self.states.float.as_ref(), self.states.quantized.as_ref()];
-        states::save(path, job, layer, depends_on, streams)
+        states::save(path, job, layer, depends_on, self.streams())
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
@@ -116,7 +135,8 @@ impl Batch {
         }
         // A sink that does not give back what it holds: what was decided is decided again.
         let open = if open.is_empty() { &[0][..] } else { open };
-        self.states.copy = if self.passes.copy_float() { self.states.float.clone() } else { None };
+        let copied = self.states.float.as_ref().filter(|_| self.passes.copy_float());
+        self.states.copy = copied.map(HiddenStates::try_clone).transpose()?;
         let cached = match self.passes.cache {
             Some(States::Float) => self.cached(job, &prefix, &block, States::Float)?,
             _ => CachedMaxima::new(),
@@ -289,6 +309,27 @@ impl Batch {
             cancel: job.cancel,
         };
         timed(job.observer, Rounding::Gptq.name(), || GptqRun::new(task, which, states, advance))
+    }
+}
+
+/// The states that were saved before one of these blocks, with the block, where they are of this job.
+fn saved_states(
+    job: &Job<'_>,
+    files: &StateFiles,
+    wanted: [bool; 2],
+    blocks: Range<usize>,
+) -> Option<(Streams<HiddenStates>, usize)> {
+    // The maxima of channels are gathered in every block.
+    let saved = files.saved.as_ref().filter(|_| job.maxima.is_none())?;
+    let layer = states::saved_before(&saved.path, blocks)?;
+    let loaded = states::load(&saved.path, job, layer, &files.depends_on, wanted, files.spill.as_ref());
+    match loaded {
+        Ok(streams) => Some((streams, layer)),
+        Err(error) => {
+            let message = format!("hidden states are computed again: {error}");
+            job.observer.event(&Event::Warning { message });
+            None
+        }
     }
 }
 

@@ -133,7 +133,7 @@ impl<'a> GptqRun<'a> {
             }
         };
         hessian.finish();
-        let mut rounded = task.solve_stage(&hessian, &linears)?;
+        let mut rounded = task.solve_stage(hessian, &linears)?;
         rounded.values_mut().for_each(|rounded| rounded.routed = routed);
         if let StageInputs::Rounded { .. } = self.inputs {
             for (&node, rounded) in &rounded {
@@ -252,21 +252,34 @@ impl GptqTask<'_> {
     }
 
     /// Rounds linears that read the same value.
-    fn solve_stage(&self, hessian: &Hessian, linears: &[NodeId]) -> Result<StageRounded> {
+    fn solve_stage(&self, hessian: Hessian, linears: &[NodeId]) -> Result<StageRounded> {
         let mut rounded = StageRounded::new();
-        let diagonal = hessian.diagonal();
+        let (diagonal, tokens) = (hessian.diagonal(), hessian.tokens());
+        let columns_of = |node: &NodeId| {
+            let group_size = self.grids[node].scheme.granularity.group_size(diagonal.len());
+            self.settings.act_order.columns(&diagonal, group_size)
+        };
+        let mut hessian = Some(hessian);
         let mut latest: Option<Factor> = None;
-        for &node in linears {
+        for (i, &node) in linears.iter().enumerate() {
             self.cancel.check()?;
             let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
             let Grid { scheme, scale_dtype, .. } = self.grids[&node];
             let context = self.context(node)?;
             let weight = self.block.linear(node).weight().read()?;
             let shape = weight.shape();
-            let columns = self.settings.act_order.columns(&diagonal, scheme.granularity.group_size(shape[1]));
+            let columns = columns_of(&node);
             let factor = match latest.take().filter(|f| f.columns() == columns) {
                 Some(factor) => factor,
-                None => self.factor(hessian, columns, &tensor)?,
+                None => {
+                    let gone = || Error::Internal(format!("the Hessian of `{tensor}` is gone"));
+                    let factor = self.factor(hessian.as_ref().ok_or_else(gone)?, columns, &tensor)?;
+                    // The largest part of memory goes as soon as no linear needs another factor of it.
+                    if linears[i + 1..].iter().all(|other| columns_of(other) == factor.columns()) {
+                        hessian = None;
+                    }
+                    factor
+                }
             };
             let rows = weight.as_float();
             let rows = rows.ok_or_else(|| Error::Internal(format!("`{tensor}` is quantized already")))?;
@@ -284,7 +297,7 @@ impl GptqTask<'_> {
             };
             tracing::debug!(tensor, loss, damping = record.damping, dead = record.dead_channels, "rounded");
             let weight = Arc::new(WeightBody::Quantized(quantized));
-            rounded.insert(node, Rounded { weight, record, tokens: hessian.tokens(), routed: None });
+            rounded.insert(node, Rounded { weight, record, tokens, routed: None });
             latest = Some(factor);
         }
         Ok(rounded)

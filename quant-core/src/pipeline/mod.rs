@@ -24,12 +24,13 @@ pub use decision::GptqRecord;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
-pub use states::StateFiles;
+pub use states::{SavedStates, StateFiles};
 
 use self::batch::{Batch, BlockDone};
 use self::conveyor::{Conveyor, Work};
 use self::decision::Decision;
 use self::source::{Hashes, Held};
+use self::states::Saver;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
 use crate::recipe::{Plan, Rounding};
@@ -76,7 +77,7 @@ pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport>
 /// As [`quantize`], and [`Error::Internal`] unless the jobs have model, batch, method and search in
 /// common and there is a sink for each.
 pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Result<Vec<QuantReport>> {
-    quantize_all(jobs, sinks, &StateFiles::default())
+    quantize_each_with(jobs, sinks, &StateFiles::default())
 }
 
 /// Runs a plan over some of a model's blocks ([`Plan::part`]): hidden states come from the file that the job over the
@@ -88,11 +89,16 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
 /// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] when
 /// the states are of another run or damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
-    let mut reports = quantize_all(std::slice::from_ref(job), vec![sink], states)?;
+    let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;
     reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
 }
 
-fn quantize_all(
+/// Runs several plans for one model, as [`quantize_each`], and keeps hidden states where `states` says: in files where
+/// they would take too much memory, and between blocks for a run that resumes. What is written does not depend on it.
+///
+/// # Errors
+/// As [`quantize_each`] and [`quantize_part`].
+pub fn quantize_each_with(
     jobs: &[Job<'_>],
     sinks: Vec<&mut dyn TensorSink>,
     states: &StateFiles,
@@ -103,8 +109,11 @@ fn quantize_all(
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
         // What comes out of a block depends on its grids.
-        let jobs = jobs.iter().zip(sinks);
-        return jobs.map(|(job, sink)| quantize(job, sink)).collect();
+        let jobs = jobs
+            .iter()
+            .zip(sinks)
+            .map(|(job, sink)| quantize_each_with(std::slice::from_ref(job), vec![sink], states));
+        return Ok(jobs.collect::<Result<Vec<_>>>()?.concat());
     }
     let layers = job.model.architecture().layers;
     let blocks = job.plan.blocks();
@@ -119,10 +128,13 @@ fn quantize_all(
         units => job.observer.event(&Event::Resumed { units }),
     }
     let looks = jobs.iter().any(|job| job.plan.needs_text());
-    let mut hidden = match (job.plan.needs_blocks(), job.windows) {
-        (false, _) => None,
+    let incomplete = blocks.clone().find(|layer| conveyors.iter().any(|c| !c.is_complete(layer + 1)));
+    let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
+        (false, _) => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
-            Some(timed(job.observer, "embed", || Batch::new(job, states))?)
+            let incomplete = incomplete.unwrap_or(blocks.end);
+            let (batch, first) = timed(job.observer, "embed", || Batch::new(job, states, incomplete))?;
+            (Some(batch), first)
         }
         (true, _) => {
             return Err(Error::usage(
@@ -136,6 +148,7 @@ fn quantize_all(
         (None, None) => blocks.clone().rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
         _ => blocks.clone().last(),
     };
+    let mut saver = Saver::new(states);
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let hashes = Hashes::default();
@@ -150,7 +163,10 @@ fn quantize_all(
         // A search takes long: what was done before it should survive it.
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
         let BlockDone { block, mut decisions } = match layer {
-            Some(layer) if blocks.contains(&layer) && Some(layer) <= last_incomplete => {
+            Some(layer) if layer >= first && blocks.contains(&layer) && Some(layer) <= last_incomplete => {
+                if layer > first && !conveyors.iter().any(|c| c.is_complete(span)) {
+                    timed(job.observer, "save", || saver.save(job, layer, batch.streams()));
+                }
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
                 let advance = Some(layer) < last_incomplete || states.after.is_some();
                 batch.block(&mut conveyors, span, layer, &open, advance)?

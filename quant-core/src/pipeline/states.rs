@@ -6,18 +6,20 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::report::calibration;
 use super::{Job, Program};
-use crate::calibrate::{BatchLayout, HiddenStates};
+use crate::calibrate::{BatchLayout, HiddenStates, Spill, Values};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
 use crate::recipe::PassPlan;
-use crate::{Error, Result};
+use crate::{Error, Event, Result};
 
 /// Values that are written at a time.
 const PIECE: usize = 1 << 16;
@@ -26,15 +28,61 @@ const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
 const SHA256: &str = "sha256";
 
-/// Where the hidden states of a job over some blocks come from and go to.
+/// Where the hidden states of a job come from, are kept, and go to.
 #[derive(Debug, Clone, Default)]
 pub struct StateFiles {
     /// The states before the first block of the job; without them it has to begin with the model's first.
     pub before: Option<PathBuf>,
-    /// Where those after its last block are written, if they are wanted.
+    /// Where the states after its last block are written, if they are wanted.
     pub after: Option<PathBuf>,
     /// What else they depend on, such as a hash of the model: a file is refused where another job had another.
     pub depends_on: Value,
+    /// Where states and samples of the batch are kept while the job runs; in memory without it.
+    pub spill: Option<Spill>,
+    /// Where the states are saved between blocks, so that a job that resumes need not compute them again.
+    pub saved: Option<SavedStates>,
+}
+
+/// A file in which a job saves its hidden states between blocks.
+#[derive(Debug, Clone)]
+pub struct SavedStates {
+    /// The file. It appears complete or not at all.
+    pub path: PathBuf,
+    /// The least time between two saves. Saves take at most a twentieth of the time, too.
+    pub every: Duration,
+}
+
+/// Saves the states of a job from time to time.
+pub(super) struct Saver<'a> {
+    saved: Option<&'a SavedStates>,
+    depends_on: &'a Value,
+    last: Instant,
+    cost: Duration,
+}
+
+impl<'a> Saver<'a> {
+    pub(super) fn new(files: &'a StateFiles) -> Self {
+        let saved = files.saved.as_ref();
+        Self { saved, depends_on: &files.depends_on, last: Instant::now(), cost: Duration::ZERO }
+    }
+
+    /// Saves the states before block `layer` if it is time for it. Whatever was written of the blocks before it must be
+    /// committed. A file that cannot be written is a warning, and the last: the run itself does not need it.
+    pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
+        let Some(SavedStates { path, every }) = self.saved else { return };
+        if streams.iter().all(Option::is_none) || self.last.elapsed() < (20 * self.cost).max(*every) {
+            return;
+        }
+        let started = Instant::now();
+        if let Err(error) = save(path, job, layer, self.depends_on, streams) {
+            let message = format!(
+                "hidden states cannot be saved, so a run that resumes will compute them again: {error}"
+            );
+            job.observer.event(&Event::Warning { message });
+            self.saved = None;
+        }
+        (self.cost, self.last) = (started.elapsed(), Instant::now());
+    }
 }
 
 /// The streams of a run: of the float model, and of the one that is being written.
@@ -90,17 +138,27 @@ pub(super) fn save(
     new.push(".new");
     let new = PathBuf::from(new);
     let fail = |action| {
-        let new = new.clone();
+        let new = &new;
         move |e| Error::io(action, new, e)
     };
-    let file = File::create(&new).map_err(fail("create"))?;
-    write(BufWriter::new(&file), &about, streams).map_err(fail("write"))?;
-    file.sync_all().map_err(fail("sync"))?;
-    drop(file);
-    std::fs::rename(&new, path).map_err(|e| Error::io("create", path, e))
+    let written = File::create(&new).map_err(fail("create")).and_then(|file| {
+        write(BufWriter::new(&file), &about, streams, &fail("write"))?;
+        file.sync_all().map_err(fail("sync"))
+    });
+    let moved = written.and_then(|()| std::fs::rename(&new, path).map_err(|e| Error::io("create", path, e)));
+    if moved.is_err() {
+        // It may fill the disk.
+        let _ = std::fs::remove_file(&new);
+    }
+    moved
 }
 
-fn write(mut file: impl Write, about: &str, streams: Streams<&HiddenStates>) -> std::io::Result<()> {
+fn write(
+    mut file: impl Write,
+    about: &str,
+    streams: Streams<&HiddenStates>,
+    fail: &dyn Fn(std::io::Error) -> Error,
+) -> Result<()> {
     let mut header = Map::new();
     let mut end = 0_usize;
     let mut tensor = |name: &str, dtype: Dtype, shape: Vec<usize>| {
@@ -118,22 +176,33 @@ fn write(mut file: impl Write, about: &str, streams: Streams<&HiddenStates>) -> 
     tensor(SHA256, Dtype::U8, vec![32]);
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
-    file.write_all(&(header.len() as u64).to_le_bytes())?;
-    file.write_all(&header)?;
+    let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(fail);
+    put(&(header.len() as u64).to_le_bytes())?;
+    put(&header)?;
     let mut hash = Sha256::new();
     let mut bytes = Vec::new();
     for (_, states) in named {
-        for piece in states.values().chunks(PIECE) {
+        let values = states.values();
+        for at in (0..values.len()).step_by(PIECE) {
             bytes.clear();
+            let piece = values.read(at..(at + PIECE).min(values.len()))?;
             bytes.extend(piece.iter().flat_map(|v| v.to_le_bytes()));
             hash.update(&bytes);
-            file.write_all(&bytes)?;
+            put(&bytes)?;
         }
     }
     hash.update(about.as_bytes());
-    file.write_all(about.as_bytes())?;
-    file.write_all(&hash.finalize())?;
-    file.flush()
+    put(about.as_bytes())?;
+    put(&hash.finalize())?;
+    file.flush().map_err(fail)
+}
+
+/// The block before which a file's states stand, if it lies in a range; the file may be of another run, or damaged.
+pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
+    let source = ShardedCheckpoint::open_file(path).ok()?;
+    let about: Value = serde_json::from_slice(&source.read(ABOUT).ok()?).ok()?;
+    let layer = usize::try_from(about["before_block"].as_u64()?).ok()?;
+    blocks.contains(&layer).then_some(layer)
 }
 
 /// Reads the states before block `layer`; of each stream, whether it is `wanted`.
@@ -146,6 +215,7 @@ pub(super) fn load(
     layer: usize,
     depends_on: &Value,
     wanted: [bool; 2],
+    spill: Option<&Spill>,
 ) -> Result<Streams<HiddenStates>> {
     let broken = |reason: String| Error::InputFile {
         path: path.to_owned(),
@@ -170,15 +240,12 @@ pub(super) fn load(
             (None, false) => {}
             (None, true) => return Err(broken(format!("lacks the states `{name}`"))),
             (Some(_), _) => {
-                let states = read(
-                    &source,
-                    name,
-                    &layout,
-                    job.model.architecture().state_width(layer),
-                    &mut hash,
-                    &broken,
-                )?;
-                *stream = wanted.then_some(states);
+                let width = job.model.architecture().state_width(layer);
+                let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
+                *stream = match wanted {
+                    true => Some(HiddenStates::new(layout.clone(), width, values)?),
+                    false => None,
+                };
             }
         }
     }
@@ -193,30 +260,29 @@ pub(super) fn load(
 fn read(
     source: &ShardedCheckpoint,
     name: &str,
-    layout: &BatchLayout,
-    hidden: usize,
+    (layout, hidden): (&BatchLayout, usize),
     hash: &mut Sha256,
+    spill: Option<&Spill>,
     broken: &dyn Fn(String) -> Error,
-) -> Result<HiddenStates> {
+) -> Result<Values> {
     let info = source.require(name)?;
     let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
         return Err(broken(format!("holds states {} {:?}, not F32 {shape:?}", info.dtype, info.shape)));
     }
-    let mut values = Vec::new();
     // The header was held against the file's length, so no more is reserved than there is.
-    values
-        .try_reserve_exact(layout.tokens() * hidden)
-        .map_err(|_| Error::Memory { what: format!("the states of {name}"), bytes: Some(info.byte_len()) })?;
+    let mut values = Values::zeros(spill, layout.tokens() * hidden)?;
     let (len, piece) = (info.byte_len(), 4 * PIECE as u64);
-    let mut bytes = Vec::new();
+    let (mut bytes, mut floats) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at < len {
         bytes.resize(piece.min(len - at) as usize, 0);
         source.read_range(name, at, &mut bytes)?;
         hash.update(&bytes);
-        values.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        floats.clear();
+        floats.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        values.write((at / 4) as usize, &floats)?;
         at += bytes.len() as u64;
     }
-    HiddenStates::new(layout.clone(), hidden, values)
+    Ok(values)
 }

@@ -78,7 +78,7 @@ impl Prepared {
         )?) {
             let shape = output.shape().clone();
             let rounded = Rows::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
-            known_outputs.push((node, Tensor::from_vec(rounded.to_vec(), &shape, &Device::Cpu)?));
+            known_outputs.push((node, Tensor::from_vec(rounded.to_vec()?, &shape, &Device::Cpu)?));
             outputs.push((rounded, shape));
         }
         let target = [watched_input(task, group)];
@@ -106,7 +106,7 @@ impl Prepared {
         for ((&node, (output, shape)), difference) in
             group.consumers.iter().zip(outputs).zip(&candidate.consumers)
         {
-            let mut values = output.to_vec();
+            let mut values = output.to_vec()?;
             if let Some(difference) = difference {
                 add_product(self.token, &self.x, difference, &mut values);
             }

@@ -26,7 +26,7 @@ use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::difference::{self, Differences, Prepared};
 use super::objective::candidate_block;
-use super::sample::{FIRST_WINDOWS, Place, Sample, Share};
+use super::sample::{FIRST_WINDOWS, Place, RaceShape, Sample, Share};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
@@ -96,27 +96,40 @@ pub(super) fn choose(
         if running.len() == 1 && round > 0 {
             break;
         }
-        let (rows, places) = sample.round(round);
-        let batch = Batch::new(task, group, sample, rows, &places, kernel)?;
-        for place in places.iter().filter(|p| p.counts) {
+        let rows = sample.round(round);
+        let counted = rows.iter().map(|&row| &sample.places[row]).filter(|p| p.counts);
+        for place in counted {
             seen.units[place.unit] = true;
             *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
         }
         seen_tokens.push((seen.heads + seen.tails) as u64);
         let weight = seen.weight(tokens);
+        // The errors of a candidate are added in the order of tokens, in however many batches these come.
+        let piece = piece_tokens(sample, kernel);
+        let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
+        for rows in rows.chunks(sample.tokens_at_a_time(token_bytes, piece)) {
+            let (values, places) = sample.rows(rows)?;
+            let batch = Batch::new(task, group, sample, values, &places, kernel)?;
+            let mut still = Vec::with_capacity(running.len());
+            for mut lane in running {
+                task.cancel.check()?;
+                let candidate = &candidates[lane.index];
+                let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
+                    // Scaled weights may need a scale that its type cannot hold: then they are not better.
+                    Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
+                    other => other?,
+                };
+                for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
+                    let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
+                    sums[place.unit] += error;
+                }
+                still.push(lane);
+            }
+            running = still;
+        }
         let mut still = Vec::with_capacity(running.len());
         for mut lane in running {
-            task.cancel.check()?;
             let candidate = &candidates[lane.index];
-            let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
-                // Scaled weights may need a scale that its type cannot hold: then they are not better.
-                Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
-                other => other?,
-            };
-            for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
-                let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
-                sums[place.unit] += error;
-            }
             let total = lane.total(weight);
             if total.is_finite() {
                 lane.totals.push(total);
@@ -193,6 +206,24 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
     (keep, out)
 }
 
+/// Tokens that go through the watched module at a time: whole windows, or tokens that have nothing to do with each other.
+fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
+    let tokens = if kernel.is_some() { PREPARED_TOKENS } else { CHUNK_TOKENS };
+    match sample.share {
+        Share::Windows { .. } => (tokens / sample.layout.length()).max(1) * sample.layout.length(),
+        Share::Tokens { .. } => tokens,
+    }
+}
+
+/// Bytes that a token takes while a round compares candidates on it.
+fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: bool) -> u64 {
+    let graph = task.block.graph();
+    let outputs = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape()[0]).sum();
+    let read = graph.nodes()[group.inspected].op.linear_shape().map_or(0, |[_, read]| read);
+    let shape = RaceShape { k, outputs, read, inspected: graph.width(group.inspected) };
+    shape.token_bytes(group.consumers.len() == 1, differences)
+}
+
 /// Rows of one round, ready for candidates.
 enum Batch {
     /// With the outputs of the float module: candidates are computed as a whole.
@@ -225,13 +256,11 @@ impl Batch {
         kernel: Option<Avx512Bf16>,
     ) -> Result<Self> {
         let k = sample.channels;
-        let tokens = if kernel.is_some() { PREPARED_TOKENS } else { CHUNK_TOKENS };
-        // Whole windows, or tokens that have nothing to do with each other.
-        let (windows, length) = match sample.share {
-            Share::Windows { .. } => ((tokens / sample.layout.length()).max(1), sample.layout.length()),
-            Share::Tokens { .. } => (1, tokens),
+        let size = piece_tokens(sample, kernel);
+        let length = match sample.share {
+            Share::Windows { .. } => sample.layout.length(),
+            Share::Tokens { .. } => size,
         };
-        let size = windows * length;
         let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
             task.cancel.check()?;
             let length = length.min(rows.len() / k);
@@ -319,7 +348,7 @@ mod tests {
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
         let layout = BatchLayout::plain(32, 512);
-        let mut sample = Sample::new(layout.clone(), 1, false, false, 1.0);
+        let mut sample = Sample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
         let values = vec![1.0; layout.tokens()];
         let tokens = TokenRows::range(0, layout.tokens());
         sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();

@@ -4,7 +4,7 @@
 
 use super::rows::Rows;
 use crate::Result;
-use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Statistic};
+use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
 /// Share of the batch that a race uses at most…
@@ -45,6 +45,8 @@ pub(super) struct Sample {
     pub(super) share: Share,
     rows: Rows,
     pub(super) places: Vec<Place>,
+    /// Bytes that a round may take of memory, where rows are in a file.
+    round_bytes: Option<u64>,
     /// Tokens that count and were added.
     counted: usize,
     /// The window of the last token that was added, and how many of it after heads were before.
@@ -68,26 +70,34 @@ impl Sample {
     /// A sample, empty yet, of an input with `channels` features of such a batch. It is `rounded` to
     /// bfloat16 where the race reads no more than that of it. Of all tokens, the share `of_tokens` have a row, about:
     /// less than 1 inside an expert.
+    ///
+    /// # Errors
+    /// When a file for it cannot be created.
     pub(super) fn new(
         layout: BatchLayout,
         channels: usize,
         mixes_tokens: bool,
         rounded: bool,
         of_tokens: f64,
-    ) -> Self {
+        spill: Option<&Spill>,
+    ) -> Result<Self> {
         let share =
             if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout, of_tokens) };
-        let (rows, places) = (Rows::with_capacity(rounded, 0), Vec::new());
-        let mut sample = Self { layout, channels, share, rows, places, counted: 0, window: 0, tails: 0 };
+        let (rows, places) = (Rows::new(rounded, 0, spill)?, Vec::new());
+        let round_bytes = spill.map(Spill::round_bytes);
+        let mut sample =
+            Self { layout, channels, share, rows, places, round_bytes, counted: 0, window: 0, tails: 0 };
         if of_tokens < 1.0 {
-            return sample;
+            return Ok(sample);
         }
         // A list that grew as it is filled would hold the old and the new at times.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
-        sample.rows = Rows::with_capacity(rounded, wanted * channels);
+        if spill.is_none() {
+            sample.rows = Rows::new(rounded, wanted * channels, None)?;
+        }
         sample.places = Vec::with_capacity(wanted);
-        sample
+        Ok(sample)
     }
 
     /// Tokens that a sample takes of a batch, about, and at most where windows are cut from a stream.
@@ -160,14 +170,27 @@ impl Sample {
         }
     }
 
-    /// The rows of a round and their places.
-    pub(super) fn round(&self, round: usize) -> (Vec<f32>, Vec<Place>) {
-        let places: Vec<Place> = self.places.iter().filter(|p| p.round == round).copied().collect();
-        let mut values = Vec::with_capacity(places.len() * self.channels);
-        for (row, _) in self.places.iter().enumerate().filter(|(_, p)| p.round == round) {
-            self.rows.copy_row(row, self.channels, &mut values);
-        }
-        (values, places)
+    /// The rows of a round, by their positions in the sample.
+    pub(super) fn round(&self, round: usize) -> Vec<usize> {
+        (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
+    }
+
+    /// The values of some rows, and their places.
+    ///
+    /// # Errors
+    /// When the file that holds them cannot be read.
+    pub(super) fn rows(&self, rows: &[usize]) -> Result<(Vec<f32>, Vec<Place>)> {
+        let mut values = Vec::with_capacity(rows.len() * self.channels);
+        rows.iter().try_for_each(|&row| self.rows.copy_row(row, self.channels, &mut values))?;
+        Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
+    }
+
+    /// How many tokens may be compared at a time where each takes so many bytes: all of them where rows are in memory,
+    /// else what fits, in whole pieces.
+    pub(super) fn tokens_at_a_time(&self, token_bytes: u64, piece: usize) -> usize {
+        let Some(bytes) = self.round_bytes else { return usize::MAX };
+        let pieces = bytes / token_bytes.saturating_mul(piece as u64).max(1);
+        usize::try_from(pieces).unwrap_or(usize::MAX).max(1).saturating_mul(piece.max(1))
     }
 }
 
@@ -176,11 +199,35 @@ impl Statistic for Sample {
         self.counted += rows.count();
         for (token, row) in rows.all() {
             if let Some(place) = self.place(token) {
-                self.rows.extend(row);
+                self.rows.extend(row)?;
                 self.places.push(place);
             }
         }
         Ok(())
+    }
+}
+
+/// The widths of what a race compares: of the input, of the outputs of all consumers together, of what the watched linear
+/// reads, and of what is watched.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RaceShape {
+    pub(super) k: usize,
+    pub(super) outputs: usize,
+    pub(super) read: usize,
+    pub(super) inspected: usize,
+}
+
+impl RaceShape {
+    /// Bytes that a token takes while candidates are compared on it: its row, and what is kept of the float module, whole
+    /// or as a point from which [differences](super::difference) are taken.
+    pub(super) fn token_bytes(self, one_consumer: bool, differences: bool) -> u64 {
+        let Self { k, outputs, read, inspected } = self;
+        let kept = match (differences, one_consumer) {
+            (true, true) => 2 * k,
+            (true, false) => 2 * k + 2 * outputs + 4 * read,
+            (false, _) => 4 * k + 4 * inspected,
+        };
+        (4 * k + kept) as u64
     }
 }
 
@@ -224,7 +271,7 @@ mod tests {
     /// A sample of one channel, all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
         let tokens = layout.tokens();
-        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false, 1.0);
+        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false, 1.0, None).unwrap();
         let values = vec![1.0; tokens];
         sample.take(&InputRows::new(&values, 1, TokenRows::range(0, tokens), &layout).unwrap()).unwrap();
         sample
@@ -267,7 +314,7 @@ mod tests {
         let some: Vec<u32> = all.iter().copied().filter(|t| t % 7 < 3).collect();
         for (mixes, tokens) in [(false, &all), (true, &all), (false, &some)] {
             let taken = |pieces: Vec<&[u32]>, ranges: bool| {
-                let mut sample = Sample::new(layout.clone(), 1, mixes, false, 1.0);
+                let mut sample = Sample::new(layout.clone(), 1, mixes, false, 1.0, None).unwrap();
                 for piece in pieces {
                     for part in
                         if ranges { piece.chunk_by(|a, b| a + 1 == *b).collect() } else { vec![piece] }
@@ -280,7 +327,7 @@ mod tests {
                         sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();
                     }
                 }
-                let rows: Vec<f32> = sample.rows.to_vec();
+                let rows: Vec<f32> = sample.rows.to_vec().unwrap();
                 assert!(rows.iter().zip(&sample.places).all(|(row, place)| *row as usize == place.token));
                 (sample.places, rows)
             };

@@ -8,7 +8,7 @@ use super::sample::{Sample, mixes_tokens};
 use super::{BlockTask, Search, difference};
 use crate::Result;
 use crate::calibrate::{
-    AbsMean, BatchLayout, GramSum, HiddenStates, Mask, Packing, SampledRows, Sampling, StatisticsPass,
+    AbsMean, BatchLayout, GramSum, HiddenStates, Mask, Packing, SampledRows, Sampling, Spill, StatisticsPass,
 };
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 
@@ -50,7 +50,7 @@ impl InputStatistics {
         let layout = states.layout().clone();
         let (mut means, mut sampled) = (means(task, wanted), sampled(task, wanted, &layout));
         let (mut samples, mut grams) = match task.settings.search {
-            Search::Fast => kept(task, wanted, &layout),
+            Search::Fast => kept(task, wanted, &layout, states.spill())?,
             Search::Reference => (BTreeMap::new(), BTreeMap::new()),
         };
         let mut pass = StatisticsPass::new(task.block, &layout, task.cancel);
@@ -94,7 +94,8 @@ fn kept(
     task: &BlockTask<'_>,
     wanted: &Wanted<'_>,
     layout: &BatchLayout,
-) -> (BTreeMap<NodeId, Sample>, BTreeMap<NodeId, GramSum>) {
+    spill: Option<&Spill>,
+) -> Result<(BTreeMap<NodeId, Sample>, BTreeMap<NodeId, GramSum>)> {
     let graph = task.block.graph();
     let tokens = layout.counted();
     let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
@@ -107,11 +108,12 @@ fn kept(
             grams.insert(group.input, GramSum::new(k));
         } else {
             let rounded = difference::kernel(task, group, tokens).is_some();
-            let sample = Sample::new(layout.clone(), k, mixes_tokens(graph, group), rounded, share);
+            let mixes = mixes_tokens(graph, group);
+            let sample = Sample::new(layout.clone(), k, mixes, rounded, share, spill)?;
             samples.insert(group.input, sample);
         }
     }
-    (samples, grams)
+    Ok((samples, grams))
 }
 
 /// Bytes that the fast search keeps of a group's input on such a batch. `[n, k]` is the shape of the

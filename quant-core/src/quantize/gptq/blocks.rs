@@ -9,6 +9,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::Factor;
+use super::factor::Ratios;
 use crate::blocks::BlockType;
 use crate::vector::vectorized;
 
@@ -40,7 +41,7 @@ pub fn encode_blocks(
     tiles.for_each(|(rows, out)| tile(rows, k, kind, importance, factor.ratios(), out));
 }
 
-fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &[f32], out: &mut [u8]) {
+fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &Ratios, out: &mut [u8]) {
     let count = rows.len() / k;
     let mut rows = rows.to_vec();
     let row_bytes = out.len() / count;
@@ -63,7 +64,7 @@ fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &[
                 for (e, c) in part.enumerate() {
                     let error = row[c] - block.choose(e, row[c]);
                     errors[c] = error;
-                    let ratios = &ratios[(first + c) * k + first..][c + 1..width];
+                    let ratios = ratios.row(first + c, first + c + 1..end);
                     vectorized(
                         #[inline(always)]
                         || {
@@ -78,9 +79,10 @@ fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &[
         }
         if end < k {
             let errors = MatRef::from_row_major_slice(&errors[..count * width], count, width);
-            let ratios = MatRef::from_row_major_slice(ratios, k, k).submatrix(first, end, width, k - end);
             let rows = MatMut::from_row_major_slice_mut(&mut rows, count, k).subcols_mut(end, k - end);
-            matmul(rows, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+            ratios.with_panel(first..end, end..k, |ratios| {
+                matmul(rows, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+            });
         }
     }
 }

@@ -130,8 +130,8 @@ fn codes_are_the_nearest_to_what_the_columns_before_have_made_of_the_weights() {
             let [low, high] = [-8.0 * d, 7.0 * d];
             let saturated = (stored == low || stored == high) && error.signum() == stored.signum();
             assert!(saturated || error.abs() <= 0.501 * d.abs(), "column {c}: {} is {stored}", now[c]);
-            let ratios = &factor.ratios()[c * COLUMNS..][..COLUMNS];
-            for (later, ratio) in now.iter_mut().zip(ratios).skip(c + 1) {
+            let ratios = factor.ratios().row(c, c + 1..COLUMNS);
+            for (later, ratio) in now[c + 1..].iter_mut().zip(ratios) {
                 *later -= error * f64::from(*ratio);
             }
             moved = moved.max((now[c] - f64::from(row[c])).abs());

@@ -7,12 +7,14 @@
 //! Both steps run on blocks of fixed size, each product by one sequential call of faer, so the bits do not depend
 //! on the number of threads.
 
+use std::ops::Range;
+
 use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor::{cholesky_in_place, cholesky_in_place_scratch};
 use faer::linalg::matmul::matmul;
 use faer::linalg::triangular_solve::solve_lower_triangular_in_place;
 use faer::traits::RealField;
-use faer::{Accum, Mat, Par};
+use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::Hessian;
@@ -49,8 +51,8 @@ pub enum FactorError {
 #[derive(Debug)]
 pub struct Factor {
     columns: Vec<usize>,
-    /// `[k, k]` row-major: `U_cj / U_cc` above the diagonal, in the order of `columns`.
-    ratios: Vec<f32>,
+    /// In the order of `columns`.
+    ratios: Ratios,
     /// `1 / U_cc²`: twice the loss of a unit of error in a column.
     weights: Vec<f64>,
     damping: f64,
@@ -113,8 +115,8 @@ impl Factor {
         &self.columns
     }
 
-    /// `U_cj / U_cc` for `j > c`, `[k, k]` row-major, in the order of [`columns`](Self::columns).
-    pub(super) fn ratios(&self) -> &[f32] {
+    /// `U_cj / U_cc` for `j ≥ c`, in the order of [`columns`](Self::columns).
+    pub(super) fn ratios(&self) -> &Ratios {
         &self.ratios
     }
 
@@ -254,22 +256,65 @@ impl<T: Real> Triangle<T> {
     }
 
     /// The matrix with rows and columns in reverse order, which is upper triangular, each row divided by its
-    /// diagonal element, `[k, k]` row-major; and the diagonal.
-    fn upper(&self, k: usize) -> (Vec<f32>, Vec<f64>) {
-        let at =
-            |i: usize, j: usize| -> f64 { self.blocks[i / BLOCK][j / BLOCK][(i % BLOCK, j % BLOCK)].into() };
-        let mut rows = vec![0.0_f32; k * k];
-        let diagonal = rows
-            .par_chunks_mut(k.max(1))
-            .enumerate()
-            .map(|(c, row)| {
+    /// diagonal element; and the diagonal. Blocks go as their rows are taken, so that both never stand in memory whole.
+    fn upper(mut self, k: usize) -> (Ratios, Vec<f64>) {
+        let (mut bands, mut diagonal) = (Vec::with_capacity(k.div_ceil(BLOCK)), Vec::with_capacity(k));
+        for first in (0..k).step_by(BLOCK) {
+            let (end, width) = ((first + BLOCK).min(k), k - first);
+            let at = |i: usize, j: usize| -> f64 {
+                self.blocks[i / BLOCK][j / BLOCK][(i % BLOCK, j % BLOCK)].into()
+            };
+            let mut band = vec![0.0_f32; (end - first) * width];
+            let rows = band.par_chunks_mut(width).enumerate().map(|(r, row)| {
+                let c = first + r;
                 let diagonal = at(k - 1 - c, k - 1 - c);
-                for (j, ratio) in row.iter_mut().enumerate().skip(c) {
+                for (j, ratio) in (c..k).zip(&mut row[r..]) {
                     *ratio = (at(k - 1 - c, k - 1 - j) / diagonal) as f32;
                 }
                 diagonal
-            })
-            .collect();
-        (rows, diagonal)
+            });
+            let of_band: Vec<f64> = rows.collect();
+            diagonal.extend(of_band);
+            bands.push(band);
+            self.blocks.truncate((k - end).div_ceil(BLOCK));
+        }
+        (Ratios { k, bands }, diagonal)
+    }
+}
+
+/// The elements on and above the diagonal of an upper triangular matrix, in bands of [`BLOCK`] rows: a band has the columns
+/// from its first row on, row-major.
+#[derive(Debug)]
+pub(super) struct Ratios {
+    k: usize,
+    bands: Vec<Vec<f32>>,
+}
+
+impl Ratios {
+    /// Part of row `c`; the columns must not begin before `c`.
+    pub(super) fn row(&self, c: usize, columns: Range<usize>) -> &[f32] {
+        let first = c / BLOCK * BLOCK;
+        let row = (c - first) * (self.k - first);
+        &self.bands[c / BLOCK][row + columns.start - first..row + columns.end - first]
+    }
+
+    /// Lends some rows of some columns, which must not begin before the last of these rows, `[rows, columns]`.
+    pub(super) fn with_panel<R>(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        work: impl FnOnce(MatRef<'_, f32>) -> R,
+    ) -> R {
+        let (height, width) = (rows.len(), columns.len());
+        let band = rows.start / BLOCK;
+        if height == 0 || rows.end <= (band + 1) * BLOCK {
+            let (first, stride) = (band * BLOCK, self.k - band * BLOCK);
+            let at = |c: usize, j: usize| (c - first) * stride + j - first;
+            let end = at(rows.end.max(1) - 1, columns.end);
+            let values = &self.bands[band][at(rows.start, columns.start)..end];
+            return work(MatRef::from_row_major_slice_with_stride(values, height, width, stride));
+        }
+        let panel: Vec<f32> = rows.flat_map(|c| self.row(c, columns.clone()).iter().copied()).collect();
+        work(MatRef::from_row_major_slice(&panel, height, width))
     }
 }

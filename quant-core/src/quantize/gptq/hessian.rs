@@ -25,19 +25,33 @@ pub struct Hessian {
     pending: Vec<f32>,
 }
 
-/// `[channels, channels]` row-major; what is above the diagonal's tiles stays 0.
+/// The tiles of the lower triangle: [`TILE`] rows each, row-major, up to the last column of the tile on the diagonal.
 #[derive(Debug, Clone)]
 enum Sum {
-    F64(Vec<f64>),
-    F32(Vec<f32>),
+    F64(Vec<Vec<f64>>),
+    F32(Vec<Vec<f32>>),
+}
+
+/// Tiles of zeros for so many channels.
+fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
+    let tile = |first: usize| {
+        let height = TILE.min(channels - first);
+        vec![T::default(); height * (first + height)]
+    };
+    (0..channels).step_by(TILE).map(tile).collect()
+}
+
+/// Values of all tiles.
+fn values(channels: u64) -> u64 {
+    channels.saturating_mul(channels + TILE as u64) / 2
 }
 
 impl Hessian {
     /// Nothing seen yet of an input with so many channels.
     pub fn new(channels: usize) -> Self {
         let sum = match Self::is_f64(channels) {
-            true => Sum::F64(vec![0.0; channels * channels]),
-            false => Sum::F32(vec![0.0; channels * channels]),
+            true => Sum::F64(zeros(channels)),
+            false => Sum::F32(zeros(channels)),
         };
         Self { channels, tokens: 0, sum, pending: Vec::new() }
     }
@@ -47,17 +61,20 @@ impl Hessian {
         channels <= WIDEST_F64
     }
 
-    /// Bytes that a Hessian of this width takes while the batch comes by.
-    pub fn kept_bytes(channels: u64) -> u64 {
-        let number = if channels <= WIDEST_F64 as u64 { 8 } else { 4 };
-        (number * channels).saturating_mul(channels).saturating_add(4 * PANEL as u64 * channels)
+    /// Bytes of a number of its sum.
+    fn number(channels: u64) -> u64 {
+        if channels <= WIDEST_F64 as u64 { 8 } else { 4 }
     }
 
-    /// Bytes that it and what is made of it take at the most: the triangles of its factor and of the inverse, and
-    /// the inverse in rows.
+    /// Bytes that a Hessian of this width takes while the batch comes by.
+    pub fn kept_bytes(channels: u64) -> u64 {
+        values(channels).saturating_mul(Self::number(channels)).saturating_add(4 * PANEL as u64 * channels)
+    }
+
+    /// Bytes that it and its factor take at the peak: the triangles of both, or the sum and a panel of tokens.
     pub fn peak_bytes(channels: u64) -> u64 {
-        let number = if channels <= WIDEST_F64 as u64 { 8 } else { 4 };
-        Self::kept_bytes(channels).saturating_add(((number + 4) * channels).saturating_mul(channels))
+        let triangles = values(channels).saturating_mul(2 * Self::number(channels));
+        triangles.max(Self::kept_bytes(channels))
     }
 
     /// Width of the input.
@@ -106,10 +123,13 @@ impl Hessian {
     /// The element in row `i` and column `j`, in either triangle. Of a batch without tokens all are 0.
     #[inline(always)]
     pub fn at(&self, i: usize, j: usize) -> f64 {
-        let at = i.max(j) * self.channels + i.min(j);
+        let (row, column) = (i.max(j), i.min(j));
+        let (tile, first) = (row / TILE, row / TILE * TILE);
+        let width = (first + TILE).min(self.channels);
+        let at = (row - first) * width + column;
         let sum = match &self.sum {
-            Sum::F64(sum) => sum[at],
-            Sum::F32(sum) => f64::from(sum[at]),
+            Sum::F64(tiles) => tiles[tile][at],
+            Sum::F32(tiles) => f64::from(tiles[tile][at]),
         };
         sum * self.scale()
     }
@@ -129,31 +149,30 @@ impl Sum {
     fn add(&mut self, x: &[f32], channels: usize) {
         let x = MatRef::from_row_major_slice(x, x.len() / channels, channels);
         match self {
-            Self::F64(sum) => tiles(sum, channels).for_each_init(Vec::new, |product, (first, rows)| {
-                let height = rows.len() / channels;
+            Self::F64(sum) => tiles(sum).for_each_init(Vec::new, |product, (first, rows)| {
+                let height = TILE.min(channels - first);
                 let width = first + height;
                 product.resize(height * width, 0.0_f32);
                 let tile = MatMut::from_row_major_slice_mut(product, height, width);
                 multiply(tile, Accum::Replace, x, first);
-                for (row, product) in rows.chunks_exact_mut(channels).zip(product.chunks_exact(width)) {
-                    for (sum, p) in row.iter_mut().zip(product) {
-                        *sum += f64::from(*p);
-                    }
+                for (sum, p) in rows.iter_mut().zip(&*product) {
+                    *sum += f64::from(*p);
                 }
             }),
-            Self::F32(sum) => tiles(sum, channels).for_each(|(first, rows)| {
-                let height = rows.len() / channels;
-                let tile = MatMut::from_row_major_slice_mut(rows, height, channels);
-                multiply(tile.subcols_mut(0, first + height), Accum::Add, x, first);
+            Self::F32(sum) => tiles(sum).for_each(|(first, rows)| {
+                let height = TILE.min(channels - first);
+                let tile = MatMut::from_row_major_slice_mut(rows, height, first + height);
+                multiply(tile, Accum::Add, x, first);
             }),
         }
     }
 }
 
-/// The rows of a sum in tiles, each with its first row.
-fn tiles<T: Send>(sum: &mut [T], channels: usize) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
+/// The tiles of a sum, each with its first row.
+fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
     // The last ones are the longest.
-    sum.par_chunks_mut(TILE * channels).enumerate().map(|(i, rows)| (i * TILE, rows)).rev().with_max_len(1)
+    let tiles = sum.par_iter_mut().enumerate().map(|(i, rows)| (i * TILE, &mut rows[..]));
+    tiles.rev().with_max_len(1)
 }
 
 /// `tile (+)= x[:, first..]ᵀ x`, as much of it as the tile holds.

@@ -322,7 +322,7 @@ impl Tile {
 
     /// Rounds a run of columns of the block that begins at `block`; what each leaves moves on within the run.
     fn round(&mut self, work: &Work<'_>, block: usize, run: std::ops::Range<usize>) -> Result<(), RowsError> {
-        let (k, r, size) = (work.k, self.r, work.group_size);
+        let (r, size) = (self.r, work.group_size);
         let factor = work.factor;
         for c in run.clone() {
             let group = factor.columns()[c] / size;
@@ -335,7 +335,7 @@ impl Tile {
             let (now, later) = self.weights[c * r..run.end * r].split_at_mut(r);
             let codes = &mut self.codes[c * r..(c + 1) * r];
             let errors = &mut self.errors[(c - block) * r..(c - block + 1) * r];
-            let ratios = &factor.ratios()[c * k + c + 1..c * k + run.end];
+            let ratios = factor.ratios().row(c, c + 1..run.end);
             let (weight, losses) = (factor.weights()[c] / 2.0, &mut self.losses);
             vectorized(
                 #[inline(always)]
@@ -373,22 +373,19 @@ impl Tile {
 
     /// Moves what some columns of the block that begins at `block` left to the columns between them and `end`.
     fn update(&mut self, work: &Work<'_>, columns: std::ops::Range<usize>, block: usize, end: usize) {
-        let (k, r) = (work.k, self.r);
+        let r = self.r;
         let (depth, width) = (columns.len(), end - columns.end);
         if width == 0 {
             return;
         }
         let errors = &self.errors[(columns.start - block) * r..(columns.end - block) * r];
         let weights = &mut self.weights[columns.end * r..end * r];
-        let ratios = MatRef::from_row_major_slice_with_stride(
-            &work.factor.ratios()[columns.start * k + columns.end..(columns.end - 1) * k + end],
-            depth,
-            width,
-            k,
-        );
         let errors = MatRef::from_column_major_slice(errors, r, depth);
         let weights = MatMut::from_column_major_slice_mut(weights, r, width);
-        matmul(weights, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+        let later = columns.end..end;
+        work.factor.ratios().with_panel(columns, later, |ratios| {
+            matmul(weights, Accum::Add, errors, ratios, -1.0_f32, Par::Seq);
+        });
     }
 
     /// Writes codes and scales in their own order, and gives the zeros back.

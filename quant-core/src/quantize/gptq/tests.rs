@@ -145,7 +145,7 @@ fn the_factor_is_the_textbook_s() {
         let pivot = upper[c * k + c];
         assert!((factor.weights()[c] * pivot * pivot - 1.0).abs() < 1e-8, "{c} of mean {mean}");
         for j in c..k {
-            let (got, exact) = (f64::from(factor.ratios()[c * k + j]), upper[c * k + j] / pivot);
+            let (got, exact) = (f64::from(factor.ratios().row(c, j..j + 1)[0]), upper[c * k + j] / pivot);
             assert!((got - exact).abs() < 1e-6 * (1.0 + exact.abs()), "{c}, {j}: {got} for {exact}");
         }
     }

@@ -1,0 +1,308 @@
+//! Values of a batch: in memory, or in a file where they would take too much of it.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use crate::{Error, Result};
+
+/// Bytes that are converted at a time.
+const PIECE: usize = 1 << 20;
+
+/// Where a run keeps what does not fit into memory.
+///
+/// Results do not depend on it: the same values are read in the same pieces, wherever they are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Spill {
+    directory: PathBuf,
+    round_bytes: u64,
+}
+
+impl Spill {
+    /// Files in `directory`. They have no names, so they disappear with the process. One round of a search uses at most
+    /// about `round_bytes` of memory for the tokens that it compares.
+    pub fn new(directory: impl Into<PathBuf>, round_bytes: u64) -> Self {
+        Self { directory: directory.into(), round_bytes }
+    }
+
+    /// Bytes of memory for the tokens that a round of a search compares.
+    pub fn round_bytes(&self) -> u64 {
+        self.round_bytes
+    }
+
+    /// A new file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be created.
+    pub(crate) fn file(&self) -> Result<SpillFile> {
+        let file = tempfile::tempfile_in(&self.directory)
+            .map_err(|e| Error::io("create a file in", &self.directory, e))?;
+        Ok(SpillFile { file: Mutex::new(file), directory: self.directory.clone() })
+    }
+}
+
+/// A file without a name.
+#[derive(Debug)]
+pub(crate) struct SpillFile {
+    file: Mutex<File>,
+    directory: PathBuf,
+}
+
+impl SpillFile {
+    /// Fills `bytes` from an offset.
+    pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        self.at("read a file in", offset, |file| file.read_exact(bytes))
+    }
+
+    /// Writes `bytes` at an offset.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.at("write a file in", offset, |file| file.write_all(bytes))
+    }
+
+    fn at(
+        &self,
+        action: &'static str,
+        offset: u64,
+        work: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = file.seek(SeekFrom::Start(offset)).and_then(|_| work(&mut file));
+        done.map_err(|e| Error::io(action, &self.directory, e))
+    }
+}
+
+/// A list of `f32` values of fixed length.
+#[derive(Debug)]
+pub struct Values {
+    len: usize,
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    Memory(Vec<f32>),
+    File(Spill, SpillFile),
+}
+
+impl From<Vec<f32>> for Values {
+    fn from(values: Vec<f32>) -> Self {
+        Self { len: values.len(), place: Place::Memory(values) }
+    }
+}
+
+impl Values {
+    /// So many zeros: in a file where there is a place for one.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is too little memory, and errors of files.
+    pub(crate) fn zeros(spill: Option<&Spill>, len: usize) -> Result<Self> {
+        let place = match spill {
+            Some(spill) => {
+                let file = spill.file()?;
+                if let Some(last) = len.checked_sub(1) {
+                    // What was never written reads as zeros.
+                    file.write(4 * last as u64, &[0; 4])?;
+                }
+                Place::File(spill.clone(), file)
+            }
+            None => {
+                let mut values = Vec::new();
+                values.try_reserve_exact(len).map_err(|_| Error::Memory {
+                    what: "values of the calibration batch".into(),
+                    bytes: Some(4 * len as u64),
+                })?;
+                values.resize(len, 0.0);
+                Place::Memory(values)
+            }
+        };
+        Ok(Self { len, place })
+    }
+
+    /// Zeros in the same kind of place.
+    ///
+    /// # Errors
+    /// As [`zeros`](Self::zeros).
+    pub(crate) fn zeros_like(&self, len: usize) -> Result<Self> {
+        Self::zeros(self.spill(), len)
+    }
+
+    /// A copy in the same kind of place.
+    ///
+    /// # Errors
+    /// As [`zeros`](Self::zeros).
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let mut copy = self.zeros_like(self.len)?;
+        for at in (0..self.len).step_by(PIECE) {
+            let piece = self.read(at..(at + PIECE).min(self.len))?;
+            copy.write(at, &piece)?;
+        }
+        Ok(copy)
+    }
+
+    /// How many values there are.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where values go that do not fit into memory, if these are in a file.
+    pub(crate) fn spill(&self) -> Option<&Spill> {
+        match &self.place {
+            Place::Memory(_) => None,
+            Place::File(spill, _) => Some(spill),
+        }
+    }
+
+    /// Some of the values.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when there are fewer; errors of files.
+    pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
+        self.check(&range)?;
+        match &self.place {
+            Place::Memory(values) => Ok(Cow::Borrowed(&values[range])),
+            Place::File(_, file) => {
+                let mut values = vec![0.0; range.len()];
+                let mut bytes = vec![0; PIECE.min(4 * range.len())];
+                for (i, piece) in values.chunks_mut(PIECE / 4).enumerate() {
+                    let bytes = &mut bytes[..4 * piece.len()];
+                    file.read(4 * range.start as u64 + (i * PIECE) as u64, bytes)?;
+                    for (value, bytes) in piece.iter_mut().zip(bytes.chunks_exact(4)) {
+                        *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+                    }
+                }
+                Ok(Cow::Owned(values))
+            }
+        }
+    }
+
+    /// Replaces the values from `at` on.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
+        self.check(&(at..at.saturating_add(values.len())))?;
+        match &mut self.place {
+            Place::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
+            Place::File(_, file) => {
+                let mut bytes = Vec::with_capacity(PIECE.min(4 * values.len()));
+                for (i, piece) in values.chunks(PIECE / 4).enumerate() {
+                    bytes.clear();
+                    bytes.extend(piece.iter().flat_map(|value| value.to_le_bytes()));
+                    file.write(4 * at as u64 + (i * PIECE) as u64, &bytes)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Changes the rows of these tokens, ascending, each of `width` values: `change` gets rows, and the token of each by
+    /// its place among them. There may be rows of other tokens between them.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read), and those of `change`.
+    pub(crate) fn update_rows(
+        &mut self,
+        tokens: &[u32],
+        width: usize,
+        change: impl FnOnce(&mut [f32], &dyn Fn(usize) -> u32) -> Result<()>,
+    ) -> Result<()> {
+        let (Some(&first), Some(&last)) = (tokens.first(), tokens.last()) else { return Ok(()) };
+        let rows = |first: u32, count: usize| first as usize * width..(first as usize + count) * width;
+        let all = rows(first, (last - first) as usize + 1);
+        self.check(&all)?;
+        if let Place::Memory(values) = &mut self.place {
+            return change(&mut values[all], &|row| first + row as u32);
+        }
+        let runs = || tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+        let mut values = Vec::with_capacity(tokens.len() * width);
+        for run in runs() {
+            values.extend_from_slice(&self.read(rows(run[0], run.len()))?);
+        }
+        change(&mut values, &|row| tokens[row])?;
+        let mut rest = &values[..];
+        for run in runs() {
+            let (changed, others) = rest.split_at(run.len() * width);
+            self.write(run[0] as usize * width, changed)?;
+            rest = others;
+        }
+        Ok(())
+    }
+
+    fn check(&self, range: &Range<usize>) -> Result<()> {
+        match range.start <= range.end && range.end <= self.len {
+            true => Ok(()),
+            false => Err(Error::Internal(format!("values {range:?} of {}", self.len))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both places give back what was written, in any pieces.
+    #[test]
+    fn a_file_holds_what_memory_holds() {
+        let directory = tempfile::tempdir().unwrap();
+        let spill = Spill::new(directory.path(), 1 << 20);
+        let len = PIECE / 4 * 2 + 3;
+        let (mut memory, mut file) =
+            (Values::zeros(None, len).unwrap(), Values::zeros(Some(&spill), len).unwrap());
+        let values: Vec<f32> = (0..len).map(|i| i as f32 - 0.5).collect();
+        for values_of in [&mut memory, &mut file] {
+            assert!(values_of.read(0..len).unwrap().iter().all(|v| *v == 0.0));
+            values_of.write(5, &values[5..]).unwrap();
+            values_of.write(0, &[f32::NAN, -0.0, f32::MIN_POSITIVE, f32::INFINITY]).unwrap();
+        }
+        let bits = |values: &Values, range: Range<usize>| -> Vec<u32> {
+            values.read(range).unwrap().iter().map(|v| v.to_bits()).collect()
+        };
+        let copy = file.try_clone().unwrap();
+        for range in [0..len, 0..0, 1..7, PIECE / 4 - 1..PIECE / 4 + 1, len - 1..len] {
+            assert_eq!(bits(&memory, range.clone()), bits(&file, range.clone()));
+            assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
+        }
+        assert!(copy.spill().is_some() && memory.spill().is_none());
+        // The file has no name.
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn rows_of_some_tokens_change() {
+        let directory = tempfile::tempdir().unwrap();
+        let spill = Spill::new(directory.path(), 0);
+        let tokens = [1, 2, 5];
+        for mut values in [Values::zeros(None, 14).unwrap(), Values::zeros(Some(&spill), 14).unwrap()] {
+            let change = |rows: &mut [f32], token: &dyn Fn(usize) -> u32| {
+                for (i, row) in rows.chunks_mut(2).enumerate().filter(|(i, _)| tokens.contains(&token(*i))) {
+                    row.fill(token(i) as f32);
+                }
+                Ok(())
+            };
+            values.update_rows(&tokens, 2, change).unwrap();
+            let expected = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 5.0, 5.0, 0.0, 0.0];
+            assert_eq!(values.read(0..14).unwrap()[..], expected);
+            assert!(values.update_rows(&[6, 7], 2, |_, _| Ok(())).is_err());
+        }
+    }
+
+    #[test]
+    fn values_that_are_not_there_are_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let spill = Spill::new(directory.path(), 0);
+        for mut values in [Values::from(vec![1.0; 4]), Values::zeros(Some(&spill), 4).unwrap()] {
+            assert!(values.read(3..5).is_err() && values.write(4, &[1.0]).is_err());
+            assert!(values.read(4..4).unwrap().is_empty());
+        }
+        let gone = Spill::new(directory.path().join("gone"), 0);
+        assert!(matches!(Values::zeros(Some(&gone), 4), Err(Error::Io { .. })));
+    }
+}
