@@ -75,7 +75,6 @@ fn rotation_leaves_logits_unchanged() {
     }
 }
 
-/// Folding norms leaves logits unchanged, and tensors read in pieces equal tensors read whole.
 #[test]
 fn folded_norms_leave_logits_unchanged() {
     // Sizes without a Hadamard matrix are folded, too.
@@ -103,6 +102,7 @@ fn folded_norms_leave_logits_unchanged() {
     assert!(error.remedy().contains("‹skip=fold-norms›"), "{}", error.remedy());
 }
 
+/// A tensor read in pieces equals the tensor read whole.
 #[test]
 fn rotated_tensors_are_read_in_any_pieces() {
     let tiny = Tiny { attention_bias: true, dtype: Dtype::Bf16, norm_dtype: Dtype::F16, ..Tiny::default() };
