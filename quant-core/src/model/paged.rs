@@ -108,8 +108,8 @@ impl Paged {
     }
 }
 
-/// Computes attention for tokens that follow those in `cache`: `q` is `[1, m, heads · head_dim]`, `k` and `v` are `[1,
-/// m, kv_heads · head_dim]`.
+/// Computes attention for tokens that follow those in `cache`: `q` is `[1, m, heads · head_dim]`, `k` and `v` are
+/// `[1, m, kv_heads · head_dim]`.
 pub(super) fn decode(
     kind: KvType,
     shape: AttentionShape,
@@ -225,9 +225,9 @@ mod tests {
     }
 
     /// Exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels. An 8-bit
-    /// query is off by at most half a step of its grid in every feature, so scores are off by `δ ≤ scale · s_q / 2 · Σ
-    /// |k̂|` and probabilities by a factor within `e^±2δ`. Added to this are a rounding to bf16, `2⁻⁸`, for paths that
-    /// have it, and `10⁻⁴` for everything else.
+    /// query is off by at most half a step of its grid in every feature, so scores are off by
+    /// `δ ≤ scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. Added to this are a rounding to
+    /// bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;

@@ -20,8 +20,8 @@ pub trait Tap {
     /// Any error stops the run.
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()>;
 
-    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]` and keys `[batch, positions,
-    /// kv_heads · head_dim]`, both after the rotary embedding, and the tokens of their rows.
+    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]` and keys
+    /// `[batch, positions, kv_heads · head_dim]`, both after the rotary embedding, and the tokens of their rows.
     ///
     /// # Errors
     /// Any error stops the run.
