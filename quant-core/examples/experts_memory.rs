@@ -1,4 +1,4 @@
-//! Measures the memory and time of quantizing one block of experts, whose weights are generated as they are read.
+//! Measures the memory and time of quantizing one block of experts whose weights are generated when they are read.
 //!
 //! ```text
 //! cargo run --release -p quant-core --example experts_memory -- METHOD [BLOCK] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH]
@@ -6,12 +6,13 @@
 //!
 //! METHOD is a method such as `rtn` or `gptq`. BLOCK is one of:
 //!
-//! - `latent` (default): as in DeepSeek-V3, with a shared expert and latent attention; 1792 must divide HIDDEN.
+//! - `latent` (default): as in DeepSeek-V3, with a shared expert and latent attention; HIDDEN must be a multiple of
+//!   1792.
 //! - `plain`: as in Qwen3-MoE, with attention of HIDDEN / 128 heads.
 //!
 //! Default sizes are those of DeepSeek-V3: 256 experts of 7168 × 2048, 8 per token; 128 windows of 512 random tokens.
-//! What is written is hashed and dropped. Prints the time, the peak resident memory (VmHWM), what the plan predicted, and
-//! the hash.
+//! The output is hashed and dropped. Prints the time, the peak resident memory (VmHWM), the plan's prediction, and the
+//! hash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -30,9 +31,9 @@ use sha2::{Digest, Sha256};
 
 const VOCAB: usize = 1024;
 const TOP_K: usize = 8;
-/// Features of a head of plain attention.
+/// Width of a head in plain attention.
 const PLAIN_HEAD: usize = 128;
-/// Of a head of latent attention: features that are not rotated, features that are, and those of a value.
+/// Widths of a head in latent attention: unrotated features, rotated features, and value features.
 const HEAD: [usize; 3] = [128, 64, 128];
 
 fn main() -> ExitCode {
@@ -92,12 +93,12 @@ fn run(name: &str, plain: bool, [experts, hidden, width, samples, length]: [usiz
     Ok(())
 }
 
-/// Heads, and the widths of the vectors that queries, and keys and values, are made from.
+/// Returns the number of heads, and the widths of the query latent and the key-value latent.
 fn latent(hidden: usize) -> [usize; 3] {
     [hidden / 56, hidden / 14 * 3, hidden / 14]
 }
 
-/// Of a Qwen3-MoE with one block.
+/// The configuration of a Qwen3-MoE with one block.
 fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let config = json!({
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -116,11 +117,11 @@ fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Valu
     config.as_object().cloned().unwrap_or_default()
 }
 
-/// Of a DeepSeek-V3 with one block.
+/// The configuration of a DeepSeek-V3 with one block.
 fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let [heads, query_rank, rank] = latent(hidden);
     let [plain, turned, value] = HEAD;
-    // As many groups as leave each two experts, up to DeepSeek's.
+    // Two experts per group, up to DeepSeek's number of groups.
     let groups = (experts / 2).clamp(1, 8);
     let config = json!({
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -146,7 +147,7 @@ fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Val
     config.as_object().cloned().unwrap_or_default()
 }
 
-/// A checkpoint whose values follow from names and places: nothing of it is stored.
+/// A checkpoint whose values are computed from names and positions; nothing is stored.
 struct Generated {
     tensors: BTreeMap<String, TensorInfo>,
 }
@@ -238,7 +239,7 @@ impl TensorSource for Generated {
         let seed = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
-        // Ranges begin and end between values of two bytes.
+        // Ranges begin and end between two-byte values.
         let first = offset / 2;
         for (i, bytes) in buffer.chunks_exact_mut(2).enumerate() {
             let bits = Random(seed ^ (first + i as u64).wrapping_mul(0x2545_f491_4f6c_dd1d)).next();
@@ -255,7 +256,7 @@ impl TensorSource for Generated {
     }
 }
 
-/// A sink that keeps nothing but a hash of each tensor.
+/// A sink that only keeps a hash of each tensor.
 #[derive(Default)]
 struct Hashed {
     running: BTreeMap<String, Sha256>,

@@ -1,13 +1,14 @@
-//! Measures the two costs of GPTQ beside what faer takes for the products in them.
+//! Measures the two costs of GPTQ relative to faer's time for the same products.
 //!
 //! ```text
 //! cargo run --release -p quant-core --example gptq_throughput -- [THREADS] [SIDE] [TOKENS]
 //! ```
 //!
-//! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solve stands beside faer's Cholesky chain (factor,
-//! inverse, factor of the inverse, all in `f32`) and the blocked update at 60 % of the rate of faer's largest product;
-//! the Hessian beside faer's triangular product of all tokens at once. Everything alternates. faer runs on one thread, so
-//! ratios mean something with one; with more they show how the work is shared.
+//! Defaults: one thread, a weight of 4096 × 4096, 16384 tokens. The solver is compared with faer's Cholesky chain
+//! (factor, inverse, factor of the inverse, all in `f32`) plus the blocked update at 60 % of the rate of faer's largest
+//! product; the Hessian is compared with faer's triangular product of all tokens at once. All measurements alternate.
+//! faer runs on one thread, so the ratios are only meaningful with one thread; with more they show how the work is
+//! shared.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -47,7 +48,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Values in −1 to 1, of neighbours that hang together.
+/// Values in −1 to 1, with correlated neighbors.
 fn values(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut before = 0.0;
@@ -72,7 +73,7 @@ fn measure(
     side: usize,
     tokens: usize,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    // Its own threads are a feature that this crate does without.
+    // faer's own threads are a feature that this crate does not enable.
     let par = Par::Seq;
     let x = values(tokens * side, 1);
     let rows = MatRef::from_row_major_slice(&x, tokens, side);

@@ -1,11 +1,11 @@
-//! Quantizes a model and runs the result through the library alone: what an engine would link.
+//! Quantizes a model and runs the result, using only the library, as an engine would.
 //!
 //! ```text
 //! cargo run --release -p quant-core --example library_pipeline -- [MODEL [TEXT [OUT]]]
 //! ```
 //!
-//! `MODEL` is a Hugging Face directory (default: the demo model of this repository), `TEXT` the
-//! calibration text. With `OUT` the checkpoint is written there, without it stays in memory.
+//! `MODEL` is a Hugging Face directory (default: the demo model of this repository), `TEXT` the calibration text. With
+//! `OUT` the checkpoint is written there; otherwise it stays in memory.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use quant_core::{CancelToken, Error, Event, Observer, Result, Silent};
 const PROMPT: &str = "It was a dark and stormy night, and the old man";
 const NEW_TOKENS: usize = 24;
 
-/// Progress arrives as events, on the thread that drives the run; the library prints nothing.
+/// Receives progress events on the thread that drives the run. The library itself prints nothing.
 struct Progress;
 
 impl Observer for Progress {
@@ -31,16 +31,15 @@ impl Observer for Progress {
             Event::StageStarted { stage, unit, units } => eprintln!("{stage}: {units} {unit}s"),
             Event::UnitDone { detail } => eprintln!("  {detail} done"),
             Event::Warning { message } => eprintln!("warning: {message}"),
-            // More kinds of events may come in later versions.
+            // Later versions may add events.
             _ => {}
         }
     }
 }
 
 fn main() -> ExitCode {
-    // Another thread, or a signal handler, may call `cancel()` on a clone of the token; the run
-    // then ends between two pieces of work with `Error::Interrupted`, and a run into a directory
-    // can be resumed.
+    // Another thread, or a signal handler, may call `cancel()` on a clone of the token. The run then ends between two
+    // units of work with `Error::Interrupted`; a run into a directory can be resumed.
     let cancel = CancelToken::new();
     match run(&cancel) {
         Ok(()) => ExitCode::SUCCESS,
@@ -58,9 +57,8 @@ fn run(cancel: &CancelToken) -> Result<()> {
     let text_path = arguments.next().unwrap_or_else(|| data.join("corpus/narrative.txt"));
     let out = arguments.next();
 
-    // Opening checks every header and holds the configuration against the tensors; weights are
-    // read later, piece by piece. An engine with tensors of its own gives `Model::new` any
-    // `TensorSource` instead.
+    // Opening checks every header and compares the configuration with the tensors. Weights are read later, piece by
+    // piece. An engine with its own tensors passes any `TensorSource` to `Model::new` instead.
     let directory = ModelDirectory::open(&model_path)?;
     let model = Model::open(&directory)?;
     let tokenizer_path = directory
@@ -68,15 +66,15 @@ fn run(cancel: &CancelToken) -> Result<()> {
         .ok_or_else(|| Error::usage("the model has no tokenizer.json", "give a model that has one"))?;
     let tokenizer = TextTokenizer::open(&tokenizer_path)?;
 
-    // The recipe is the request, the plan what every tensor gets: it is settled before any compute,
-    // so that what cannot be done fails here.
+    // The recipe is the request; the plan says what happens to every tensor. It is created before any computation, so
+    // that impossible requests fail here.
     let sampling = Sampling { samples: 16, length: 128, ..Sampling::default() };
     let recipe = Recipe { sampling, ..Recipe::preset("awq-w4a16")? };
     let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
     let documents = read_documents(&text_path)?;
     let windows = TokenWindows::sample(&tokenizer, &documents, plan.sampling, &text_path)?;
 
-    // Parallel steps run on the rayon pool of the caller: `pool.install(|| …)` would confine them.
+    // Parallel steps run on the caller's rayon pool; `pool.install(|| …)` would confine them to `pool`.
     let job = Job {
         model: &model,
         plan: &plan,
@@ -96,7 +94,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
             (Model::new(source, directory.config_path(), &config)?, report)
         }
         Some(out) => {
-            // A directory appears whole and verified, or not at all.
+            // The directory appears complete and verified, or not at all.
             refuse_overlap(&model_path, &out)?;
             let fingerprint = pipeline::fingerprint(&job, &directory, &Program::current(cancel)?);
             let options = WriteOptions { fingerprint, ..WriteOptions::default() };
@@ -124,7 +122,7 @@ fn run(cancel: &CancelToken) -> Result<()> {
     Ok(())
 }
 
-/// The prompt with the tokens that follow it greedily, one at a time through the cache.
+/// Returns the prompt with greedily decoded tokens, generated one at a time with the cache.
 fn continuation(
     model: &Model,
     tokenizer: &TextTokenizer,

@@ -4,8 +4,8 @@
 //! cargo run --release -p quant-core --example rtn_throughput -- [THREADS] [ROWS] [COLUMNS]
 //! ```
 //!
-//! Defaults: all cores, a weight of 4096 × 14336 (117 MB). Prints the best and the median of nine
-//! runs for each scheme, and a checksum of the packed bytes, which must not depend on the threads.
+//! Defaults: all cores, a weight of 4096 × 14336 (117 MB). Prints the best and the median of nine runs for each scheme,
+//! and a checksum of the packed bytes, which must not depend on the number of threads.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Values like a layer's, with standard deviation near 0.02.
+/// Values like those of a layer, with a standard deviation near 0.02.
 fn weight(len: usize) -> Vec<u8> {
     let mut state = 1u64;
     let mut uniform = || {

@@ -1,7 +1,7 @@
 //! The quantization pipeline.
 //!
-//! One decoder block at a time, a checkpoint is read, observed, rewritten, rounded, packed and
-//! written; the modules stand in the order of that path:
+//! A checkpoint is read, observed, rewritten, rounded, packed and written one decoder block at a time. The modules
+//! follow the order of these stages:
 //!
 //! ```text
 //! checkpoint ─► model ─► calibrate ─► recipe ─► transform ─► quantize ─► format ─► checkpoint
@@ -10,10 +10,10 @@
 //!                                        gets)                  zeros)
 //! ```
 //!
-//! [`pipeline`] drives them, and [`run`] is what programs call: directories in, directories out. It is itself driven through traits, so that the library touches no
-//! terminal, clock, or global state: weights come from a [`TensorSource`], go to a
-//! [`TensorSink`], progress is told to an [`Observer`], and a [`CancelToken`] stops it between
-//! units of work. Parallel steps run on the rayon pool the caller installed.
+//! [`pipeline`] drives them, and [`run`] is what programs call: directories in, directories out. The pipeline is itself
+//! driven through traits, so that the library uses no terminal, clock, or global state: weights come from a
+//! [`TensorSource`] and go to a [`TensorSink`], progress is reported to an [`Observer`], and a [`CancelToken`] stops it
+//! between units of work. Parallel steps run on the caller's rayon pool.
 #![forbid(unsafe_code)]
 
 pub mod calibrate;

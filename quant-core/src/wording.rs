@@ -1,32 +1,32 @@
-//! How messages name settings and commands, which each program spells in its own way.
+//! How messages name settings and commands, which each program spells differently.
 //!
-//! A message writes a setting as `‹group_size›`, one with its value as `‹format=gptq›`, and a command as `‹plan(MODEL)›` or
-//! `‹eval(MODEL, text=TEXT)›`. That can be read as it stands. [`worded`] puts a program's own spelling in its place, which
-//! a [`Wording`] has: `--group-size` on a command line, `group_size=` in Python.
+//! A message writes a setting as `‹group_size›`, a setting with a value as `‹format=gptq›`, and a command as
+//! `‹plan(MODEL)›` or `‹eval(MODEL, text=TEXT)›`. This form is readable as it is. [`worded`] replaces it with a
+//! program's own spelling, which a [`Wording`] defines: `--group-size` on a command line, `group_size=` in Python.
 
 use std::borrow::Cow;
 
 /// A program's spelling of settings and commands.
 pub trait Wording {
-    /// A setting, by its name in `snake_case`, with the value that is proposed for it, if one is.
+    /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
     fn setting(&self, name: &str, value: Option<&str>) -> String;
-    /// A command with its arguments: settings with their values, and values without a name.
+    /// Spells a command with its arguments: settings with their values, and positional values.
     fn command(&self, name: &str, arguments: &[Argument<'_>]) -> String;
 }
 
 /// An argument of a command in a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Argument<'a> {
-    /// A value that stands at its place.
+    /// A positional value.
     Positional(&'a str),
-    /// A setting, with a value or without.
+    /// A setting, with or without a value.
     Setting(&'a str, Option<&'a str>),
 }
 
 const OPEN: char = '‹';
 const CLOSE: char = '›';
 
-/// A message in a program's own words. What stands between the marks and is no setting or command stays as it is.
+/// Returns a message in a program's own spelling. Marked text that is not a setting or command stays as it is.
 pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
     if !text.contains(OPEN) {
         return Cow::Borrowed(text);
@@ -50,7 +50,7 @@ pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
     Cow::Owned(said)
 }
 
-/// What stands between two marks, where it is a setting or a command.
+/// Spells the text between two marks, if it is a setting or a command.
 fn one(marked: &str, wording: &dyn Wording) -> Option<String> {
     let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
     let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
@@ -85,7 +85,7 @@ impl Wording for CommandLine {
         let option = format!("--{}", name.replace('_', "-"));
         match value {
             None => option,
-            // A value that may be left out needs the sign.
+            // An option with an optional value needs the `=`.
             Some(value) if name == "json" => format!("{option}={value}"),
             Some(value) => format!("{option} {value}"),
         }

@@ -1,5 +1,5 @@
-//! AWQ: what its searches record is what their definitions give, they never end worse than they
-//! began, and where outliers are planted the whole path loses far less than rounding alone.
+//! AWQ: the recorded search errors match their definitions, a search never ends with a larger error than it began with,
+//! and with planted outliers the whole pipeline loses far less than rounding alone.
 
 mod common;
 
@@ -21,8 +21,8 @@ fn tiny() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
 }
 
-/// A random model some of whose norm channels are 32 times as large, and their readers' columns as
-/// much smaller: the same float model, but hard to round.
+/// A random model in which some norm channels are 32 times as large, and the columns that read them as much smaller.
+/// The float model is the same, but it is hard to quantize.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
@@ -41,12 +41,12 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// An OPT of the sizes of [`tiny`].
+/// An OPT with the sizes of [`tiny`].
 fn opt() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::opt() }
 }
 
-/// One block with its inputs, searched directly.
+/// One block with its inputs, after a direct search.
 struct Search {
     block: Block,
     hidden: HiddenStates,
@@ -74,7 +74,7 @@ impl Search {
             cancel: &CancelToken::new(),
         };
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
-        // The search has moved the batch on to the next block, whatever it looked at.
+        // The search has advanced the batch to the next block, whatever it sampled.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
         let values = |states: &HiddenStates| -> Vec<Vec<f32>> {
@@ -88,7 +88,7 @@ impl Search {
         self.block.graph().fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
     }
 
-    /// A node's values over the whole batch, `[tokens · width]`, with the inputs of the block.
+    /// A node's values over the whole batch, `[tokens · width]`, for the inputs of the block.
     fn values(&self, block: &Block, known: Option<(NodeId, &[Tensor])>, node: NodeId) -> Vec<Tensor> {
         let chunks = self.hidden.chunks().enumerate().map(|(i, chunk)| {
             let (first, x) = chunk.unwrap();
@@ -102,7 +102,7 @@ impl Search {
         chunks.collect()
     }
 
-    /// Rows of all chunks, of tokens that count.
+    /// The rows of counted tokens in all chunks.
     fn counted(&self, chunks: &[Tensor]) -> Vec<f32> {
         let width = chunks[0].dims3().unwrap().2;
         let rows: Vec<f32> = chunks.iter().flat_map(flat).collect();
@@ -110,7 +110,7 @@ impl Search {
         InputRows::new(&rows, width, tokens, self.hidden.layout()).unwrap().counted_values().to_vec()
     }
 
-    /// `Q(W · s) / s` by the public quantizer.
+    /// `Q(W · s) / s`, computed by the public quantizer.
     fn rounded(&self, node: NodeId, scales: &[f32]) -> Vec<f32> {
         let weight = self.block.linear(node).weight();
         let (mut values, grid) = (weight.to_f32().unwrap(), self.grids[&node]);
@@ -124,7 +124,7 @@ impl Search {
         values
     }
 
-    /// The mean squared error of a group's watched output under some scales, by its definition.
+    /// The mean squared error of a group's inspected output for the given scales, by definition.
     fn group_error(&self, group: &FoldGroup, scales: &[f32]) -> f64 {
         let mut block = self.block.clone();
         for &node in &group.consumers {
@@ -140,8 +140,8 @@ impl Search {
         sum / exact.len() as f64
     }
 
-    /// The mean squared error of all groups' partial outputs of a linear, with the clip bounds that
-    /// were found or with none, by its definition.
+    /// The mean squared error of the partial outputs of all groups of a linear, with the clip bounds that were found or
+    /// with none, by definition.
     fn clip_error(&self, node: NodeId, clipped: bool) -> f64 {
         let grid = self.grids[&node];
         let weight = self.block.linear(node).weight();
@@ -176,9 +176,8 @@ fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
 
 #[test]
 fn recorded_errors_are_those_of_the_definition_by_every_route() {
-    // Below 256 tokens the down projection's input is kept as rows, above as its Gram matrix; 2100
-    // tokens come in two chunks. Clipping sees every token only up to 1023.
-    // The fast search uses a small batch whole.
+    // Below 256 tokens the down projection's input is kept as rows, above as its Gram matrix. 2100 tokens form two
+    // chunks. Clipping uses every token only up to 1023. The fast search uses all of a small batch.
     for (mode, scheme, count, length) in [
         (SearchMode::Fast, "w4a16-g32", 4, 30),
         (SearchMode::Fast, "w4a16-channel", 7, 40),
@@ -194,8 +193,8 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
     }
 }
 
-/// Where there is work enough, candidates are compared by differences in bfloat16, if the processor can:
-/// the numbers are still those of the definition.
+/// With enough work, candidates are compared by differences in bfloat16, if the CPU supports it. The recorded errors
+/// must still match the definition.
 #[test]
 fn errors_from_differences_are_those_of_the_definition() {
     if quant_kernels_cpu::bf16::Avx512Bf16::detect().is_none() {
@@ -216,8 +215,8 @@ fn errors_from_differences_are_those_of_the_definition() {
     records_are_right(&Search::by(SearchMode::Fast, &planted(&wide, 3), "w4a16-g64", &masked), "masked");
 }
 
-/// The same where prompts are masked and documents share windows: what counts are the tokens that
-/// count, by whichever route, and fast and reference search find the same.
+/// With masked prompts and packed documents, only counted tokens matter, for every route, and the fast and the
+/// reference search find the same.
 #[test]
 fn masked_and_packed_batches_are_judged_by_what_counts() {
     for (family, scheme, count, length) in [
@@ -248,7 +247,7 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
             assert_eq!(search.rewrite.tokens.len(), linears, "every linear is counted");
             assert!(search.rewrite.tokens.values().all(|t| *t == counted));
         }
-        // Other tokens, other numbers: the mask reaches the search.
+        // Without the mask the errors differ, so the mask reaches the search.
         let plain = common::windows(128, count, length, 2);
         assert_eq!(plain.tokens(), windows.tokens());
         let plain = Search::by(SearchMode::Reference, &checkpoint, scheme, &plain);
@@ -258,7 +257,7 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
     }
 }
 
-/// Holds what a search recorded against its definition.
+/// Checks what a search recorded against its definition.
 fn records_are_right(search: &Search, scheme: &str) {
     let tokens = search.hidden.layout().counted();
     assert_eq!(search.rewrite.folds.len(), 4);
@@ -269,8 +268,8 @@ fn records_are_right(search: &Search, scheme: &str) {
         assert_eq!(record.inspected, module(group.inspected));
         let ones = vec![1.0; search.block.linear(group.consumers[0]).weight().shape()[1]];
         assert_near(record.error_before, search.group_error(group, &ones), 1e-3, &what);
-        // Norms are in f32 here: what was folded is what was searched, but for its last bit,
-        // which decides a tie of rounding now and then.
+        // Norms are in f32 here, so the folded values equal the searched ones up to the last bit, which occasionally
+        // decides a rounding tie.
         let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
         assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
         assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
@@ -293,8 +292,8 @@ fn records_are_right(search: &Search, scheme: &str) {
     assert!(clipped > 0, "{scheme}: some range is worth narrowing");
 }
 
-/// On a share of a large batch the fast search finds scales as good as those of the reference, up to
-/// what chance leaves open.
+/// With a sample of a large batch, the fast search finds scales as good as those of the reference, up to sampling
+/// error.
 #[test]
 fn a_race_ends_near_the_best() {
     for (seed, scheme, masked) in
@@ -321,10 +320,10 @@ fn a_race_ends_near_the_best() {
                 fast.ratio,
                 reference.ratio
             );
-            // An estimate of the same number.
+            // An estimate of the same error.
             assert_near(fast.error_after, whole(fast.ratio), 0.3, &what);
         }
-        // Single linears of this size are judged exactly by their Gram matrix.
+        // Single linears of this size are evaluated exactly with their Gram matrix.
         let shares: Vec<(bool, u64)> = (fast.rewrite.folds.iter())
             .map(|f| (f.consumers.len() > 1, f.tried.iter().map(|t| t.tokens).sum()))
             .collect();
@@ -359,11 +358,11 @@ fn searches_never_end_worse_and_change_what_is_written() {
                 clips += 1;
             }
         }
-        // With grouped queries the values are left alone, and so is what reads them: 6 of 7.
+        // With grouped queries, the values and the linear that reads them are left alone: 6 of 7.
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {
-            // Changed where a scale was folded in, from either side, or a range was narrowed.
+            // Changed if a scale was folded in from either side, or a range was narrowed.
             let up = tensor.tensor.replace("up_proj", "down_proj");
             let down = awq.report.tensors.iter().find(|t| t.tensor == up && up != tensor.tensor);
             let scaled = tensor.ratio.is_some() || down.is_some_and(|d| d.ratio.is_some());
@@ -423,7 +422,7 @@ fn linears_that_stay_float_are_rewritten_exactly() {
         println!("all float but {kept}: logits move by {difference:.1e}");
         assert!(difference < 0.02, "{kept}: {difference:e}");
 
-        // The product of what the producer gives and what a sibling reads is what it was.
+        // The product of a producer channel and a sibling's column is unchanged.
         let name = |module: &str| format!("model.layers.0.{module}.weight");
         let values = |source: &dyn TensorSource, module: &str| source.read_f32(&name(module)).unwrap();
         let (before, after) = (values(&input, producer), values(&written.source, producer));

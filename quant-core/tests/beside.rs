@@ -1,5 +1,5 @@
-//! Models whose blocks read more than the hidden states before them: inputs of their own, and keys and values of an
-//! earlier block. Both travel beside the hidden states, whose width is another one before every block.
+//! Models whose blocks read more than the hidden states: per-layer inputs, and keys and values of an earlier block.
+//! Both travel with the hidden states, whose width therefore differs before every block.
 
 mod common;
 #[allow(dead_code)]
@@ -24,14 +24,14 @@ fn small() -> Case {
     cases().into_iter().find(|case| case.name == "gemma4-small").unwrap()
 }
 
-/// Blocks that read another's keys and values have none of their own: what a file holds of such is not written. What makes
-/// the inputs of blocks is left float by its name.
+/// Blocks that read another block's keys and values have no projections for them; those in the file are not written.
+/// The projection of per-layer inputs is listed by name as staying float.
 #[test]
 fn keys_that_nothing_reads_are_left_away() {
     let mut case = cases().into_iter().find(|case| case.name == "gemma4-small").unwrap();
     case.config.insert("use_double_wide_mlp".into(), json!(false));
     let shared = case.config.clone();
-    // The same model without shared keys: its file holds those of all blocks.
+    // The same model without shared keys; its file holds the projections of all blocks.
     case.config.insert("num_kv_shared_layers".into(), json!(0));
     let source = case.random(Dtype::F32, 15).source().clone();
     let model = common::model(source.clone(), &shared);
@@ -56,13 +56,13 @@ fn values(states: &HiddenStates) -> Vec<f32> {
     states.values().read(0..states.values().len()).unwrap().into_owned()
 }
 
-/// The states of the batch are what the decoder has, block by block, whatever their width.
+/// The batch's hidden states match the decoder's, block by block, whatever their width.
 #[test]
 fn states_are_as_wide_as_blocks_read_them() {
     let case = small();
     let (model, batch) = (case.random(Dtype::F32, 17), windows(case.vocab(), 3, LENGTH, 18));
     let architecture = model.architecture();
-    // 64 hidden states; inputs of 32 for each block that is left; keys and values of 2 heads of 16, then of 32.
+    // 64 hidden features; 32 input features for each remaining block; keys and values of 2 heads of 16, then of 32.
     let widths = [64 + 4 * 32, 64 + 3 * 32 + 64, 64 + 2 * 32 + 64 + 128, 64 + 32 + 128, 64];
     assert_eq!([0, 1, 2, 3, 4].map(|layer| architecture.state_width(layer)), widths);
     let (decoder, ropes) = (common::decoder(&model), model.rope(LENGTH).unwrap());
@@ -78,7 +78,7 @@ fn states_are_as_wide_as_blocks_read_them() {
     assert_eq!(values(&states), common::flat(&expected));
 }
 
-/// Jobs over parts hand the states on, with what travels beside them, and write what one job writes.
+/// Jobs over parts pass on the states, including the values that travel with them, and write what a single job writes.
 #[test]
 fn parts_make_the_whole() {
     let case = small();

@@ -1,5 +1,5 @@
-//! The model stage against a decoder nobody here wrote: candle-transformers' Llama on random tiny
-//! checkpoints. And against itself: batches, and the cache, change nothing.
+//! The model stage against an independent decoder, candle-transformers' Llama, on random tiny checkpoints; and against
+//! itself: batching and caching change nothing.
 
 mod common;
 
@@ -13,11 +13,11 @@ use quant_core::TensorSource;
 use quant_core::checkpoint::Dtype;
 use serde_json::json;
 
-/// Logits differ by at most this part of the largest. The rounding of two orders of summation is
-/// near 1e-6; every mistake in the computation is far above.
+/// Maximum difference of logits relative to the largest. Different summation orders cause differences near 1e-6; any
+/// mistake in the computation causes far larger ones.
 const ORACLE_BOUND: f64 = 5e-6;
 
-/// Checkpoints that candle's Llama can run: no biases, heads that fill the hidden width.
+/// Checkpoints that candle's Llama can run: no biases, and heads that add up to the hidden size.
 fn oracle_cases() -> Vec<(&'static str, Tiny)> {
     let llama3 = json!({
         "rope_type": "llama3",
@@ -88,7 +88,7 @@ fn logits_agree_with_candle_transformers() {
         let windows = windows(tiny.vocab, 3, LENGTH, 100 + seed as u64);
         let ours = common::logits(&checkpoint.model(), &windows);
         for window in 0..windows.len() {
-            // Candle gives the last position's logits only: one run for every prefix.
+            // Candle only returns the last position's logits, so every prefix takes one run.
             for length in [1, 2, 5, 33, 64, 65, LENGTH] {
                 let prefix = Tensor::new(&windows.window(window)[..length], &Device::Cpu).unwrap();
                 let mut cache = Cache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
@@ -103,7 +103,7 @@ fn logits_agree_with_candle_transformers() {
     println!("largest difference from candle-transformers: {worst:.2e} of the largest logit");
 }
 
-/// Cases beyond the oracle's: biases, heads wider or narrower than the hidden width.
+/// Cases that the oracle does not support: biases, heads that do not add up to the hidden size.
 fn all_cases() -> Vec<(&'static str, Tiny)> {
     let mut cases = oracle_cases();
     cases.push((
@@ -122,7 +122,7 @@ fn all_cases() -> Vec<(&'static str, Tiny)> {
 fn a_batch_gives_what_each_window_gives_alone_bit_for_bit() {
     for (seed, (name, tiny)) in all_cases().into_iter().enumerate() {
         let decoder = decoder(&tiny.random(seed as u64).model());
-        // Up to four tokens in all are multiplied by another route, with another last bit.
+        // Up to four tokens in total use another code path, with different last bits.
         for length in [5, 40, 128] {
             let windows = windows(tiny.vocab, 6, length, 7);
             let batch: Vec<&[u32]> = (0..6).map(|i| windows.window(i)).collect();

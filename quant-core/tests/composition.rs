@@ -1,5 +1,5 @@
-//! Steps in any order that makes sense: each pair leaves a whole model what it was, is written and read back, and is the
-//! same from its name, a recipe file and a recipe in memory; the rest is refused with the reason.
+//! Steps in any sensible order: each pair preserves a whole model, is written and read back, and is the same from its
+//! name, a recipe file and a recipe in memory. All other orders are rejected with a reason.
 
 mod common;
 
@@ -24,12 +24,12 @@ fn recipe(method: Method) -> Recipe {
     recipe
 }
 
-/// What 8 bits lose of a model, with such a method.
+/// The loss of 8-bit quantization with this method.
 fn lost(tiny: &Tiny, method: Method) -> f64 {
     quantized(tiny, method).0
 }
 
-/// The same, with the bytes that were written.
+/// The loss of 8-bit quantization with this method, and the written bytes.
 fn quantized(tiny: &Tiny, method: Method) -> (f64, Vec<u8>) {
     let checkpoint = tiny.random(31);
     let (windows, others) =
@@ -58,7 +58,7 @@ fn every_pair_is_done_or_refused_with_the_reason() {
         Tiny { attention_bias: true, ..Tiny::default() },
         Tiny { family: Kind::Qwen3, head_dim: 24, tied: true, ..Tiny::default() },
     ];
-    // What each step alone costs: on a random model, without outliers, some gain nothing.
+    // The loss of each step alone. On a random model without outliers, some steps gain nothing.
     let alone: Vec<BTreeMap<&str, f64>> = families
         .iter()
         .map(|tiny| steps().iter().map(|(step, _)| (*step, lost(tiny, method(step).unwrap()))).collect())
@@ -79,15 +79,16 @@ fn every_pair_is_done_or_refused_with_the_reason() {
         done += 1;
         for (tiny, alone) in families.iter().zip(&alone) {
             let ((lost, bytes), worse) = (quantized(tiny, method.clone()), pair.map(|step| alone[step]));
-            // A fold that does not hold costs a thousand times more.
+            // A wrong fold loses a thousand times more.
             let bound = 4.0 * worse[0].max(worse[1]);
-            // Heads with norms of their own, of chance, may leave nothing to smooth and nothing to clip.
+            // With random head norms there may be nothing to smooth and nothing to clip.
             let may_do_nothing = tiny.family == Kind::Qwen3;
             assert!(may_do_nothing || !plain.contains(&bytes), "{pair:?}: nothing is done");
             assert!(lost < bound, "{pair:?}, {:?}: {lost} where each alone loses {worse:?}", tiny.family);
         }
     }
-    // Of 8 steps 56 pairs; 14 end in what makes another model, 14 begin with what narrows ranges, and 4 are both.
+    // 8 steps form 56 pairs; 14 end in a step that creates another model, 14 begin with a step that narrows ranges, and
+    // 4 do both.
     assert_eq!(done, 56 - 14 - 14 + 4);
 }
 
@@ -106,7 +107,7 @@ fn longer_orders_with_both_roundings() {
         assert_eq!(own.name, name);
         let lost = lost(&tiny, own.clone());
         assert!(lost < 3.0 * rtn + 1e-6, "{name}: {lost} where rounding alone loses {rtn}");
-        // The same from a file.
+        // The same method, read from a file.
         let toml = recipe(own.clone()).to_toml();
         let again = Recipe::parse(&toml).unwrap();
         assert_eq!((&again.method, &again.method.name), (&own, &own.name));

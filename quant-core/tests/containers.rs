@@ -1,5 +1,5 @@
-//! Several containers from one run, and from one container to another: the same numbers, whatever
-//! holds them.
+//! Several containers from one run, and conversions between containers: the quantized values are the same in all of
+//! them.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn named(name: &str) -> &'static dyn Container {
     container(name).unwrap()
 }
 
-/// Writes a quantized model once more in another container.
+/// Writes a quantized model in another container.
 fn repacked(from: &Quantized, to: &str) -> Quantized {
     let model = from.model();
     let plan = Plan::repack(&model, named(to)).unwrap();
@@ -71,7 +71,7 @@ fn there_and_back_again() {
     }
 }
 
-/// Products of two levels of scales are exact in F32, so nothing changes; from one level there is no way back.
+/// Products of two-level scales are exact in F32, so nothing changes. One-level scales cannot be split again.
 #[test]
 fn two_levels_of_scales_become_one_without_a_change() {
     let tiny = Tiny { hidden: 128, intermediate: 256, head_dim: 32, ..tiny(Dtype::Bf16) };
@@ -116,7 +116,7 @@ fn what_a_container_cannot_hold_is_refused() {
         }
     };
     assert!(refused(&recipe("rtn", "w3a16-g32")).to_string().contains("packs 4 bits, not 3"));
-    // F32 scales have more digits than F16 holds.
+    // F32 scales have more digits than F16 can hold.
     let error = refused(&recipe("rtn", "w4a16-g32"));
     assert!(matches!(error, Error::NotRepackable { .. }), "{error}");
     assert!(error.to_string().contains("_proj` cannot be repacked without loss"), "{error}");
@@ -164,7 +164,7 @@ fn one_run_gives_what_each_would_alone() {
         assert_eq!(alone[0].1.tensors[3].scheme.as_deref().map(|s| s.ends_with("-sym")), Some(true));
         assert_eq!(alone[1].1.tensors[3].scheme.as_deref().map(|s| s.ends_with("-asym")), Some(true));
     }
-    // Of different models, methods or batches they cannot be.
+    // Jobs with different models, methods or batches cannot run together.
     let plan = Plan::new(&source, &open_recipe("awq"), named("awq")).unwrap();
     let jobs = [job(&source, &plan, Some(&batch)), job(&source, &plan, None)];
     let mut sinks = [MemorySink::new(plan.outputs()).unwrap(), MemorySink::new(plan.outputs()).unwrap()];
@@ -172,7 +172,7 @@ fn one_run_gives_what_each_would_alone() {
     assert!(matches!(quantize_each(&jobs, slots), Err(Error::Internal(_))));
 }
 
-/// Symmetry is the container's matter.
+/// A recipe that leaves the symmetry to the container.
 fn open_recipe(method: &str) -> Recipe {
     recipe(method, "w4a16-g32")
 }
@@ -192,13 +192,13 @@ fn the_head_is_quantized_where_that_is_asked_for() {
     let head =
         |q: &Quantized| q.report.tensors.iter().find(|t| t.tensor == "lm_head.weight").cloned().unwrap();
     assert_eq!(head(&with(&[])).action, "copied");
-    // What selects linears of blocks is about them.
+    // Patterns such as `*` only select linears of blocks.
     assert_eq!(head(&with(&[("*", "w8a16-g32")])).action, "copied");
     let quantized = with(&[("lm_head", "w8a16-g32")]);
     assert_eq!(head(&quantized).scheme.as_deref(), Some("w8a16-g32-sym"));
     let ignored = quantized.config["quantization_config"]["ignore"].as_array().unwrap();
     assert!(ignored.is_empty(), "{ignored:?}");
-    // At 8 bits the logits hardly move from those with a float head.
+    // At 8 bits the logits differ little from those with a float head.
     let difference =
         common::relative_difference(&logits(&quantized.model(), &batch), &logits(&with(&[]).model(), &batch));
     assert!(difference > 0.0 && difference < 0.02, "{difference}");
@@ -211,7 +211,7 @@ fn the_head_is_quantized_where_that_is_asked_for() {
     }
 }
 
-/// A head that is the embedding is parted from it, whichever name the two are stored under.
+/// A quantized tied head is separated from the embedding, whichever name the two are stored under.
 #[test]
 fn a_shared_head_is_parted_from_the_embedding() {
     let tiny = Tiny { tied: true, ..tiny(Dtype::F16) };
@@ -252,7 +252,7 @@ fn a_shared_head_is_parted_from_the_embedding() {
 
 #[test]
 fn a_checkpoint_of_others_is_read_by_what_it_says() {
-    // What AutoAWQ wrote in its time: upper case, no head in the list.
+    // As written by AutoAWQ: an upper-case version, and no head in the list.
     let checkpoint = tiny(Dtype::F16).random(8);
     let recipe = in_container("awq", "rtn", "w4a16-g32-asym");
     let mut awq = run(&checkpoint.model(), &checkpoint.tiny.config(), &recipe, None);

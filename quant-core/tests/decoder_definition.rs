@@ -1,5 +1,5 @@
-//! The model stage against its definition in double precision, for what other decoders at hand do
-//! not run: biases, heads wider or narrower than the hidden width, linear position interpolation, OPT.
+//! The model stage against its definition in double precision, for models that the other available decoders do not run:
+//! biases, heads that do not add up to the hidden size, linear position interpolation, OPT.
 
 mod common;
 
@@ -10,7 +10,7 @@ use quant_core::TensorSource;
 use quant_core::checkpoint::{Dtype, MemorySource};
 use serde_json::json;
 
-/// A model written down as plainly as possible.
+/// A model implemented as plainly as possible.
 struct Definition {
     tiny: Tiny,
     tensors: BTreeMap<String, Vec<f64>>,
@@ -53,7 +53,7 @@ impl Definition {
         x.iter().map(scaled).collect()
     }
 
-    /// The norm of every head by itself, with one weight for all.
+    /// Normalizes every head separately, with one weight for all.
     fn head_norm(&self, x: &[Vec<f64>], name: &str) -> Rows {
         let heads =
             |row: &Vec<f64>| -> Rows { row.chunks(self.tiny.head_dim).map(<[f64]>::to_vec).collect() };
@@ -71,7 +71,7 @@ impl Definition {
         x.iter().map(product).collect()
     }
 
-    /// Turns every pair `(i, i + d/2)` of every head by `position · θ^(−2i/d) / factor`.
+    /// Rotates every pair `(i, i + d/2)` of every head by `position · θ^(−2i/d) / factor`.
     fn rope(&self, x: &mut [Vec<f64>]) {
         let d = self.tiny.head_dim;
         let factor = self.tiny.rope_scaling["factor"].as_f64().unwrap_or(1.0);
@@ -118,7 +118,8 @@ impl Definition {
         self.linear(&gated, down)
     }
 
-    /// All experts on all tokens; of each token those of the largest logits count, by their softmax.
+    /// Runs all experts on all tokens; for each token, only those with the largest logits count, weighted by their
+    /// softmax.
     fn experts(&self, x: &[Vec<f64>], router: &str, experts: &[[String; 3]]) -> Rows {
         let outputs: Vec<Rows> = experts.iter().map(|linears| self.gated(x, linears)).collect();
         let logits = self.linear(x, router);
@@ -138,7 +139,7 @@ impl Definition {
         logits.iter().enumerate().map(token).collect()
     }
 
-    /// Some rows of a tensor.
+    /// Returns some rows of a tensor.
     fn rows(&self, name: &str, rows: impl Iterator<Item = usize>) -> Rows {
         let (values, h) = (&self.tensors[name], self.tiny.hidden);
         rows.map(|row| values[row * h..(row + 1) * h].to_vec()).collect()

@@ -1,5 +1,5 @@
-//! The same inputs give the same bytes: on any number of threads and on every run, for widths that
-//! are split among threads and batches that come in pieces.
+//! The same inputs give the same bytes, for any number of threads and on every run, with widths that are split among
+//! threads and batches that are split into pieces.
 
 mod common;
 
@@ -7,7 +7,7 @@ use common::{Quantized, Tiny, recipe, run};
 use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::Dtype;
 
-/// Runs on 1, 2 and 3 threads and once more on 2, and compares every tensor and the report.
+/// Runs on 1, 2 and 3 threads and once more on 2, and compares all tensors and the report.
 fn same_on_any_number_of_threads(tiny: &Tiny, method: &str, scheme: &str, windows: Option<&TokenWindows>) {
     let model = tiny.random(1).model();
     let on = |threads: usize| -> Quantized {
@@ -18,7 +18,7 @@ fn same_on_any_number_of_threads(tiny: &Tiny, method: &str, scheme: &str, window
     let report = one.report.to_json().unwrap();
     for threads in [2, 3, 2] {
         let other = on(threads);
-        // Not assert_eq: it would print megabytes.
+        // Not `assert_eq!`, which would print megabytes.
         assert!(one.source == other.source, "{method} {scheme}: other tensors on {threads} threads");
         assert_eq!(report, other.report.to_json().unwrap(), "{method} {scheme} on {threads} threads");
     }
@@ -42,7 +42,7 @@ fn rounding_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_layers_that_are_split() {
-    // Inputs kept as rows; weights, outputs and clip searches in several tasks each.
+    // Inputs kept as rows; weights, outputs and clip searches split into several tasks each.
     let tiny = Tiny {
         hidden: 512,
         intermediate: 1024,
@@ -67,11 +67,11 @@ fn awq_on_a_4096_wide_layer() {
 
 #[test]
 fn awq_on_a_batch_that_comes_in_pieces() {
-    // More than 2048 tokens: two chunks; more tokens than channels: Gram matrices, in two tiles.
+    // More than 2048 tokens form two chunks; with more tokens than channels, there are Gram matrices in two tiles.
     let tiny = Tiny { hidden: 128, intermediate: 256, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
-    // And with masked prompts, and documents that share windows.
+    // Also with masked prompts and packed documents.
     let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
     same_on_any_number_of_threads(&tiny, "awq", "w3a16-g32", Some(&windows));
 }
@@ -95,7 +95,7 @@ fn the_report_counts_the_tokens_of_every_linear() {
     let batch = report.calibration.unwrap();
     assert_eq!((batch.tokens, batch.tokens_counted, batch.padding), (counted + context, counted, padding));
     assert!(batch.layout_sha256.is_some());
-    // The same tokens in the same windows without a mask are another batch.
+    // The same tokens and windows without a mask are a different batch.
     let plain = of(&common::windows(tiny.vocab, 5, 60, 4)).calibration.unwrap();
     assert_eq!(plain.tokens_sha256, batch.tokens_sha256);
     assert_eq!((plain.tokens_counted, plain.layout_sha256), (300, None));
@@ -103,7 +103,7 @@ fn the_report_counts_the_tokens_of_every_linear() {
 
 #[test]
 fn another_seed_gives_other_bytes() {
-    // What proves that the comparison above can fail.
+    // Shows that the comparison above can fail.
     let tiny = Tiny::default();
     let of = |seed: u64| {
         let windows = common::windows(tiny.vocab, 4, 32, 5);
@@ -122,7 +122,7 @@ fn gptq_on_a_batch_that_comes_in_pieces() {
     let tiny = Tiny { hidden: 128, intermediate: 640, kv_heads: 4, layers: 2, ..Tiny::default() };
     let windows = common::windows(tiny.vocab, 36, 60, 4);
     same_on_any_number_of_threads(&tiny, "gptq", "w3a16-g32-asym", Some(&windows));
-    // And with masked prompts, and documents that share windows, after a search.
+    // Also with masked prompts and packed documents, after a search.
     let windows = common::masked_windows(tiny.vocab, 36, 100, 4);
     same_on_any_number_of_threads(&tiny, "awq-gptq", "w4a16-g32", Some(&windows));
 }

@@ -1,5 +1,5 @@
-//! Mixtures of experts through the pipeline: routed tokens count for their experts, experts without tokens are
-//! quantized too, routers stay float and follow the norm, and nothing depends on the order of experts.
+//! Mixtures of experts in the pipeline: each expert only sees its routed tokens, experts without tokens are quantized
+//! too, routers stay float and follow the norm, and nothing depends on the order of experts.
 
 mod common;
 
@@ -21,16 +21,16 @@ use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 use quant_core::transform::Search;
 
-/// Groups of 32 divide all widths.
+/// Sizes that are all divisible by groups of 32.
 fn tiny(family: Kind) -> Tiny {
     Tiny { family, ..Tiny::default() }
 }
 
-/// A feature of the embedding that is always large and positive where a block's router reads it: channel 0 is not
-/// written by attention, and the router's column for it decides alone.
+/// An embedding feature that is always large and positive at a block's router: attention does not write to channel 0,
+/// so the router's column for it alone decides the routing.
 const STEADY: usize = 0;
 
-/// The first block's router follows channel [`STEADY`] with these weights.
+/// Makes the first block's router depend on channel [`STEADY`], with these weights.
 fn steer(checkpoint: &mut Checkpoint, columns: [f32; EXPERTS]) {
     let hidden = checkpoint.tiny.hidden;
     for row in checkpoint.values("model.embed_tokens.weight").chunks_exact_mut(hidden) {
@@ -56,7 +56,7 @@ fn reports(result: &Quantized) -> BTreeMap<&str, &TensorReport> {
     result.report.tensors.iter().map(|t| (t.tensor.as_str(), t)).collect()
 }
 
-/// What was written of a linear.
+/// The bytes written for a linear.
 fn written(result: &Quantized, module: &str) -> Vec<Vec<u8>> {
     let names = result.source.names().into_iter().filter(|name| name.starts_with(&format!("{module}.")));
     names.map(|name| result.source.read(name).unwrap()).collect()
@@ -128,7 +128,7 @@ fn tokens_count_for_the_experts_they_go_to() {
 #[test]
 fn experts_without_tokens_are_rounded_to_nearest() {
     let mut checkpoint = tiny(Kind::Mixtral).random(7);
-    // All tokens go to experts 1 and 3.
+    // Routes all tokens to experts 1 and 3.
     steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
     let (_, experts) = checkpoint.tiny.family.experts(0).unwrap();
     let rtn = quantized(&checkpoint, &recipe("rtn", "w4a16-g32-sym"));
@@ -143,7 +143,7 @@ fn experts_without_tokens_are_rounded_to_nearest() {
                 if let Some(tokens) = report.calibration_tokens {
                     assert_eq!(tokens, if expert % 2 == 1 { 4 * 48 } else { 0 }, "{method}, {module}");
                 }
-                // Nothing between an expert's gate and up, and the norm, but the scales that all experts share.
+                // An expert's gate and up are connected to the norm only by scales that all experts share.
                 if expert % 2 == 0 && (method == "gptq" || method == "awq" && which == 2) {
                     assert_eq!(written(&result, &module), written(&rtn, &module), "{method}, {module}");
                 }
@@ -162,7 +162,7 @@ fn experts_without_tokens_are_rounded_to_nearest() {
 fn one_token_is_enough_for_an_expert() {
     let mut checkpoint = tiny(Kind::Mixtral).random(8);
     steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
-    // One token of the vocabulary is alone in going to expert 0.
+    // Exactly one token of the vocabulary goes to expert 0.
     let hidden = checkpoint.tiny.hidden;
     let token = windows(checkpoint.tiny.vocab, 4, 48, 5).window(0)[0] as usize;
     checkpoint.values("model.embed_tokens.weight")[token * hidden + STEADY] = -4.0;
@@ -212,7 +212,8 @@ fn the_order_of_experts_changes_nothing() {
     }
 }
 
-/// Routed so that the experts 1 and 3 of the first block see all tokens and the others none, and so that expert 0 sees all.
+/// Two models. In the first block of the first, experts 1 and 3 see all tokens and the others none; in the second,
+/// expert 0 sees all tokens.
 fn starved_and_fed(seed: u64) -> [Checkpoint; 2] {
     let of = |columns: [f32; EXPERTS]| {
         let mut checkpoint = tiny(Kind::Mixtral).random(seed);
@@ -228,8 +229,8 @@ fn sampled(recipe: &Recipe, tokens: ExpertTokens, floor: u64) -> Recipe {
     recipe
 }
 
-/// An expert that is calibrated on all tokens is rounded as if all were routed to it; a floor does so to those that are
-/// below it, and to no others.
+/// An expert calibrated on all tokens is rounded as if all were routed to it. With a minimum number of tokens, this
+/// applies only to experts below it.
 #[test]
 fn experts_may_be_calibrated_on_all_tokens() {
     let [starved, fed] = starved_and_fed(14);
@@ -267,7 +268,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
         for name in all.source.names() {
             assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");
         }
-        // The float model's states do not depend on what is watched.
+        // The float model's states do not depend on the observed tokens.
         if inputs == LayerInputs::Float {
             for linear in ["q_proj", "o_proj"] {
                 let module = format!("model.layers.1.self_attn.{linear}");
@@ -277,7 +278,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
     }
 }
 
-/// Searches see the same tokens as GPTQ does.
+/// Searches see the same tokens as GPTQ.
 #[test]
 fn searches_see_all_tokens_of_an_expert() {
     let [starved, fed] = starved_and_fed(15);
@@ -299,7 +300,7 @@ fn searches_see_all_tokens_of_an_expert() {
         assert_eq!((found.calibration_tokens, found.routed_tokens), (Some(4 * 48), Some(0)));
         assert_eq!((expected.calibration_tokens, expected.routed_tokens), (Some(4 * 48), None));
     }
-    // Ranges of inputs, for static grids.
+    // Input ranges for static grids.
     let usual = recipe("rtn", "w8a8-channel-sym-static");
     let of = |checkpoint: &Checkpoint, recipe: &Recipe| {
         let result = quantized(checkpoint, recipe);
@@ -311,7 +312,7 @@ fn searches_see_all_tokens_of_an_expert() {
     assert_ne!(all, of(&starved, &usual));
 }
 
-/// What would change nothing is refused.
+/// Settings without any effect are rejected.
 #[test]
 fn expert_tokens_without_experts_are_refused() {
     let refused = |kind: Kind, tokens: ExpertTokens, floor: u64| {
@@ -328,7 +329,7 @@ fn expert_tokens_without_experts_are_refused() {
     assert_eq!(refused(Kind::Mixtral, ExpertTokens::Routed, 64), None);
 }
 
-/// The bits of a run do not depend on the number of threads, with experts too.
+/// With experts, too, results do not depend on the number of threads.
 #[test]
 fn threads_do_not_change_a_bit() {
     let checkpoint = tiny(Kind::Qwen3Moe(true)).random(10);
@@ -347,7 +348,7 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-/// Engines split an expert's gate and up by outputs, as those of an MLP, and its down by inputs.
+/// Engines split an expert's gate and up by outputs, as in an MLP, and its down by inputs.
 #[test]
 fn experts_are_split_over_ranks_like_an_mlp() {
     let checkpoint = tiny(Kind::Qwen3Moe(true)).random(11);
@@ -369,8 +370,8 @@ fn experts_are_split_over_ranks_like_an_mlp() {
     }
 }
 
-/// A configuration that promises far more experts than the checkpoint holds is refused by the first one that is
-/// missing, and not expanded before.
+/// A configuration with far more experts than the checkpoint holds is rejected at the first missing one, before it is
+/// expanded.
 #[test]
 fn experts_that_are_not_there_are_named() {
     let checkpoint = tiny(Kind::Mixtral).random(12);
@@ -387,7 +388,7 @@ fn experts_that_are_not_there_are_named() {
     assert!(message.contains("block_sparse_moe"), "{message}");
 }
 
-/// A router whose logits overflow is named.
+/// The error for a router whose logits overflow names the router.
 #[test]
 fn a_router_that_overflows_is_named() {
     let mut checkpoint = tiny(Kind::Mixtral).random(13);
@@ -396,8 +397,8 @@ fn a_router_that_overflows_is_named() {
     assert!(error.contains("block_sparse_moe.gate.weight") && error.contains("not finite"), "{error}");
 }
 
-/// GPTQ on the inputs of the quantized model takes one expert at a time, and the plan counts one; on float inputs all
-/// experts of a block are there together.
+/// With inputs of the quantized model, GPTQ holds one expert at a time, and the plan counts one; with float inputs, all
+/// experts of a block are in memory together.
 #[test]
 fn the_plan_counts_the_experts_that_are_there_together() {
     for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {

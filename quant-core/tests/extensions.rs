@@ -1,4 +1,4 @@
-//! A transform and a container of somebody else: each is a type in this file, and the pipeline runs them without a change.
+//! A third-party transform and container: each is a type in this file, and the pipeline runs them unmodified.
 
 mod common;
 
@@ -19,7 +19,7 @@ use quant_core::transform::{
 use quant_core::{Category, Error, Result, TensorSource};
 use serde_json::{Value, json};
 
-/// Evens out the columns of what norms feed, by a power of their largest weight. Needs no text.
+/// Equalizes the columns of linears that read norms, by a power of their largest weight. Needs no text.
 #[derive(Debug)]
 struct EvenColumns {
     strength: f32,
@@ -129,7 +129,7 @@ fn a_transform_is_folded_and_reported() {
     for transform in [&EVEN, &STRONGER] {
         let written = run(&model, &tiny.config(), &fine(transform), None);
         assert_eq!(written.report.steps, ["even-columns"]);
-        // The same function but for rounding, from other weights.
+        // The same function up to rounding, with different weights.
         let lost = mean_divergence(&float, &logits(&written.model(), &others), tiny.vocab);
         assert!(lost < 8.0 * rtn, "{lost} where rounding alone loses {rtn}");
         let norm = "model.layers.0.input_layernorm.weight";
@@ -137,7 +137,7 @@ fn a_transform_is_folded_and_reported() {
     }
 }
 
-/// Codes as bytes, and scales in single precision.
+/// Codes as bytes, with scales in single precision.
 #[derive(Debug)]
 struct PlainBytes;
 

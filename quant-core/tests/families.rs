@@ -1,7 +1,7 @@
-//! Every family on random weights: what may be folded, reordered or moved leaves the output unchanged, a cache gives what
-//! whole windows give, and the pipeline takes the model through.
+//! Every family with random weights: valid folds, reorderings and preparations leave the output unchanged, a cache
+//! gives the results of whole windows, and the pipeline can process the model.
 //!
-//! What the families compute is compared with transformers in `tests/interop`; here it is compared with itself.
+//! `tests/interop` compares the families with transformers; here they are compared with themselves.
 
 mod common;
 #[path = "families/configs.rs"]
@@ -22,7 +22,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Map, Value, json};
 
-/// What the rounding of a few products in `f32` may move an output by, of its largest value.
+/// Maximum change of an output by rounding of a few products in `f32`, relative to its largest value.
 const BOUND: f64 = 2e-5;
 const LENGTH: usize = 40;
 
@@ -80,7 +80,8 @@ impl Bench {
     }
 
     fn output(&self, block: &Block) -> Vec<f32> {
-        // The residual stream would hide an error of the branches: it is taken away. What stands beside it stays.
+        // The residual stream would hide an error of the branches, so it is subtracted. The values that travel with it
+        // stay.
         let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
         let hidden = self.model.architecture().hidden;
         let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
@@ -89,7 +90,7 @@ impl Bench {
         [flat(&branches), flat(&beside)].concat()
     }
 
-    /// How far a rewrite moves the block's output, relative to its largest value.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         relative_difference(&self.output(&rewrite.apply(&self.block).unwrap()), &self.output(&self.block))
     }
@@ -128,8 +129,8 @@ fn folding_every_group_leaves_the_output_unchanged() {
     }
 }
 
-/// What proves that the test above can fail: a consumer that is left out, and norms whose weights are taken for what
-/// they are not.
+/// Shows that the test above can fail: with a missing consumer, and with zero-centered norm weights that are treated as
+/// plain ones.
 #[test]
 fn a_wrong_fold_changes_the_output() {
     for case in cases() {
@@ -160,8 +161,8 @@ fn a_wrong_fold_changes_the_output() {
     }
 }
 
-/// GPT-2's linears are stored with inputs first: those that stay float are written so, as they were or as a fold has
-/// changed them, and quantized ones have rows for outputs.
+/// GPT-2 stores its linears as `[in, out]`. Linears that stay float are written this way, whether or not a fold changed
+/// them; quantized linears have one row per output.
 #[test]
 fn what_stands_by_columns_is_written_by_columns() {
     let case = cases().into_iter().find(|case| case.name == "gpt2").unwrap();
@@ -180,7 +181,7 @@ fn what_stands_by_columns_is_written_by_columns() {
         assert_eq!(stored.shape, [64, 192], "{method} {scheme}");
         let (stored, seen) = (written.source.read_f32(kept).unwrap(), model.source().read_f32(kept).unwrap());
         let by_rows: Vec<f32> = (0..192 * 64).map(|at| stored[at % 64 * 192 + at / 64]).collect();
-        // AWQ divides the rows of values.
+        // AWQ divides the value rows.
         assert_eq!(by_rows != seen, method == "awq", "{method} {scheme}");
         if scheme.starts_with("w4") {
             assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);
@@ -190,8 +191,8 @@ fn what_stands_by_columns_is_written_by_columns() {
     }
 }
 
-/// Pairs that other programs fold and that are no folds: what stands between them stops the scale, or the norm is another
-/// one than that which the linears read.
+/// Pairs that other programs fold but that are not valid folds: something in between stops the scale, or the linears
+/// read a different norm.
 #[test]
 fn pairs_that_are_no_folds_change_the_output() {
     let cases = cases();
@@ -237,7 +238,7 @@ fn pairs_that_are_no_folds_change_the_output() {
     }
 }
 
-/// Scales of queries and keys cancel in the scores, and channels that a rotation mixes must share one.
+/// Scales of queries and keys cancel in the scores, and channels mixed by a rotation must share one.
 #[test]
 fn queries_and_keys_are_scaled_against_each_other() {
     for case in cases() {
@@ -336,7 +337,7 @@ fn a_cache_gives_what_whole_windows_give() {
             for piece in [5, 1, 1, 9, 1].into_iter().chain(std::iter::repeat_n(1, LENGTH - 17)) {
                 let step = flat(&decoder.step(&tokens[at..at + piece], &mut cache).unwrap());
                 at += piece;
-                // Where frequencies depend on the length, whole windows turn their first tokens otherwise.
+                // If frequencies depend on the length, whole windows rotate their first tokens differently.
                 if case.grows && at > case.positions {
                     break;
                 }
@@ -353,7 +354,7 @@ fn a_cache_gives_what_whole_windows_give() {
                 let apart = relative_difference(&step, expected);
                 assert!(apart <= bound, "{} after {at} tokens: {apart:e}", case.name);
             }
-            // Rounded keys and values send some tokens to other experts, and these are outliers.
+            // Rounded keys and values route some tokens to other experts, which causes outliers.
             if let [found, expected] = &seen
                 && !found.is_empty()
             {
@@ -369,7 +370,7 @@ fn windows_of(tokens: &[u32]) -> quant_core::calibrate::TokenWindows {
     quant_core::calibrate::TokenWindows::cut(tokens.to_vec(), tokens.len())
 }
 
-/// Documents that share a window are as they are alone, whatever turns or scales them.
+/// Documents that share a window give the same results as separately, with any rotation or scaling.
 #[test]
 fn documents_in_one_window_do_not_see_each_other() {
     for case in cases() {
@@ -411,20 +412,20 @@ fn every_method_takes_every_family_through() {
             let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
             let found = logits(&quantized.model(), &batch);
             let apart = match case.has_experts() {
-                // A token that goes to other experts than before is an outlier, and no error.
+                // A token routed to different experts than before is an outlier, not an error.
                 true => root_mean_square(&found, &exact),
                 false => relative_difference(&found, &exact),
             };
             println!("{} {method}: {apart}", case.name);
             assert!(apart < case.rounding, "{} {method}: {apart}", case.name);
-            // 8 bits are 8 bits: an error in what is folded would be far larger than their rounding.
+            // An error in a fold would be far larger than 8-bit rounding.
             let bound = if case.has_experts() { 0.15 } else { 0.1 };
             assert!(method != "smoothquant" || apart < bound, "{} {method}: {apart}", case.name);
         }
     }
 }
 
-/// The root mean square of a difference, relative to that of `b`.
+/// The root mean square of the difference, relative to that of `b`.
 fn root_mean_square(a: &[f32], b: &[f32]) -> f64 {
     let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let difference = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
@@ -451,7 +452,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
     }
 }
 
-/// Fields that would make another model of it are refused by their names, and so are numbers that are none.
+/// Fields that describe a different model are rejected by name, and so are invalid numbers.
 #[test]
 fn what_is_not_computed_is_refused_by_its_field() {
     let cases = cases();
@@ -578,7 +579,7 @@ fn what_is_not_computed_is_refused_by_its_field() {
     ] {
         let case = cases.iter().find(|case| case.name == name).unwrap();
         let mut config = case.config.clone();
-        // A key of an object is refused inside it.
+        // A key of an object is rejected inside it.
         let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
         config.insert(key.into(), value.clone());
         let fields = ConfigFields::new(Path::new("config.json"), &config);
@@ -587,7 +588,7 @@ fn what_is_not_computed_is_refused_by_its_field() {
     }
 }
 
-/// Which layers slide a window and which are rotated where the configuration does not list them.
+/// Default patterns of sliding windows and rotated layers, if the configuration does not list the layers.
 #[test]
 fn patterns_of_layers_are_those_of_the_family() {
     let (slides, turns) = (Some(7), true);
@@ -621,7 +622,7 @@ fn patterns_of_layers_are_those_of_the_family() {
     }
 }
 
-/// A family is known by both names that a configuration has for it.
+/// A family is recognized by both of its names in a configuration.
 #[test]
 fn model_types_must_fit() {
     for case in cases() {

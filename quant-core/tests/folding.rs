@@ -1,5 +1,5 @@
-//! Folding alone leaves a block's output unchanged: the identity that every transform rests on,
-//! for random norms, biases, grouped and ungrouped queries, and any type that norms are stored in.
+//! Folding alone leaves a block's output unchanged. Every transform rests on this identity. It is tested for random
+//! norms, biases, grouped and ungrouped queries, and all storage types of norms.
 
 mod common;
 
@@ -14,7 +14,7 @@ use quant_core::transform::{BlockTask, Rewrite, TransformSettings, fold};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// What the rounding of a few products in `f32` may move the output by, of its largest value.
+/// Maximum change of the output by rounding of a few products in `f32`, relative to its largest value.
 const BOUND: f64 = 5e-6;
 
 /// A model's first block, ready to be folded.
@@ -22,7 +22,7 @@ struct Bench {
     model: Model,
     block: Block,
     norm_dtypes: BTreeMap<NodeId, Dtype>,
-    /// Some input of the block.
+    /// An input of the block.
     x: Tensor,
 }
 
@@ -63,12 +63,12 @@ impl Bench {
         fold(rewrite, &task, group, scales)
     }
 
-    /// Channels of a group's producer.
+    /// The number of channels of a group's producer.
     fn channels(&self, group: &FoldGroup) -> usize {
         self.block.linear(group.consumers[0]).weight().shape()[1] / group.repeat
     }
 
-    /// Random scales folded into all of these groups.
+    /// Folds random scales into all of these groups.
     fn fold_all(&self, groups: &[FoldGroup], seed: u64) -> Rewrite {
         let mut rewrite = Rewrite::default();
         for (i, group) in groups.iter().enumerate() {
@@ -78,10 +78,10 @@ impl Bench {
         rewrite
     }
 
-    /// How far a rewrite moves the block's output, relative to its largest value.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         let output = |block: &Block| {
-            // The residual stream would hide an error of the branches: it is taken away.
+            // The residual stream would hide an error of the branches, so it is subtracted.
             let y = block.forward(&self.x, 0, None, &mut NoTap).unwrap();
             flat(&(y - &self.x).unwrap())
         };
@@ -170,7 +170,7 @@ fn folding_twice_composes() {
 
 #[test]
 fn a_consumer_left_out_breaks_the_identity() {
-    // What proves that the tests above can fail.
+    // Shows that the tests above can fail.
     let grouped = Tiny::default();
     let experts = Tiny { family: Kind::Mixtral, ..grouped.clone() };
     for tiny in [grouped.clone(), Tiny { kv_heads: 4, ..grouped }, experts, Tiny::opt()] {
@@ -204,7 +204,7 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
         }
         let groups = bench.graph().fold_groups();
         for (norm, _, width) in bench.graph().norms() {
-            // Norms of heads stand before rotation, which no scale passes.
+            // Head norms come before the rotation, which no scale passes.
             if width != tiny.hidden {
                 assert!(groups.iter().all(|g| g.producer != norm), "{name}");
                 continue;
@@ -214,7 +214,7 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
             assert_eq!(group.input, norm, "{name}");
             assert!(group.consumers.iter().all(|&c| matches!(nodes[c].op, Op::Linear { .. })), "{name}");
         }
-        // Whatever the producer, nothing else may read what its consumers read.
+        // For any producer, no other node may read the consumers' input.
         for group in &groups {
             assert_eq!(group.consumers, readers(nodes, group.input), "{name}");
         }
@@ -231,8 +231,8 @@ fn norms_in_a_narrow_type_are_folded_to_values_of_that_type() {
         for (node, weight) in &rewrite.norms {
             assert!(weight.iter().all(|&w| dtype.round(w) == w), "{dtype} {}", bench.graph().name(*node));
         }
-        // Consumers that were multiplied by the scale asked for, not by the one that the rounded
-        // norm amounts to, would miss the output by the rounding of the type.
+        // If consumers were multiplied by the requested scale instead of the one that the rounded norm amounts to, the
+        // output would be off by the rounding of the type.
         let norm = &groups[0];
         let scales = random_scales(tiny.hidden, 70);
         let mut naive = Rewrite::default();
@@ -259,7 +259,7 @@ fn zero_tiny_and_huge_norm_weights_keep_the_identity() {
         for (channel, value) in extremes {
             checkpoint.values(norm_name)[channel] = value;
         }
-        // What reads the huge weight is small, so that the outputs stay finite.
+        // The columns that read the huge weight are small, so that the outputs stay finite.
         for consumer in ["q_proj", "k_proj", "v_proj"] {
             let name = format!("model.layers.0.self_attn.{consumer}.weight");
             checkpoint.values(&name).chunks_exact_mut(tiny.hidden).for_each(|row| row[4] /= high);
@@ -282,8 +282,8 @@ fn zero_tiny_and_huge_norm_weights_keep_the_identity() {
     }
 }
 
-/// What a layer norm adds has to be scaled too, or the identity breaks; a channel that is nothing but
-/// what it adds keeps its scale, and so does one whose bias would leave its type.
+/// The bias of a layer norm must be scaled too, or the identity breaks. A channel that consists only of its bias keeps
+/// its scale, and so does one whose bias would overflow its type.
 #[test]
 fn biases_of_norms_are_folded_with_their_weights() {
     for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
@@ -293,7 +293,7 @@ fn biases_of_norms_are_folded_with_their_weights() {
         checkpoint.values(&format!("{norm}.weight"))[..2].fill(0.0);
         let bias = checkpoint.values(&format!("{norm}.bias"));
         (bias[0], bias[1], bias[2], bias[3]) = (0.0, 5.0, 0.0, 6e4);
-        // What reads the huge bias is small, so that the others still show in the output.
+        // The columns that read the huge bias are small, so that the other channels still affect the output.
         for consumer in tiny.norms()[0].1 {
             let weight = checkpoint.values(&format!("{}{consumer}.weight", tiny.block(0)));
             weight.chunks_exact_mut(tiny.hidden).for_each(|row| row[3] /= 6e4);
@@ -317,7 +317,7 @@ fn biases_of_norms_are_folded_with_their_weights() {
     }
 }
 
-/// A rectifier lets positive scales pass and no others: these are refused whatever lies between.
+/// A ReLU only lets positive scales pass, so all others are rejected, whatever is in between.
 #[test]
 fn scales_that_are_not_positive_are_refused() {
     let bench = Bench::new(&Tiny::opt(), 2);
@@ -332,7 +332,7 @@ fn scales_that_are_not_positive_are_refused() {
     }
 }
 
-/// A scale of a value head stands in every query head that reads it, and in no other.
+/// A scale of a value head appears in every query head that reads it, and in no other.
 #[test]
 fn repeated_channels_are_scaled_wherever_they_stand() {
     let bench = Bench::new(&Tiny::default(), 1);
@@ -348,7 +348,7 @@ fn repeated_channels_are_scaled_wherever_they_stand() {
     assert_eq!(repeated.gather_largest(columns), scales);
 }
 
-/// One rewrite after another is one rewrite, and still changes nothing.
+/// Two consecutive rewrites combine into one, which still leaves the output unchanged.
 #[test]
 fn rewrites_follow_on_each_other() {
     for (name, tiny) in cases() {

@@ -1,5 +1,5 @@
-//! GPTQ through the pipeline: every linear's codes are what its solver gives on the inputs that the linear really
-//! has, in the quantized model or in the float one, and where outliers are planted much less is lost than by rounding.
+//! GPTQ in the pipeline: every linear's codes match the solver's result for the linear's actual inputs, in the
+//! quantized model or in the float one, and with planted outliers the loss is much smaller than with plain rounding.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// The Hessian of every linear's input, by its definition: one pass of a block, and all tokens that count.
+/// The Hessian of every linear's input, by definition: one pass of a block, over all counted tokens.
 struct Watch {
     layout: BatchLayout,
     hessians: BTreeMap<NodeId, Hessian>,
@@ -46,7 +46,7 @@ impl Tap for Watch {
     }
 }
 
-/// Runs the batch through block `layer` and gives the Hessians of its linears.
+/// Runs the batch through block `layer` and returns the Hessians of its linears.
 fn hessians(block: &Block, states: &mut HiddenStates) -> BTreeMap<NodeId, Hessian> {
     let mut watch = Watch { layout: states.layout().clone(), hessians: BTreeMap::new() };
     states.advance_watched(block, &CancelToken::new(), &mut watch).unwrap();
@@ -63,7 +63,7 @@ fn holds(checkpoint: &Checkpoint, windows: &TokenWindows, settings: GptqSettings
     let mut states = HiddenStates::embed(&float, windows).unwrap();
     for layer in 0..checkpoint.tiny.layers {
         let (exact, rounded) = (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
-        // A linear's input depends on those before it alone, and all of them are quantized in the result.
+        // A linear's input depends only on earlier linears, and all of those are quantized in the result.
         let runs = match settings.inputs {
             LayerInputs::Quantized => &rounded,
             LayerInputs::Float => &exact,
@@ -101,11 +101,11 @@ fn linears_are_solved_on_the_inputs_that_they_have() {
             let settings = GptqSettings { inputs, act_order, ..GptqSettings::default() };
             holds(&checkpoint, &windows, settings, "w4a16-g32-asym");
         }
-        // Documents that share windows, prompts that do not count, padding that nothing sees.
+        // Packed documents, uncounted prompts, and invisible padding.
         let settings = GptqSettings { inputs, damping: 0.03, ..GptqSettings::default() };
         holds(&checkpoint, &common::masked_windows(128, 5, 48, 2), settings, "w3a16-g64-sym");
     }
-    // Experts, each on the tokens that go to it.
+    // Experts, each with the tokens routed to it.
     for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
         let settings = GptqSettings { inputs, ..GptqSettings::default() };
         let checkpoint = Tiny { family: Kind::Mixtral, intermediate: 128, ..tiny() }.random(6);
@@ -137,7 +137,7 @@ fn less_is_lost_than_by_rounding() {
     assert!(usual < 0.7 * rtn, "{usual} with GPTQ, {rtn} without");
 }
 
-/// A sink that forgets what it is given, as one that streams elsewhere does, and is interrupted.
+/// A sink that does not keep its data, like one that streams elsewhere, and that may be interrupted.
 struct Forgetful {
     inner: MemorySink,
     records: BTreeMap<String, serde_json::Value>,
@@ -246,7 +246,7 @@ fn activations_that_are_not_finite_are_told_by_their_linear() {
             matches!(&error, Error::Calibration { tensor, .. } if tensor.contains("mlp.down_proj")),
             "{error}"
         );
-        // Linears before it may be written, but nothing of the block was committed.
+        // Earlier linears may be written, but nothing of the block is committed.
         assert_eq!(sink.commits(), 1, "the embedding alone");
         assert!(plan.outputs().iter().all(|o| !sink.is_complete(&o.name) || !o.name.contains("down_proj")));
     }

@@ -1,5 +1,5 @@
-//! Experts whose linears are packed run in one call of the kernels, in every family that has any, and give what they give
-//! one by one.
+//! Experts with packed linears run in one kernel call, in every family that has experts, with the same results as
+//! running them individually.
 
 mod common;
 #[path = "families/configs.rs"]
@@ -12,7 +12,7 @@ use configs::cases;
 use quant_core::checkpoint::Dtype;
 use quant_core::model::{Decoder, NodeId, Tap, TokenRows};
 
-/// Watches linears, so that they run one by one, and counts them.
+/// Observes linears, so that they run individually, and counts them.
 struct Watch(usize);
 
 impl Tap for Watch {
@@ -22,7 +22,7 @@ impl Tap for Watch {
     }
 }
 
-/// What each block gives for the same states, one by one and as it runs unwatched.
+/// The largest relative difference of a block's output between running linears individually and running unobserved.
 fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
     let (mut most, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
@@ -57,7 +57,8 @@ fn experts_of_every_family_run_in_one_call() {
             ("smoothquant", "w8a8-channel-sym", true),
             ("smoothquant", "w8a8-channel-sym-static", false),
         ] {
-            // Experts without gates run one by one, and so do those that read rows times their routing weight.
+            // Experts without gates run individually, and so do experts whose inputs are multiplied by their routing
+            // weight.
             let alone = ["nemotron_h", "llama4"].iter().any(|family| case.name.starts_with(family));
             let grouped = grouped && !alone;
             let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
@@ -65,7 +66,7 @@ fn experts_of_every_family_run_in_one_call() {
             let experts: usize = (0..packed.blocks()).map(|block| packed.experts_in_one_call(block)).sum();
             assert_eq!(experts > 0, grouped, "{} {scheme}: {experts} experts", case.name);
             let off = apart(&packed, &windows);
-            // Sums of gates end in other bits; with integers those decide roundings.
+            // The last bits of gated products differ; with integers they may change a rounding.
             let bound = if scheme.contains("a16") { 2e-6 } else { 2e-3 };
             println!("{} {scheme}: {off:.2e}", case.name);
             assert!(off < bound && (off > 0.0 || !grouped), "{} {scheme}: {off}", case.name);

@@ -1,5 +1,5 @@
-//! Keys and values in few bits through whole models: the same whether a window is read at once or token by token, near
-//! what the kernels' pages give, and of no effect on what is calibrated.
+//! Quantized keys and values in whole models: the same for whole windows and token by token, close to the results with
+//! the kernels' pages, and without any effect on calibration.
 
 mod common;
 
@@ -32,12 +32,12 @@ fn tokens(tiny: &Tiny) -> Vec<u32> {
     common::windows(tiny.vocab, 1, LENGTH, 3).window(0).to_vec()
 }
 
-/// Logits of every position, all at once.
+/// Logits of all positions, computed at once.
 fn at_once(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     flat(&decoder.logits(&decoder.hidden(&[tokens]).unwrap()).unwrap())
 }
 
-/// The same with a prompt of a third, and then one token after another; the prompt's last is the first there is.
+/// Logits with a prompt of one third, then token by token. The first logits are those of the prompt's last token.
 fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     let (prompt, rest) = tokens.split_at(tokens.len() / 3);
     let mut cache = decoder.cache();
@@ -50,7 +50,7 @@ fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
     all
 }
 
-/// The largest difference, over the largest magnitude of the first.
+/// The largest difference, relative to the largest magnitude in `a`.
 fn apart(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let most = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
@@ -73,7 +73,8 @@ fn steps_give_what_is_given_at_once() {
         ] {
             let decoder = load(&tiny).with_caching(caching);
             let whole = at_once(&decoder, &tokens);
-            // A value beside the middle between two codes may fall to either: one step then, of 4 bits a large one.
+            // A value close to the midpoint of two codes may be rounded either way, which makes a difference of one
+            // step; at 4 bits that is large.
             let bound = match caching {
                 KvCaching::Float => 1e-5,
                 KvCaching::Kernels(KvType::F16) => 1e-3,
@@ -92,7 +93,7 @@ fn steps_give_what_is_given_at_once() {
     }
 }
 
-/// The pages of the kernels hold what is simulated; queries of 8 bits are what is left between the two.
+/// The kernels' pages hold the simulated values; the only remaining difference is the 8-bit queries.
 #[test]
 fn pages_are_near_what_is_simulated() {
     for tiny in families() {
@@ -102,14 +103,14 @@ fn pages_are_near_what_is_simulated() {
             let pages =
                 at_once(&load(&tiny).with_caching(KvCaching::Kernels(scheme.kind().unwrap())), &tokens);
             let off = apart(&simulated, &pages);
-            // What a block makes of a small difference may move a key of the next to a neighbouring code.
+            // Small differences after one block may move a key in the next block to an adjacent code.
             let bound = if scheme == KvScheme::Kv8 { 3e-2 } else { 0.1 };
             assert!(off < bound, "{:?} {scheme}: {off}", tiny.family);
         }
     }
 }
 
-/// A configuration that asks for a cache is followed by who evaluates, and by no block that is calibrated.
+/// Evaluation uses the cache of the configuration; calibrated blocks do not.
 #[test]
 fn only_those_who_evaluate_follow_the_configuration() {
     let tiny = Tiny::default();
@@ -132,7 +133,7 @@ fn only_those_who_evaluate_follow_the_configuration() {
     assert_eq!(open(&plain).packed().unwrap().caching(), KvCaching::Float);
     assert_eq!(open(&plain).with_half_cache().caching(), KvCaching::Kernels(KvType::F16));
 
-    // What quantizing looks at.
+    // The blocks and states that quantization uses.
     let windows = common::windows(tiny.vocab, 4, 40, 7);
     let [a, b] = [&plain, &marked].map(|model| {
         let block = model.block(0, &model.rope(40).unwrap()).unwrap();
@@ -149,7 +150,7 @@ fn only_those_who_evaluate_follow_the_configuration() {
     assert_eq!(b.model().kv_scheme(), Some(KvScheme::Kv4), "what the configuration says is kept");
 }
 
-/// Values beyond the scales' type end the run with a message, not with a number.
+/// Values beyond the range of the scales' type end the run with a message, not with a wrong result.
 #[test]
 fn values_that_no_cache_holds_are_told() {
     let tiny = Tiny::default();

@@ -1,5 +1,5 @@
-//! Vision-language models along the whole path: names in every layout, nested configurations, what is carried along,
-//! and what is refused. Logits of the text tower are those of the same decoder by itself.
+//! Vision-language models in the whole pipeline: names in every layout, nested configurations, copied tensors, and
+//! errors. The logits of the text tower are those of the same decoder on its own.
 
 mod common;
 
@@ -20,7 +20,7 @@ const PLAIN: Layout = ("model.", "lm_head.");
 const MODULES: Layout = ("model.language_model.", "lm_head.");
 const TOWER_FIRST: Layout = ("language_model.model.", "language_model.lm_head.");
 
-/// A class, its `model_type`, that of its text model, the decoder that this is, and its layouts.
+/// A class, its `model_type`, the `model_type` of its text model, the decoder's family, and the layouts.
 struct Class {
     name: &'static str,
     model_type: &'static str,
@@ -73,7 +73,7 @@ impl Class {
         Tiny { family: self.kind, dtype: Dtype::Bf16, ..Tiny::default() }
     }
 
-    /// With the fields of the text model nested.
+    /// The configuration with the fields of the text model nested.
     fn config(&self, tiny: &Tiny) -> Map<String, Value> {
         let mut text = tiny.config();
         text.shift_remove("architectures");
@@ -90,7 +90,7 @@ impl Class {
         config.as_object().unwrap().clone()
     }
 
-    /// The decoder's tensors under the names of a layout, and some beside it.
+    /// The decoder's tensors under the names of a layout, and some tensors outside it.
     fn source(&self, checkpoint: &Checkpoint, (base, head): Layout) -> MemorySource {
         let mut source = MemorySource::new();
         let plain = checkpoint.source();
@@ -138,7 +138,7 @@ fn the_text_tower_is_the_decoder() {
     }
 }
 
-/// As published: everything that is no vision tower's at the top level, and mrope in the rotary settings.
+/// As published: all fields except the vision tower's are at the top level, with mrope in the rope parameters.
 #[test]
 fn qwen2_vl_with_its_fields_at_the_top_level() {
     for class in classes().into_iter().take(2) {
@@ -181,7 +181,7 @@ fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
                 assert_eq!(quantized.source.bytes(name), source.bytes(name), "{name}");
             }
             assert_eq!(quantized.report.carried, model.carried());
-            // The same codes and scales as of the decoder by itself, under the names that were read.
+            // The codes and scales equal those of the decoder on its own, under the names that were read.
             let names = plain.source.names();
             assert_eq!(quantized.source.names().len(), names.len() + class.beside.len());
             for name in names {
@@ -207,7 +207,7 @@ fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
     }
 }
 
-/// Overrides and float linears are named as the file has them and as readers' modules are called.
+/// Overrides and float linears are listed both by their names in the file and by loaders' module names.
 #[test]
 fn names_of_readers_stand_beside_those_of_the_file() {
     let class = &classes()[4];
@@ -267,7 +267,7 @@ fn other_formats_leave_the_vision_tower_float_too() {
     }
 }
 
-/// Whichever level says that the head is the embedding; a head that is stored and differs is none.
+/// Either level may tie the head to the embedding; a stored head that differs is not tied.
 #[test]
 fn heads() {
     let class = &classes()[0];
@@ -291,7 +291,7 @@ fn heads() {
         let message = refusal(class.source(&checkpoint, PLAIN), &says(outer, inner));
         assert!(message.contains("`lm_head.weight` is missing"), "{message}");
     }
-    // Mistral3 ties where nothing is said.
+    // Mistral3 ties by default.
     let mistral = &classes()[3];
     let tiny = Tiny { tied: true, ..mistral.tiny() };
     let mut config = mistral.config(&tiny);
@@ -334,7 +334,7 @@ fn nested_configurations_that_are_refused() {
     ] {
         assert!(message.contains(says), "{message}");
     }
-    // What both levels say of the quantization must be the same.
+    // Both levels must agree about the quantization.
     let written = run(
         &open(class.source(&checkpoint, TOWER_FIRST), &class.config(&tiny)).unwrap(),
         &class.config(&tiny),
@@ -371,7 +371,7 @@ fn names_of_two_layouts_at_once_are_refused() {
                 assert!(message.contains(&name) && message.contains("two layouts"), "{message}");
             }
         }
-        // And names of no layout at all.
+        // Names of no known layout.
         let mut nothing = MemorySource::new();
         for name in ["encoder.layers.0.mlp.up_proj.weight", "a", "b", "c"] {
             nothing.insert_f32(name, Dtype::F32, [2, 2], &[0.0; 4]).unwrap();
@@ -381,7 +381,7 @@ fn names_of_two_layouts_at_once_are_refused() {
     }
 }
 
-/// Projectors write into the residual stream, so that it cannot be rotated by what is known of the decoder alone.
+/// Projectors write to the residual stream, so rotating only the decoder would be wrong.
 #[test]
 fn the_residual_stream_is_not_rotated() {
     for class in classes() {
@@ -393,7 +393,7 @@ fn the_residual_stream_is_not_rotated() {
         let (message, remedy) = (error.to_string(), error.remedy());
         assert!(message.contains("projector") && message.contains(class.name), "{message}");
         assert!(remedy.contains("‹skip=rotate›"), "{remedy}");
-        // Folding norms leaves the stream as it is.
+        // Folding norms leaves the stream unchanged.
         let folded = quant_core::transform::fold_norms(&model).unwrap();
         let windows = common::windows(tiny.vocab, 1, 20, 2);
         let apart = common::relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
@@ -402,7 +402,7 @@ fn the_residual_stream_is_not_rotated() {
     }
 }
 
-/// Published Llava configurations name only what departs from the defaults of the text model's class.
+/// Published Llava configurations contain only values that differ from the defaults of the text model's class.
 #[test]
 fn sizes_that_the_class_implies() {
     let class = &classes()[4];
@@ -414,7 +414,7 @@ fn sizes_that_the_class_implies() {
         source.insert_f32(name, Dtype::F32, [4096], &[1.0; 4096]).unwrap();
     }
     source.insert_f32("language_model.model.norm.weight", Dtype::F32, [4096], &[1.0; 4096]).unwrap();
-    // A head of the wrong shape names what was implied.
+    // The error for a tensor of the wrong shape shows the implied size.
     source.insert_f32("language_model.model.embed_tokens.weight", Dtype::F32, [2, 2], &[0.0; 4]).unwrap();
     let message = refusal(source, &config);
     assert!(message.contains("[32064, 4096]"), "{message}");

@@ -1,5 +1,5 @@
-//! OPT along the whole path: names with and without their first part, norms that are not there,
-//! learned positions, and what is written of it.
+//! OPT in the whole pipeline: names with and without the common prefix, missing norms, learned positions, and the
+//! output.
 
 mod common;
 
@@ -13,7 +13,7 @@ use quant_core::recipe::Plan;
 use quant_core::{CancelToken, Category, Silent, TensorSource};
 use serde_json::json;
 
-/// A checkpoint with other names.
+/// A checkpoint with renamed tensors.
 fn renamed(checkpoint: &Checkpoint, name: impl Fn(&str) -> Option<String>) -> Arc<MemorySource> {
     let mut source = MemorySource::new();
     for (old, (shape, values)) in &checkpoint.tensors {
@@ -37,7 +37,7 @@ fn names_without_their_first_part_are_the_same_model() {
         let exact = logits(&checkpoint.model(), &windows);
         let short = model(renamed(&checkpoint, |name| Some(bare(name))), &tiny.config());
         assert_eq!(logits(&short, &windows), exact);
-        // What is written has the whole names, whichever were read.
+        // The output has full names, whichever were read.
         let recipe = recipe("awq", "w4a16-g32");
         let [long, short] =
             [&checkpoint.model(), &short].map(|model| run(model, &tiny.config(), &recipe, Some(&windows)));
@@ -47,7 +47,7 @@ fn names_without_their_first_part_are_the_same_model() {
         }
         assert_eq!(short.config, long.config);
     }
-    // A tensor that is there by both names leaves open which is meant.
+    // A tensor with both names is ambiguous.
     let mut both = Tiny::opt().random(1);
     both.tensors = both.tensors.iter().map(|(name, t)| (bare(name), t.clone())).collect();
     let twice = both.tensors["decoder.layers.0.fc1.weight"].clone();
@@ -75,7 +75,7 @@ fn a_final_norm_that_was_removed_is_not_computed() {
         Ok(hidden)
     });
     assert_eq!(flat(&hidden.unwrap()), flat(&last.unwrap()));
-    // Without its tensors the configuration must say so.
+    // If the norm's tensors are missing, the configuration must say so.
     let path = std::path::Path::new("config.json");
     let error = Model::new(Arc::new(checkpoint.source()), path, &tiny.config()).err().unwrap();
     assert!(error.to_string().contains("model.decoder.final_layer_norm.weight"), "{error}");
@@ -97,7 +97,7 @@ fn decoding_by_steps_is_prefill() {
     }
 }
 
-/// There are no more positions than rows: longer windows are refused, with the number that fits.
+/// There are as many positions as rows: longer windows are rejected, with the largest possible length.
 #[test]
 fn windows_longer_than_the_positions_are_refused() {
     let tiny = Tiny::opt();
@@ -141,7 +141,7 @@ fn what_is_written_reads_back_near_the_float_model() {
             println!("{method} {scheme} in {dtype}: logits move by {difference:.1e}");
             assert!(difference < 0.03, "{method} {scheme} {dtype}: {difference}");
             if method == "awq" {
-                // Norms are written with both of their parameters, each of them changed.
+                // Both parameters of the norms are changed and written.
                 for (norm, _) in tiny.norms() {
                     for parameter in ["weight", "bias"] {
                         let name = format!("{}{norm}.{parameter}", tiny.block(0));
@@ -150,7 +150,7 @@ fn what_is_written_reads_back_near_the_float_model() {
                     }
                 }
             }
-            // Positions and the final norm stay what they were.
+            // Positions and the final norm are unchanged.
             for name in ["model.decoder.embed_positions.weight", "model.decoder.final_layer_norm.bias"] {
                 assert_eq!(checkpoint.source().bytes(name), written.source.bytes(name), "{name}");
             }

@@ -1,4 +1,4 @@
-//! Documents that share a window run as each would alone, in every family's block.
+//! Documents that share a window give the same results as separately, in every family's block.
 
 mod common;
 
@@ -50,7 +50,7 @@ fn packed_documents_run_as_if_alone() {
                 continue;
             }
             let length = end - first;
-            // A window of a single token is no batch, but a batch may hold one.
+            // A batch cannot consist of one single-token window, but it may contain one.
             let alone = TokenWindows::cut(windows.tokens()[first..end].to_vec(), length);
             let difference =
                 relative_difference(&packed[first * hidden..end * hidden], &states(&model, &alone));
@@ -59,13 +59,13 @@ fn packed_documents_run_as_if_alone() {
             first = end;
         }
         assert!(documents > 60);
-        // And they do not where attention crosses their borders.
+        // Without segments, attention crosses the borders and the results differ.
         let crossing = TokenWindows::cut(windows.tokens().to_vec(), windows.length());
         assert!(relative_difference(&states(&model, &crossing), &packed) > 1e-2);
     }
 }
 
-/// One document a window is what windows always were, to the last bit.
+/// With one document per window, results are bit-identical to those without segments.
 #[test]
 fn a_document_a_window_changes_nothing() {
     let tiny = Tiny { family: Kind::Mistral(Some(20)), ..Tiny::default() };
@@ -76,7 +76,7 @@ fn a_document_a_window_changes_nothing() {
     assert_eq!(states(&model, &plain), states(&model, &one_piece));
 }
 
-/// A tap that notes the tokens of the rows of every linear.
+/// A tap that records the tokens of the rows of every linear.
 #[derive(Default)]
 struct Rows(BTreeMap<NodeId, Vec<usize>>);
 
@@ -88,8 +88,8 @@ impl Tap for Rows {
     }
 }
 
-/// A window longer than a piece goes through all but attention in pieces: the same states, and every
-/// linear is shown every token once.
+/// A window longer than a piece is processed in pieces, except in attention. The states are the same, and every
+/// linear's input contains every token once.
 #[test]
 fn long_windows_go_in_pieces() {
     let tiny = Tiny { family: Kind::Mistral(Some(700)), layers: 1, ..Tiny::default() };
@@ -110,7 +110,7 @@ fn long_windows_go_in_pieces() {
     assert!(whole == pieces, "{}", relative_difference(&pieces, &whole));
     assert_eq!((seen.0.len(), &seen.0), (7, &watched.0));
     assert!(seen.0.values().all(|rows| rows.iter().copied().eq(0..9000)));
-    // It stops between two linears.
+    // Cancelling stops it between two linears.
     let cancel = CancelToken::new();
     cancel.cancel();
     assert!(matches!(hidden.advance(&block, &cancel), Err(quant_core::Error::Interrupted)));

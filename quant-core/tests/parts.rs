@@ -1,5 +1,5 @@
-//! Jobs over parts of a model: one after the other they write what one job writes, byte for byte, and the states
-//! between them are refused where they do not belong.
+//! Jobs over parts of a model: together they write byte for byte what a single job writes, and states that do not
+//! belong to a job are rejected.
 
 mod common;
 
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 const BLOCKS: usize = 3;
 
-/// What was written, by name, and what was said of it.
+/// The written tensors by name, and the report.
 type Written = (BTreeMap<String, Vec<u8>>, QuantReport);
 
 fn tiny(family: Kind) -> Tiny {
@@ -125,8 +125,8 @@ fn states_of_another_run_or_damaged_are_refused() {
     let damped = Recipe { gptq: settings, ..recipe.clone() };
     let damped = Plan::new(&model, &damped, damped.containers[0]).unwrap();
     refused(run(&damped, &windows, 1..3, &before), "damping");
-    // Other grids in the blocks before make other states of the quantized model, even where the blocks that are left
-    // have the same.
+    // Different grids in earlier blocks give different states of the quantized model, even if the grids of the
+    // remaining blocks are the same.
     let wide = |pattern: &str| {
         let overrides = vec![(Pattern::new(pattern).unwrap(), "w8a16-g32".parse().unwrap())];
         let recipe = Recipe { overrides, ..recipe.clone() };
@@ -134,7 +134,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     };
     refused(run(&wide("*.layers.0.*"), &windows, 1..3, &before), "grids");
     refused(run(&wide("*"), &windows, 1..3, &before), "grids");
-    // So do other scales on the same grids.
+    // Different scales on the same grids do, too.
     let nvfp4 = |scale_search: ScaleSearch| {
         let recipe = common::recipe("gptq", "nvfp4a16");
         let settings = TransformSettings { scale_search, ..recipe.settings.clone() };
@@ -146,13 +146,13 @@ fn states_of_another_run_or_damaged_are_refused() {
     part(&model, &nvfp4(ScaleSearch::Amax), &windows, Some(0..1), &first).unwrap();
     let searched = run(&nvfp4(ScaleSearch::Sweep), &windows, 1..3, &files(other.path(), 1, BLOCKS));
     refused(searched, "scale_search");
-    // Where the run looks at float states, those of the quantized model are not enough.
+    // If the run needs float states, those of the quantized model are not sufficient.
     let missing = run(&plan, &windows, 1..3, &StateFiles::default());
     assert_eq!(missing.category(), Category::Usage);
     assert!(missing.to_string().contains("block 1"), "{missing}");
 
     let sound = std::fs::read(&path).unwrap();
-    // Another build and other instructions round differently.
+    // Other builds and other instruction sets round differently.
     for field in ["executable_blake3", "instruction_set", "processor"] {
         let mut other = sound.clone();
         let key = format!("\"{field}\":\"");
@@ -190,7 +190,7 @@ fn parts_lie_in_the_plan() {
     assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
 }
 
-/// The memory of a part is that of its own blocks, wherever in the model they are.
+/// The memory of a part depends only on its own blocks, wherever they are in the model.
 #[test]
 fn the_memory_of_a_part_is_that_of_its_blocks() {
     for method in ["awq", "gptq"] {
@@ -198,7 +198,7 @@ fn the_memory_of_a_part_is_that_of_its_blocks() {
         let recipe = recipe(method, "w4a16-g32-sym");
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let peak = |blocks: Range<usize>| Plan::peak_memory(&[plan.part(blocks).unwrap()], &model);
-        // A part without the embedding and the head copies no large tensor.
+        // Parts without the embedding and the head copy no large tensor.
         let (whole, copied) = (peak(0..3), 4 << 20);
         for start in 0..3 {
             assert!(whole.abs_diff(peak(start..start + 1)) < copied, "{method}, block {start}");

@@ -1,5 +1,5 @@
-//! QoQ's rewrites: each leaves what the model computes as it was, in every family that allows it, is refused with the
-//! reason where one does not, and does what it is there for.
+//! QoQ's rewrites: each leaves the model's output unchanged in every family that allows it, is rejected with a reason
+//! in all other families, and has the intended effect.
 
 mod common;
 
@@ -25,7 +25,7 @@ use quant_kernels_cpu::candle::Runner;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// What rounding in `f32` may move an output by, of its largest value.
+/// Maximum change of an output by rounding in `f32`, relative to its largest value.
 const BOUND: f64 = 1e-5;
 const LENGTH: usize = 32;
 
@@ -58,7 +58,7 @@ fn rotation_leaves_logits_unchanged() {
         let windows = common::windows(tiny.vocab, 2, LENGTH, 3);
         let change = relative_difference(&logits(&rotated, &windows), &logits(&model, &windows));
         assert!(change <= BOUND, "{name}: {change:e}");
-        // Norms are folded, and the head with the last of them: it is no longer the embedding.
+        // Norms are folded, the last one into the head, so the head is no longer tied to the embedding.
         assert!(!rotated.architecture().tied, "{name}");
         for norm in ["model.norm", "model.layers.1.input_layernorm"] {
             let gamma = rotated.source().read_f32(&format!("{norm}.weight")).unwrap();
@@ -75,7 +75,6 @@ fn rotation_leaves_logits_unchanged() {
     }
 }
 
-/// Read in pieces, a tensor is what it is read whole.
 #[test]
 fn folded_norms_leave_logits_unchanged() {
     // Sizes without a Hadamard matrix are folded, too.
@@ -103,6 +102,7 @@ fn folded_norms_leave_logits_unchanged() {
     assert!(error.remedy().contains("‹skip=fold-norms›"), "{}", error.remedy());
 }
 
+/// A tensor read in pieces equals the tensor read whole.
 #[test]
 fn rotated_tensors_are_read_in_any_pieces() {
     let tiny = Tiny { attention_bias: true, dtype: Dtype::Bf16, norm_dtype: Dtype::F16, ..Tiny::default() };
@@ -203,7 +203,7 @@ struct Bench {
     settings: TransformSettings,
 }
 
-/// The ranges of what linears read.
+/// The ranges of the inputs of linears.
 struct Ranges<'a>(&'a Block, BTreeMap<NodeId, ChannelRanges>);
 
 impl Tap for Ranges<'_> {
@@ -248,14 +248,14 @@ impl Bench {
         Ok(transform.search(&task, Some(&mut self.hidden), false)?.swap_remove(0))
     }
 
-    /// How far a rewrite moves the block's output, relative to its largest value.
+    /// The change of the block's output by a rewrite, relative to its largest value.
     fn change(&self, rewrite: &Rewrite) -> f64 {
         let mut rng = StdRng::seed_from_u64(1);
         let hidden = self.model.architecture().hidden;
         let x: Vec<f32> = (0..2 * 24 * hidden).map(|_| normal(&mut rng)).collect();
         let x = Tensor::from_vec(x, (2, 24, hidden), &Device::Cpu).unwrap();
         let output = |block: &Block| {
-            // The residual stream would hide an error of the branches: it is taken away.
+            // The residual stream would hide an error of the branches, so it is subtracted.
             flat(&(block.forward(&x, 0, None, &mut NoTap).unwrap() - &x).unwrap())
         };
         relative_difference(&output(&rewrite.apply(&self.block).unwrap()), &output(&self.block))
@@ -303,7 +303,7 @@ fn every_step_leaves_the_block_unchanged_alone_and_after_others() {
                 let change = bench.change(&all);
                 assert!(change <= BOUND, "{name}: up to {}: {change:e}", step.name());
             }
-            // All of it is there: rows and columns in another order, rows of keys divided, columns multiplied.
+            // All changes are present: reordered rows and columns, divided rows of keys, multiplied columns.
             let linear = |suffix: &str| {
                 let graph = bench.block.graph();
                 graph.linears().find(|(_, n, ..)| n.ends_with(suffix)).unwrap().0
@@ -325,7 +325,7 @@ fn every_step_leaves_the_block_unchanged_alone_and_after_others() {
     }
 }
 
-/// What proves that the test above can fail.
+/// Shows that the test above can fail.
 #[test]
 fn an_order_that_is_not_the_same_everywhere_changes_the_block() {
     let mut bench = Bench::new(&Tiny::default(), TransformSettings::default());
@@ -347,7 +347,7 @@ fn channels_are_sorted_by_what_the_text_drives_them_to() {
     let down = bench.id("mlp.down_proj");
     let maxima = after[&block.graph().nodes()[down].inputs[0]].maxima();
     assert!(maxima.is_sorted(), "{maxima:?}");
-    // Ranges that are computed are those that the rewritten block shows.
+    // The computed ranges equal those observed in the rewritten block.
     let rewritten = rewrite.apply(&block).unwrap();
     let mut seen = Ranges(&rewritten, BTreeMap::new());
     bench.hidden.watch(&rewritten, &CancelToken::new(), &mut seen).unwrap();
@@ -357,7 +357,7 @@ fn channels_are_sorted_by_what_the_text_drives_them_to() {
     }
 }
 
-/// Keys of which two channels are twenty times as large as the others.
+/// Keys in which two channels are twenty times as large as the others.
 fn outlying_keys(tiny: &Tiny) -> common::Checkpoint {
     let mut checkpoint = tiny.random(21);
     let (hidden, d) = (tiny.hidden, tiny.head_dim);
@@ -423,8 +423,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     recipe
 }
 
-/// Whole models through the pipeline: close to the float one, and closer than without the steps where outliers stand
-/// in the way.
+/// Whole models in the pipeline: close to the float model, and, if there are outliers, closer than without the steps.
 #[test]
 fn whole_models_come_out_close_to_the_float_ones() {
     for (name, tiny) in families() {
@@ -467,12 +466,12 @@ fn steps_can_be_left_out_each_and_all() {
         let written = common::run(&model, &tiny.config(), &recipe, Some(&windows));
         bytes.push(written.source.read("model.layers.0.mlp.down_proj.weight_packed").unwrap());
         if skipped.len() == method.steps().len() {
-            // Nothing is left of it but rounding to nearest.
+            // Only rounding to nearest is left.
             let rtn = common::run(&model, &tiny.config(), &common::recipe("rtn", "w4a8-g16-asym"), None);
             let name = "model.layers.1.mlp.up_proj.weight_packed";
             assert_eq!(written.source.read(name).unwrap(), rtn.source.read(name).unwrap());
         }
-        // What is printed is read back as it was.
+        // A printed recipe reads back unchanged.
         let again = Recipe::parse(&recipe.to_toml()).unwrap();
         assert_eq!(again.method.name, recipe.method.name);
         let left_out = !recipe.method.steps().contains(&"smooth-attention");
@@ -489,7 +488,8 @@ fn steps_can_be_left_out_each_and_all() {
     assert!(method.without(&["rotat".into()]).is_err());
 }
 
-/// What is written of a progressive weight in a container with one level is the product of the two, rounded once.
+/// In a container with one level of scales, a progressive weight is written with the product of both levels, rounded
+/// once.
 #[test]
 fn two_levels_are_written_as_one() {
     let checkpoint = Tiny::default().random(5);
@@ -531,18 +531,18 @@ fn plans_know_what_is_rotated() {
     assert!(plan.outputs().iter().any(|o| o.name == "lm_head.weight"));
     let source: Arc<MemorySource> = Arc::new(checkpoint.source());
     assert!(source.info("lm_head.weight").is_none());
-    // Clipping alone is a transform like others.
+    // Clipping alone is an ordinary transform.
     let _: &dyn Transform = &Clip;
 }
 
-/// One linear of W4A8, at both granularities: integers give what rounding and multiplying floats gives, but for the rounding
-/// of sums in `f32`, for weights of chance and for those that reach both ends of every grid.
+/// One W4A8 linear, at both granularities: the integer product equals the product of the rounded values in floats, up
+/// to the rounding of sums in `f32`, for random weights and for weights that reach both ends of every grid.
 #[test]
 fn integers_of_one_linear_are_what_is_simulated() {
     let (n, k) = (40, 384);
     let mut rng = StdRng::seed_from_u64(7);
     let by_chance: Vec<f32> = (0..n * k).map(|_| normal(&mut rng)).collect();
-    // Rows of all sizes, groups from one end to the other, and some that are constant or nothing.
+    // Rows of all magnitudes, groups that span the whole grid, and groups that are constant or zero.
     let extreme = (0..n * k).map(|i| {
         let (row, group) = (i / k, i % k / 128);
         let size = 2f32.powi(row as i32 % 9 - 4);
@@ -582,7 +582,7 @@ fn integers_of_one_linear_are_what_is_simulated() {
                 let (row, column) = (at / n, at % n);
                 let pairs = inputs[row * k..][..k].iter().zip(&values[column * k..][..k]);
                 let size: f32 = pairs.map(|(x, w)| (x * w).abs()).sum();
-                // Of every addition half a unit of the last place.
+                // Half an ulp for every addition.
                 let bound = (k as f32 + 16.0) * f32::EPSILON * size + f32::MIN_POSITIVE;
                 assert!((a - b).abs() <= bound, "{scheme}, token {row}, output {column}: {a} and {b}");
             }

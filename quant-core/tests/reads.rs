@@ -1,6 +1,6 @@
-//! A run reads every weight of a block once for each format that it writes, whatever the method, also where it is resumed:
-//! the bytes that were searched or multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats.
-//! Rounding to nearest with a scale that linears share reads these twice: first for the largest magnitude.
+//! A run reads every weight of a block once per output format, whatever the method, also when it is resumed: the bytes
+//! that were searched or multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats. Rounding
+//! to nearest with a scale shared between linears reads these twice, first for the largest magnitude.
 
 mod common;
 
@@ -22,7 +22,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::{Map, Value, json};
 
-/// A source that counts the bytes that are read of each tensor.
+/// A source that counts the bytes read from each tensor.
 struct Counting {
     source: Arc<dyn TensorSource>,
     read: Mutex<BTreeMap<String, u64>>,
@@ -53,7 +53,7 @@ impl TensorSource for Counting {
     }
 }
 
-/// A sink that keeps records and can be resumed, with what was written up to the last commit.
+/// A sink that keeps records and can be resumed from the last commit.
 #[derive(Clone)]
 struct Keeping {
     sink: MemorySink,
@@ -68,7 +68,7 @@ impl Keeping {
         Self { committed: Some(Box::new(empty.clone())), ..empty }
     }
 
-    /// As a run that takes it up again finds it.
+    /// The sink as a resumed run finds it.
     fn resumed(&self) -> Self {
         let committed = self.committed.clone();
         Self { committed: committed.clone(), ..*committed.unwrap() }
@@ -103,7 +103,7 @@ impl TensorSink for Keeping {
     }
 }
 
-/// Cancels after some events.
+/// Cancels after a number of events.
 struct Until {
     events: usize,
     seen: Mutex<usize>,
@@ -120,7 +120,7 @@ impl Observer for Until {
     }
 }
 
-/// A model over a counting source, and what it is quantized to.
+/// A model over a counting source, and its plans.
 struct Bench {
     /// Width of the residual stream.
     hidden: usize,
@@ -158,8 +158,8 @@ impl Bench {
         self.plans.iter().map(Keeping::new).collect()
     }
 
-    /// Runs until so many things happened, and gives what was read, the reports of a run that came to its end, and how
-    /// many things happened.
+    /// Runs until `events` events have occurred. Returns the bytes read, the reports if the run completed, and the
+    /// number of events.
     fn run(
         &self,
         sinks: &mut [Keeping],
@@ -185,9 +185,9 @@ impl Bench {
         self.counting.source.info(name).unwrap().byte_len()
     }
 
-    /// Weights of blocks are read once. What is outside of them, norms and biases are read once for every container
-    /// that they are written to, norms and biases once more with their block, and the rows of the embedding of the
-    /// text's tokens once more with the text.
+    /// Checks that weights of blocks are read once. Tensors outside the blocks, norms and biases are read once per
+    /// container that contains them; norms and biases once more with their block, and embedding rows of the text's
+    /// tokens once more with the text.
     fn assert_read_once(&self, read: &BTreeMap<String, u64>, what: &str) {
         let written = self.plans.len() as u64;
         let row = (self.hidden * 4) as u64;
@@ -204,7 +204,7 @@ impl Bench {
                         "{what}: {got} of {bytes} bytes of {name}"
                     );
                 }
-                // Of a run that is resumed, what is complete in every container is read once for all of them.
+                // In a resumed run, a tensor that is complete in every container is read only once.
                 false => assert!((bytes..=written * bytes).contains(&got), "{what}: {got} bytes of {name}"),
                 true => assert_eq!(got, bytes, "{what}: {name}"),
             }
@@ -271,7 +271,7 @@ fn every_weight_is_read_once() {
     }
 }
 
-/// How the experts of a block lie in one tensor of gates and ups and one of downs.
+/// The layout of a block's experts in one tensor of gates and ups and one of downs.
 #[derive(Debug, Clone, Copy)]
 enum Together {
     Rows,
@@ -279,7 +279,7 @@ enum Together {
     Mxfp4,
 }
 
-/// The tensors of a Qwen3-MoE with each block's experts stored together.
+/// The tensors of a Qwen3-MoE with the experts of each block fused.
 fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
     let tiny = &checkpoint.tiny;
     let mut tensors = checkpoint.tensors.clone();
@@ -310,7 +310,7 @@ fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
                     source.insert_f32(name, tiny.dtype, vec![EXPERTS, k, n], &values).unwrap();
                 }
                 Together::Mxfp4 => {
-                    // Any codes will do; these scales keep the magnitude of what is multiplied.
+                    // The codes are arbitrary; these scales keep activations at the same magnitude.
                     let count = EXPERTS * n * k / 2;
                     let codes = (0..count).map(|i| (i.wrapping_mul(2_654_435_761) >> 7) as u8).collect();
                     let shape = vec![EXPERTS, n, k / 32, 16];
@@ -371,7 +371,7 @@ fn gpt_oss() -> (MemorySource, Map<String, Value>) {
     (source, config.as_object().cloned().unwrap())
 }
 
-/// Where gates and ups alternate, and biases are read between them.
+/// Experts with alternating gates and ups, and biases read in between.
 #[test]
 fn experts_that_alternate_are_read_once() {
     for method in ["rtn", "awq", "gptq"] {
@@ -383,7 +383,7 @@ fn experts_that_alternate_are_read_once() {
     }
 }
 
-/// Gate and up of an expert come from the same bytes, which are not read once for each of them.
+/// Gate and up of an expert come from the same bytes, which are read once for both.
 #[test]
 fn experts_that_are_stored_together_are_read_once() {
     let tiny = Tiny { family: Kind::Qwen3Moe(true), ..tinies()[0].clone() };
@@ -398,7 +398,7 @@ fn experts_that_are_stored_together_are_read_once() {
     }
 }
 
-/// Rotation changes what is read of a block, in rows or in columns; each tensor behind it is read once.
+/// Rotation transforms the rows or columns of a block's tensors; each source tensor is read once.
 #[test]
 fn every_weight_of_a_rotated_model_is_read_once() {
     for method in ["qoq", "qoq-rtn", "rotate,gptq"] {
@@ -409,19 +409,18 @@ fn every_weight_of_a_rotated_model_is_read_once() {
     }
 }
 
-/// Wherever a run is interrupted, the one that takes it up again reads every weight once more at the most and comes to
-/// the same end.
+/// Wherever a run is interrupted, the resumed run reads every weight at most once and gives the same result.
 #[test]
 fn a_resumed_run_reads_every_weight_once() {
     for (what, recipe) in recipes() {
         let bench = Bench::new(&tinies()[0], &recipe);
         let mut whole = bench.sinks();
         let (_, whole_reports, events) = bench.run(&mut whole, usize::MAX);
-        // Near the end every event counts: blocks are complete there, and the rest is not.
+        // Near the end every event matters: blocks are complete there, the rest is not.
         for until in (1..events).filter(|until| until % 7 == 1 || until + 10 > events) {
             let mut sinks = bench.sinks();
             if bench.run(&mut sinks, until).1.is_some() {
-                // The last things that happen are not asked whether they should.
+                // The last events come after the last check for cancellation.
                 continue;
             }
             let mut sinks: Vec<_> = sinks.iter().map(Keeping::resumed).collect();

@@ -1,5 +1,5 @@
-//! Real models through the library: what is read back from the packed tensors is, code for code,
-//! what rounding the weights gives, and everything else is copied.
+//! Real models through the library: the packed tensors read back code for code as the rounded weights, and everything
+//! else is copied.
 
 mod common;
 
@@ -14,7 +14,7 @@ use quant_core::model::Model;
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 
-/// The model's directory, and the scheme of linears whose width the groups do not divide.
+/// The model's directory, and the scheme of linears whose width is not a multiple of the group size.
 const MODELS: [(&str, &str, Option<&str>); 3] = [
     ("books-7m", "w4a16", None),
     ("tinystories-656k", "w4a16", None),
@@ -74,7 +74,7 @@ fn what_is_read_back_is_what_rounding_gives() {
     }
 }
 
-/// The model that ships with the repository: checked wherever the tests run.
+/// The model that ships with the repository, checked wherever the tests run.
 fn demo_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../calibration-data/demo-model")
 }

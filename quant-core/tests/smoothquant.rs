@@ -1,6 +1,6 @@
-//! SmoothQuant and activations of 8 bits through the pipeline: scales are those of the paper's equation, static grids
-//! are the ranges that linears really see, planted outliers cost little, and the integer kernels give what rounding and
-//! multiplying floats gives.
+//! SmoothQuant and 8-bit activations in the pipeline: scales follow the paper's equation, static grids match the actual
+//! input ranges of linears, planted outliers cost little, and the integer kernels give the same result as rounding and
+//! multiplying floats.
 
 mod common;
 
@@ -34,7 +34,7 @@ fn quantized(checkpoint: &Checkpoint, recipe: &Recipe, windows: &TokenWindows) -
     run(&checkpoint.model(), &checkpoint.tiny.config(), recipe, Some(windows))
 }
 
-/// The smallest and largest input of every channel of every linear, by its definition.
+/// The smallest and largest input of every channel of every linear, by definition.
 struct Watch {
     layout: BatchLayout,
     ranges: BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -69,7 +69,7 @@ fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |max, v| max.max(v.abs()))
 }
 
-/// Equation 4 from ranges and weights, for a producer whose channels stand in the columns as they are.
+/// Equation 4 from ranges and weights, for a producer whose channels are the consumers' columns.
 fn scales(
     block: &Block,
     ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -128,7 +128,7 @@ fn scales_are_those_of_the_paper() {
                         before.iter().zip(&expected).map(|(b, s)| f64::from(*b) / s).collect();
                     let exactness = if tiny.norm_dtype == Dtype::F32 { 1e-5 } else { 1.0 / 256.0 };
                     assert_close(&after, &divided, exactness, &what);
-                    // The weights make up for what the stored norm lost, not for what it should have.
+                    // The weights compensate for the stored norm's actual change, not for the requested one.
                     let made_up: Vec<f32> = before.iter().zip(&after).map(|(b, a)| b / a).collect();
                     for reader in readers {
                         let weight = exact.linear(reader).weight().to_f32().unwrap();
@@ -139,7 +139,7 @@ fn scales_are_those_of_the_paper() {
                         let k = made_up.len();
                         for (i, (q, w)) in tensor.dequantize().unwrap().iter().zip(&weight).enumerate() {
                             let (target, scale) = (w * made_up[i % k], tensor.scales[i / k]);
-                            // Half a step, and what the largest code of a row clips.
+                            // Half a step, plus the clipping of the largest code of a row.
                             assert!((q - target).abs() <= 0.51 * scale + 1e-6, "{what}: {q} for {target}");
                         }
                     }
@@ -151,7 +151,7 @@ fn scales_are_those_of_the_paper() {
 
 #[test]
 fn producers_that_are_linears_are_smoothed_on_request() {
-    // Grouped queries: a value head stands in two query heads.
+    // Grouped queries: a value head is read by two query heads.
     let checkpoint = llama().random(5);
     let windows = common::windows(128, 4, LENGTH, 1);
     let float = checkpoint.model();
@@ -167,7 +167,7 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     let ranges = watched(&exact, &mut states);
     let graph = exact.graph();
     let (value, out) = (id(graph, "self_attn.v_proj"), id(graph, "self_attn.o_proj"));
-    // Of every channel of a value head, the larger of the two query heads that read it.
+    // For every channel of a value head, the larger of the two query heads that read it.
     let of_columns = scales(&exact, &ranges, &[out], 1.0);
     let weights = scales(&exact, &ranges, &[out], 0.0);
     let of_heads = |columns: &[f64], better: fn(f64, f64) -> f64| -> Vec<f64> {
@@ -175,7 +175,7 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     };
     let (x, w) = (of_heads(&of_columns, f64::max), of_heads(&weights, f64::min));
     let expected: Vec<f64> = x.iter().zip(&w).map(|(x, inverse)| x.sqrt() * inverse.sqrt()).collect();
-    // Rows of the value projection are divided, after its columns were multiplied for the norm.
+    // The rows of the value projection are divided after its columns were multiplied for the norm.
     let norm = id(graph, "input_layernorm");
     let by_norm: Vec<f32> =
         flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
@@ -209,7 +209,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
             for layer in 0..tiny.layers {
                 let (exact, rounded) =
                     (float.block(layer, &rope).unwrap(), written.block(layer, &rope).unwrap());
-                // The block as it is written, but with float weights: its inputs are the float block's, divided.
+                // The block as written, but with float weights: its inputs are the float block's, divided.
                 let ranges = watched(&exact, &mut states);
                 for (node, name, ..) in exact.graph().linears() {
                     let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else {
@@ -229,13 +229,14 @@ fn static_grids_are_the_ranges_after_smoothing() {
                             false => (highest - lowest) / 255.0,
                         };
                         assert!((input.scale / expected - 1.0).abs() < 1e-6, "{name}");
-                        // The code of 0, where the range has it.
+                        // The code of 0, if 0 is in the range.
                         let zero = (-128.0 - lowest / input.scale).round_ties_even();
                         assert_eq!(f32::from(input.zero), if symmetric { 0.0 } else { zero }, "{name}");
                     }
                 }
             }
-            // What it has seen is on the grid: clipping costs nothing beyond rounding on the calibration text.
+            // All calibration inputs are on the grid, so clipping costs nothing beyond rounding on the calibration
+            // text.
             let exact = logits(&float, &windows);
             let lost = mean_divergence(&exact, &logits(&written, &windows), tiny.vocab);
             assert!(lost < 0.02, "{method} {scheme}: {lost}");
@@ -243,7 +244,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
     }
 }
 
-/// Some channels of every norm times 32, and what reads them divided: the float model stays the same.
+/// Multiplies some channels of every norm by 32 and divides the columns that read them; the float model stays the same.
 fn planted(tiny: &Tiny, seed: u64) -> Checkpoint {
     let mut checkpoint = tiny.random(seed);
     for layer in 0..tiny.layers {
@@ -307,7 +308,7 @@ fn the_exponent_that_is_found_leaves_the_least_error() {
             assert!(best < tried[0].error, "{scheme}: smoothing helps where outliers are planted");
             least = least.min(best);
         }
-        // The error of what was written is the one that the last search ended with.
+        // The error of the written weights is the final error of the last search.
         let (float, written) = (checkpoint.model(), result.model());
         let rope = float.rope(LENGTH).unwrap();
         let output = |model: &Model| -> Vec<f32> {
@@ -345,8 +346,8 @@ fn kernels_give_what_rounded_floats_give() {
         };
         let fake = run(decoder(&written));
         let real = run(decoder(&written).packed().unwrap());
-        // Integers are the same; sums of floats round otherwise, and now and then an input falls to the other side
-        // of the middle between two codes.
+        // The integers are the same, but float sums round differently, and occasionally an input falls on the other
+        // side of the midpoint between two codes.
         let difference = common::relative_difference(&real, &fake);
         assert!(difference < 2e-2, "{scheme}: {difference:e}");
         let divergence = mean_divergence(&fake, &real, 128);
@@ -354,7 +355,7 @@ fn kernels_give_what_rounded_floats_give() {
     }
 }
 
-/// Runs a plan that keeps channel maxima.
+/// Runs a plan that records channel maxima.
 fn keeping(
     model: &Model,
     recipe: &Recipe,
@@ -385,10 +386,10 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     assert!(!given.needs_text() && gathered.needs_text());
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);
-    // Kept beside GPTQ, which looks at another model's states, they are the same.
+    // Recorded in a GPTQ run, which observes another model's states, they are the same.
     let (_, beside) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
     assert_eq!(beside.sha256(), maxima.sha256());
-    // Of another model they are refused by name, before anything is computed.
+    // Maxima of another model are rejected by name, before anything is computed.
     let other = Tiny { layers: 3, ..llama() }.random(1).model();
     let error = Plan::new(&other, &given, given.containers[0]).unwrap_err().to_string();
     assert!(error.contains("layers.2.self_attn.q_proj") && error.contains("maxima.safetensors"), "{error}");
@@ -412,7 +413,7 @@ fn transforms_and_roundings_go_together() {
         .into();
     println!("rtn {rtn:.5}, {all:.5?}");
     assert!(all.iter().all(|(_, lost)| *lost < 0.6 * rtn), "rtn {rtn}, {all:?}");
-    // Each step after the first helps.
+    // Each additional step helps.
     assert!(all[1..].iter().all(|(_, lost)| *lost < all[0].1), "{all:?}");
 }
 
@@ -436,7 +437,8 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
     assert!(said(&with("lm_head", "w8a8-static")).contains("found for the blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
-        // What is found when a token comes is left to the engine, and said; what was found on a text is not dropped.
+        // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be
+        // dropped.
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
         assert!(lost.len() == 1 && lost[0].contains("says nothing of activations"), "{lost:?}");

@@ -1,10 +1,10 @@
-//! The stages of the two libraries form a stack: none uses one above it, which is read off the sources.
+//! The stages of the two libraries form a stack: no stage uses one above it. The test parses the sources.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The stages from the bottom to the top; those up to `format` are in `quant-formats`, and stand in `quant-core` under the
-/// same names. Engine rules stand beside the pipeline, on everything below it; whole runs use all.
+/// The stages from bottom to top. Those up to `format` are in `quant-formats`, and re-exported by `quant-core` under
+/// the same names. Engine rules are next to the pipeline, on top of everything below it; whole runs use all stages.
 const STAGES: [&str; 14] = [
     "blocks",
     "checkpoint",
@@ -21,7 +21,7 @@ const STAGES: [&str; 14] = [
     "engines",
     "run",
 ];
-/// What every stage may use. Of the stages they name error types alone.
+/// Modules that every stage may use. They use only the error types of stages.
 const SHARED: [&str; 7] = ["digest", "error", "progress", "random", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -35,7 +35,7 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The source without comments and without what is compiled for tests alone: modules after `#[cfg(test)]`.
+/// Returns the source without comments and without items after `#[cfg(test)]`.
 fn without_tests(text: &str) -> String {
     let (mut kept, mut skipping) = (String::new(), false);
     for line in text.lines() {
@@ -43,7 +43,7 @@ fn without_tests(text: &str) -> String {
         if line.trim() == "#[cfg(test)]" && indent == 0 {
             skipping = true;
         } else if skipping {
-            // The item ends where a line at its own indent closes it.
+            // The item ends at a closing line with the same indent.
             skipping = !(indent == 0 && (line.ends_with('}') || line.ends_with(';')));
         } else if !line.trim_start().starts_with("//") {
             kept.push_str(line.split(" //").next().unwrap_or_default());
@@ -53,7 +53,7 @@ fn without_tests(text: &str) -> String {
     kept
 }
 
-/// The modules at the root of the crate that a source names: `crate::x`, and each `x` of `crate::{x, y::z}`.
+/// Returns the root modules of the crate that a source names: `crate::x`, and each `x` of `crate::{x, y::z}`.
 fn modules_used(text: &str) -> BTreeSet<String> {
     let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
     let mut used = BTreeSet::new();
@@ -87,7 +87,7 @@ fn is_for_tests(path: &Path) -> bool {
     name == "tests"
         || name.ends_with("_tests")
         || path.components().any(|c| c.as_os_str() == "tests")
-        // The plain definition that tests hold the solver to.
+        // The reference implementation that tests compare the solver with.
         || path.ends_with("gptq/reference.rs")
 }
 
@@ -120,7 +120,7 @@ fn no_stage_uses_one_above_it() {
             path.display()
         );
         for used in modules_used(&text) {
-            // Errors carry those of the lowest stage.
+            // Errors contain those of the lowest stage.
             let allowed = shared && used == "checkpoint" && own == "error";
             let above = match (height(&own), height(&used)) {
                 (Some(own), Some(used)) => used > own,
@@ -138,8 +138,8 @@ fn no_stage_uses_one_above_it() {
     }
 }
 
-/// Where operations of a block may be named, and why nothing is forgotten there when one is added. Elsewhere a question
-/// about an operation is a method of `Op`, whose match is exhaustive.
+/// The places where operations of a block may be named, and why no new operation can be forgotten there. Everywhere
+/// else, code calls a method of `Op`, whose match is exhaustive.
 const NAMES_OPERATIONS: [(&str, &str); 7] = [
     ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),

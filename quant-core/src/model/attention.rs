@@ -1,6 +1,6 @@
-//! Causal attention with grouped queries, gated products and activations: the operations between linears.
+//! Operations between linears: causal attention with grouped queries, gated products and activations.
 //!
-//! Both run on plain slices in fixed pieces, so results do not depend on the number of threads.
+//! All run on plain slices in pieces of fixed size, so results do not depend on the number of threads.
 
 use std::ops::Range;
 
@@ -16,24 +16,24 @@ use super::soft_cap::cap_in_place;
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
-/// Query positions that one task handles.
+/// Query positions per task.
 const QUERY_TILE: usize = 64;
-/// Elements that one task of an elementwise operation handles.
+/// Elements per task of an elementwise operation.
 const ELEMENT_TILE: usize = 1 << 14;
 
-/// `softmax(q kᵀ · scale + causal mask) v` for every head; with a soft cap `c`, scaled scores `s` become `c tanh(s / c)`
-/// before the mask.
+/// `softmax(q kᵀ · scale + causal mask) v` for every head. With a soft cap `c`, scaled scores `s` become
+/// `c tanh(s / c)` before the mask.
 ///
 /// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v`
-/// `[batch, keys, kv_heads · value_dim]`; the last query stands at the last key's position. `repeat` query heads in a row
-/// share one key/value head. With a `window`, a query sees that many positions, its own included; with a
-/// `chunk`, those from the last multiple of it on. No query sees a key of
-/// another segment; there are segments only where queries and keys are as many. `sinks` has a score for each query head
-/// that takes part in its softmax without a value. With `alibi`, a scaled score loses the head's slope times the distance
-/// between query and key.
+/// `[batch, keys, kv_heads · value_dim]`; the last query has the last key's position. `repeat` consecutive query heads
+/// share one key/value head. With a `window`, a query attends to that many positions, including its own; with a
+/// `chunk`, to positions from the last multiple of it on. No query attends to a key of another segment; several
+/// segments require as many keys as queries. `sinks` has one score per query head that takes part in the softmax but
+/// has no value. With `alibi`, the head's slope times the distance between query and key is subtracted from each scaled
+/// score.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub(crate) fn causal_attention(
     q: &Tensor,
     k: &Tensor,
@@ -54,10 +54,10 @@ pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Resul
     Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &Gated(activation))?)
 }
 
-/// An activation, elementwise; NaN stays NaN.
+/// An elementwise activation; NaN stays NaN.
 ///
 /// # Errors
-/// When the result cannot be made.
+/// When the result cannot be allocated.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
 }
@@ -108,11 +108,11 @@ impl CustomOp3 for CausalAttention<'_> {
     }
 }
 
-/// The same of one sequence on slices: `q` `[queries, heads · head_dim]`, `k` `[keys, kv_heads · head_dim]` and `v`
-/// `[keys, kv_heads · value_dim]`, where a key is `k_width` wide.
+/// [`causal_attention`] of one sequence, on slices: `q` is `[queries, heads · head_dim]`, `k`
+/// `[keys, kv_heads · head_dim]` and `v` `[keys, kv_heads · value_dim]`. `k_width` is the width of one key row.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub(super) fn cached_attention(
     [q, k, v]: [&[f32]; 3],
     k_width: usize,
@@ -134,19 +134,19 @@ pub(super) fn cached_attention(
 }
 
 impl CausalAttention<'_> {
-    /// Key and value heads of keys that are `k_width` wide.
+    /// The number of key and value heads, for key rows of width `k_width`.
     fn heads(&self, k_width: usize) -> usize {
         k_width.checked_div(self.shape.head_dim).unwrap_or(0)
     }
 
-    /// Whether keys that are `k_width` wide are whole heads, each of which has its sinks.
+    /// Whether key rows of width `k_width` consist of whole heads, and whether the number of sinks matches.
     fn fit(&self, k_width: usize) -> bool {
         let heads = self.heads(k_width);
         heads * self.shape.head_dim == k_width
             && self.sinks.is_none_or(|sinks| sinks.len() == heads * self.shape.repeat)
     }
 
-    /// Of `[batch, queries, keys, key heads]` that were checked.
+    /// Runs attention with the validated sizes `[batch, queries, keys, key heads]`.
     fn run(&self, [batch, queries, keys, heads]: [usize; 4], [q, k, v]: [&[f32]; 3]) -> Vec<f32> {
         let (k_width, v_width) = (heads * self.shape.head_dim, heads * self.shape.value_dim);
         let [q_width, out_width] = [k_width, v_width].map(|width| (width * self.shape.repeat).max(1));
@@ -173,8 +173,8 @@ impl CausalAttention<'_> {
         out
     }
 
-    /// Attends `q` `[count, heads · head_dim]`, whose first row stands at position `past`. `starts` says where
-    /// each row's segment begins, if there are several.
+    /// Computes attention for `q` `[count, heads · head_dim]`, whose first row is at position `past`. `starts` gives
+    /// the start of each row's segment, if there are several.
     #[allow(clippy::too_many_arguments)]
     fn attend(
         &self,
@@ -192,7 +192,7 @@ impl CausalAttention<'_> {
         let (k_width, v_width, heads) = (kv_heads * d, kv_heads * value_dim, kv_heads * repeat);
         let (q_width, out_width) = (heads * d, heads * value_dim);
         let count = q.len() / q_width;
-        // Keys before `first` are out of every query's window and segment: neither goes backwards.
+        // No query of the tile attends to keys before `first`, since the starts of windows and segments never decrease.
         let start = |position: usize| {
             let window = window.map_or(0, |w| (position + 1).saturating_sub(w));
             let segment = starts.map_or(0, |s| s[position - past] as usize);
@@ -241,7 +241,7 @@ impl CausalAttention<'_> {
     }
 }
 
-/// Softmax over the scores in `seen` and the sink, if there is one; the others become 0.
+/// Softmax over the scores in `seen` and the sink, if there is one. The other scores become 0.
 #[inline(always)]
 fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     const LANES: usize = 16;
@@ -249,7 +249,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     let (before, seen) = row.split_at_mut(seen.start);
     before.fill(0.0);
     after.fill(0.0);
-    // A comparison that picks an operand vectorizes; NaN slips through it and shows in the sum.
+    // A comparison that selects an operand vectorizes; it lets NaN pass, but NaN shows up in the sum.
     let mut largest = [f32::NEG_INFINITY; LANES];
     for part in seen.chunks(LANES) {
         for (m, &s) in largest.iter_mut().zip(part) {
@@ -271,11 +271,11 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     }
 }
 
-/// Replaces every value by the function of it that vectorizes.
+/// Applies a function that vectorizes to every value.
 #[inline(always)]
 pub(super) fn in_place(activation: Activation, values: &mut [f32]) {
     match activation {
-        // `f32::max`, and candle's own operation with it, would turn NaN into 0.
+        // `f32::max`, which candle's own operation uses, would turn NaN into 0.
         Activation::Relu => values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v }),
         Activation::ReluSquared => {
             values.iter_mut().for_each(|v| *v = if *v < 0.0 { 0.0 } else { *v * *v });
@@ -349,7 +349,7 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
-    /// The definition, one score at a time, in double precision.
+    /// Reference implementation: one score at a time, in double precision.
     #[allow(clippy::needless_range_loop)]
     fn naive(q: &Tensor, k: &Tensor, v: &Tensor, repeat: usize, d: usize, window: usize) -> Vec<f64> {
         let (q, k, v) =
@@ -403,7 +403,7 @@ mod tests {
         }
     }
 
-    /// Scores that fall with the distance, from whole windows and behind a cache.
+    /// ALiBi, for whole windows and with a cache.
     #[test]
     fn alibi_matches_its_definition() {
         let (heads, d, length) = (6, 4, 150);
@@ -436,7 +436,7 @@ mod tests {
         }
     }
 
-    /// Values narrower and wider than keys, with a sink for each head: as with one more key, whose value is 0.
+    /// Values narrower and wider than keys, with one sink per head. A sink is like another key whose value is 0.
     #[test]
     fn sinks_and_values_of_another_width_match_their_definition() {
         let (kv_heads, repeat, d, length) = (2, 3, 4, 9);
@@ -469,7 +469,7 @@ mod tests {
         }
     }
 
-    /// Segments of a packed window give what each gives alone, with sliding windows too.
+    /// Segments of a packed window match the segments computed separately, also with sliding windows.
     #[test]
     fn segments_do_not_see_each_other() {
         let (kv_heads, repeat, d) = (2, 2, 8);
@@ -504,7 +504,8 @@ mod tests {
         }
     }
 
-    /// Chunks give what each gives alone, also within segments, which count their positions each from 0, and behind a cache.
+    /// Chunks match chunks computed separately, also within segments, which each count positions from 0, and with a
+    /// cache.
     #[test]
     fn chunks_do_not_see_each_other() {
         let (kv_heads, repeat, d, length) = (2, 2, 8, 100);

@@ -1,4 +1,4 @@
-//! One decoder block: its weights, and the evaluation of its graph, whole or in part.
+//! One decoder block: its weights, and the full or partial evaluation of its graph.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::{OpParameters, experts, gates, norm, paged, recurrent};
 use crate::scheme::CachePart;
 use crate::{Error, Result};
 
-/// A block's graph with its weights.
+/// A block graph with its weights.
 #[derive(Debug, Clone)]
 pub struct Block {
     graph: Arc<BlockGraph>,
@@ -31,13 +31,13 @@ pub struct Block {
     /// Experts that run on all tokens, by the nodes that select their rows.
     pub(super) unrouted: Arc<BTreeSet<NodeId>>,
     kv_scales: KvScales,
-    /// Experts that run in one call, by the nodes that are their sums.
+    /// Experts that run in one call, by the nodes that sum them.
     grouped: BTreeMap<NodeId, GroupedExperts>,
 }
 
 impl Block {
-    /// A block from its parts: the parameters of each norm that has any, a [`Linear`] for each linear
-    /// of the graph, the parameters of other operations, and the tables of its rotations.
+    /// Creates a block from the parameters of each norm that has any, a [`Linear`] for each linear of the graph, the
+    /// parameters of other operations, and the tables of its rotary embeddings.
     ///
     /// # Errors
     /// When one is missing.
@@ -72,30 +72,30 @@ impl Block {
         Ok(Self { graph, norms, linears, parameters, ropes, caching, unrouted, kv_scales, grouped })
     }
 
-    /// The same block with its keys and values cached in another way. A block is made with
-    /// [`KvCaching::Float`]: what is searched for and calibrated is so on float keys and values.
+    /// Returns the block with a different cache of keys and values. A new block has [`KvCaching::Float`], because
+    /// searches and calibration use float keys and values.
     pub fn with_caching(mut self, caching: KvCaching) -> Self {
         self.caching = caching;
         self
     }
 
-    /// The same block with static scales for keys and values, for a cache in FP8. Missing scales are 1.
+    /// Returns the block with static scales for an FP8 cache of keys and values. Missing scales are 1.
     pub fn with_kv_scales(mut self, scales: KvScales) -> Self {
         self.kv_scales = scales;
         self
     }
 
-    /// What becomes of keys and values before a query sees them.
+    /// Returns how the block caches keys and values.
     pub fn caching(&self) -> KvCaching {
         self.caching
     }
 
-    /// The computation.
+    /// Returns the block's graph.
     pub fn graph(&self) -> &Arc<BlockGraph> {
         &self.graph
     }
 
-    /// A linear's weight and bias.
+    /// Returns a linear's weight and bias.
     ///
     /// # Panics
     /// When the node is not a linear.
@@ -103,7 +103,7 @@ impl Block {
         &self.linears[&id]
     }
 
-    /// Reads all weights that are not in memory yet.
+    /// Reads all weights that are not yet in memory.
     ///
     /// # Errors
     /// When one cannot be read or is not finite.
@@ -111,12 +111,12 @@ impl Block {
         self.linears.values().try_for_each(|linear| linear.weight().load())
     }
 
-    /// The float weights that are read when they are first used.
+    /// Returns the float weights that are read on first use.
     pub fn stored_weights(&self) -> impl Iterator<Item = &StoredWeight> {
         self.linears.values().filter_map(|linear| linear.weight().as_stored())
     }
 
-    /// A norm's weight, `[width]`.
+    /// Returns a norm's weight, `[width]`.
     ///
     /// # Panics
     /// When the node is not a norm.
@@ -124,7 +124,7 @@ impl Block {
         &self.norms[&id].weight
     }
 
-    /// A norm's bias, `[width]`, if it has one.
+    /// Returns a norm's bias, `[width]`, if it has one.
     ///
     /// # Panics
     /// When the node is not a norm.
@@ -132,14 +132,14 @@ impl Block {
         self.norms[&id].bias.as_ref()
     }
 
-    /// The same block with one linear replaced. Experts that ran in one call run one by one again.
+    /// Returns the block with one linear replaced. Experts that ran in one call run individually again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
         self.grouped.clear();
         self.linears.insert(id, linear);
     }
 
-    /// The same block with all its quantized linears packed for the kernels; experts whose linears all are run in one
-    /// call.
+    /// Returns the block with all its quantized linears packed for the kernels. Experts whose linears are all packed
+    /// run in one call.
     ///
     /// # Errors
     /// As [`WeightBody::packed`](super::WeightBody::packed).
@@ -151,7 +151,7 @@ impl Block {
         Ok(self)
     }
 
-    /// The same block with all its quantized linears on a GPU.
+    /// Returns the block with all its quantized linears on a GPU.
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`](super::WeightBody::on_cuda).
@@ -162,22 +162,22 @@ impl Block {
         Ok(self)
     }
 
-    /// How many experts run in one call of the kernels.
+    /// Returns the number of experts that run in one kernel call.
     pub fn experts_in_one_call(&self) -> usize {
         self.grouped.values().map(GroupedExperts::count).sum()
     }
 
-    /// The same block with one norm's parameters replaced.
+    /// Returns the block with one norm's parameters replaced.
     pub fn replace_norm(&mut self, id: NodeId, norm: Norm) {
         self.norms.insert(id, norm);
     }
 
     /// Runs the whole block on `hidden` `[batch, positions, width]`.
     ///
-    /// Without a cache the first position is 0; with one, positions continue where it ends.
+    /// Without a cache, the first position is 0. With a cache, positions continue from its end.
     ///
     /// # Errors
-    /// When shapes do not fit, the rotary tables are too short, or the tap stops the run.
+    /// When shapes do not match, the rotary tables are too short, or the tap stops the run.
     pub fn forward(
         &self,
         hidden: &Tensor,
@@ -190,11 +190,10 @@ impl Block {
         run.output(hidden)
     }
 
-    /// Runs the whole block on windows `[batch, positions, width]` of several segments each, in
-    /// prefill.
+    /// Prefills the whole block with windows `[batch, positions, width]` of several segments each.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and when the segments are those of another batch.
+    /// As [`forward`](Self::forward), and when the segments do not match the batch.
     pub fn forward_packed(
         &self,
         hidden: &Tensor,
@@ -204,10 +203,10 @@ impl Block {
         Run { block: self, start: 0, cache: None, segments, tap, selected: BTreeMap::new() }.output(hidden)
     }
 
-    /// Computes some nodes' values from others that are known, in prefill at position 0.
+    /// Computes the values of some nodes from known ones, in prefill at position 0.
     ///
     /// # Errors
-    /// When a target does not follow from what is known, or shapes do not fit.
+    /// When a target does not follow from the known values, or shapes do not match.
     pub fn evaluate(
         &self,
         known: &[(NodeId, Tensor)],
@@ -217,10 +216,10 @@ impl Block {
         self.evaluate_packed(known, targets, Segments::whole(), tap)
     }
 
-    /// The same for windows of several segments each.
+    /// Computes the values of some nodes from known ones, for windows of several segments each.
     ///
     /// # Errors
-    /// As [`evaluate`](Self::evaluate), and when the segments are those of another batch.
+    /// As [`evaluate`](Self::evaluate), and when the segments do not match the batch.
     pub fn evaluate_packed(
         &self,
         known: &[(NodeId, Tensor)],
@@ -232,8 +231,8 @@ impl Block {
             .evaluate(known, targets)
     }
 
-    /// Computes one node's value, and says which tokens its rows belong to, by their places in what is known, where
-    /// it has rows for some of them only.
+    /// Computes one node's value. If the value has rows for only some tokens, also returns the indices of these tokens
+    /// in the known values.
     ///
     /// # Errors
     /// As [`evaluate_packed`](Self::evaluate_packed).
@@ -257,7 +256,7 @@ struct Run<'a> {
     cache: Option<&'a mut LayerCache>,
     segments: Segments<'a>,
     tap: &'a mut dyn Tap,
-    /// The tokens of each node that selects rows, once it is computed.
+    /// For each node that selects rows, the selected tokens, once computed.
     selected: BTreeMap<NodeId, Vec<u32>>,
 }
 
@@ -268,13 +267,13 @@ impl Run<'_> {
         values.pop().ok_or_else(|| Error::Internal("a block has no output".into()))
     }
 
-    /// Experts that run in one call here.
+    /// The experts that run in one call in this run.
     fn grouped(&self, id: NodeId) -> Option<&GroupedExperts> {
         let whole = !self.tap.watches() && self.block.unrouted.is_empty();
         self.block.grouped.get(&id).filter(|_| whole)
     }
 
-    /// What a node reads.
+    /// The inputs of a node.
     fn inputs(&self, id: NodeId) -> &[NodeId] {
         self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
     }
@@ -285,7 +284,7 @@ impl Run<'_> {
         for (id, value) in known {
             values[*id] = Some(value.clone());
         }
-        // What must be computed, and how often each value will be read.
+        // The nodes that must be computed, and how often each value will be read.
         let mut uses = vec![0_usize; nodes.len()];
         let mut needed = vec![false; nodes.len()];
         for &target in targets {
@@ -333,7 +332,8 @@ impl Run<'_> {
             .collect()
     }
 
-    /// This linear and those after it that read the same value and go through the kernels with it, if there are any.
+    /// Returns this linear and later ones that read the same value and can run in one kernel call with it, if there are
+    /// any.
     fn together(&self, id: NodeId, needed: &[bool], values: &[Option<Tensor>]) -> Option<Vec<NodeId>> {
         let first = self.block.linears.get(&id)?;
         let goes = |other: &NodeId| {
@@ -354,7 +354,7 @@ impl Run<'_> {
         Linear::forward_each(&linears, x)
     }
 
-    /// Shows the tap what a linear reads, with the tokens of the rows.
+    /// Passes a linear's input to the tap, with the tokens of the rows.
     fn watch_linear(&mut self, id: NodeId, x: &Tensor) -> Result<()> {
         let graph = &self.block.graph;
         let selects = graph.rows_selected_by(graph.nodes()[id].inputs[0]);
@@ -365,7 +365,7 @@ impl Run<'_> {
         self.tap.linear_input(id, x, tokens)
     }
 
-    /// The value of a node that is computed from no rows: that of an expert without tokens.
+    /// The value of a node without rows: that of an expert without tokens.
     fn no_rows(&self, id: NodeId) -> Result<Tensor> {
         Ok(Tensor::from_vec(Vec::<f32>::new(), (1, 0, self.block.graph.width(id)), &Device::Cpu)?)
     }
@@ -461,7 +461,7 @@ impl Run<'_> {
         }
     }
 
-    /// Attention as the block caches, on what is cached already and these.
+    /// Attention with the block's cache, on the cached keys and values and the new ones.
     fn attend(&mut self, id: NodeId, shape: AttentionShape, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
         let block = self.block;
         let sinks = block.parameters.get(&id).and_then(OpParameters::first);
@@ -502,7 +502,7 @@ impl Run<'_> {
     }
 }
 
-/// The heads of two values `[batch, positions, features]`, joined feature by feature.
+/// Concatenates the features of two values `[batch, positions, features]` within each head.
 fn join_heads(values: [&Tensor; 2], heads: usize, widths: [usize; 2]) -> Result<Tensor> {
     let (batch, positions, _) = values[0].dims3()?;
     let split = |i: usize| -> Result<Tensor> {
@@ -515,7 +515,7 @@ fn join_heads(values: [&Tensor; 2], heads: usize, widths: [usize; 2]) -> Result<
     Ok(joined.reshape((batch, positions, heads * (widths[0] + widths[1])))?)
 }
 
-/// The tokens of a value `[…, features]` that has a row for each of them.
+/// The tokens of a value `[…, features]` that has a row for every token.
 fn tokens_of(value: &Tensor) -> Result<TokenRows<'static>> {
     let features = value.dim(D::Minus1)?;
     Ok(TokenRows::range(0, value.elem_count().checked_div(features).unwrap_or(0)))

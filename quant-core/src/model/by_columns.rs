@@ -1,7 +1,7 @@
-//! Weights that a family stores with their inputs first, `[in, out]`, seen as everywhere else, `[out, in]`.
+//! Transposed views of weights that a family stores as `[in, out]`, so that all weights appear as `[out, in]`.
 //!
-//! Only floats are stored so: codes and what belongs to them have rows for outputs in every format, because the modules of
-//! engines that read them are linears like any other. What stays float is transposed again when it is written.
+//! Only float weights are stored this way. Codes, scales and zero points have one row per output in every format,
+//! because engines load them into ordinary linear modules. Weights that stay float are transposed back on writing.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use super::Architecture;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// The same tensors with the weights that stand by columns seen by rows, where the family has such.
+/// Returns the tensors with a transposed view of weights stored as `[in, out]`, if the family has any.
 pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture) -> Arc<dyn TensorSource> {
     if architecture.stored_by_columns.is_empty() {
         return source;
@@ -29,7 +29,7 @@ pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture
     Arc::new(ByRows { source, other, last: Mutex::default() })
 }
 
-/// A matrix of `[rows, columns]` as one of `[columns, rows]`, values of `size` bytes each.
+/// Transposes a `[rows, columns]` matrix of values of `size` bytes each.
 pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len());
     for column in 0..columns {
@@ -43,9 +43,9 @@ pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize)
 
 struct ByRows {
     source: Arc<dyn TensorSource>,
-    /// Those that are seen otherwise than they are stored, as they are seen.
+    /// The transposed tensors, with their transposed shapes.
     other: std::collections::BTreeMap<String, TensorInfo>,
-    /// The last one, since tensors are read in pieces.
+    /// The last tensor read; kept because tensors are read in pieces.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
 

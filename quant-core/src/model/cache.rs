@@ -1,4 +1,4 @@
-//! What blocks keep of past positions for incremental decoding: keys and values, and the states of recurrent operations.
+//! The state that blocks keep for incremental decoding: keys and values, and the states of recurrent operations.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use super::paged::Paged;
 use super::recurrent::State;
 use crate::{Error, Result};
 
-/// What every block has cached of one sequence.
+/// The caches of all blocks for one sequence.
 #[derive(Debug, Clone)]
 pub struct KvCache {
     layers: Vec<LayerCache>,
@@ -15,17 +15,17 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty cache of `layers` blocks for up to `capacity` positions.
+    /// Creates an empty cache of `layers` blocks for up to `capacity` positions.
     pub fn new(layers: usize, capacity: usize) -> Self {
         Self { layers: vec![LayerCache::new(capacity); layers], positions: 0 }
     }
 
-    /// Positions that are filled.
+    /// Returns the number of cached positions.
     pub fn positions(&self) -> usize {
         self.positions
     }
 
-    /// Bytes that keys, values and states take in memory, with what was reserved for more.
+    /// Returns the bytes of memory that keys, values and states occupy, including reserved capacity.
     pub fn bytes(&self) -> usize {
         self.layers.iter().map(LayerCache::bytes).sum()
     }
@@ -39,16 +39,16 @@ impl KvCache {
     }
 }
 
-/// What one block has cached of one sequence: as the block caches, see [`KvCaching`](super::KvCaching).
+/// The cache of one block for one sequence, in the block's format; see [`KvCaching`](super::KvCaching).
 #[derive(Debug, Clone)]
 pub struct LayerCache {
     capacity: usize,
     pub(super) held: Held,
-    /// Of each recurrent operation, once it has run.
+    /// The state of each recurrent operation, once it has run.
     states: BTreeMap<NodeId, State>,
 }
 
-/// The form of it, settled by the first tokens.
+/// The format of the contents, determined by the first tokens.
 #[derive(Debug, Clone)]
 pub(super) enum Held {
     Nothing,
@@ -61,7 +61,7 @@ pub(super) enum Held {
 }
 
 impl LayerCache {
-    /// An empty cache for up to `capacity` positions.
+    /// Creates an empty cache for up to `capacity` positions.
     pub fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(1), held: Held::Nothing, states: BTreeMap::new() }
     }
@@ -70,7 +70,7 @@ impl LayerCache {
         self.capacity
     }
 
-    /// The state of a recurrent operation, which has `len` numbers.
+    /// Returns the state of a recurrent operation, of `len` values.
     pub(super) fn state(&mut self, node: NodeId, len: usize) -> &mut State {
         self.states.entry(node).or_insert_with(|| State::zero(len))
     }
@@ -85,7 +85,7 @@ impl LayerCache {
         attended + states
     }
 
-    /// Appends positions whose keys and values have these widths, and returns all keys and values so far.
+    /// Appends positions with keys and values of these widths, and returns all keys and values so far.
     pub(super) fn append(
         &mut self,
         [k, v]: [&[f32]; 2],

@@ -1,5 +1,4 @@
-//! A whole model in memory, for evaluation: prefill of a batch of windows, and decoding one
-//! position after another.
+//! A whole model in memory, for evaluation: prefill of a batch of windows, and decoding one position at a time.
 
 use std::sync::Arc;
 
@@ -38,7 +37,7 @@ impl Decoder {
     /// Loads the model for windows of up to `positions` tokens.
     ///
     /// # Errors
-    /// When a tensor cannot be read or is not finite, the model has fewer positions, or the token pulls.
+    /// When a tensor cannot be read or is not finite, the model has fewer positions, or the run is cancelled.
     pub fn load(
         model: &Model,
         positions: usize,
@@ -76,25 +75,26 @@ impl Decoder {
         .with_kv(model.kv_scheme()))
     }
 
-    /// The same decoder with another cache of keys and values, simulated: they are rounded to what it gives back.
-    /// A decoder is loaded with what the model's configuration says; without a scheme they stay floats.
+    /// Returns the decoder with a different, simulated cache: keys and values are rounded as the cache would round
+    /// them. By default a decoder uses the cache of the model's configuration. Without a scheme, keys and values stay
+    /// float.
     pub fn with_kv(self, kv: Option<KvScheme>) -> Self {
         self.with_caching(kv.map_or(KvCaching::Float, KvCaching::Simulated))
     }
 
-    /// The same with keys and values cached in this way in all blocks.
+    /// Returns the decoder with this cache of keys and values in all blocks.
     pub fn with_caching(mut self, caching: KvCaching) -> Self {
         self.blocks = self.blocks.into_iter().map(|block| block.with_caching(caching)).collect();
         self
     }
 
-    /// What becomes of keys and values before a query sees them.
+    /// Returns how the decoder caches keys and values.
     pub fn caching(&self) -> KvCaching {
         self.blocks.first().map_or(KvCaching::Float, Block::caching)
     }
 
-    /// The same with floats of 16 bits in the kernels' pages where keys and values were cached as `f32`, if the
-    /// kernels hold such heads: what engines do, for those who measure their speed.
+    /// Replaces an `f32` cache with 16-bit floats in the kernels' pages, if the kernels support the attention shapes.
+    /// Engines cache this way, so speed measurements should too.
     pub fn with_half_cache(self) -> Self {
         match self.caching() {
             KvCaching::Float if KvCaching::refusal(Some(KvType::F16), &self.attentions).is_none() => {
@@ -104,10 +104,10 @@ impl Decoder {
         }
     }
 
-    /// The same decoder with its quantized linears packed for the kernels: few tokens at once are multiplied
-    /// several times faster, and numbers differ in the last bits of an `f32`. A quantized cache of keys and values
-    /// becomes the kernels' own, and attention runs on it; where they do not hold such heads
-    /// ([`KvCaching::refusal`]), it stays simulated.
+    /// Returns the decoder with its quantized linears packed for the kernels. Products of few tokens are several times
+    /// faster, and results differ in the last bits of an `f32`. A quantized cache of keys and values becomes the
+    /// kernels' own, and attention runs on it. If the kernels do not support the attention shapes
+    /// ([`KvCaching::refusal`]), the cache stays simulated.
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
@@ -118,8 +118,9 @@ impl Decoder {
         Ok(self.with_kernel_cache())
     }
 
-    /// The same decoder with its quantized linears on a GPU, multiplied by the kernels there. All else stays on the
-    /// processor: norms, rotations, attention, which runs as [`packed`](Self::packed) has it, and what is not quantized.
+    /// Returns the decoder with its quantized linears on a GPU, multiplied by the GPU kernels. Everything else stays on
+    /// the CPU: norms, rotary embeddings, attention, which runs as after [`packed`](Self::packed), and unquantized
+    /// linears.
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`].
@@ -129,7 +130,7 @@ impl Decoder {
         Ok(self.with_kernel_cache())
     }
 
-    /// A simulated cache becomes the kernels' own where they hold such heads.
+    /// Replaces a simulated cache with the kernels' own, if they support the attention shapes.
     fn with_kernel_cache(self) -> Self {
         match self.caching() {
             KvCaching::Simulated(kv) => match (kv.kind(), KvCaching::refusal(kv.kind(), &self.attentions)) {
@@ -140,45 +141,44 @@ impl Decoder {
         }
     }
 
-    /// Rows of the embedding, the width of logits.
+    /// Returns the vocabulary size: the rows of the embedding and the width of logits.
     pub fn vocab(&self) -> usize {
         self.vocab
     }
 
-    /// The longest window the decoder was loaded for.
+    /// Returns the longest window the decoder was loaded for.
     pub fn positions(&self) -> usize {
         self.positions
     }
 
-    /// Features of the hidden states.
+    /// Returns the features of the hidden states.
     pub fn width(&self) -> usize {
         self.hidden
     }
 
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks.len()
     }
 
-    /// The linears of block `index` with their names, in order of the block's graph; none where there is no such
+    /// Returns the linears of block `index` with their names, in order of the block's graph; empty if there is no such
     /// block.
     pub fn linears(&self, index: usize) -> impl Iterator<Item = (NodeId, &str)> {
         let block = self.blocks.get(index).into_iter();
         block.flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
     }
 
-    /// The hidden states of equally long windows before the first block, `[batch, positions, hidden]`. Where blocks have
-    /// inputs of their own, or read another's keys and values, these stand behind the hidden states, here and between
-    /// the blocks.
+    /// Returns the input of the first block for windows of equal length, `[batch, positions, hidden]`. If blocks have
+    /// inputs of their own, or read another block's keys and values, these follow the hidden states, here and between
+    /// blocks.
     ///
     /// # Errors
-    /// When the windows differ in length or are longer than the decoder allows, or a token is outside the
-    /// vocabulary.
+    /// When the windows differ in length or are longer than the decoder supports, or a token is outside the vocabulary.
     pub fn embed(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.embed_from(windows, 0)
     }
 
-    /// The same for windows whose first token stands at position `start`.
+    /// Like [`embed`](Self::embed), for windows whose first token is at position `start`.
     fn embed_from(&self, windows: &[&[u32]], start: usize) -> Result<Tensor> {
         let length = windows.first().map_or(0, |w| w.len());
         let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
@@ -213,16 +213,15 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
-    /// How many experts of block `index` run in one call of the kernels; none where there is no such block.
+    /// Returns how many experts of block `index` run in one kernel call; 0 if there is no such block.
     pub fn experts_in_one_call(&self, index: usize) -> usize {
         self.blocks.get(index).map_or(0, Block::experts_in_one_call)
     }
 
-    /// What block `index` makes of hidden states that begin at position 0; `tap` sees what its linears
-    /// read.
+    /// Runs block `index` on hidden states that begin at position 0; `tap` observes the inputs of its linears.
     ///
     /// # Errors
-    /// When there is no such block, the states are longer than the decoder allows, or `tap` fails.
+    /// When there is no such block, the states are longer than the decoder supports, or `tap` fails.
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
         let block =
             self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
@@ -236,20 +235,20 @@ impl Decoder {
         }
     }
 
-    /// Prefill: the normed hidden states of equally long windows, `[batch, positions, hidden]`.
-    /// [`logits`](Self::logits) turns any part of them into logits.
+    /// Prefill: returns the normalized hidden states of windows of equal length, `[batch, positions, hidden]`.
+    /// [`logits`](Self::logits) converts any part of them to logits.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary or the windows are longer than the decoder allows.
+    /// When a token is outside the vocabulary or the windows are longer than the decoder supports.
     pub fn hidden(&self, windows: &[&[u32]]) -> Result<Tensor> {
         self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
     }
 
-    /// As [`hidden`](Self::hidden); what leaves each block, `[batch, positions, hidden]`, passes
-    /// through `after` with the block's index, which may look at it or change it.
+    /// As [`hidden`](Self::hidden); each block's output, `[batch, positions, hidden]`, is passed to `after` with the
+    /// block's index, which may inspect or change it.
     ///
     /// # Errors
-    /// As [`hidden`](Self::hidden), and those of `after`.
+    /// As [`hidden`](Self::hidden), and errors of `after`.
     pub fn hidden_through(
         &self,
         windows: &[&[u32]],
@@ -262,10 +261,10 @@ impl Decoder {
         self.finish(&hidden)
     }
 
-    /// Logits of normed hidden states: `[…, hidden]` → `[…, vocab]`.
+    /// Returns logits of normalized hidden states: `[…, hidden]` → `[…, vocab]`.
     ///
     /// # Errors
-    /// When the width is another.
+    /// When the width does not match.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let logits = self.head.forward(hidden)?;
         let LogitsTransform { scale, softcap } = self.logits;
@@ -276,7 +275,7 @@ impl Decoder {
         }
     }
 
-    /// The head by itself, for who takes logits a range of the vocabulary at a time.
+    /// Returns the head, for callers that compute logits for a range of the vocabulary at a time.
     ///
     /// # Errors
     /// When its weight cannot be read or is not finite.
@@ -284,12 +283,12 @@ impl Decoder {
         Head::new(&self.head, self.logits)
     }
 
-    /// An empty cache that fits this decoder.
+    /// Returns an empty cache for this decoder.
     pub fn cache(&self) -> KvCache {
         KvCache::new(self.blocks.len(), self.positions)
     }
 
-    /// Appends `tokens` of one sequence to the cache and returns the last one's logits `[vocab]`.
+    /// Appends `tokens` of one sequence to the cache and returns the logits of the last one, `[vocab]`.
     ///
     /// # Errors
     /// When a token is outside the vocabulary, or the cache is full.

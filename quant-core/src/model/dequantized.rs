@@ -1,9 +1,9 @@
-//! A quantized checkpoint seen as a float one: what its codes stand for, under the names of float weights.
+//! A float view of a quantized checkpoint: the dequantized values, under the names of float weights.
 //!
-//! Every container that can be read is a source: linears that are quantized appear as F32 weights, exactly what their
-//! codes stand for, and the tensors that hold them disappear, with what stands beside them and means nothing without
-//! them: scales of inputs and of cached keys and values. A weight is dequantized when it is read, and the last one is
-//! kept, since it is read in pieces.
+//! All readable containers are supported. Quantized linears appear as F32 weights with exactly their dequantized
+//! values. The tensors that store them are hidden, and so are tensors that are meaningless without them: scales of
+//! inputs and of cached keys and values. A weight is dequantized when it is read. The last one is kept, because weights
+//! are read in pieces.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use super::Model;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// What tensors beside quantized weights are called, after the module's name.
+/// Names of auxiliary tensors of quantized weights, after the module's name.
 const BESIDE: [&str; 12] = [
     "input_scale",
     "input_zero_point",
@@ -32,15 +32,15 @@ const BESIDE: [&str; 12] = [
 /// The tensors of a quantized model as floats.
 pub(super) struct Dequantized {
     model: Model,
-    /// Every tensor there is, with its description.
+    /// All visible tensors, with their descriptions.
     tensors: BTreeMap<String, TensorInfo>,
-    /// The modules behind those that are dequantized, by the names of their weights.
+    /// The modules of dequantized weights, by weight name.
     modules: BTreeMap<String, (String, [usize; 2])>,
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
 
 impl Dequantized {
-    /// The view of a quantized model.
+    /// Creates the view of a quantized model.
     ///
     /// # Errors
     /// When a tensor that should hold a quantized weight is missing.
@@ -67,7 +67,7 @@ impl Dequantized {
         Ok(Self { model, tensors, modules, last: Mutex::new(None) })
     }
 
-    /// The bytes of a weight that is dequantized.
+    /// Returns the bytes of a dequantized weight.
     fn weight(&self, name: &str, module: &str, shape: [usize; 2]) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, bytes)) = &*last

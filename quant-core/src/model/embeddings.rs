@@ -1,4 +1,4 @@
-//! What a model makes of tokens before its first block: embeddings, positions, and the inputs of single blocks.
+//! The input of a model's first block: embeddings, positions, and per-layer inputs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub(super) struct Rows {
     source: Arc<dyn TensorSource>,
     name: String,
     dtype: Dtype,
-    /// Rows, and values of each.
+    /// Number of rows, and values per row.
     shape: [usize; 2],
 }
 
@@ -32,16 +32,16 @@ impl Rows {
         Ok(Self { source: model.source().clone(), name, dtype, shape })
     }
 
-    /// The type of the values.
+    /// Returns the dtype of the values.
     pub(super) fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Hands over the row of every token, with the token's place. Each distinct row is read once, in the order it stands in
-    /// the file.
+    /// Passes the row of every token to the callback, with the token's index. Each distinct row is read once, in file
+    /// order.
     ///
     /// # Errors
-    /// When there is no row for a token, or it cannot be read or is not finite.
+    /// When a token has no row, or a row cannot be read or is not finite.
     pub(super) fn each(&self, tokens: &[u32], mut take: impl FnMut(usize, &[f32])) -> Result<()> {
         let [rows, width] = self.shape;
         let mut places: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
@@ -63,7 +63,7 @@ impl Rows {
     }
 }
 
-/// The norm of embeddings.
+/// The norm of the embeddings.
 #[derive(Debug)]
 pub(crate) struct EmbeddingNorm {
     pub(super) op: Op,
@@ -71,10 +71,10 @@ pub(crate) struct EmbeddingNorm {
 }
 
 impl EmbeddingNorm {
-    /// Norms rows of `width` features.
+    /// Normalizes rows of `width` features.
     ///
     /// # Errors
-    /// When the width is another.
+    /// When the width does not match.
     pub(crate) fn apply(&self, values: Vec<f32>, width: usize) -> Result<Vec<f32>> {
         let tokens = values.len() / width.max(1);
         let x = Tensor::from_vec(values, (1, tokens, width), &Device::Cpu)?;
@@ -83,7 +83,7 @@ impl EmbeddingNorm {
 }
 
 impl Model {
-    /// What embeddings are multiplied by; 1 where the family does not scale them.
+    /// Returns the factor of the embeddings; 1 if the family does not scale them.
     ///
     /// # Errors
     /// When the embedding is missing.
@@ -103,11 +103,10 @@ impl Model {
         })
     }
 
-    /// Fails when there are fewer positions than a window has tokens. Where positions are turned there
-    /// are always enough.
+    /// Checks that the model has a position for every token of a window. Rotary embeddings have no limit.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the number that there is.
+    /// [`Error::Usage`] with the number of positions.
     pub fn check_positions(&self, window: usize) -> Result<()> {
         let a = self.architecture();
         match a.learned_positions {
@@ -125,7 +124,8 @@ impl Model {
         }
     }
 
-    /// The rows that are added to the embeddings at positions `0..positions`, where the family has such.
+    /// Returns the rows that are added to the embeddings at positions `0..positions`, if the family has learned
+    /// positions.
     ///
     /// # Errors
     /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
@@ -145,14 +145,14 @@ impl Model {
         Ok(Some(PositionTable::new(self.architecture().hidden, values)))
     }
 
-    /// Embeddings of a batch of equally long token windows, `[batch, positions, hidden]`, read row
-    /// by row from the checkpoint, [scaled](Self::embedding_scale) and normed where the family does: the table itself is
-    /// never in memory. What [`position_table`](Self::position_table) has is not added yet.
+    /// Returns the embeddings of a batch of token windows of equal length, `[batch, positions, hidden]`. They are
+    /// [scaled](Self::embedding_scale) and normalized if the family does so. Rows are read from the checkpoint one at a
+    /// time; the table itself is never in memory. [`position_table`](Self::position_table) is not added yet.
     ///
     /// # Errors
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
     pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        // Only float models are calibrated, but nothing else keeps a caller from asking.
+        // Only float models are calibrated, but nothing stops other callers.
         self.require_float()?;
         tokens.iter().try_for_each(|&token| self.check_token(token))?;
         let (hidden, scale) = (self.architecture().hidden, self.embedding_scale()?);
@@ -168,7 +168,7 @@ impl Model {
         }
     }
 
-    /// What computes the inputs of single blocks, where the family has such.
+    /// Returns the computation of per-layer inputs, if the family has them.
     ///
     /// # Errors
     /// When the projection or the norm cannot be read or is not finite.
@@ -185,7 +185,7 @@ impl Model {
         Ok(Some(PerLayer { rows, scale, projection, norm }))
     }
 
-    /// Fails when a token is outside the embedding.
+    /// Checks that all tokens are inside the embedding.
     ///
     /// # Errors
     /// [`Error::Tokenizer`]: the tokenizer belongs to another model.

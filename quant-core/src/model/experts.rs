@@ -1,8 +1,8 @@
-//! Mixtures of experts: which experts a token goes to, its rows, and the sum of what they put out.
+//! Mixtures of experts: the routing of tokens, the rows of each expert, and the sum of the expert outputs.
 //!
-//! Routing is a dense value, `[…, experts]` with the weights of the chosen experts and 0 for all others, so that what
-//! follows needs nothing else: an expert's tokens are the rows in which its weight is not 0. A chosen expert whose
-//! weight underflows to 0 adds nothing, and does not run.
+//! Routing is a dense value, `[…, experts]`, with the weights of the chosen experts and 0 for all others. An expert's
+//! tokens are the rows in which its weight is not 0; no other information is needed. A chosen expert whose weight
+//! underflows to 0 contributes nothing and does not run.
 
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
@@ -11,9 +11,8 @@ use super::arch::{Routing, Scores};
 use super::tensor_values::with_values;
 use crate::{Error, Result};
 
-/// The weights of the experts that each token is routed to, from the router's logits `[…, experts]` and the correction
-/// of each expert's score, where the routing has one. Of experts, and of groups, that are equally good, those that come
-/// first are taken.
+/// Computes the expert weights of each token from the router's logits `[…, experts]` and the correction of each
+/// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
 ///
 /// # Errors
 /// When the logits or the correction have another width, or a logit is not finite.
@@ -36,7 +35,7 @@ pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]
     Ok(Tensor::from_vec(weights, logits.dims(), &Device::Cpu)?)
 }
 
-/// Space that the tokens of a thread share.
+/// Scratch memory of a thread, reused between tokens.
 #[derive(Default)]
 struct Scratch {
     scores: Vec<f32>,
@@ -45,7 +44,7 @@ struct Scratch {
     order: Vec<u32>,
 }
 
-/// `weights` are 0 before.
+/// `weights` must be 0 on entry.
 fn route_token(
     logits: &[f32],
     routing: Routing,
@@ -69,7 +68,7 @@ fn route_token(
     choice.clear();
     match correction {
         Some(correction) => choice.extend(scores.iter().zip(correction).map(|(score, c)| score + c)),
-        // In the same order as the scores, and also where these are too small to differ.
+        // Logits have the same order as the scores, even where scores are too small to differ.
         None if routing.groups.is_none() => choice.extend(logits),
         None => choice.extend(&*scores),
     }
@@ -92,7 +91,7 @@ fn route_token(
             order.extend(best.into_iter().flat_map(|g| (g * size) as u32..((g + 1) * size) as u32));
         }
     }
-    // A stable sort: of equals, the first stay first.
+    // The sort is stable, so the first of equal experts wins.
     order.sort_by(|&a, &b| choice[b as usize].total_cmp(&choice[a as usize]));
     let chosen = &order[..routing.top_k.min(order.len())];
     let score = |expert: u32| scores[expert as usize];
@@ -111,16 +110,16 @@ fn route_token(
     }
 }
 
-/// [`Scores::Sparse`]; `weights` are 0 before.
+/// [`Scores::Sparse`]; `weights` must be 0 on entry.
 fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut [f32]) {
     let mut chosen = vec![false; logits.len()];
     for _ in 0..top_k.min(logits.len()) {
         let open = || logits.iter().enumerate().filter(|(expert, _)| !chosen[*expert]);
-        // Of equals the first.
+        // The first of equal logits wins.
         let Some((expert, &largest)) = open().reduce(|a, b| if *b.1 > *a.1 { b } else { a }) else { return };
         let counts = |logit: f32| {
             let apart = (largest - logit) / logit.abs().max(largest);
-            // 0 / 0 where both are 0: they are equal.
+            // 0 / 0 if both are 0, which means that they are equal.
             apart.is_nan() || apart <= tolerance
         };
         let all: f32 = open().map(|(_, &l)| l).filter(|&l| counts(l)).map(|l| (l - largest).exp()).sum();
@@ -145,7 +144,7 @@ pub(super) fn scale_rows(rows: &Tensor, logits: &Tensor, tokens: &[u32], expert:
     Ok(rows.broadcast_mul(&Tensor::from_vec(factors, (1, tokens.len(), 1), &Device::Cpu)?)?)
 }
 
-/// The tokens that go to an expert, ascending, from the weights `[…, experts]`.
+/// Returns the tokens routed to an expert, in ascending order, from the weights `[…, experts]`.
 ///
 /// # Errors
 /// When there is no such expert.
@@ -160,10 +159,10 @@ pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u3
     })
 }
 
-/// Rows of `x` `[…, width]`, as `[1, tokens, width]`.
+/// Returns rows of `x` `[…, width]`, as `[1, tokens, width]`.
 ///
 /// # Errors
-/// When a token is beyond those of `x`.
+/// When a token index is out of range.
 pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     let values = with_values(x, |x| {
@@ -178,11 +177,12 @@ pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, (1, tokens.len(), width), &Device::Cpu)?)
 }
 
-/// Adds up what the experts put out: `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens in order, or for
-/// all tokens, of which those count that are its own. Each token's terms are added in the order of experts.
+/// Sums the outputs of the experts. `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens, in order, or
+/// for all tokens; then only the rows of its own tokens count. Each token's terms are added in the order of the
+/// experts.
 ///
 /// # Errors
-/// When there are other than as many outputs as experts, or an output has other than its tokens' rows.
+/// When the number of outputs differs from the number of experts, or an output has the wrong number of rows.
 pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     let experts = weights.dim(D::Minus1)?;
     let Some(width) = outputs.first().map(|output| output.dim(D::Minus1)).transpose()? else {
@@ -215,10 +215,10 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     Ok(Tensor::from_vec(sums, dims, &Device::Cpu)?)
 }
 
-/// Adds an expert's output, times the weight `of` each token, to sums `[tokens, width]`.
+/// Adds an expert's output, times each token's weight `of`, to the sums `[tokens, width]`.
 ///
 /// # Errors
-/// When the output has other rows than there are tokens with a weight.
+/// When the number of rows differs from the number of tokens with a weight.
 pub(crate) fn add_expert(
     sums: &mut [f32],
     width: usize,
@@ -266,7 +266,7 @@ mod tests {
             let exact = if expert == 1 || expert == 2 { f64::from(logits[expert]).exp() / all } else { 0.0 };
             approx::assert_relative_eq!(f64::from(weight), exact, max_relative = 1e-6);
         }
-        // Of equal logits the first are taken.
+        // Among equal logits, the first are chosen.
         assert_eq!(weights[4..], [0.25, 0.25, 0.0, 0.0]);
         let scaled =
             flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }, None).unwrap());
@@ -275,7 +275,8 @@ mod tests {
         assert_eq!(scaled[4..], [0.5, 0.5, 0.0, 0.0]);
     }
 
-    /// Sigmoid scores: the correction decides who is chosen, and not what it weighs; groups are judged by their best two.
+    /// Sigmoid scores: the correction affects the choice but not the weights; groups are ranked by their best two
+    /// experts.
     #[test]
     fn corrections_and_groups_choose_and_do_not_weigh() {
         let logits = [3.0_f32, -2.0, 2.0, 1.9, -1.0, 2.5];
@@ -293,7 +294,7 @@ mod tests {
             let found = weights.iter().enumerate().filter(|(_, w)| **w != 0.0);
             found.map(|(expert, weight)| (expert, f64::from(*weight))).collect::<Vec<_>>()
         };
-        // The middle group has the largest sum of two, the first the largest score.
+        // The middle group has the largest sum of two; the first group has the largest score.
         assert_eq!(chosen(routing, None), [(2, 2.5)]);
         let by_largest = Groups { by_largest: 1, ..routing.groups.unwrap() };
         assert_eq!(chosen(Routing { groups: Some(by_largest), ..routing }, None), [(0, 2.5)]);
@@ -316,7 +317,7 @@ mod tests {
         assert!(route(&tensor(&logits, 1), routing, Some(&[0.0; 5])).is_err());
     }
 
-    /// The largest, weighted among those within the tolerance, then the largest of the rest.
+    /// The largest logit, weighted among those within the tolerance, then the largest of the rest.
     #[test]
     fn experts_are_chosen_one_after_the_other() {
         let weights = |logits: &[f32], tolerance: f32| {
@@ -324,21 +325,21 @@ mod tests {
             flat(&route(&tensor(logits, 1), routing, None).unwrap())
         };
         let softmax = |all: &[f64]| 1.0 / all.iter().map(|l| (l - all[0]).exp()).sum::<f64>();
-        // (2 - 1.9) / 2 counts within 0.1, (2 - 1.5) / 2 does not; of the rest, (1.9 - 1.5) / 1.9 does not.
+        // (2 - 1.9) / 2 is within 0.1, (2 - 1.5) / 2 is not; among the rest, (1.9 - 1.5) / 1.9 is not.
         let found = weights(&[1.5, 2.0, -1.0, 1.9], 0.1);
         assert_eq!((found[0], found[2], found[3]), (0.0, 0.0, 1.0));
         approx::assert_relative_eq!(f64::from(found[1]), softmax(&[2.0, 1.9]), max_relative = 1e-6);
         let found = weights(&[1.5, 2.0, -1.0, 1.9], 0.3);
         approx::assert_relative_eq!(f64::from(found[1]), softmax(&[2.0, 1.9, 1.5]), max_relative = 1e-6);
         approx::assert_relative_eq!(f64::from(found[3]), softmax(&[1.9, 1.5]), max_relative = 1e-6);
-        // Differences are of the larger magnitude: (-1 + 4) / 4.
+        // Differences are relative to the larger magnitude: (-1 + 4) / 4.
         let found = weights(&[-4.0, -1.0, -8.0, -9.0], 0.8);
         approx::assert_relative_eq!(f64::from(found[1]), softmax(&[-1.0, -4.0]), max_relative = 1e-6);
-        // Of equals the first two, zeros included.
+        // The first two of equal logits, also if they are 0.
         assert_eq!(weights(&[0.0; 4], 0.1), [0.25, 1.0_f32 / 3.0, 0.0, 0.0]);
     }
 
-    /// Where scores multiply inputs, outputs are added up as they are.
+    /// If scores multiply the inputs, outputs are added unweighted.
     #[test]
     fn scores_on_inputs_leave_weights_of_one() {
         let logits = tensor(&[1.0, -2.0, 3.0, 0.5, 2.0, -1.0], 2);
@@ -369,7 +370,7 @@ mod tests {
 
     #[test]
     fn experts_see_their_tokens_and_add_up() {
-        // Expert 1 gets no token, expert 2 all of them.
+        // Expert 1 gets no tokens, expert 2 gets all.
         let weights = tensor(&[0.5, 0.0, 0.5, 0.0, 0.0, 1.0, 0.25, 0.0, 0.75], 3);
         let x = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3);
         let tokens: Vec<Vec<u32>> = (0..3).map(|e| tokens_of_expert(&weights, e).unwrap()).collect();
@@ -382,7 +383,7 @@ mod tests {
         let outputs = [&inputs[0] * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
         let summed = flat(&sum(&weights, &outputs).unwrap());
         assert_eq!(summed, [0.5, 1.0, -3.0, -4.0, -1.25, -1.5]);
-        // The rows of all tokens, of which two are not the first expert's.
+        // Rows for all tokens, two of which do not belong to the first expert.
         let of_all =
             [rows(&x, &[0, 1, 2]).unwrap() * 2.0, &inputs[1] * 1.0, &inputs[2] * -1.0].map(Result::unwrap);
         assert_eq!(flat(&sum(&weights, &of_all).unwrap()), summed);

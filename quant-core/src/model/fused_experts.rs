@@ -1,9 +1,9 @@
-//! Experts that are stored together, seen one by one: what follows reads each expert's gate, up and down under names of
-//! their own, as most families store them, and what is written has these names.
+//! A view of fused expert tensors as single experts. Later stages see each expert's gate, up and down under separate
+//! names, as most families store them, and the output uses these names.
 //!
-//! Rows that stand together in the file are read from there by ranges. Others are taken from the expert's part of the
-//! tensor, which is read as a whole and kept until another one is read: gate and up come from the same part, one after
-//! the other, and weights are read in pieces, but nothing is read twice.
+//! Contiguous rows are read from the file by range. Other rows are taken from the expert's slab of the tensor, which is
+//! read whole and kept until another one is read. Gate and up come from the same slab, one after the other, and weights
+//! are read in pieces, so nothing is read twice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -16,10 +16,10 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_weight_float};
 use crate::format::mxfp4;
 use crate::{Error, Result};
 
-/// The same tensors with each expert's by themselves, where some block's experts are stored together.
+/// Returns the tensors with each expert's weights separated, if some block stores its experts together.
 ///
 /// # Errors
-/// When a tensor is missing or has another shape or type than the configuration implies, or an expert stands twice.
+/// When a tensor is missing or its shape or dtype does not match the configuration, or an expert is stored twice.
 pub(super) fn split(
     source: Arc<dyn TensorSource>,
     architecture: &Architecture,
@@ -46,50 +46,50 @@ pub(super) fn split(
     Ok(Arc::new(view))
 }
 
-/// How an expert's matrix `[n, k]`, or that of two of its linears, lies in the tensor.
+/// The layout in the tensor of an expert's matrix `[n, k]`, or of the fused matrix of two linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     /// Rows are outputs.
     Rows,
     /// Columns are outputs.
     Columns,
-    /// Rows are outputs, in codes and scales of tensors of their own.
+    /// Rows are outputs, with codes and scales in separate tensors.
     Mxfp4,
 }
 
-/// A weight or a bias, as a part of a tensor.
+/// A weight or a bias as a part of a fused tensor.
 #[derive(Debug, Clone)]
 struct Part {
-    /// Type and shape that it is seen with.
+    /// The dtype and shape of the view.
     info: TensorInfo,
-    /// The name of the tensor; in MXFP4 without what tells codes from scales.
+    /// The name of the fused tensor; for MXFP4 without the suffix of codes or scales.
     tensor: String,
     form: Form,
     expert: usize,
-    /// Outputs of an expert in the tensor, of which these are the part's.
+    /// Outputs per expert in the tensor; `first` and `step` select those of the part.
     all: usize,
     first: usize,
     step: usize,
-    /// Inputs; a bias has one.
+    /// Inputs; 1 for a bias.
     k: usize,
 }
 
 struct Split {
     source: Arc<dyn TensorSource>,
     parts: BTreeMap<String, Part>,
-    /// The tensors that are as they were.
+    /// The tensors that pass unchanged.
     others: BTreeSet<String>,
-    /// The expert's part of a weight that was read last, and that of a bias.
+    /// The last slab read for a weight, and the last one for a bias.
     last: [Mutex<Option<Arc<Slab>>>; 2],
 }
 
-/// The part of a tensor that holds one expert, as it is stored.
+/// The stored part of a tensor that holds one expert.
 struct Slab {
     tensor: String,
     expert: usize,
     /// Values, or MXFP4 codes.
     bytes: Vec<u8>,
-    /// Of MXFP4 codes.
+    /// Scales of MXFP4 codes.
     scales: Vec<u8>,
 }
 
@@ -106,7 +106,7 @@ impl Split {
             self.dtype_and_form(&gate_up, experts, sizes[0])?,
             self.dtype_and_form(&down, experts, sizes[1])?,
         ];
-        // A matrix may be square, but not both: where one tells, the other is alike.
+        // At most one of the two matrices can be square, so the other one determines the layout of both.
         let forms = match (first.1, second.1) {
             (Some(one), Some(other)) if one == other || [one, other].contains(&Form::Mxfp4) => [one, other],
             (Some(one), None) | (None, Some(one)) => [one; 2],
@@ -156,7 +156,7 @@ impl Split {
         Ok(())
     }
 
-    /// A part of each expert.
+    /// Adds a part for each expert.
     fn add_parts(&mut self, fused: FusedExperts, block: &str, name: &str, part: &Part) {
         for expert in 0..fused.experts {
             let name = format!("{block}{}.{expert}.{name}", fused.prefix);
@@ -164,7 +164,8 @@ impl Split {
         }
     }
 
-    /// The type that a tensor of matrices `[n, k]` is seen with, and how these lie in it, where the shape tells.
+    /// Returns the dtype in which the view shows a tensor of matrices `[n, k]`, and their layout, if the shape
+    /// determines it.
     fn dtype_and_form(
         &self,
         tensor: &str,
@@ -212,14 +213,14 @@ impl Split {
         })
     }
 
-    /// Some bytes of a tensor.
+    /// Reads a byte range of a tensor.
     fn bytes(&self, tensor: &str, range: Range<usize>) -> Result<Vec<u8>> {
         let mut bytes = vec![0; range.len()];
         self.source.read_range(tensor, range.start as u64, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// The slab that a part lies in.
+    /// Returns the slab that contains a part.
     fn slab(&self, part: &Part) -> Result<Arc<Slab>> {
         let last = &self.last[usize::from(part.info.shape.len() == 1)];
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -228,7 +229,7 @@ impl Split {
         {
             return Ok(slab.clone());
         }
-        // The one before is dropped first, so that there are never two.
+        // Drop the previous slab first, so that only one is in memory.
         *last = None;
         let &Part { form, expert, all, k, .. } = part;
         let read = |tensor: &str, size: usize| self.bytes(tensor, expert * size..(expert + 1) * size);
@@ -246,7 +247,7 @@ impl Split {
 }
 
 impl Part {
-    /// One output's weights, of `row_bytes` bytes in all, appended to `out`.
+    /// Appends one output's weights, `row_bytes` bytes in total, to `out`.
     fn append_row(&self, slab: &Slab, output: usize, out: &mut Vec<u8>) {
         let &Self { form, all, first, step, k, .. } = self;
         let (row, size) = (first + output * step, self.info.dtype.size());
@@ -266,7 +267,7 @@ impl Part {
         }
     }
 
-    /// The bytes at `range` of the part.
+    /// Returns bytes `range` of the part.
     fn gather(&self, slab: &Slab, range: Range<usize>) -> Vec<u8> {
         let row_bytes = self.k * self.info.dtype.size();
         let rows = range.start / row_bytes..range.end.div_ceil(row_bytes);

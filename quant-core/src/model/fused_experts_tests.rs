@@ -19,17 +19,17 @@ fn architecture(class: &str, hidden: usize, intermediate: usize) -> Architecture
     arch::describe(&config, &MemorySource::new()).unwrap()
 }
 
-/// A number that tells expert, linear, output and input.
+/// A value that encodes expert, linear, output and input.
 fn value(expert: usize, linear: usize, output: usize, input: usize) -> f32 {
     (((expert * 3 + linear) * 200 + output) * 200 + input) as f32
 }
 
-/// What an expert's linear `[n, k]` holds.
+/// The values of an expert's linear `[n, k]`.
 fn weight(expert: usize, linear: usize, [n, k]: [usize; 2]) -> Vec<f32> {
     (0..n).flat_map(|o| (0..k).map(move |i| value(expert, linear, o, i))).collect()
 }
 
-/// Experts stored together. `row` gives linear and output of a row of the first tensor.
+/// Fused expert tensors. `row` returns the linear and output of a row of the first tensor.
 fn stored(
     [hidden, intermediate]: [usize; 2],
     row: impl Fn(usize) -> (usize, usize) + Copy,
@@ -82,7 +82,7 @@ fn check(class: &str, sizes: [usize; 2], source: MemorySource, biased: bool) {
             let weight_name = format!("{name}weight");
             assert_eq!(view.info(&weight_name).unwrap().shape, shape);
             assert_eq!(view.read_f32(&weight_name).unwrap(), expected, "{class} {name}");
-            // A piece in the middle.
+            // A piece from the middle.
             let mut bytes = [0; 12];
             view.read_range(&weight_name, 4 * 5, &mut bytes).unwrap();
             assert_eq!(bytes[..], Dtype::F32.narrow(&expected[5..8])[..]);
@@ -98,7 +98,7 @@ fn check(class: &str, sizes: [usize; 2], source: MemorySource, biased: bool) {
 
 #[test]
 fn experts_are_found_however_they_lie() {
-    // Sizes of which one matrix is square, and sizes of which none is.
+    // Sizes with one square matrix, and sizes with none.
     for sizes in [[12, 6], [6, 6], [10, 14]] {
         let intermediate = sizes[1];
         let halves = |row: usize| (row / intermediate, row % intermediate);
@@ -146,7 +146,7 @@ fn codes_become_numbers_row_by_row() {
     }
 }
 
-/// What does not fit the configuration is refused by its name, and nothing of it is read.
+/// A tensor that does not match the configuration is rejected by name before any of it is read.
 #[test]
 fn misfits_are_named() {
     let sizes = [12, 6];
@@ -176,7 +176,7 @@ fn misfits_are_named() {
             "gate_up_proj",
         ),
         (vec![("gate_up_proj", float, vec![3, 12, 12]), ("down_proj", float, vec![3, 6, 6])], "down_proj"),
-        // 12 is no multiple of 32.
+        // 12 is not a multiple of 32.
         (vec![("gate_up_proj_blocks", Dtype::U8, vec![3, 12, 1, 16])], "gate_up_proj_blocks"),
     ] {
         let message = refused("Qwen3MoeForCausalLM", with(&names));

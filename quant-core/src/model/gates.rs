@@ -1,4 +1,4 @@
-//! Products with a gate that are not an activation times a value.
+//! Gated products other than an activation times a value.
 
 use candle_core::{D, Device, Tensor};
 
@@ -9,7 +9,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `g σ(alpha g) (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`, elementwise; NaN stays NaN.
+/// `g σ(alpha g) (u + 1)`, elementwise, with `g = min(gate, limit)` and `u` clamped to `−limit..=limit`; NaN stays NaN.
 ///
 /// # Errors
 /// When the shapes differ.
@@ -37,7 +37,7 @@ pub(super) fn clamped(alpha: f32, limit: f32, gate: &Tensor, up: &Tensor) -> Res
 /// `x` `[…, width]` times the sigmoid of a gate `[…, 1]`.
 ///
 /// # Errors
-/// When the gate has other rows.
+/// When the gate has a different number of rows.
 pub(super) fn by_token(x: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?.max(1);
     let values = with_values(gate, |gate| {

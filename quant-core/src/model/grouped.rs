@@ -1,8 +1,8 @@
-//! The experts of a block that the kernels run in one call, in place of three products for each of them.
+//! Experts of a block that the kernels run in one call, in place of three products per expert.
 //!
-//! Packing a block finds them in its graph: all linears between a sum of experts and the rows that it is made of are
-//! packed, and multiplied with the same kind of activations. Where that is not so, such as with inputs on a static or
-//! floating-point grid, experts stay nodes that run one by one. They do, too, while somebody watches what linears read.
+//! Packing a block finds them in its graph: all linears between the sum of experts and the selected rows must be packed
+//! and multiplied with the same kind of activations. Otherwise, for example with inputs on a static or floating-point
+//! grid, experts run as individual nodes. They also do so while a tap observes the inputs of linears.
 
 use std::collections::BTreeMap;
 
@@ -16,30 +16,30 @@ use super::tensor_values::with_values;
 use super::{Linear, WeightBody};
 use crate::{Error, Result};
 
-/// The experts of a block in one call.
+/// The experts of a block, run in one call.
 #[derive(Debug, Clone)]
 pub(super) struct GroupedExperts {
-    /// The weights of each token for all experts, and what experts read.
+    /// The nodes of the expert weights per token and of the experts' input.
     inputs: [NodeId; 2],
     top_k: usize,
     experts: QuantizedExperts,
 }
 
 impl GroupedExperts {
-    /// What the call reads: the weights of tokens, and the tokens.
+    /// Returns the inputs of the call: the expert weights per token, and the tokens.
     pub(super) fn inputs(&self) -> &[NodeId] {
         &self.inputs
     }
 
-    /// How many experts there are.
+    /// Returns the number of experts.
     pub(super) fn count(&self) -> usize {
         self.experts.count()
     }
 
-    /// The sum of the experts, for weights `[…, experts]` and `x` `[…, width]`.
+    /// Computes the sum of the experts for weights `[…, experts]` and `x` `[…, width]`.
     ///
     /// # Errors
-    /// When a shape is another.
+    /// When a shape does not match.
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
@@ -58,7 +58,7 @@ impl GroupedExperts {
                 if got > most {
                     return Err(Error::Internal(format!("a token goes to {got} experts of at most {most}")));
                 }
-                // A weight may have become 0.
+                // A weight may have underflowed to 0.
                 numbers.resize(before + most, NO_EXPERT);
                 own.resize(before + most, 0.0);
             }
@@ -71,10 +71,10 @@ impl GroupedExperts {
     }
 }
 
-/// The experts of a block that run in one call, by the nodes that are their sums.
+/// Returns the experts of a block that run in one call, by the nodes that sum them.
 ///
 /// # Errors
-/// When experts do not fit each other.
+/// When the shapes of experts do not match.
 pub(super) fn grouped(
     graph: &BlockGraph,
     linears: &BTreeMap<NodeId, Linear>,
@@ -92,7 +92,7 @@ pub(super) fn grouped(
     Ok(found)
 }
 
-/// An expert's nodes: gate, up, down; what it makes of gate and up; its routing and what it reads.
+/// An expert's gate, up and down nodes, its gated product, its `top_k` and its input.
 #[derive(Clone, Copy)]
 struct Parts {
     linears: [NodeId; 3],
@@ -101,7 +101,7 @@ struct Parts {
     input: NodeId,
 }
 
-/// The nodes of expert `number`, whose output is a node.
+/// Returns the nodes of expert `number`, whose result is the node `output`.
 fn parts_of(graph: &BlockGraph, number: usize, weights: NodeId, output: NodeId) -> Option<Parts> {
     let nodes = graph.nodes();
     let &[product] = nodes[output].inputs.as_slice() else { return None };
@@ -149,7 +149,7 @@ fn experts_of(
         experts.push(own);
     }
     let Some((parts, linear)) = shared else { return Ok(None) };
-    // Gate and up of the kernels read the same rows.
+    // The kernels' gate and up read the same rows.
     let different = |[gate, up, _]: &[ExpertLinear; 3]| {
         gate.weight.layout().group_size() != up.weight.layout().group_size()
     };
@@ -161,7 +161,7 @@ fn experts_of(
     Ok(Some(GroupedExperts { inputs, top_k: parts.top_k, experts: experts.map_err(kernel_error)? }))
 }
 
-/// A packed linear whose input has no grid of its own, and the same as the kernels take it, with the bias that it adds.
+/// A packed linear without a grid for its input, and its form for the kernels, with the bias.
 fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, ExpertLinear)>> {
     let WeightBody::Packed { linear: packed, grid: None } = &**linear.weight() else { return Ok(None) };
     let bias = linear.bias().map(|bias| bias.flatten_all()?.to_vec1::<f32>()).transpose()?;

@@ -1,7 +1,7 @@
-//! The output head taken by itself: logits of hidden states, a range of the vocabulary at a time.
+//! The output head on its own: logits of hidden states for one range of the vocabulary at a time.
 //!
-//! [`Decoder::hidden`](super::Decoder::hidden) ends before the head. Who wants sums over the vocabulary and not the
-//! logits takes them tile by tile from here, so that no matrix of all logits is ever in memory.
+//! [`Decoder::hidden`](super::Decoder::hidden) ends before the head. Callers that need sums over the vocabulary instead
+//! of logits compute them tile by tile here, so the matrix of all logits is never in memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,22 +14,22 @@ use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// Output features that one product of a tile takes, at most: a fixed number, so that the same columns come from the
-/// same products whoever asks.
+/// Maximum number of output features per product of a tile. It is fixed so that the same columns always come from the
+/// same products.
 pub const HEAD_TILE: usize = 256;
 
-/// A head, at hand.
+/// A head whose weight is in memory.
 #[derive(Debug)]
 pub struct Head<'a> {
     linear: Option<&'a Linear>,
-    /// Rows to multiply by; of a head that only multiplies as a whole there are none.
+    /// The weight rows; `None` for a head that only multiplies as a whole.
     rows: Option<WeightRows<'a>>,
     shape: [usize; 2],
     bias: Option<Vec<f32>>,
     transform: LogitsTransform,
 }
 
-/// A float head as it is written to a file and read back.
+/// A float head in the form in which it is written to a file and read back.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadParts {
     /// `[vocabulary, width]`
@@ -38,14 +38,14 @@ pub struct HeadParts {
     pub dtype: Dtype,
     /// Row-major little-endian weights.
     pub weight: Arc<Vec<u8>>,
-    /// One number for each token, or nothing.
+    /// One value per token, if there is a bias.
     pub bias: Option<Vec<f32>>,
-    /// What becomes of the products.
+    /// The transform of the products.
     pub transform: LogitsTransform,
 }
 
 impl<'a> Head<'a> {
-    /// The head of a decoder, read now from its checkpoint where it was not before.
+    /// The head of a decoder, read from its checkpoint if it is not yet in memory.
     pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
         let weight = linear.weight();
         let rows = match &**weight {
@@ -56,10 +56,10 @@ impl<'a> Head<'a> {
         Ok(Self { linear: Some(linear), rows, shape: weight.shape(), bias, transform })
     }
 
-    /// A head of these parts: it gives the same bits as the one they came from.
+    /// Creates a head from its parts. It computes the same bits as the head that they came from.
     ///
     /// # Errors
-    /// [`Error::Internal`] when they do not fit each other.
+    /// [`Error::Internal`] when the parts do not match.
     pub fn from_parts(parts: HeadParts) -> Result<Head<'static>> {
         let HeadParts { shape, dtype, weight, bias, transform } = parts;
         let bytes = shape[0].checked_mul(shape[1]).and_then(|n| n.checked_mul(dtype.size()));
@@ -73,10 +73,10 @@ impl<'a> Head<'a> {
         Ok(Head { linear: None, rows, shape, bias, transform })
     }
 
-    /// The parts of a head that multiplies floats.
+    /// Returns the parts of a head that multiplies floats.
     ///
     /// # Errors
-    /// [`Error::Internal`] for one that only multiplies as a whole; when a quantized weight's parts do not fit.
+    /// [`Error::Internal`] for a head that only multiplies as a whole; when a quantized weight's parts do not match.
     pub fn to_parts(&self) -> Result<HeadParts> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no floats".into()))?;
         let (dtype, weight) = match rows.stored_bytes() {
@@ -86,28 +86,29 @@ impl<'a> Head<'a> {
         Ok(HeadParts { shape: self.shape, dtype, weight, bias: self.bias.clone(), transform: self.transform })
     }
 
-    /// Tokens of the vocabulary.
+    /// Returns the vocabulary size.
     pub fn vocab(&self) -> usize {
         self.shape[0]
     }
 
-    /// Features of a hidden state.
+    /// Returns the features of a hidden state.
     pub fn width(&self) -> usize {
         self.shape[1]
     }
 
-    /// Whether the head multiplies as a whole only, by [`all_logits`](Self::all_logits): on the kernels or a GPU.
+    /// Returns whether the head only multiplies as a whole, with [`all_logits`](Self::all_logits): in the kernels or on
+    /// a GPU.
     pub fn is_whole(&self) -> bool {
         self.rows.is_none()
     }
 
-    /// Hidden states as the head multiplies them: rounded to the grid of its input, where it has one.
+    /// Returns hidden states as the head multiplies them: rounded to the grid of its input, if it has one.
     ///
     /// # Errors
-    /// When the width is another.
+    /// When the width does not match.
     pub fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
         match (self.linear, &self.rows) {
-            // Whole heads round by themselves; a stored one's inputs were rounded before they were stored.
+            // Whole heads do their own rounding; inputs of a stored head were rounded before they were stored.
             (Some(linear), Some(_)) if linear.grid()?.is_some() => {
                 let rows = hidden.len().checked_div(self.width()).unwrap_or(0);
                 let x = Tensor::from_vec(hidden, (rows, self.width()), &Device::Cpu)?;
@@ -117,14 +118,14 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// Logits of the tokens `columns`, at most [`HEAD_TILE`], for [`inputs`](Self::inputs) `[m, width]`:
-    /// `[m, columns]`, computed on this thread. `scratch` is for the weight.
+    /// Computes the logits of the tokens `columns`, at most [`HEAD_TILE`], for [`inputs`](Self::inputs) `[m, width]`.
+    /// The result `out` is `[m, columns]`; everything runs on this thread. `scratch` holds the weight.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not fit each other, or the head multiplies as a whole only.
+    /// When a quantized weight's parts do not match, or the head only multiplies as a whole.
     ///
     /// # Panics
-    /// When there are no such tokens, or lengths do not fit.
+    /// When a column is out of range, or lengths do not match.
     pub fn logits(
         &self,
         inputs: &[f32],
@@ -134,7 +135,7 @@ impl<'a> Head<'a> {
     ) -> Result<()> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        // What was there is overwritten; only what is new is cleared.
+        // Existing values are overwritten, so only new ones are cleared.
         out.resize(m * columns.len(), 0.0);
         let weight = rows.rows(columns.clone(), scratch)?;
         multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);
@@ -142,7 +143,7 @@ impl<'a> Head<'a> {
         Ok(())
     }
 
-    /// Logits of all tokens, `[m, vocabulary]`, on the threads of the head's own kernels.
+    /// Computes the logits of all tokens, `[m, vocabulary]`, on the threads of the head's own kernels.
     ///
     /// # Errors
     /// When a kernel or a GPU fails.
@@ -155,7 +156,7 @@ impl<'a> Head<'a> {
         Ok(())
     }
 
-    /// Products become logits.
+    /// Converts products to logits.
     fn finish(&self, columns: Range<usize>, out: &mut [f32]) {
         let LogitsTransform { scale, softcap } = self.transform;
         if let Some(bias) = &self.bias {

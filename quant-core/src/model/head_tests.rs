@@ -1,4 +1,4 @@
-//! A head's tiles are the columns of what the decoder's own logits are.
+//! The tiles of a head equal the columns of the decoder's own logits.
 
 use super::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -8,13 +8,13 @@ fn random(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0..1.0)).collect()
 }
 
-/// A head of 300 tokens in this dtype, with a bias, a scale and a cap.
+/// A head of 300 tokens in this dtype, with a bias, a scale and a soft cap.
 fn parts(dtype: Dtype, transform: LogitsTransform) -> HeadParts {
     let weight = Arc::new(dtype.narrow(&random(300 * 40, 1)));
     HeadParts { shape: [300, 40], dtype, weight, bias: Some(random(300, 2)), transform }
 }
 
-/// All logits by their definition.
+/// All logits by definition.
 fn definition(parts: &HeadParts, inputs: &[f32]) -> Vec<f64> {
     let [n, k] = parts.shape;
     let mut weight = vec![0.0; n * k];
@@ -82,7 +82,7 @@ fn a_decoders_head_gives_its_logits() {
         for (a, b) in tile.iter().zip(&whole) {
             approx::assert_abs_diff_eq!(a, b, epsilon = 1e-5);
         }
-        // What it is read back as gives the same bits.
+        // The head read back gives the same bits.
         let again = Head::from_parts(head.to_parts().unwrap()).unwrap();
         let mut same = Vec::new();
         again.logits(&inputs, 0..70, &mut Vec::new(), &mut same).unwrap();

@@ -1,11 +1,10 @@
-//! The cache of keys and values in few bits: what it is called, how `config.json` says it, and how it is simulated.
+//! Quantized caches of keys and values: their names, their form in `config.json`, and their simulation.
 //!
-//! Each token's keys (after rotary embedding) and values (as projected) get a grid of their own in every head
-//! (QServe, §3.3). The grid is defined where the cache is, in [`quant_kernels_cpu::attention`]; nothing is
-//! computed here that it does not compute.
+//! Each token's keys (after rotary embedding) and values (as projected) have a separate grid in every head (QServe,
+//! §3.3). The grid is defined by the cache in [`quant_kernels_cpu::attention`]; this module only calls it.
 //!
-//! FP8 is another matter: keys and values of a layer have one scale each, which a calibration text settles and the
-//! checkpoint holds ([`KvScales`](super::KvScales)). Its grid is that of static FP8 activations.
+//! FP8 is different: the keys and the values of a layer have one scale each, which is determined by calibration and
+//! stored in the checkpoint ([`KvScales`](super::KvScales)). The grid is that of static FP8 activations.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,13 +21,13 @@ use crate::quantize::InputGrid;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// Heads that one task rounds.
+/// Heads rounded per task.
 const HEAD_TILE: usize = 256;
-/// What the kernels say of a value that no cache holds.
+/// The kernels' message for a value that no cache can hold.
 const NOT_FINITE: &str = "a key or value that is not finite";
 
-/// How keys and values are cached: integers on asymmetric grids, a scale and a zero in f16 for every token and head, or
-/// FP8 (E4M3) with one scale for the keys of a layer and one for its values.
+/// The cached form of keys and values: integers on asymmetric grids, with a scale and a zero point in f16 per token and
+/// head, or FP8 (E4M3) with one scale for the keys of a layer and one for its values.
 ///
 /// Written `kv4`, `kv8` or `kvf8`. By default keys and values are cached as floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -43,13 +42,13 @@ pub enum KvScheme {
 }
 
 impl KvScheme {
-    /// All there are.
+    /// All schemes.
     pub const ALL: [Self; 3] = [Self::Kv4, Self::Kv8, Self::Kvf8];
 
-    /// Those of integers, which the kernels hold, and `config.json` has under [`KV_CONFIG_KEY`].
+    /// The integer schemes, which the kernels support and `config.json` stores under [`KV_CONFIG_KEY`].
     pub const INTEGERS: [Self; 2] = [Self::Kv4, Self::Kv8];
 
-    /// Bits of a code.
+    /// Returns the bits per code.
     pub fn bits(self) -> u8 {
         match self {
             Self::Kv4 => 4,
@@ -57,7 +56,7 @@ impl KvScheme {
         }
     }
 
-    /// The kernels' name for it; `None` where they do not have it.
+    /// Returns the kernels' type for it; `None` if they do not support it.
     pub fn kind(self) -> Option<KvType> {
         match self {
             Self::Kv4 => Some(KvType::Kv4),
@@ -66,7 +65,7 @@ impl KvScheme {
         }
     }
 
-    /// The name after `kv`.
+    /// Returns the name after `kv`.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Kv4 => "4",
@@ -75,8 +74,8 @@ impl KvScheme {
         }
     }
 
-    /// What `config.json` holds under [`KV_CONFIG_KEY`] in a checkpoint that is meant for such a cache of integers; `None`
-    /// for FP8, which stands in `quantization_config`.
+    /// Returns the value of [`KV_CONFIG_KEY`] in the `config.json` of a checkpoint with such an integer cache; `None`
+    /// for FP8, which is described in `quantization_config`.
     pub fn config_value(self) -> Option<Value> {
         let integers = Self::INTEGERS.contains(&self);
         integers.then(|| self.integers_value())
@@ -91,11 +90,10 @@ impl KvScheme {
         })
     }
 
-    /// What a configuration says; nothing where the key is absent or `null`.
+    /// Reads the scheme of a configuration; `None` if the key is absent or `null`.
     ///
     /// # Errors
-    /// [`Error::Config`] with the field that is missing, not known, or says something that this version does not
-    /// compute.
+    /// [`Error::Config`] with the field that is missing, unknown or unsupported.
     pub fn from_config(config: &ConfigFields<'_>) -> Result<Option<Self>> {
         let Some(fields) = config.optional_object(KV_CONFIG_KEY)? else { return Ok(None) };
         let known = Self::Kv4.integers_value();
@@ -123,11 +121,12 @@ impl KvScheme {
         Ok(Some(scheme))
     }
 
-    /// Replaces keys or values by what the cache gives back of them: `x` is `[tokens, heads, head_dim]`, and `scale` the
-    /// static one of FP8, beyond 448 times which values saturate. Integers have scales of their own.
+    /// Rounds keys or values as the cache does. `x` is `[tokens, heads, head_dim]`, and `scale` is the static scale of
+    /// FP8; values beyond 448 times it saturate. Integer schemes compute their own scales.
     ///
     /// # Errors
-    /// When the length of `x` is no multiple of a head, or a value is not finite or, for integers, beyond ±65504.
+    /// When the length of `x` is not a multiple of `head_dim`, or a value is not finite or, for integers, beyond
+    /// ±65504.
     pub fn round(self, x: &mut [f32], head_dim: usize, scale: f32) -> Result<()> {
         if head_dim == 0 || !x.len().is_multiple_of(head_dim) {
             return Err(Error::Internal(format!("{} keys or values are no heads of {head_dim}", x.len())));
@@ -151,21 +150,21 @@ impl KvScheme {
     }
 }
 
-/// What becomes of a block's keys and values before a query sees them.
+/// How a block caches keys and values, before queries read them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvCaching {
-    /// Nothing: they stay `f32`.
+    /// As `f32`.
     #[default]
     Float,
-    /// They are rounded to what such a cache gives back, and attention runs on floats. Queries stay float, too.
+    /// Rounded as the cache would round them, with attention on floats. Queries stay float, too.
     Simulated(KvScheme),
-    /// They go into the kernels' pages, and attention runs there; with codes, on queries of 8 bits.
+    /// In the kernels' pages, with attention in the kernels; queries have 8 bits if the cache holds codes.
     Kernels(KvType),
 }
 
 impl KvCaching {
-    /// Why the kernels cannot cache the keys and values of all these attentions on this machine, if they cannot; the
-    /// cache is then simulated.
+    /// Returns why the kernels cannot cache the keys and values of these attentions on this machine, if so. The cache
+    /// is then simulated.
     pub fn refusal(kind: Option<KvType>, attentions: &[AttentionShape]) -> Option<String> {
         let Some(kind) = kind else { return Some("the kernels have no cache of FP8".into()) };
         attentions.iter().find_map(|shape| match lacking(*shape) {
@@ -175,7 +174,7 @@ impl KvCaching {
     }
 }
 
-/// What of an attention the kernels do not compute, if there is such.
+/// Returns the feature of an attention that the kernels lack, if any.
 pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     if shape.softcap.is_some() {
         Some("the kernels' attention has no soft cap on scores")
@@ -192,7 +191,7 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     }
 }
 
-/// Why the kernels cannot hold heads of `head_dim` in pages here, if they cannot.
+/// Returns why the kernels cannot hold heads of `head_dim` in pages on this machine, if so.
 pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     if Isa::detect() == Isa::Scalar {
         return Some("the kernels have no vector instructions on this processor".into());
@@ -201,7 +200,7 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     Some(format!("the kernels' cache does not hold heads of {head_dim}: {error}"))
 }
 
-/// What a refusal by the cache means: sizes were checked, so numbers are what it refuses.
+/// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {

@@ -1,14 +1,14 @@
-//! Which values of a block an attention caches, and the scales that a checkpoint has for them.
+//! The values that the attentions of a block cache, and their scales in a checkpoint.
 
 use std::collections::BTreeMap;
 
 use super::arch::{BlockGraph, NodeId};
 use crate::scheme::CachePart;
 
-/// Static scales of keys and values, by their attention.
+/// Static scales of keys and values, by attention node and part.
 pub type KvScales = BTreeMap<(NodeId, CachePart), f32>;
 
-/// Keys or values that an attention caches.
+/// The keys or values that an attention caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CachedValue {
     /// The attention.
@@ -17,12 +17,12 @@ pub struct CachedValue {
     pub part: CachePart,
     /// The node whose value is cached.
     pub node: NodeId,
-    /// The linear that the value comes from.
+    /// The linear that computes the value.
     pub linear: NodeId,
 }
 
-/// What the attentions of a block cache, in order of evaluation; none where a value does not come from one linear, as
-/// those of latent attention, of which engines cache something else.
+/// Returns the cached values of a block, in evaluation order; `None` if a value does not come from a single linear.
+/// That is the case in latent attention, where engines cache something else.
 pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
     let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| node.op.cached().is_some());
     let values = attentions.flat_map(|(attention, node)| {
@@ -34,7 +34,7 @@ pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
     values.collect()
 }
 
-/// The linear that alone makes a value.
+/// Returns the only linear that a value is computed from.
 fn source(graph: &BlockGraph, mut node: NodeId) -> Option<NodeId> {
     loop {
         let at = &graph.nodes()[node];

@@ -68,7 +68,7 @@ fn configurations_that_say_something_else_are_refused() {
 }
 
 proptest! {
-    /// Every head by itself: what the kernels' own functions give, whatever its neighbours are.
+    /// Every head is quantized separately: the results match the kernels' own functions, whatever its neighbors are.
     #[test]
     fn heads_are_rounded_as_the_cache_rounds_them(
         seed in any::<u64>(),
@@ -79,7 +79,7 @@ proptest! {
         let scheme = if four { KvScheme::Kv4 } else { KvScheme::Kv8 };
         let value = |i: usize| {
             let bits = crate::random::mix(seed ^ i as u64);
-            // Some heads are constants, some have an outlier.
+            // Some heads are constant, some have an outlier.
             let head = crate::random::mix(seed ^ (i / head_dim) as u64 ^ 0xabc) % 4;
             let v = (bits >> 40) as f32 / (1 << 20) as f32 - 8.0;
             match head {
@@ -115,7 +115,7 @@ fn values_that_a_cache_cannot_hold_are_errors() {
     KvScheme::Kv8.round(&mut [], 4, 1.0).unwrap();
 }
 
-/// A number of E4M3, from the definition of the format; NaN of the two codes that are none.
+/// An E4M3 value, by the definition of the format; NaN for the two NaN codes.
 fn number(code: u8) -> f64 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
     let magnitude = match (exponent, code & 7) {
@@ -126,8 +126,8 @@ fn number(code: u8) -> f64 {
     if code < 0x80 { magnitude } else { -magnitude }
 }
 
-/// Every number of FP8 times a scale is what the cache holds of it, whatever the scale is; what lies between two is the
-/// nearer one, halfway the even one, and what lies beyond saturates.
+/// Every FP8 value times a scale is stored exactly, whatever the scale. Other values are rounded to nearest, ties to
+/// even, and values out of range saturate.
 #[test]
 fn fp8_holds_its_codes_and_rounds_what_lies_between() {
     let round = |x: f32, scale: f32| {
@@ -135,7 +135,7 @@ fn fp8_holds_its_codes_and_rounds_what_lies_between() {
         KvScheme::Kvf8.round(&mut x, 1, scale).unwrap();
         x[0]
     };
-    // Powers of two, of which products and quotients are exact, and one that is not.
+    // Powers of two, for which products and quotients are exact, and one other scale.
     for scale in [1.0_f32, 2.0_f32.powi(-9), 2.0_f32.powi(12), 0.0123] {
         let exact = scale.log2().fract() == 0.0;
         for code in 0..=255_u8 {
@@ -149,7 +149,7 @@ fn fp8_holds_its_codes_and_rounds_what_lies_between() {
             if next.is_nan() || code & 0x7f == 0x7e || !exact {
                 continue;
             }
-            // Adjacent codes of one sign: the middle goes to the even one.
+            // Adjacent codes of one sign: the midpoint is rounded to the even code.
             let [low, middle, high] = [0.25, 0.5, 0.75].map(|share| value + share * (next - value));
             let even = if code & 1 == 0 { value } else { next };
             for (x, expected) in [(low, value), (middle, even), (high, next)] {

@@ -1,7 +1,7 @@
-//! Elementwise functions written so that the compiler vectorizes them: same result on every
-//! machine, whatever its libm.
+//! Elementwise functions written so that the compiler vectorizes them. Results are the same on every machine,
+//! independent of its libm.
 
-/// `eˣ` within 2 units in the last place for `x ≤ 88`; 0 below −87.3, as softmax and sigmoid want.
+/// `eˣ` within 2 ulp for `x ≤ 88`; 0 below −87.3, which is what softmax and sigmoid need.
 ///
 /// Range reduction by `ln 2` in two parts and a degree-6 polynomial on `±ln 2 / 2`.
 #[inline(always)]
@@ -24,7 +24,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let value = p * r * r + r + 1.0;
     let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127);
     let power = f32::from_bits(exponent << 23);
-    // NaN must stay NaN: clamp keeps it, the comparison below is false for it.
+    // NaN must stay NaN: `clamp` keeps it, and the comparison below is false for it.
     if x < -87.3 { 0.0 } else { value * power }
 }
 
@@ -40,9 +40,9 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `tanh x` within 2 units in the last place.
+/// `tanh x` within 2 ulp.
 ///
-/// A polynomial about 0, where the quotient of exponentials would lose digits; the quotient elsewhere.
+/// Near 0, where the quotient of exponentials would lose digits, it is a polynomial; elsewhere it is the quotient.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();

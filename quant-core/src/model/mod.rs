@@ -1,9 +1,8 @@
-//! The second stage of the path: a decoder whose blocks can be watched and taken apart.
+//! The second stage of the pipeline: a decoder whose blocks can be observed and taken apart.
 //!
-//! [`arch`] describes a family as data: a graph of producers and consumers, from which the order
-//! of evaluation, the legal foldings and the balance lists follow. [`Block`] evaluates that graph
-//! on candle tensors; [`Decoder`] strings blocks together for evaluation. Every dense product
-//! goes through [`Linear`], whose weight may be float in any dtype, or quantized.
+//! [`arch`] describes a family as data: a graph of producers and consumers that determines the evaluation order, the
+//! valid folds and the balance lists. [`Block`] evaluates that graph on candle tensors; [`Decoder`] chains blocks for
+//! evaluation. Every dense product goes through [`Linear`], whose weight may be float in any dtype, or quantized.
 
 pub mod arch;
 mod attention;

@@ -1,5 +1,4 @@
-//! Names of tensors in checkpoints that were saved without the head: they lack their first part, which
-//! readers add.
+//! Tensor names of checkpoints that were saved without the head: they lack the common prefix, which loaders add.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -9,15 +8,15 @@ use super::{Architecture, Op};
 use crate::checkpoint::{TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// The same tensors under the names that the architecture has for them. What is written has these too: the
-/// names of modules in a `quantization_config` mean the modules of readers.
+/// Returns the tensors under the architecture's names. The output has these names too, because module names in a
+/// `quantization_config` refer to loaders' modules.
 pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architecture) -> Arc<dyn TensorSource> {
     let (embedding, base) = (&architecture.embedding, architecture.base);
     let Some(bare) = embedding.strip_prefix(base).filter(|_| !base.is_empty()) else { return source };
     if source.info(embedding).is_some() || source.info(bare).is_none() {
         return source;
     }
-    // What stands beside the outermost modules of the model without its head, such as the head, has its whole name.
+    // Tensors outside the outermost modules of the headless model, such as the head, already have their full name.
     let norms = [&architecture.embedding_norm, &architecture.final_norm].into_iter().flatten();
     let positions = architecture.learned_positions.iter().map(|positions| positions.table.as_str());
     let inside = norms.map(Op::name).chain(positions).chain([architecture.block_prefix]);
@@ -29,7 +28,7 @@ pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architectu
     };
     let names: BTreeMap<String, String> =
         source.names().into_iter().map(|name| (full(name), name.to_owned())).collect();
-    // Two tensors of one name: one of them would be lost.
+    // Two tensors would have the same name, and one would be lost.
     if names.len() != source.names().len() {
         return source;
     }
@@ -38,7 +37,7 @@ pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architectu
 
 struct WithBase {
     source: Arc<dyn TensorSource>,
-    /// Names in the checkpoint, by the names that readers know.
+    /// Names in the checkpoint, by full name.
     names: BTreeMap<String, String>,
 }
 

@@ -1,4 +1,4 @@
-//! Norms: their parameters, and what they compute.
+//! Norms: their parameters and computation.
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use rayon::prelude::*;
@@ -11,26 +11,26 @@ use crate::{Error, Result};
 /// The parameters of a norm.
 #[derive(Debug, Clone)]
 pub struct Norm {
-    /// `[width]`, as it is stored: [`Op::weight_offset`] is added to it when it is applied.
+    /// `[width]`, as stored: [`Op::weight_offset`] is added when it is applied.
     pub weight: Tensor,
     /// `[width]`, if there is one.
     pub bias: Option<Tensor>,
 }
 
 impl Norm {
-    /// Those of a norm that has none: it computes as with ones and zeros.
+    /// The parameters of a norm without any: ones and zeros.
     ///
     /// # Errors
-    /// When the tensors cannot be made.
+    /// When the tensors cannot be created.
     pub(super) fn plain(width: usize) -> Result<Self> {
         let filled = |value: f32| Tensor::full(value, width, &candle_core::Device::Cpu);
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// What `op` makes of `x` `[batch, positions, features]`, of which `width` at a time are normed.
+    /// Applies `op` to `x` `[batch, positions, features]`, normalizing `width` features at a time.
     ///
     /// # Errors
-    /// When shapes do not fit, or `op` is no norm.
+    /// When shapes do not match, or `op` is not a norm.
     pub(super) fn apply(&self, op: &Op, x: &Tensor) -> Result<Tensor> {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
@@ -59,10 +59,10 @@ impl Norm {
     }
 }
 
-/// Every `width` consecutive features of `x` `[batch, positions, features]` divided by their root mean square.
+/// Divides every `width` consecutive features of `x` `[batch, positions, features]` by their root mean square.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
     let (batch, positions, features) = x.dims3()?;
     let rows = x.contiguous()?.reshape((batch, positions, features / width, width))?;
@@ -72,9 +72,9 @@ pub(super) fn normalize(x: &Tensor, width: usize, eps: f64) -> Result<Tensor> {
 
 /// `(x − mean) / √(variance + eps) · weight + bias` along the last dimension.
 ///
-/// The variance is that of the differences from the mean, in a second pass: in families that have this norm
-/// a few features are hundreds of times as large as the others, and a difference of squares would lose in
-/// `f32` what is left.
+/// The variance is computed from the differences from the mean, in a second pass. In families with this norm, a few
+/// features are hundreds of times larger than the others, and a difference of squares in `f32` would lose the small
+/// ones.
 struct LayerNorm {
     eps: f32,
 }
@@ -122,7 +122,7 @@ fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]
     }
 }
 
-/// `Σ f(x)` in as many partial sums as fill a vector.
+/// `Σ f(x)`, with enough partial sums to fill a vector register.
 #[inline(always)]
 fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     const LANES: usize = 16;
@@ -145,7 +145,7 @@ mod tests {
         Op::RmsNorm { name: String::new(), width, eps: 1e-5, zero_centered }
     }
 
-    /// A norm whose weight is centered at 0 multiplies by 1 + weight; a layer norm without a bias adds nothing.
+    /// A zero-centered norm multiplies by 1 + weight; a layer norm without a bias adds nothing.
     #[test]
     fn weights_centered_at_zero_and_missing_biases() {
         let tensor = |v: &[f32]| Tensor::from_slice(v, v.len(), &Device::Cpu).unwrap();
@@ -190,7 +190,7 @@ mod tests {
                     .zip(w.iter().zip(&b))
                     .map(|(v, (w, b))| (v - mean) / (variance + 1e-5).sqrt() * f64::from(*w) + f64::from(*b));
                 let exact: Vec<f64> = exact.collect();
-                // Every addition to a partial sum may be off by half a last place, and the few steps after.
+                // Every addition to a partial sum may be off by half an ulp, and so may the few steps after.
                 let largest = exact.iter().fold(0.0_f64, |m, v| m.max(v.abs()));
                 let bound = (width / 16 + 16) as f64 * f64::from(f32::EPSILON) * largest;
                 for (found, exact) in found.iter().zip(exact) {

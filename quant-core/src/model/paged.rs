@@ -1,4 +1,4 @@
-//! Attention by the kernels: keys and values are quantized into pages when they are appended, and read from there.
+//! Attention in the kernels: keys and values are quantized into pages when they are appended, and read from there.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use super::kv::cache_error;
 use super::tensor_values::with_slices;
 use crate::{Error, Result};
 
-/// Products of a call below which waking a second thread takes longer than what it would do.
+/// Calls with fewer products run on one thread, because waking a second thread would take longer than its work.
 const WORTH_THREADS: usize = 1 << 19;
 
 /// The pages of one sequence in one block.
@@ -25,7 +25,7 @@ pub(super) struct Paged {
 }
 
 impl Paged {
-    /// No tokens yet, at most `capacity`; `kv_width` are the features of all key-value heads.
+    /// Creates empty pages for at most `capacity` tokens; `kv_width` is the number of features of all key-value heads.
     pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
@@ -39,12 +39,12 @@ impl Paged {
         Ok(Self { cache, words: Vec::new(), lse: Vec::new() })
     }
 
-    /// Bytes of its pages.
+    /// Returns the bytes of its pages.
     pub(super) fn bytes(&self) -> usize {
         self.cache.bytes()
     }
 
-    /// Appends tokens and attends with their queries: `q` and `out` are `[m, heads · head_dim]`, `k` and `v`
+    /// Appends tokens and computes attention for their queries: `q` and `out` are `[m, heads · head_dim]`, `k` and `v`
     /// `[m, kv_heads · head_dim]`.
     pub(super) fn advance(
         &mut self,
@@ -57,7 +57,7 @@ impl Paged {
         let threads: &dyn Parallel =
             if m * (past + m) * heads.query * d < WORTH_THREADS { &Serial } else { &Rayon };
         self.cache.append(k, v, if m == 1 { &Serial } else { &Rayon }).map_err(cache_error)?;
-        // Those that the window takes nothing from, all at once; of the others each sees another part.
+        // Queries that the window does not restrict run together; each of the others sees a different range.
         let whole = window.map_or(m, |w| w.saturating_sub(past).min(m));
         self.attend(0..whole, past, 0, q, out, threads)?;
         for i in whole..m {
@@ -67,7 +67,8 @@ impl Paged {
         Ok(())
     }
 
-    /// Some of the queries, the first of all stands at position `past`; none sees a token before `first`.
+    /// Computes attention for the queries `rows`. The first of all queries is at position `past`; no query attends to a
+    /// token before `first`.
     fn attend(
         &mut self,
         rows: Range<usize>,
@@ -81,7 +82,7 @@ impl Paged {
             return Ok(());
         }
         let (heads, layout) = (self.cache.heads(), *self.cache.layout());
-        // Pages that nobody sees are left out, and so are tokens after the last query's.
+        // Skip pages that no query sees, and tokens after the last query's.
         let skipped = first / PAGE_TOKENS;
         let lists: Vec<PageList<'_>> = (0..heads.kv)
             .map(|head| PageList {
@@ -107,8 +108,8 @@ impl Paged {
     }
 }
 
-/// Attention of tokens that follow those in `cache`: `q` `[1, m, heads · head_dim]`, `k` and `v` `[1, m, kv_heads ·
-/// head_dim]`.
+/// Computes attention for tokens that follow those in `cache`: `q` is `[1, m, heads · head_dim]`, `k` and `v` are
+/// `[1, m, kv_heads · head_dim]`.
 pub(super) fn decode(
     kind: KvType,
     shape: AttentionShape,
@@ -130,7 +131,7 @@ pub(super) fn decode(
     Ok(Tensor::from_vec(out, q.dims(), &Device::Cpu)?)
 }
 
-/// Attention of whole windows `[batch, positions, …]`, each segment on pages of its own.
+/// Computes attention for whole windows `[batch, positions, …]`, with separate pages for each segment.
 pub(super) fn prefill(
     kind: KvType,
     shape: AttentionShape,
@@ -199,12 +200,12 @@ mod tests {
                 case(2, 32, 2, 2, 150, Some(67)),
                 case(1, 48, 3, 1, 130, Some(64)),
                 case(3, 128, 1, 1, 90, Some(5000)),
-                // More than a chunk of the kernels'.
+                // Longer than one chunk of the kernels.
                 case(2, 16, 1, 1, 1300, Some(1100)),
             ]
         }
 
-        /// Queries, keys and values, `[batch, positions, …]`; some keys and values are constants.
+        /// Queries, keys and values, `[batch, positions, …]`; some keys and values are constant.
         fn inputs(&self, seed: u64) -> [Tensor; 3] {
             let kv_width = self.kv * self.shape.head_dim;
             let mut random = SplitMix64(seed);
@@ -223,10 +224,10 @@ mod tests {
         x.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Exact attention of float queries on what the cache gives back, and how far the kernels may be from it: a
-    /// query of 8 bits is off by half a step of its grid in every feature, so scores by `δ ≤ scale · s_q / 2 · Σ |k̂|`,
-    /// probabilities by a factor within `e^±2δ`; a rounding to bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for
-    /// all others.
+    /// Exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels. An 8-bit
+    /// query is off by at most half a step of its grid in every feature, so scores are off by
+    /// `δ ≤ scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. Added to this are a rounding to
+    /// bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;
@@ -255,7 +256,7 @@ mod tests {
                     total += p;
                     for i in 0..d {
                         sums[i] += p * v[i];
-                        // A value is a step times codes up to half of them from the middle, and the middle.
+                        // A value is the midpoint plus a step times a code of at most half the range.
                         most[i] = most[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }
@@ -288,7 +289,7 @@ mod tests {
                 let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
                 let whole = flat(&prefill(kind, case.shape, [&q, &k, &v], Segments::whole()).unwrap());
                 check(&case, &whole, &expected);
-                // A prompt, some tokens at once, then one by one: the same bits.
+                // A prompt, then several tokens at once, then single tokens: the bits are the same.
                 let mut cache = LayerCache::new(case.positions);
                 let mut pieces = Vec::new();
                 let mut at = 0;
@@ -342,7 +343,7 @@ mod tests {
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
         assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
-        // More than the cache was made for, and one of another form.
+        // Beyond the cache's capacity, and a cache of another format.
         let mut cache = LayerCache::new(4);
         decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).unwrap();
         assert!(decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).is_err());

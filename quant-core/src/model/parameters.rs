@@ -7,12 +7,12 @@ use crate::{Error, Result};
 pub struct OpParameters(pub(super) Vec<Vec<f32>>);
 
 impl OpParameters {
-    /// The values of the first tensor.
+    /// Returns the values of the first tensor.
     pub(super) fn first(&self) -> Option<&[f32]> {
         self.0.first().map(Vec::as_slice)
     }
 
-    /// The only value of the only tensor.
+    /// Returns the only value of the only tensor.
     pub(super) fn number(&self) -> Result<f32> {
         match &self.0[..] {
             [values] if values.len() == 1 => Ok(values[0]),

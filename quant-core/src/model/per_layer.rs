@@ -1,5 +1,5 @@
-//! Inputs of single blocks that depend on the token alone: they are computed once, before the first block, and travel
-//! beside the hidden states.
+//! Per-layer inputs, which depend only on the token: they are computed once, before the first block, and passed along
+//! with the hidden states.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ use super::tensor_values::with_values;
 use super::{Linear, Norm};
 use crate::Result;
 
-/// Tokens that are projected at a time.
+/// Tokens projected at a time.
 const CHUNK_TOKENS: usize = 2048;
 
-/// Computes them. Rows of the table, which may be larger than all blocks, are read as they are needed.
+/// The computation of per-layer inputs. Table rows are read on demand, because the table may be larger than all blocks.
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     pub(super) rows: Rows,
-    /// What the rows are multiplied by.
+    /// The factor of the rows.
     pub(super) scale: f32,
     /// `[layers · width, hidden]`.
     pub(super) projection: Linear,
@@ -26,7 +26,7 @@ pub(crate) struct PerLayer {
 }
 
 impl PerLayer {
-    /// Embeddings `[tokens, hidden]`, each followed by the inputs of all blocks.
+    /// Returns the embeddings `[tokens, hidden]`, each followed by the inputs of all blocks.
     ///
     /// # Errors
     /// When a token has no row in the table, or a row cannot be read or is not finite.

@@ -1,4 +1,4 @@
-//! Learned positions: rows that are added to the embeddings of tokens, by their places.
+//! Learned positions: rows that are added to the embeddings of tokens, by their positions.
 
 use crate::{Error, Result};
 
@@ -10,15 +10,15 @@ pub struct PositionTable {
 }
 
 impl PositionTable {
-    /// A table `[positions, hidden]`.
+    /// Creates a table `[positions, hidden]`.
     pub(super) fn new(hidden: usize, values: Vec<f32>) -> Self {
         Self { hidden, values }
     }
 
-    /// Adds to every row of `states` `[tokens, hidden]` that of its token's place.
+    /// Adds the row of each token's position to `states` `[tokens, hidden]`.
     ///
     /// # Errors
-    /// When a place lies beyond the table.
+    /// When a position is beyond the table.
     pub fn add_to(&self, states: &mut [f32], place: impl Fn(usize) -> usize) -> Result<()> {
         for (token, state) in states.chunks_exact_mut(self.hidden.max(1)).enumerate() {
             let position = place(token);

@@ -1,19 +1,19 @@
-//! What is done to a whole model before anything looks at a block of it.
+//! Transforms of a whole model before its blocks are processed.
 
-/// Each makes another model that computes the same, so what follows sees no difference.
+/// A transform of a whole model. The result computes the same function, so later stages need no changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preparation {
-    /// Weights of norms move into the linears that read them, and are 1 from then on.
+    /// Norm weights are folded into the linears that read them and become 1.
     FoldNorms,
-    /// That, and the residual stream is turned by a Hadamard matrix.
+    /// Norm weights are folded, and the residual stream is rotated by a Hadamard matrix.
     Rotate,
 }
 
 impl Preparation {
-    /// All of them.
+    /// All preparations.
     pub const ALL: [Self; 2] = [Self::FoldNorms, Self::Rotate];
 
-    /// The name that recipes take.
+    /// Returns the name in recipes.
     pub fn name(self) -> &'static str {
         match self {
             Self::FoldNorms => "fold-norms",
@@ -21,7 +21,7 @@ impl Preparation {
         }
     }
 
-    /// One line for help and tables.
+    /// Returns a one-line description for help and tables.
     pub fn summary(self) -> &'static str {
         match self {
             Self::FoldNorms => "moves norm weights into the linears that read them",

@@ -1,47 +1,47 @@
-//! Which positions of a window belong together: several documents may share one.
+//! Segments of a window: several documents may share one.
 
-/// Where each position's segment begins, for the windows of a batch. Attention stays inside a
-/// segment, and positions are counted from its start.
+/// The start of each position's segment, for the windows of a batch. Attention stays inside a segment, and positions
+/// are counted from its start.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Segments<'a> {
-    /// `[batch, positions]`, each counted from the start of its window.
+    /// `[batch, positions]`, each relative to the start of its window.
     starts: Option<&'a [u32]>,
 }
 
 impl<'a> Segments<'a> {
-    /// Every window is one segment.
+    /// Creates one segment per window.
     pub fn whole() -> Self {
         Self { starts: None }
     }
 
-    /// Segments by the position, in its window, at which each position's own segment begins:
-    /// `[batch, positions]`, never beyond the position itself, and one number throughout a segment.
+    /// Creates segments from the start of each position's segment within its window: `[batch, positions]`, never beyond
+    /// the position itself, and constant throughout a segment.
     pub fn new(starts: &'a [u32]) -> Self {
         Self { starts: Some(starts) }
     }
 
-    /// Whether every window is one segment.
+    /// Returns whether every window is one segment.
     pub fn is_whole(self) -> bool {
         self.starts.is_none()
     }
 
-    /// Whether these are segments of so many windows of so many positions.
+    /// Returns whether the segments are valid for `batch` windows of `positions` positions.
     pub(crate) fn fit(self, batch: usize, positions: usize) -> bool {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
-            // Either the segment goes on, or one begins right here.
+            // Either the segment continues, or one begins here.
             let goes_on = |i: usize| i > 0 && starts[i] == starts[i - 1];
             (0..positions).all(|i| starts[i] as usize == i || goes_on(i))
         };
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }
 
-    /// The starts from a row of `[batch · positions]` on.
+    /// Returns the starts from row `row` of `[batch · positions]` on.
     pub(super) fn starts_from(self, row: usize) -> Option<&'a [u32]> {
         self.starts.and_then(|s| s.get(row..))
     }
 
-    /// The place of every row in its segment, `[batch · positions]`; nothing where windows are whole.
+    /// Returns the position of every row in its segment, `[batch · positions]`; `None` if every window is one segment.
     pub(super) fn positions(self, positions: usize) -> Option<Vec<u32>> {
         let place = |(row, start): (usize, &u32)| (row % positions.max(1)) as u32 - start;
         self.starts.map(|s| s.iter().enumerate().map(place).collect())

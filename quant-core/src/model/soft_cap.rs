@@ -8,13 +8,13 @@ use super::math::tanh;
 use crate::Result;
 use crate::vector::vectorized;
 
-/// Elements that one task handles.
+/// Elements per task.
 const ELEMENT_TILE: usize = 1 << 14;
 
 /// `cap · tanh(x / cap)`, elementwise.
 ///
 /// # Errors
-/// When the result cannot be made.
+/// When the result cannot be allocated.
 pub(crate) fn soft_capped(x: &Tensor, cap: f32) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&SoftCap(cap))?)
 }
@@ -33,7 +33,7 @@ impl CustomOp1 for SoftCap {
     }
 }
 
-/// `cap · tanh(x / cap)` of every value, on this thread.
+/// Applies `cap · tanh(x / cap)` to every value, on this thread.
 pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     vectorized(
         #[inline(always)]
@@ -41,7 +41,7 @@ pub(super) fn soft_cap_in_place(values: &mut [f32], cap: f32) {
     );
 }
 
-/// `cap · tanh(x / cap)` of every value, for loops that are vectorized as a whole.
+/// Applies `cap · tanh(x / cap)` to every value; inlined into loops that are vectorized as a whole.
 #[inline(always)]
 pub(super) fn cap_in_place(values: &mut [f32], cap: f32) {
     values.iter_mut().for_each(|v| *v = cap * tanh(*v / cap));

@@ -1,4 +1,4 @@
-//! Who watches what the linears of a block read while it runs.
+//! Observers of the inputs of a block's linears while it runs.
 
 use candle_core::Tensor;
 
@@ -6,25 +6,25 @@ use super::TokenRows;
 use super::arch::NodeId;
 use crate::{CancelToken, Result};
 
-/// Watches the inputs of linears while a block runs.
+/// Observes the inputs of linears while a block runs.
 pub trait Tap {
-    /// Whether it looks at the inputs of linears. If it does not, linears may run several at once.
+    /// Returns whether it observes the inputs of linears. If not, several linears may run in one call.
     fn watches(&self) -> bool {
         true
     }
 
-    /// Called before a linear runs, with its input `[…, k]` and the tokens that its rows belong to, by their
-    /// places in what the block was given.
+    /// Called before a linear runs, with its input `[…, k]` and the tokens of its rows, as indices into the block's
+    /// input.
     ///
     /// # Errors
-    /// Whatever stops the run.
+    /// Any error stops the run.
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()>;
 
-    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]`, keys
-    /// `[batch, positions, kv_heads · head_dim]`, both rotated to their positions, and the tokens of their rows.
+    /// Called before attention runs, with queries `[batch, positions, heads · head_dim]` and keys
+    /// `[batch, positions, kv_heads · head_dim]`, both after the rotary embedding, and the tokens of their rows.
     ///
     /// # Errors
-    /// Whatever stops the run.
+    /// Any error stops the run.
     fn attention_input(
         &mut self,
         _attention: NodeId,
@@ -36,7 +36,7 @@ pub trait Tap {
     }
 }
 
-/// A [`Tap`] that watches nothing.
+/// A [`Tap`] that observes nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoTap;
 
@@ -50,8 +50,8 @@ impl Tap for NoTap {
     }
 }
 
-/// A [`Tap`] that watches nothing, but stops the run between two linears when it is cancelled: in
-/// long windows a block takes its time.
+/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears, since a block takes long for long
+/// windows.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 

@@ -1,20 +1,20 @@
-//! The values of tensors as slices, lent without a copy where they are contiguous.
+//! Tensor values as slices, borrowed without a copy if they are contiguous.
 
 use candle_core::{Layout, Storage, Tensor};
 
 use crate::{Error, Result};
 
-/// Lends the values of a tensor, row-major; they are copied only where they are not contiguous.
+/// Passes the values of a tensor to `work`, row-major. They are only copied if they are not contiguous.
 ///
 /// # Errors
-/// When the tensor is not of `f32` in main memory, and those of `work`.
+/// When the tensor is not an `f32` tensor in main memory, and errors of `work`.
 pub(crate) fn with_values<T>(tensor: &Tensor, work: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
     work(values(&storage, layout)?)
 }
 
-/// Lends the values of three tensors, as [`with_values`] does of one.
+/// Passes the values of three tensors, as [`with_values`] does for one.
 ///
 /// # Errors
 /// As [`with_values`].

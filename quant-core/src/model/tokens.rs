@@ -1,40 +1,40 @@
-//! Which tokens the rows of a value belong to.
+//! The tokens that the rows of a value belong to.
 //!
-//! A value that holds a row for every token has its rows in the order of tokens. One that holds only some of
-//! them says which, so that whoever watches it counts the right tokens.
+//! A value with a row for every token has its rows in token order. A value with rows for only some tokens comes with
+//! their indices, so that observers count the right tokens.
 
-/// The tokens of rows `[rows, channels]`: their places among the tokens that are run, or among those of a whole
-/// batch. Tokens ascend, and none stands twice.
+/// The tokens of rows `[rows, channels]`, as indices into the tokens of the run, or into those of a whole batch. They
+/// are strictly ascending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenRows<'a> {
     /// Row `i` is token `first + i`.
     Range {
         /// The token of the first row.
         first: usize,
-        /// How many rows there are.
+        /// Number of rows.
         count: usize,
     },
     /// Row `i` is token `first + indices[i]`.
     Indices {
-        /// What the indices are counted from.
+        /// The token that indices are relative to.
         first: usize,
-        /// One for each row, ascending.
+        /// One index per row, ascending.
         indices: &'a [u32],
     },
 }
 
 impl<'a> TokenRows<'a> {
-    /// The rows of `count` consecutive tokens from `first` on.
+    /// Creates the rows of `count` consecutive tokens from `first` on.
     pub fn range(first: usize, count: usize) -> Self {
         Self::Range { first, count }
     }
 
-    /// The rows of the tokens `indices`, which ascend.
+    /// Creates the rows of the tokens `indices`, which must be ascending.
     pub fn indices(indices: &'a [u32]) -> Self {
         Self::Indices { first: 0, indices }
     }
 
-    /// How many rows there are.
+    /// Returns the number of rows.
     pub fn count(self) -> usize {
         match self {
             Self::Range { count, .. } => count,
@@ -42,7 +42,7 @@ impl<'a> TokenRows<'a> {
         }
     }
 
-    /// The token of a row.
+    /// Returns the token of a row.
     ///
     /// # Panics
     /// When there is no such row.
@@ -53,17 +53,17 @@ impl<'a> TokenRows<'a> {
         }
     }
 
-    /// The token of every row, in order.
+    /// Returns the tokens of all rows, in order.
     pub fn iter(self) -> impl Iterator<Item = usize> + 'a {
         (0..self.count()).map(move |row| self.token(row))
     }
 
-    /// One more than the last token; 0 where there are no rows.
+    /// Returns one more than the last token; 0 if there are no rows.
     pub fn end(self) -> usize {
         self.count().checked_sub(1).map_or(0, |last| self.token(last) + 1)
     }
 
-    /// The same rows where token 0 is token `by` of a longer sequence.
+    /// Returns the rows with every token index increased by `by`, for a part of a longer sequence.
     #[must_use]
     pub fn shifted(self, by: usize) -> Self {
         match self {

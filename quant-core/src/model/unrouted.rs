@@ -1,5 +1,6 @@
-//! Blocks some of whose experts run on all tokens: what calibration watches where those that are routed to an expert say
-//! too little of its inputs. What the block puts out stays the same: the sum of experts takes the rows of routed tokens.
+//! Blocks in which some experts run on all tokens. Calibration uses them if too few tokens are routed to an expert to
+//! describe its inputs. The block's output is unchanged, because the sum of experts only uses the rows of routed
+//! tokens.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,30 +12,30 @@ use super::{Block, Tap, experts};
 use crate::{Error, Result};
 
 impl Block {
-    /// The same block with these experts, each by the node that selects its tokens' rows, run on all tokens.
+    /// Returns the block with these experts, each given by the node that selects its rows, run on all tokens.
     pub fn unrouted(&self, experts: BTreeSet<NodeId>) -> Self {
         let mut block = self.clone();
         block.unrouted = Arc::new(experts);
         block
     }
 
-    /// The same block with every expert run on its own tokens.
+    /// Returns the block with every expert run on its own tokens.
     pub fn routed(&self) -> Self {
         self.unrouted(BTreeSet::new())
     }
 
-    /// Whether some expert runs on all tokens.
+    /// Returns whether some expert runs on all tokens.
     pub fn runs_unrouted(&self) -> bool {
         !self.unrouted.is_empty()
     }
 
-    /// Whether a node that selects an expert's rows takes those of all tokens.
+    /// Returns whether a node that selects an expert's rows takes those of all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }
 
-    /// What the expert that `selects` takes rows for reads of all tokens of what is known, `[1, tokens, width]`, each as if
-    /// it were routed to it.
+    /// Returns the input of the expert whose rows `selects` selects, for all known tokens as if each were routed to it:
+    /// `[1, tokens, width]`.
     ///
     /// # Errors
     /// As [`evaluate`](Self::evaluate).
@@ -58,7 +59,8 @@ impl Block {
         experts::scale_rows(rows, logits, &(0..tokens as u32).collect::<Vec<_>>(), expert)
     }
 
-    /// The share of all tokens that a node's value has rows for, if tokens are spread evenly over experts.
+    /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly over
+    /// experts.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.graph().rows_selected_by(id) {
             Some(selects) if self.takes_all_rows(selects) => 1.0,

@@ -1,7 +1,7 @@
-//! What the tests of the whole path share: tiny random checkpoints in memory, and the few
-//! lines that take one through the pipeline and run what comes out.
+//! Shared code of the pipeline tests: tiny random checkpoints in memory, and helpers that quantize one and run the
+//! result.
 //!
-//! Nothing here is trained; what the tests compare are two ways to the same numbers.
+//! Nothing here is trained; the tests compare two ways to compute the same values.
 #![allow(dead_code)] // Every test file is a crate of its own and uses a part of this.
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Map, Value, json};
 
-/// Whose block a tiny model has.
+/// The family of a tiny model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     Llama,
@@ -30,14 +30,15 @@ pub enum Kind {
     Qwen3,
     /// Experts in every block.
     Mixtral,
-    /// Experts in all blocks but the second; whether the weights of a token's experts add up to 1.
+    /// Experts in all blocks but the second; the flag says whether the weights of a token's experts are normalized to
+    /// sum to 1.
     Qwen3Moe(bool),
     Opt,
 }
 
-/// Experts of a block.
+/// Number of experts per block.
 pub const EXPERTS: usize = 5;
-/// Experts that a token is routed to.
+/// Number of experts per token.
 pub const TOP_K: usize = 2;
 
 impl Kind {
@@ -53,12 +54,12 @@ impl Kind {
         }
     }
 
-    /// Whether heads of queries and keys are normalized.
+    /// Whether query and key heads are normalized.
     pub fn head_norms(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe(_))
     }
 
-    /// The router of a block, and the gate, up and down of its experts, where it has any.
+    /// The router of a block, and the gate, up and down of its experts, if it has any.
     pub fn experts(self, layer: usize) -> Option<(&'static str, Vec<[String; 3]>)> {
         let (router, experts, names) = match self {
             Self::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"]),
@@ -70,7 +71,7 @@ impl Kind {
         Some((router, (0..EXPERTS).map(|e| names.map(|name| format!("{experts}.{e}.{name}"))).collect()))
     }
 
-    /// Positions that a query sees, its own included.
+    /// The number of positions that a query attends to, including its own.
     pub fn window(self) -> usize {
         match self {
             Self::Mistral(Some(window)) => window,
@@ -79,8 +80,7 @@ impl Kind {
     }
 }
 
-/// The sizes of a random model; `..Tiny::default()` leaves a small Llama with grouped queries, `..Tiny::opt()`
-/// a small OPT.
+/// The sizes of a random model. `Tiny::default()` is a small Llama with grouped queries, `Tiny::opt()` a small OPT.
 #[derive(Debug, Clone)]
 pub struct Tiny {
     pub hidden: usize,
@@ -92,15 +92,15 @@ pub struct Tiny {
     pub vocab: usize,
     pub tied: bool,
     pub family: Kind,
-    /// Of all four linears of attention; Qwen2 has those of queries, keys and values anyway. OPT has
-    /// them in all linears or in none.
+    /// Biases in all four linears of attention. Qwen2 has those of queries, keys and values in any case; OPT has biases
+    /// in all linears or in none.
     pub attention_bias: bool,
     pub mlp_bias: bool,
     /// Whether OPT's norms have weights and biases.
     pub affine: bool,
     /// The value of `rope_scaling`.
     pub rope_scaling: Value,
-    /// The type of everything but norms.
+    /// The dtype of everything except norms.
     pub dtype: Dtype,
     pub norm_dtype: Dtype,
 }
@@ -127,13 +127,13 @@ impl Default for Tiny {
     }
 }
 
-/// Positions that every tiny model's configuration promises.
+/// `max_position_embeddings` of every tiny model.
 pub const POSITIONS: usize = 256;
-/// Those of an OPT, which has no others: as many as calibration asks for by default.
+/// The positions of a tiny OPT, which are stored in a table: as many as calibration requests by default.
 pub const OPT_POSITIONS: usize = 512;
 
 impl Tiny {
-    /// A small OPT with everything that the family has.
+    /// A small OPT with all features of the family.
     pub fn opt() -> Self {
         Self { family: Kind::Opt, kv_heads: 4, attention_bias: true, mlp_bias: true, ..Self::default() }
     }
@@ -259,7 +259,7 @@ impl Tiny {
         Checkpoint { tiny: self.clone(), tensors }
     }
 
-    /// Random weights: linears keep the magnitude of what they multiply, norms are `1 + 0.3 ε`.
+    /// Random weights: linears preserve the magnitude of their inputs, norms are `1 + 0.3 ε`.
     pub fn random(&self, seed: u64) -> Checkpoint {
         if self.family == Kind::Opt {
             return self.random_opt(seed);
@@ -303,7 +303,7 @@ impl Tiny {
             };
             match self.family.experts(layer) {
                 Some((router, experts)) => {
-                    // Logits far enough apart that weights differ from token to token.
+                    // Large enough logits that weights differ from token to token.
                     add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
                     linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
                 }
@@ -321,11 +321,11 @@ impl Tiny {
     }
 }
 
-/// A checkpoint whose values a test may still change.
+/// A checkpoint whose values can still be changed.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     pub tiny: Tiny,
-    /// Shape and values by name.
+    /// Shapes and values by name.
     pub tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
 }
 
@@ -335,8 +335,8 @@ impl Checkpoint {
         &mut self.tensors.get_mut(name).expect("a tensor of the model").1
     }
 
-    /// Multiplies some channels of a norm, whose weight this is, by `factor` and divides the columns
-    /// that read them by it. For a power of two the model's float outputs stay the same, bit for bit.
+    /// Multiplies some channels of a norm, given by its weight, by `factor` and divides the columns that read them by
+    /// it. For a power of two the model's float outputs stay bit-identical.
     pub fn plant(&mut self, norm: &str, consumers: &[&str], channels: &[usize], factor: f32) {
         for &c in channels {
             self.values(norm)[c] *= factor;
@@ -352,7 +352,7 @@ impl Checkpoint {
         }
     }
 
-    /// The tensors, rounded to the types that they are stored in.
+    /// The tensors, rounded to their stored dtypes.
     pub fn source(&self) -> MemorySource {
         let mut source = MemorySource::new();
         for (name, (shape, values)) in &self.tensors {
@@ -383,8 +383,8 @@ pub fn windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWin
     TokenWindows::cut((0..count * length).map(|_| rng.random_range(0..vocab as u32)).collect(), length)
 }
 
-/// The tokens of [`windows`], in which documents of different lengths follow on each other, the first
-/// half of each is a prompt that does not count, and the end of each window is padding.
+/// The tokens of [`windows`], split into documents of different lengths. The first half of each document is an
+/// uncounted prompt, and the end of each window is padding.
 pub fn masked_windows(vocab: usize, count: usize, length: usize, seed: u64) -> TokenWindows {
     let mut rng = StdRng::seed_from_u64(seed + 1);
     let (mut uses, mut starts) = (Vec::new(), Vec::new());
@@ -418,7 +418,7 @@ pub fn flat(tensor: &candle_core::Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The recipe of a method with a scheme, into the first container.
+/// The recipe of a method and a scheme, for the first container.
 pub fn recipe(method: &str, scheme: &str) -> Recipe {
     Recipe {
         method: quant_core::recipe::method(method).unwrap(),
@@ -427,7 +427,7 @@ pub fn recipe(method: &str, scheme: &str) -> Recipe {
     }
 }
 
-/// What a run wrote and said.
+/// The output of a run: tensors, configuration and report.
 #[derive(Debug)]
 pub struct Quantized {
     pub source: MemorySource,
@@ -437,13 +437,13 @@ pub struct Quantized {
 }
 
 impl Quantized {
-    /// What was written, read back.
+    /// Reads the output back as a model.
     pub fn model(&self) -> Model {
         model(Arc::new(self.source.clone()), &self.config)
     }
 }
 
-/// Takes a model through the pipeline into memory.
+/// Quantizes a model into memory.
 pub fn run(
     model: &Model,
     config: &Map<String, Value>,
@@ -486,9 +486,9 @@ pub fn mean_divergence(exact: &[f32], other: &[f32], vocab: usize) -> f64 {
     rows.sum::<f64>() / (exact.len() / vocab) as f64
 }
 
-/// Real models and texts in `../shared/data` beside the checkout; without them the calling test's
-/// skip is noted as `tests/support` notes it (which depends on this crate): a line on stderr, and
-/// one in the file that `QUANT_SKIP_LOG` names.
+/// Returns the directory `../shared/data` next to the checkout, with real models and texts. If it is missing, the
+/// calling test's skip is reported as in `tests/support` (which depends on this crate): a line on stderr, and one in
+/// the file named by `QUANT_SKIP_LOG`.
 #[track_caller]
 pub fn shared_data() -> Option<PathBuf> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");

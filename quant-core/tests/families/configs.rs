@@ -1,4 +1,4 @@
-//! A configuration of every family with all that sets it apart switched on, and random checkpoints of it.
+//! A configuration of every family with all its distinguishing features, and random checkpoints for it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,21 +11,21 @@ use serde_json::{Map, Value, json};
 
 use crate::common::{model, normal};
 
-/// A family, what its graph must allow, and why it cannot be rotated.
+/// A family, the expected properties of its graph, and the reason if it cannot be rotated.
 pub struct Case {
     pub name: &'static str,
     pub config: Map<String, Value>,
-    /// Names of what may be rescaled in each of its blocks, in order.
+    /// Names of the producers that can be rescaled in each block, in order.
     pub producers: Vec<&'static str>,
-    /// The same of its other distinct blocks, where these differ from the first.
+    /// The same for its other distinct blocks, if they differ from the first.
     pub other_producers: Vec<Vec<&'static str>>,
     /// Whether queries and keys can be scaled against each other.
     pub has_pairs: bool,
-    /// What rounding to 4 bits may change logits by, of the largest one.
+    /// Maximum change of logits by 4-bit rounding, relative to the largest.
     pub rounding: f64,
-    /// Whether its attention has what that of the kernels lacks.
+    /// Whether its attention has a feature that the kernels' attention lacks.
     pub unlike_kernels: bool,
-    /// Whether frequencies depend on the length of the sequence.
+    /// Whether rotary frequencies depend on the length of the sequence.
     pub grows: bool,
     pub positions: usize,
     pub not_rotated_for: Option<&'static str>,
@@ -66,7 +66,7 @@ impl Case {
         self.architecture().family
     }
 
-    /// Names of what may be rescaled in a distinct block.
+    /// Names of the producers that can be rescaled in a distinct block.
     pub fn producers_of(&self, kind: usize) -> &[&'static str] {
         match kind.checked_sub(1).filter(|_| !self.other_producers.is_empty()) {
             Some(other) => &self.other_producers[other],
@@ -92,7 +92,7 @@ impl Case {
         self.config["vocab_size"].as_u64().unwrap() as usize
     }
 
-    /// Random weights everywhere, norms stored as `norms`.
+    /// Random weights everywhere, with norms stored as `norms`.
     pub fn random(&self, norms: Dtype, seed: u64) -> Model {
         let architecture = self.architecture();
         let mut rng = StdRng::seed_from_u64(seed);
@@ -121,9 +121,9 @@ impl Case {
                     }
                     (false, "layer_scalar") => (Dtype::F32, 0.8, 0.1),
                     (false, _) if matches!(op, Op::ScaleBy { .. }) => (Dtype::F32, 1.0, 0.3),
-                    // Corrections of routers are so small that every expert has tokens.
+                    // Router corrections are small enough that every expert has tokens.
                     (false, _) if matches!(op, Op::Route(_) | Op::Attention(_)) => (Dtype::F32, 0.0, 0.05),
-                    // So slow that a state holds many tokens.
+                    // Slow enough that a state depends on many tokens.
                     (false, "A_log") => (Dtype::F32, -2.5, 0.5),
                     (false, _) => (Dtype::F32, 0.0, 0.3),
                 };
@@ -172,7 +172,7 @@ pub fn cases() -> Vec<Case> {
     let half_fused =
         || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.gate_up_proj"];
     let plain = || vec!["input_layernorm", "self_attn.v_proj", "post_attention_layernorm"];
-    // Of a block with experts in all layers, and perhaps a shared one.
+    // Producers of a block with experts in all layers, and optionally a shared expert.
     const UPS: [&str; 4] =
         ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.experts.2.up_proj", "mlp.experts.3.up_proj"];
     let experts = |count: usize, shared: Option<&'static str>| {
@@ -187,7 +187,7 @@ pub fn cases() -> Vec<Case> {
         ];
         plain().into_iter().chain(ups).chain(["feed_forward.shared_expert.up_proj"]).collect::<Vec<_>>()
     };
-    // Attention and experts read one norm.
+    // Attention and experts read the same norm.
     let averaged = || {
         let block = ["input_layernorm", "self_attn.v_proj"].into_iter().chain(UPS.into_iter().take(3));
         block.chain(["mlp.shared_experts.up_proj"]).collect::<Vec<_>>()
@@ -196,7 +196,7 @@ pub fn cases() -> Vec<Case> {
         let ups = ["block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.1.w3"];
         plain().into_iter().chain(ups).collect::<Vec<_>>()
     };
-    // Of a block with latent attention: values are some rows of each head, and not folded.
+    // Producers of a block with latent attention. Values are some rows of each head, and are not folded.
     let latent = |has_query: bool| {
         let attention = if has_query {
             vec!["input_layernorm", "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"]
@@ -318,7 +318,7 @@ pub fn cases() -> Vec<Case> {
         },
         Case {
             producers: gemma(),
-            // Norms of heads whose weights are centered at 0 are not scaled.
+            // Head norms with zero-centered weights are not scaled.
             has_pairs: false,
             not_rotated_for: Some(NORMED),
             ..Case::new(
@@ -603,7 +603,7 @@ pub fn cases() -> Vec<Case> {
             producers: around("linear_attn.norm"),
             other_producers: vec![around("self_attn.v_proj")],
             has_pairs: false,
-            // Lengths of queries and keys are divided out, and a state adds errors up.
+            // Queries and keys are divided by their norms, and a state accumulates errors.
             rounding: 1.0,
             ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid.clone())
         },

@@ -1,28 +1,29 @@
-//! The heads of an attention.
+//! The shape of an attention: heads, window, and score modifications.
 
-/// The heads of an attention, how far it sees, and how it scales its scores.
+/// The heads, window and score modifications of an attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: usize,
-    /// Consecutive query heads that share a key head.
+    /// Number of consecutive query heads that share a key head.
     pub repeat: usize,
-    /// Width of a query's or key's head.
+    /// Width of a query or key head.
     pub head_dim: usize,
-    /// Width of a value's head.
+    /// Width of a value head.
     pub value_dim: usize,
-    /// Positions that a query sees, its own included; all before it without one.
+    /// Number of positions that a query attends to, including its own; `None` means all earlier positions.
     pub window: Option<usize>,
-    /// Positions of a chunk, where a query sees those of its own chunk alone.
+    /// Chunk length in positions, if a query attends only to its own chunk.
     pub chunk: Option<usize>,
-    /// What products of queries and keys are multiplied by; `1 / √head_dim` without one.
+    /// Factor of the query-key products; `None` means `1 / √head_dim`.
     pub score_scale: Option<f32>,
-    /// The bound `c` of scaled scores `s`, which become `c · tanh(s / c)` before the softmax.
+    /// Soft cap `c`: scaled scores `s` become `c · tanh(s / c)` before the softmax.
     pub softcap: Option<f32>,
-    /// The module that stores a sink of each query head, `sinks`, where there are such: a score that takes part in the
-    /// softmax and has no value.
+    /// Module that stores the attention sinks (`sinks`, one per query head), if there are any. A sink is a score that
+    /// takes part in the softmax but has no value.
     pub sinks: Option<&'static str>,
-    /// Whether scores fall with the distance of a key, by a slope of each head ([`slopes`](Self::slopes)).
+    /// Whether scores decrease with the distance to the key (ALiBi), with one slope per head
+    /// ([`slopes`](Self::slopes)).
     pub alibi: bool,
 }
 
@@ -43,14 +44,14 @@ impl AttentionShape {
         }
     }
 
-    /// Query heads.
+    /// Number of query heads.
     pub fn heads(&self) -> usize {
         self.kv_heads * self.repeat
     }
 
-    /// What each query head's score loses for every position between query and key (ALiBi): a geometric series down to
-    /// 2⁻⁸ over as many heads as a power of two has, and for what heads are left every second term of the series of twice
-    /// as many.
+    /// The ALiBi slope of each query head: what its scores lose per position between query and key. The slopes form a
+    /// geometric series down to 2⁻⁸ over the largest power of two of the heads. The remaining heads get every second
+    /// term of the series for twice that number.
     pub fn slopes(&self) -> Vec<f32> {
         let heads = self.heads();
         let whole = 1 << heads.max(1).ilog2();
@@ -59,7 +60,7 @@ impl AttentionShape {
         first.chain((0..heads - whole.min(heads)).map(|n| term(2 * whole, 2 * n + 1))).collect()
     }
 
-    /// What products of queries and keys are multiplied by.
+    /// The factor of the query-key products.
     pub fn scale(&self) -> f32 {
         self.score_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
     }
@@ -74,7 +75,7 @@ mod tests {
         let eight = [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625];
         assert_eq!(AttentionShape::new(8, 1, 16).slopes(), eight);
         assert_eq!(AttentionShape::new(1, 1, 16).slopes(), eight[7..]);
-        // Of twice as many heads, the first, third and so on stand between those of eight.
+        // With twice as many heads, the first, third, … slopes lie between those of eight heads.
         let twelve = AttentionShape::new(6, 2, 16).slopes();
         assert_eq!(twelve[..8], eight);
         for (slope, between) in

@@ -1,50 +1,50 @@
-//! What travels from block to block beside the residual stream: inputs of blocks that depend on the token alone, and
-//! keys and values that later blocks read.
+//! Values that travel from block to block in addition to the residual stream: per-block inputs that depend only on the
+//! token, and keys and values that later blocks read.
 //!
-//! Between two blocks stands one value a token: the residual stream, then the inputs of the blocks to come, then keys and
-//! values. A block takes its own parts of it with slices and puts out the parts that blocks after it read, so that nothing
-//! but the widths of blocks' inputs tells the rest of the path of it.
+//! Blocks exchange a single value per token: the residual stream, then the inputs of the remaining blocks, then the
+//! shared keys and values. A block slices out its own parts and outputs the parts that later blocks read. The rest of
+//! the pipeline only sees wider block inputs.
 
 use super::parts::{DecoderBlock, linear};
 use super::{Activation, GraphBuilder, NodeId, Op};
 
-/// What a block's input holds after the residual stream, and what its output does.
+/// The parts of a block's input and output that follow the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Beside {
-    /// The input of this block alone.
+    /// The input that only this block reads.
     pub(super) own: Option<OwnInput>,
-    /// Features of those of all later blocks.
+    /// Total features of the inputs of all later blocks.
     pub(super) later: usize,
-    /// Keys and values that blocks share: one pair for each kind of layer.
+    /// Keys and values shared between blocks: one pair per kind of layer.
     pub(super) shared: [SharedKeys; 2],
 }
 
-/// An input of one block: `x + norm(projection(activation(gate(x)) · input))`.
+/// An input that only one block reads: `x + norm(projection(activation(gate(x)) · input))`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct OwnInput {
     pub(super) width: usize,
     pub(super) activation: Activation,
-    /// Module names of gate, projection and norm.
+    /// Module names of the gate, the projection and the norm.
     pub(super) names: [&'static str; 3],
 }
 
-/// Keys and values on their way from the block that makes them to those that read them.
+/// Keys and values passed from the block that computes them to the blocks that read them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct SharedKeys {
-    /// Features of keys, and as many of values.
+    /// Features of the keys; the values have as many.
     pub(super) width: usize,
-    /// Whether an earlier block has made them, so that they are a part of the input.
+    /// Whether an earlier block computed them, so that they are part of the input.
     pub(super) enter: bool,
-    /// Whether a later block reads them, so that they are a part of the output.
+    /// Whether a later block reads them, so that they are part of the output.
     pub(super) leave: bool,
 }
 
-/// What an attention has to do with shared keys and values: the place of the pair among [`Beside::shared`].
+/// The role of an attention with respect to shared keys and values, with the index of the pair in [`Beside::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
-    /// It makes them.
+    /// It computes them.
     Makes(usize),
-    /// It reads them, and has none of its own.
+    /// It reads them and has no projections of its own for them.
     Reads(usize),
 }
 
@@ -54,17 +54,17 @@ pub(super) struct Parts {
     pub(super) stream: NodeId,
     own: Option<NodeId>,
     later: Option<NodeId>,
-    /// Keys and values, once there are any.
+    /// The shared keys and values, once they are available.
     pub(super) shared: [Option<[NodeId; 2]>; 2],
 }
 
 impl Beside {
-    /// Whether there is nothing beside the residual stream.
+    /// Whether a block exchanges only the residual stream.
     fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Adds the block's input and takes it apart.
+    /// Adds the block's input and slices it into its parts.
     pub(super) fn enter(&self, g: &mut GraphBuilder, hidden: usize) -> Parts {
         if self.is_nothing() {
             let stream = g.add(Op::Input { width: hidden }, &[]);
@@ -88,7 +88,7 @@ impl Beside {
         Parts { stream, own, later, shared }
     }
 
-    /// Adds what the block's own input gives to the residual stream.
+    /// Adds the contribution of the block's own input to the residual stream.
     pub(super) fn add_own(
         &self,
         g: &mut GraphBuilder,
@@ -107,7 +107,7 @@ impl Beside {
         g.add(Op::Add, &[stream, normed])
     }
 
-    /// Adds what later blocks read to the block's output.
+    /// Appends the values that later blocks read to the block's output.
     pub(super) fn leave(&self, g: &mut GraphBuilder, stream: NodeId, parts: &Parts) {
         let shared = self.shared.iter().zip(parts.shared).filter(|(of, _)| of.leave);
         let keys = shared.filter_map(|(_, pair)| pair).flatten();

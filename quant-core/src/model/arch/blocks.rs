@@ -1,4 +1,4 @@
-//! Which block graph each layer of a model has.
+//! The block graph of each layer of a model.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,38 +7,38 @@ use super::BlockGraph;
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Layers that a model may have. No model has a hundredth of it; what is more is a damaged configuration.
+/// Maximum number of layers. No model has a hundredth of it; a larger number means that the configuration is damaged.
 pub(super) const MAX_LAYERS: usize = 1 << 16;
 
-/// The distinct block graphs of a model, and the one that each layer has.
+/// The distinct block graphs of a model and the graph of each layer.
 #[derive(Debug, Clone)]
 pub struct Blocks {
     graphs: Vec<Arc<BlockGraph>>,
-    /// The position in `graphs` of each layer's.
+    /// The index into `graphs` for each layer.
     kinds: Vec<usize>,
 }
 
-/// A block graph and the layers that have it.
+/// A block graph and the layers that use it.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockKind<'a> {
     /// The graph.
     pub graph: &'a BlockGraph,
-    /// The first layer that has it.
+    /// The first layer that uses it.
     pub first: usize,
-    /// How many layers have it.
+    /// Number of layers that use it.
     pub layers: usize,
 }
 
 impl Blocks {
-    /// The number of layers that `num_hidden_layers` gives.
+    /// Reads the number of layers from `num_hidden_layers`.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) when it is missing, 0 or absurd.
+    /// [`Error::Config`](crate::Error::Config) if it is missing, 0 or too large.
     pub fn layers(config: &ConfigFields<'_>) -> Result<usize> {
         Self::layers_by(config, "num_hidden_layers")
     }
 
-    /// The same under another key.
+    /// Reads the number of layers from another key.
     ///
     /// # Errors
     /// As [`layers`](Self::layers).
@@ -51,7 +51,7 @@ impl Blocks {
         }
     }
 
-    /// `layers` blocks: `kind` tells what sets a layer apart from others, and `graph` makes the graph of a kind.
+    /// Creates `layers` blocks: `kind` returns the kind of a layer, and `graph` builds the graph of a kind.
     pub fn new<K: PartialEq>(
         layers: usize,
         kind: impl Fn(usize) -> K,
@@ -69,35 +69,35 @@ impl Blocks {
         Self { graphs: known.iter().map(|kind| Arc::new(graph(kind))).collect(), kinds }
     }
 
-    /// `layers` blocks with one graph.
+    /// Creates `layers` blocks that all have the same graph.
     pub fn uniform(layers: usize, graph: BlockGraph) -> Self {
         Self { graphs: vec![Arc::new(graph)], kinds: vec![0; layers] }
     }
 
-    /// How many layers there are.
+    /// Returns the number of layers.
     pub fn len(&self) -> usize {
         self.kinds.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no layers.
     pub fn is_empty(&self) -> bool {
         self.kinds.is_empty()
     }
 
-    /// The graph of a layer.
+    /// Returns the graph of a layer.
     ///
     /// # Panics
-    /// When there is no such layer.
+    /// If there is no such layer.
     pub fn graph(&self, layer: usize) -> &Arc<BlockGraph> {
         &self.graphs[self.kinds[layer]]
     }
 
-    /// The distinct graphs, in order of their first layers.
+    /// Returns the distinct graphs, in order of their first layers.
     pub fn kinds(&self) -> impl Iterator<Item = BlockKind<'_>> {
         self.kinds_in(0..self.len())
     }
 
-    /// The distinct graphs of some layers; `first` and `layers` of each are those among these.
+    /// Returns the distinct graphs of a range of layers; `first` and `layers` only count layers of the range.
     pub fn kinds_in(&self, layers: Range<usize>) -> impl Iterator<Item = BlockKind<'_>> {
         self.graphs.iter().enumerate().filter_map(move |(kind, graph)| {
             let of_kind = || layers.clone().filter(|layer| self.kinds.get(*layer) == Some(&kind));

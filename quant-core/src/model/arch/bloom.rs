@@ -1,5 +1,5 @@
-//! Bloom: layer norms with biases, one of them on the embeddings; scores that fall with the distance in place of positions
-//! (ALiBi); queries, keys and values of each head in consecutive rows of one linear.
+//! Bloom: layer norms with biases, one of them on the embeddings; ALiBi in place of position embeddings; queries, keys
+//! and values of each head in consecutive rows of one linear.
 
 use super::decoder::{Decoder, Defaults, either};
 use super::parts::{Mlp, NormKind, Projections};

@@ -1,6 +1,6 @@
-//! Command R and R7B: one layer norm without a bias for attention and MLP, which run side by side; neighboring channels
-//! turn together; logits are scaled. Command R+ norms queries and keys, with a weight for every single head. In Cohere 2
-//! the layers without a window are not rotated. Cohere 2 with experts may have a few layers without them in front.
+//! Command R and R7B: one layer norm without a bias for attention and MLP, which run in parallel; interleaved rotary
+//! embeddings; scaled logits. Command R+ normalizes queries and keys, with separate weights for each head. Cohere 2
+//! does not rotate the layers without a window. Cohere 2 MoE may start with a few dense layers.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
@@ -51,7 +51,7 @@ impl Family for Cohere2 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 1e4)?;
-        // Readers take the hidden size's share for the width of heads, whatever the configuration says.
+        // Other implementations use `hidden_size / num_attention_heads`, whatever the configuration says.
         if d.shape.head_dim * d.shape.heads() != d.hidden {
             let reason = format!("is {}; heads of this family share the hidden size", d.shape.head_dim);
             return Err(config.error("head_dim", reason));
@@ -87,7 +87,7 @@ impl Family for Cohere2Moe {
             Some(dense) => dense,
             None => (0..d.layers).map(|layer| layer < first).collect(),
         };
-        // The layers in front follow a pattern of their own.
+        // The leading dense layers have a window pattern of their own.
         let in_front = config.optional_positive("prefix_dense_sliding_window_pattern")?.unwrap_or(1);
         let behind = config.optional_positive("sliding_window_pattern")?.unwrap_or(4);
         let windows = Windows::patterned(config, Some(4096), |layer| match layer.checked_sub(first) {
@@ -104,7 +104,7 @@ impl Family for Cohere2Moe {
     }
 }
 
-/// The experts of Cohere 2, which may be averaged with the shared one.
+/// The experts of Cohere 2. Their sum and the shared expert's output may be averaged.
 fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     const CHOICE: &str = "expert_selection_fn";
     const STRATEGY: &str = "shared_expert_combination_strategy";
@@ -114,7 +114,7 @@ fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     };
     let routing = routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok"])?;
     let routing = match config.optional_str(CHOICE)?.unwrap_or("softmax") {
-        // The softmax of the chosen: that of all, scaled to add up to 1.
+        // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
         "softmax" => Routing { normalized: true, ..routing },
         "sigmoid" => {
             Routing { scores: Scores::Sigmoid, normalized: d.flag("norm_topk_prob", true)?, ..routing }
@@ -158,7 +158,7 @@ fn describe(
     describe_with(d, windows, head_norms, |_, window| all_turn || window, |_| d.mlp(false))
 }
 
-/// `turns`: whether a layer is rotated, with or without a window.
+/// `turns`: whether a layer is rotated, given its index and whether it has a window.
 fn describe_with(
     d: &Decoder<'_>,
     windows: &Windows,

@@ -1,4 +1,4 @@
-//! What most families' configurations say under the same keys, and the architecture that follows from it.
+//! The configuration keys that most families share, and the architecture that follows from them.
 
 use super::experts::GatedExperts;
 use super::parts::{Attention, DecoderBlock, Mlp, NormKind, Norms, Projections};
@@ -7,15 +7,15 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, RopeRequest};
 
-/// What a family takes where its configuration is silent, and the keys that have other names.
+/// The defaults of a family, and its names for keys that differ between families.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
-    /// The key of the MLP's width, or of what stands for it where no layer has one.
+    /// The key of the MLP's width, or a substitute if no layer has an MLP.
     pub(super) intermediate_key: &'static str,
-    /// Key and value heads; `None` means as many as query heads.
+    /// Number of key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,
-    /// Width of a head; `None` means the hidden size's share.
+    /// Width of a head; `None` means `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
     /// Base of the rotary frequencies.
     pub(super) theta: f64,
@@ -23,18 +23,18 @@ pub(super) struct Defaults {
     pub(super) norm_eps_key: &'static str,
     pub(super) norm_eps: f64,
     pub(super) activation_key: &'static str,
-    /// The activation that the family uses, and the names that it has in configurations.
+    /// The activation of the family, and its names in configurations.
     pub(super) activation: (Activation, &'static [&'static str]),
     pub(super) tied: bool,
     /// SmoothQuant's exponent.
     pub(super) smoothing: f32,
 }
 
-/// Names of the GELU with a hyperbolic tangent.
+/// Names of the tanh approximation of GELU.
 pub(super) const GELU_TANH: &[&str] = &["gelu_pytorch_tanh", "gelu_new", "gelu_python_tanh", "gelu_fast"];
 
 impl Defaults {
-    /// Those of most families.
+    /// The defaults of most families.
     pub(super) fn new(family: &'static str) -> Self {
         Self {
             family,
@@ -53,13 +53,13 @@ impl Defaults {
     }
 }
 
-/// Of two names of a field, the second where it alone has a value.
+/// Returns the second of two names of a field if only that one has a value, else the first.
 pub(super) fn either(config: &ConfigFields<'_>, names: [&'static str; 2]) -> &'static str {
     let [first, second] = names.map(|name| config.get(name).is_some());
     if second && !first { names[1] } else { names[0] }
 }
 
-/// The sizes of a model, read and checked.
+/// The validated sizes of a model.
 #[derive(Debug, Clone)]
 pub(super) struct Decoder<'a> {
     pub(super) config: &'a ConfigFields<'a>,
@@ -78,7 +78,8 @@ impl<'a> Decoder<'a> {
         let heads = config.require_positive("num_attention_heads")?;
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
-            // `null` means all of them in every family; only a missing key has a family's own default.
+            // `null` means as many as query heads in every family; a family's default applies only if the key is
+            // missing.
             None if config.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
@@ -116,7 +117,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The norms that the defaults say, with the epsilon of the configuration.
+    /// Returns the norms of the family, with the epsilon of the configuration.
     pub(super) fn norms(config: &ConfigFields<'_>, defaults: Defaults) -> Result<Norms> {
         let eps = config.optional_f64(defaults.norm_eps_key)?.unwrap_or(defaults.norm_eps);
         match (0.0..1.0).contains(&eps) {
@@ -128,12 +129,12 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A flag, `default` where it is absent.
+    /// Reads a flag; returns `default` if it is absent.
     pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         Ok(self.config.optional_bool(key)?.unwrap_or(default))
     }
 
-    /// A positive factor, if present.
+    /// Reads a positive factor, if present.
     pub(super) fn factor(&self, key: &str) -> Result<Option<f64>> {
         match self.config.optional_f64(key)? {
             Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(Some(value)),
@@ -142,7 +143,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Refuses a flag that asks for what is not computed.
+    /// Returns an error if a flag enables an unsupported feature.
     pub(super) fn refuse(&self, key: &str, reason: &str) -> Result<()> {
         match self.flag(key, false)? {
             true => Err(self.config.error(key, format!("is true: {reason}"))),
@@ -150,17 +151,18 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The rotation of whole heads by halves that most families have.
+    /// The rotary embedding of most families: over whole heads, in halves.
     pub(super) fn rope(&self) -> Result<Rope> {
         self.rope_request().read(self.config)
     }
 
-    /// What is asked of the configuration for it.
+    /// The request that reads this rotary embedding from the configuration.
     pub(super) fn rope_request(&self) -> RopeRequest<'static> {
         RopeRequest::new(self.shape.head_dim, self.defaults.theta)
     }
 
-    /// Attention with separate projections; `bias` of queries, keys and values, and of the output.
+    /// Attention with separate projections. `bias`: whether queries, keys and values have biases, and whether the
+    /// output does.
     pub(super) fn attention(&self, rope: Option<Rope>, bias: [bool; 2]) -> Attention {
         Attention {
             shape: self.shape,
@@ -180,12 +182,12 @@ impl<'a> Decoder<'a> {
         Mlp::Gated { activation: self.defaults.activation.0, intermediate: self.intermediate, bias }
     }
 
-    /// A block with a norm before each of attention and MLP.
+    /// A block with a norm before the attention and a norm before the MLP.
     pub(super) fn block(&self, attention: Attention, mlp: Mlp) -> DecoderBlock {
         DecoderBlock::new(self.hidden, self.norm, attention, mlp)
     }
 
-    /// The architecture whose layers have these blocks, with experts in the place of the MLP where `experts` has some.
+    /// The architecture with these blocks. Layers for which `experts` returns experts have them instead of the MLP.
     pub(super) fn with_experts(
         &self,
         block: impl Fn(usize) -> DecoderBlock,
@@ -200,7 +202,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The architecture whose layers have these blocks.
+    /// The architecture with these blocks.
     pub(super) fn architecture(&self, block: impl Fn(usize) -> DecoderBlock) -> Result<Architecture> {
         let (config, defaults) = (self.config, self.defaults);
         Ok(Architecture {

@@ -1,6 +1,6 @@
-//! DeepSeek-V2, V3 and what follows V3's design: GLM-4.5 with plain attention, GLM-4.7-Flash with latent attention.
+//! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention.
 //!
-//! The first layers have an MLP. The others have experts, chosen from the best groups, and a shared expert.
+//! The first layers have an MLP. The others have a shared expert and experts that are chosen from the best groups.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
@@ -28,7 +28,7 @@ pub(super) struct Glm4Moe;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4MoeLite;
 
-/// What the configuration may call the number of experts, the published name last.
+/// Configuration keys for the number of experts, the published one last.
 pub(super) const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 impl Family for DeepseekV2 {
@@ -130,7 +130,7 @@ impl Family for Glm4Moe {
     }
 }
 
-/// Refuses another value than this one.
+/// Returns an error if the key has any other value.
 fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
     match config.optional_str(key)?.filter(|found| *found != value) {
         Some(found) => {
@@ -147,20 +147,20 @@ pub(super) fn decoder<'a>(
     family: &'static str,
     norm_eps: f64,
 ) -> Result<Decoder<'a>> {
-    // The width of a head that configurations may name is that of the rotated part, and is not read.
+    // `head_dim`, if present, is the width of the rotated part and is not read.
     let (_, shape) = Latent::read(config)?;
     let head_dim = Some(shape.head_dim);
     let d = Decoder::read(config, Defaults { head_dim, norm_eps, ..Defaults::new(family) })?;
     Ok(Decoder { shape, ..d })
 }
 
-/// Routing by sigmoids, with a stored correction; `defaults` are the factor of weights, and how many groups there are and
-/// are chosen.
+/// Sigmoid routing with a stored correction. `factor` and `groups_by_default` (count, chosen) are the defaults for the
+/// scale of the weights and the groups.
 fn by_sigmoid(d: &Decoder<'_>, factor: f64, groups_by_default: [usize; 2]) -> Result<Routing> {
     corrected_sigmoid(d, "mlp.gate", factor, groups_by_default)
 }
 
-/// The same with the correction stored in another module.
+/// Sigmoid routing with a correction that is stored in `module`.
 pub(super) fn corrected_sigmoid(
     d: &Decoder<'_>,
     module: &'static str,
@@ -178,7 +178,7 @@ pub(super) fn corrected_sigmoid(
     Ok(Routing { groups: groups(d.config, routing, groups_by_default, 2)?, ..routing })
 }
 
-/// The groups that experts are chosen from, each judged by the sum of its `by_largest` largest scores.
+/// Reads the groups that experts are chosen from. A group is ranked by the sum of its `by_largest` largest scores.
 pub(super) fn groups(
     config: &ConfigFields<'_>,
     routing: Routing,
@@ -207,7 +207,7 @@ pub(super) fn groups(
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))
 }
 
-/// Experts with a shared one, as wide as `n_shared_experts` of the others.
+/// Experts plus a shared expert that is as wide as `n_shared_experts` experts.
 pub(super) fn with_shared(
     config: &ConfigFields<'_>,
     routing: Routing,
@@ -329,7 +329,7 @@ mod tests {
         assert!(read("DeepseekV2ForCausalLM", &json!({ "model_type": "kimi_k2" })).is_err());
     }
 
-    /// Scores of longer contexts are multiplied by the square of what YaRN recommends.
+    /// For longer contexts, scores are multiplied by the square of YaRN's recommended factor.
     #[test]
     fn mscale_multiplies_scores() {
         let scale = |rope: Value| {

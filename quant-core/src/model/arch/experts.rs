@@ -1,47 +1,48 @@
-//! Mixtures of experts in a block graph: a router, the experts, and the sum of what they put out.
+//! Mixtures of experts in a block graph: a router, the experts, and the sum of their outputs.
 //!
-//! Every expert is a part of the graph like any other, with nodes of its own: its linears have names, folds, grids and
-//! statistics as all linears have, and a balance list that begins at a norm holds the router and the linears of every
-//! expert. What differs is that the values inside an expert have a row for its tokens alone. A shared expert reads all
-//! tokens, and is an MLP like any other, whose output is added to that of the experts.
+//! Every expert has nodes of its own in the graph. Its linears have names, folds, grids and statistics like all other
+//! linears, and a balance list that begins at a norm holds the router and the linears of every expert. The only
+//! difference is that values inside an expert have rows only for the tokens routed to it. A shared expert reads all
+//! tokens; it is an ordinary MLP whose output is added to that of the experts.
 
 use super::parts::fused_gated;
 use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Experts that a layer may have: what is more is a damaged configuration.
+/// Maximum number of experts per layer; a larger number means that the configuration is damaged.
 const MAX_EXPERTS: usize = 4096;
 
-/// The names of an expert's gate, up and down in most families.
+/// The names of an expert's gate, up and down linears in most families.
 pub(super) const GATE_UP_DOWN: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
-/// Experts with a gated product each, and where their weights are stored.
+/// Gated experts and the names of their weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedExperts {
     /// The router's module.
     pub(super) router: &'static str,
     /// Whether the router has a bias.
     pub(super) router_bias: bool,
-    /// What the module names of experts begin with, before the expert's number.
+    /// The prefix of expert module names, before the expert's index.
     pub(super) prefix: &'static str,
     /// Modules of an expert: gate, up, down.
     pub(super) linears: [&'static str; 3],
     /// Whether these have biases.
     pub(super) bias: bool,
-    /// What an expert makes of gate and up.
+    /// The product of gate and up.
     pub(super) product: Product,
     /// How a token's experts are chosen.
     pub(super) routing: Routing,
-    /// Features between an expert's linears.
+    /// Intermediate size of an expert.
     pub(super) intermediate: usize,
-    /// Names inside the block of the tensors that may hold all experts' gates and ups, and all downs.
+    /// Names inside the block of the tensors that may hold the gates and ups of all experts, and the downs of all
+    /// experts.
     pub(super) fused: [&'static str; 2],
-    /// Whether gates and ups alternate in the former.
+    /// Whether gates and ups alternate in the first of these tensors.
     pub(super) alternate: bool,
     /// The expert that reads every token, if there is one.
     pub(super) shared: Option<SharedExpert>,
-    /// Whether its output and the sum of the others are averaged; else they are added.
+    /// Whether the shared expert's output and the sum of the others are averaged; otherwise they are added.
     pub(super) averages: bool,
 }
 
@@ -50,27 +51,27 @@ pub(super) struct GatedExperts {
 pub(super) enum Product {
     /// `silu(gate) · up`.
     Silu,
-    /// `gelu(gate) · up`, with a hyperbolic tangent.
+    /// `gelu(gate) · up`, with the tanh approximation.
     GeluTanh,
     /// gpt-oss's, see [`Op::ClampedGated`].
     Clamped { alpha: f32, limit: f32 },
 }
 
-/// An expert that reads every token.
+/// The shared expert, which reads every token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct SharedExpert {
-    /// Its module, which has linears named as those of a dense MLP.
+    /// Its module. Its linears are named like those of a dense MLP.
     pub(super) prefix: &'static str,
-    /// Features between its linears.
+    /// Its intermediate size.
     pub(super) intermediate: usize,
-    /// The linear whose sigmoid its output is multiplied by.
+    /// The linear whose sigmoid scales its output.
     pub(super) gate: Option<&'static str>,
-    /// Whole names of its linears, where gate and up are one.
+    /// Full names of its linears, if gate and up are fused.
     pub(super) fused: Option<[&'static str; 2]>,
 }
 
 impl GatedExperts {
-    /// Experts under the names of most families, without biases or a shared one.
+    /// Experts with the names of most families, without biases or a shared expert.
     pub(super) fn new(routing: Routing, intermediate: usize) -> Self {
         Self {
             router: "mlp.gate",
@@ -88,7 +89,7 @@ impl GatedExperts {
         }
     }
 
-    /// How checkpoints may store all experts together.
+    /// The fused tensors in which checkpoints may store all experts.
     pub(super) fn fused(&self, hidden: usize) -> FusedExperts {
         FusedExperts {
             gate_up: self.fused[0],
@@ -103,7 +104,7 @@ impl GatedExperts {
         }
     }
 
-    /// Adds the experts that read `x`, `hidden` features wide; gives their sum.
+    /// Adds the experts for the input `x` with `hidden` features; returns their sum.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         let logits = g.add(self.router(hidden), &[x]);
         let weights = g.add(Op::Route(self.routing), &[logits]);
@@ -128,7 +129,7 @@ impl GatedExperts {
         }
     }
 
-    /// Adds the experts alone, with the weights of each token for them and the router's logits; gives their sum.
+    /// Adds only the routed experts, given the token weights and the router's logits; returns their sum.
     pub(super) fn add_routed(
         &self,
         g: &mut GraphBuilder,
@@ -161,10 +162,10 @@ impl GatedExperts {
 }
 
 impl SharedExpert {
-    /// That of the Qwen families, as wide as the configuration says.
+    /// The shared expert of the Qwen families, with the width from the configuration.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) when its width is missing or malformed.
+    /// [`Error::Config`](crate::Error::Config) if its width is missing or malformed.
     pub(super) fn gated(config: &ConfigFields<'_>) -> Result<Self> {
         Ok(Self {
             prefix: "mlp.shared_expert",
@@ -199,7 +200,7 @@ impl SharedExpert {
     }
 }
 
-/// Reads how many experts there are, under one of these keys, and how many a token is routed to.
+/// Reads the number of experts, under one of these keys, and the number of experts per token.
 ///
 /// # Errors
 /// As [`routing_by`].
@@ -207,10 +208,11 @@ pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Resul
     routing_by(config, keys, &["num_experts_per_tok"])
 }
 
-/// The same with keys of both, of which the first that is there counts; the last is the published one.
+/// Reads the number of experts and the number of experts per token. Of several keys, the first one present counts; the
+/// last one is the published one.
 ///
 /// # Errors
-/// [`Error::Config`](crate::Error::Config) when one is missing or absurd.
+/// [`Error::Config`](crate::Error::Config) if a number is missing or out of range.
 pub(super) fn routing_by(
     config: &ConfigFields<'_>,
     experts: &[&'static str],
@@ -231,7 +233,7 @@ pub(super) fn routing_by(
     }
 }
 
-/// The layers that have experts: every `decoder_sparse_step`th, but for `mlp_only_layers`.
+/// Returns whether each layer has experts: every `decoder_sparse_step`th has, except `mlp_only_layers`.
 pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
     let step = config.optional_positive("decoder_sparse_step")?.unwrap_or(1);
     let mut sparse: Vec<bool> = (1..=Blocks::layers(config)?).map(|n| n.is_multiple_of(step)).collect();
@@ -243,10 +245,10 @@ pub(super) fn sparse_layers(config: &ConfigFields<'_>) -> Result<Vec<bool>> {
     Ok(sparse)
 }
 
-/// The layers that `mlp_layer_types` says have an MLP and no experts, if it is there.
+/// Returns whether each layer is dense (has an MLP and no experts) according to `mlp_layer_types`, if that is present.
 ///
 /// # Errors
-/// [`Error::Config`](crate::Error::Config) when it has another length, or entries that are not known.
+/// [`Error::Config`](crate::Error::Config) if it has the wrong length or unknown entries.
 pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
     const TYPES: &str = "mlp_layer_types";
     let Some(types) = config.optional_str_list(TYPES)? else { return Ok(None) };

@@ -1,5 +1,5 @@
-//! MiniMax-M2, Ernie 4.5 with experts, Granite MoE, HunYuan V1 with experts and Hy3: known blocks with experts in place of the
-//! MLP, each with a router and names of its own.
+//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: known blocks with experts in place of the MLP. Each
+//! family has its own routing and names.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
@@ -30,7 +30,7 @@ pub(super) struct HunYuanMoeV1;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HyV3;
 
-/// Names that Mixtral has, and other families have taken over.
+/// Mixtral's names, which other families have adopted.
 const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
 
 impl Family for MiniMaxM2 {
@@ -63,7 +63,7 @@ impl Family for MiniMaxM2 {
         let defaults =
             Defaults { kv_heads: Some(8), head_dim: Some(128), theta: 5e6, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
-        // Published configurations have the number of channels that turn in place of their share.
+        // Published configurations give the number of rotated channels instead of their fraction.
         let head_dim = d.shape.head_dim;
         let share = config.optional_positive("rotary_dim")?.map_or(1.0, |dim| dim as f64 / head_dim as f64);
         let rope = RopeRequest { partial: Some(share), ..d.rope_request() }.read(config)?;
@@ -148,7 +148,7 @@ impl Family for GraniteMoe {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, Defaults::new(self.name()))?;
-        // Weights are the softmax of the chosen: that of all, scaled to add up to 1.
+        // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
         let routing = Routing {
             normalized: true,
             ..routing_by(config, &["num_experts", "num_local_experts"], &["num_experts_per_tok"])?
@@ -213,7 +213,7 @@ impl Family for HyV3 {
             return Err(config.error("qk_norm", "is false; this family norms queries and keys"));
         }
         d.refuse("mlp_bias", "biases of experts are not computed in this family")?;
-        // Readers have other factors where it is missing.
+        // Other implementations use different defaults if it is missing.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
         let routing = Routing {

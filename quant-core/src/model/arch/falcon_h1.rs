@@ -1,7 +1,7 @@
-//! Falcon-H1: attention and a Mamba 2 mixer side by side in every layer, and constants that almost every value is multiplied
-//! by.
+//! Falcon-H1: attention and a Mamba 2 mixer in parallel in every layer, and constant multipliers on almost every value.
 //!
-//! A constant before a linear without bias stands behind it here, so that the norm's channels reach all linears as they are.
+//! A multiplier before a linear without bias is applied after it here, so that the norm's channels reach all linears
+//! unscaled.
 
 use super::decoder::{Decoder, Defaults};
 use super::mamba::{GatedNorm, Mamba2, scaled, state_space};
@@ -15,7 +15,7 @@ use crate::model::rope::Rope;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FalconH1;
 
-/// The constants of attention and MLP.
+/// The multipliers of attention and MLP.
 #[derive(Debug, Clone, Copy)]
 struct Multipliers {
     attention_in: f32,
@@ -67,7 +67,7 @@ impl Family for FalconH1 {
     }
 }
 
-/// A list of positive factors, 1 each where it is not there.
+/// Reads a list of positive factors; all are 1 if it is missing.
 fn factors<const N: usize>(config: &ConfigFields<'_>, key: &str) -> Result<[f32; N]> {
     let Some(value) = config.get(key) else { return Ok([1.0; N]) };
     let numbers = value.as_array().filter(|list| list.len() == N).and_then(|list| {
@@ -81,7 +81,7 @@ fn factors<const N: usize>(config: &ConfigFields<'_>, key: &str) -> Result<[f32;
     }
 }
 
-/// The mixer; `outer` is what its input is multiplied by.
+/// Reads the mixer; `outer` is the multiplier of its input.
 fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
     const WIDTH: &str = "mamba_d_ssm";
     let config = d.config;
@@ -93,7 +93,7 @@ fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
     let width = width.unwrap_or_else(|| expand.saturating_mul(d.hidden));
     let heads = config.optional_positive("mamba_n_heads")?.unwrap_or(128);
     let head_dim = match config.get("mamba_d_head").and_then(serde_json::Value::as_str) {
-        // One of the values that the key may have.
+        // `auto` is a documented value of the key.
         Some("auto") => None,
         _ => config.optional_positive("mamba_d_head")?,
     };
@@ -136,7 +136,7 @@ fn graph(d: &Decoder<'_>, mamba: &Mamba2, rope: &Rope, by: Multipliers) -> Block
     let mixed = scaled(&mut g, mixed, by.ssm_out);
     let attended = attention(&mut g, d, x, rope, by);
     let attended = scaled(&mut g, attended, by.attention_out);
-    // The two meet before the residual stream joins them, so that a search can watch their sum.
+    // The two outputs are added before they join the residual stream, so that a search can observe their sum.
     let both = g.add(Op::Add, &[mixed, attended]);
     let middle = g.add(Op::Add, &[input, both]);
     let x = g.add(d.norm.op("pre_ff_layernorm", hidden), &[middle]);

@@ -1,7 +1,7 @@
-//! How checkpoints store all experts of a block in tensors of three dimensions.
+//! The three-dimensional tensors in which checkpoints store all experts of a block.
 
-/// The tensors of checkpoints that hold the gates and ups of all experts of a block in one, and their downs in another.
-/// Which of its dimensions are a matrix's rows is a property of the checkpoint, and told by the shapes.
+/// The fused tensors of a checkpoint: one holds the gates and ups of all experts of a block, another the downs. The
+/// dimension that holds the rows of a matrix depends on the checkpoint and is derived from the shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FusedExperts {
     /// Name inside the block of the tensor of gates and ups, `[experts, 2 · intermediate, hidden]`, or
@@ -10,18 +10,18 @@ pub struct FusedExperts {
     /// Name inside the block of the tensor of downs, `[experts, hidden, intermediate]`, or
     /// `[experts, intermediate, hidden]`.
     pub down: &'static str,
-    /// What the names of biases add to these, where there are biases: `[experts, 2 · intermediate]`, `[experts, hidden]`.
+    /// Suffix of the bias names, if there are biases: `[experts, 2 · intermediate]`, `[experts, hidden]`.
     pub bias: Option<&'static str>,
-    /// Whether gates and ups alternate; else gates come first.
+    /// Whether gates and ups alternate; otherwise all gates come first.
     pub alternate: bool,
-    /// What the module names of single experts begin with, before the expert's number.
+    /// The prefix of the module names of single experts, before the expert's index.
     pub prefix: &'static str,
     /// Modules of a single expert: gate, up, down.
     pub linears: [&'static str; 3],
-    /// How many there are.
+    /// Number of experts.
     pub experts: usize,
     /// Features of the hidden states.
     pub hidden: usize,
-    /// Features between an expert's linears.
+    /// Intermediate size of an expert.
     pub intermediate: usize,
 }

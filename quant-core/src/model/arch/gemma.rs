@@ -1,5 +1,5 @@
-//! Gemma 2 and the text models of Gemma 3: norms before and after attention and MLP, whose weights are centered at 0,
-//! GELU in the MLP, embeddings times `√hidden`, and windows in all layers but every second or sixth.
+//! Gemma 2 and the text models of Gemma 3: zero-centered norms before and after attention and MLP, GELU in the MLP,
+//! embeddings multiplied by `√hidden`, and sliding windows in all layers except every second or sixth.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, HeadNorms, NormKind, Placement};
@@ -17,7 +17,7 @@ pub(super) struct Gemma2;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gemma3Text;
 
-/// The norms before attention and MLP, then those after.
+/// The names of the norms before attention and MLP, then of those after.
 pub(super) const SANDWICH: Placement = Placement::Sandwich(
     ["input_layernorm", "pre_feedforward_layernorm"],
     ["post_attention_layernorm", "post_feedforward_layernorm"],
@@ -57,7 +57,7 @@ impl Family for Gemma3Text {
         let pattern = config.optional_positive("sliding_window_pattern")?.unwrap_or(6);
         let windows = Windows::patterned(config, Some(4096), |layer| !(layer + 1).is_multiple_of(pattern))?;
         if let Some(cap) = softcap(&d, "attn_logit_softcapping", None)? {
-            // transformers leaves it aside; other readers need not.
+            // transformers ignores it; other implementations might not.
             let reason = format!("is {cap}; scores of this family have no soft cap");
             return Err(config.error("attn_logit_softcapping", reason));
         }
@@ -89,7 +89,7 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Decode
     Ok(d)
 }
 
-/// The bound of scores or logits: `default` where the key is missing, none where it is `null`.
+/// Reads the soft cap of scores or logits: `default` if the key is missing, `None` if it is `null`.
 pub(super) fn softcap(d: &Decoder<'_>, key: &str, default: Option<f32>) -> Result<Option<f32>> {
     match d.config.has(key) {
         true => Ok(d.factor(key)?.map(|cap| cap as f32)),

@@ -1,9 +1,9 @@
-//! The text models of Gemma 4: norms before and after attention and MLP, with plain weights; layers without a window have
-//! wider heads, which turn in part, and may share keys and values; values are normalized, scores are not scaled, and a
-//! stored number scales each block's output.
+//! The text models of Gemma 4: norms before and after attention and MLP, with plain weights. Layers without a window
+//! have wider, partially rotated heads, and may use the same projection for keys and values. Values are normalized,
+//! scores are not scaled, and a stored scalar multiplies each block's output.
 //!
-//! The small models have an input of its own for each block, and their last blocks read keys and values that an earlier
-//! block has made. The models with experts have these beside the MLP, behind norms of their own.
+//! The small models have a separate input for each block, and their last blocks read keys and values that an earlier
+//! block computed. The MoE models have experts in addition to the MLP, with norms of their own.
 
 use super::beside::{Beside, OwnInput, SharedKeys, Sharing};
 use super::decoder::{Decoder, Defaults, GELU_TANH};
@@ -15,11 +15,12 @@ use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, Pe
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Layers that a model whose blocks all differ may have. What is more is a damaged configuration.
+/// Maximum number of layers of a model whose blocks all differ; a larger number means that the configuration is
+/// damaged.
 const MAX_LAYERS: usize = 1024;
-/// Module names of a block's own input.
+/// Module names that process a block's own input.
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
-/// What blocks that read another's keys and values do not need, though files may have it.
+/// Modules that are unused in blocks that read another block's keys and values, though files may contain them.
 const UNREAD: &[&str] = &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
 /// The family of `Gemma4ForCausalLM`.
@@ -48,7 +49,7 @@ impl Family for Gemma4Text {
         check(&d)?;
         let own = own_width(&d)?;
         let windows = Windows::patterned(config, Some(512), |layer| !(layer + 1).is_multiple_of(6))?;
-        // The last layer never slides, whatever the list says.
+        // The last layer never has a sliding window, whatever the list says.
         let slides = |layer: usize| windows.of(layer).filter(|_| layer + 1 < d.layers);
         let same = d.flag("attention_k_eq_v", false)?;
         let bias = d.flag("attention_bias", false)?;
@@ -113,7 +114,7 @@ impl Family for Gemma4Text {
     }
 }
 
-/// Features of the input that each block has of its own, 0 for none.
+/// Features of the per-block input; 0 if there is none.
 fn own_width(d: &Decoder<'_>) -> Result<usize> {
     const KEY: &str = "hidden_size_per_layer_input";
     let width = match d.config.has(KEY) {
@@ -124,7 +125,7 @@ fn own_width(d: &Decoder<'_>) -> Result<usize> {
     Ok(width)
 }
 
-/// Refuses more layers than models have whose blocks all differ.
+/// Returns an error if all blocks differ and there are more than the maximum.
 fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     if all_differ && d.layers > MAX_LAYERS {
         let reason = format!("is {}; at most {MAX_LAYERS} blocks that all differ are supported", d.layers);
@@ -133,12 +134,13 @@ fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     Ok(())
 }
 
-/// Which of two pairs of keys and values a layer makes or reads.
+/// The index of the key-value pair that a layer computes or reads.
 fn pair_of(attention: &Attention) -> usize {
     usize::from(attention.shape.window.is_none())
 }
 
-/// Has the last blocks read the keys and values of the last one of their kind before them; gives the first that does.
+/// Makes the last blocks read the keys and values of the last earlier block of their kind; returns the first block that
+/// does.
 fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     const KEY: &str = "num_kv_shared_layers";
     let readers = d.config.optional_usize(KEY)?.unwrap_or(0);
@@ -164,7 +166,7 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     Ok(first)
 }
 
-/// What travels beside the residual stream of a block.
+/// The values that travel with the residual stream at a block.
 fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
     let shared = [0, 1].map(|pair| {
         let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
@@ -177,19 +179,19 @@ fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
             _ => SharedKeys::default(),
         }
     });
-    // Where neither comes in nor goes out, blocks are alike.
+    // Blocks that neither receive nor pass on shared keys are identical.
     let shared = shared.map(|keys| if keys.enter || keys.leave { keys } else { SharedKeys::default() });
     let input = OwnInput { width: own, activation: Activation::GeluTanh, names: OWN };
     Beside { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
 }
 
-/// Refuses what is not computed.
+/// Returns an error for unsupported settings.
 fn check(d: &Decoder<'_>) -> Result<()> {
     let config = d.config;
     if config.optional_object("rope_parameters")?.is_none() {
         return Err(config.error("rope_parameters", "is missing"));
     }
-    // Tokens of images see each other both ways with `vision`; a text has none.
+    // With `vision`, image tokens attend to each other in both directions; text has none.
     match config.optional_str("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {
@@ -199,7 +201,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     }
 }
 
-/// The heads of a layer. What `per_layer_config` says of it counts, where that is there.
+/// The attention shape of a layer. Values in `per_layer_config` take precedence.
 fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> Result<AttentionShape> {
     let (config, heads) = (d.config, d.shape.heads());
     let (mut head_dim, mut kv_heads) = (d.shape.head_dim, d.shape.kv_heads);

@@ -1,5 +1,5 @@
-//! Experts beside the MLP of a block: both have norms of their own before and after, and their sum goes on. The router reads
-//! the residual stream as it is, divided by its root mean square and scaled by what is stored.
+//! Experts in addition to the MLP of a block: both have their own norms before and after, and their outputs are added.
+//! The router reads the unnormalized residual stream, divided by its root mean square and multiplied by a stored scale.
 
 use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
 use super::parts::DecoderBlock;
@@ -27,7 +27,7 @@ impl ExpertsBeside {
         }))
     }
 
-    /// Adds the experts that read the residual stream `x`; gives what they and the MLP put out together.
+    /// Adds the experts for the residual stream `x`; returns the sum of their output and the MLP's.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, mlp: NodeId, block: &DecoderBlock) -> NodeId {
         let (experts, hidden) = (&self.0, block.hidden);
         let norm = |g: &mut GraphBuilder, name: &str, x: NodeId| g.add(block.norm.op(name, hidden), &[x]);

@@ -1,5 +1,5 @@
-//! GLM-4 of two block designs (`GlmForCausalLM`, `Glm4ForCausalLM`): a part of each head turns, neighboring channels
-//! together; gate and up are one linear. The later design has norms after attention and MLP too.
+//! GLM-4 in two block designs (`GlmForCausalLM`, `Glm4ForCausalLM`): part of each head is rotated, interleaved; gate
+//! and up are one linear. The later design also has norms after attention and MLP.
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::{DecoderBlock, Mlp, PRE, Placement};
@@ -16,7 +16,7 @@ pub(super) struct Glm;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4;
 
-/// `post_attention_layernorm` stands before the MLP, as in Llama.
+/// `post_attention_layernorm` comes before the MLP, as in Llama.
 const SANDWICH: Placement = Placement::Sandwich(
     ["input_layernorm", "post_attention_layernorm"],
     ["post_self_attn_layernorm", "post_mlp_layernorm"],

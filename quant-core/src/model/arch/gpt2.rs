@@ -1,7 +1,7 @@
 //! GPT-2: layer norms with biases, learned positions, queries, keys and values in one linear, two linears with a GELU
-//! between them. Weights of linears are stored with their inputs first.
+//! between them. Linear weights are stored as `[in, out]`.
 //!
-//! Configurations have keys of their own; transformers takes those of other families for the same.
+//! The configuration has its own key names; transformers accepts those of other families as aliases.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH, either};
 use super::parts::{DecoderBlock, Mlp, NormKind, Placement, Projections};
@@ -123,7 +123,7 @@ mod tests {
             assert!(!a.is_stored_by_columns(name), "{name}");
         }
         let other = describe(&json!({ "hidden_size": 128, "n_embd": null, "num_hidden_layers": 3 })).unwrap();
-        // The family's own key wins where it has a value.
+        // The family's own key takes precedence if it has a value.
         assert_eq!((other.hidden, other.layers), (128, 2));
     }
 

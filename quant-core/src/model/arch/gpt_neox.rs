@@ -1,5 +1,5 @@
-//! GPT-NeoX and Pythia: layer norms with biases, attention and MLP side by side with a norm each, queries, keys and values of
-//! each head in consecutive rows of one linear, a part of each head rotated.
+//! GPT-NeoX and Pythia: layer norms with biases, attention and MLP in parallel with one norm each, queries, keys and
+//! values of each head in consecutive rows of one linear, partially rotated heads.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, Mlp, NormKind, PRE, Placement, Projections};
@@ -23,7 +23,7 @@ impl Family for GptNeoX {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        // Pythia has the exact function.
+        // Pythia uses the exact GELU.
         let activation = match config.optional_str("hidden_act")? {
             Some(name) if GELU_TANH.contains(&name) => (Activation::GeluTanh, GELU_TANH),
             _ => (Activation::Gelu, &["gelu"][..]),
@@ -62,7 +62,7 @@ impl Family for GptNeoX {
         architecture.embedding = "gpt_neox.embed_in.weight".into();
         architecture.final_norm = Some(d.norm.op("gpt_neox.final_layer_norm", d.hidden));
         architecture.head = "embed_out".into();
-        // transformers 5 renames it while it loads.
+        // transformers 5 renames it on loading.
         architecture.head_alias = Some("lm_head");
         architecture.block_prefix = "gpt_neox.layers.{}.";
         Ok(architecture)

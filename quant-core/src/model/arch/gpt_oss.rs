@@ -50,7 +50,7 @@ fn describe(family: &'static str, config: &ConfigFields<'_>) -> Result<Architect
     let factor = |key: &str, default: f64| Ok::<_, crate::Error>(d.factor(key)?.unwrap_or(default) as f32);
     let product =
         Product::Clamped { alpha: factor("swiglu_alpha", 1.702)?, limit: factor("swiglu_limit", 7.0)? };
-    // Weights are the softmax of the chosen: that of all, scaled to add up to 1.
+    // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
     let routing = Routing { normalized: true, ..routing(config, &["num_experts", "num_local_experts"])? };
     let experts = GatedExperts {
         router: "mlp.router",

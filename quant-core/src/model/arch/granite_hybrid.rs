@@ -1,5 +1,5 @@
-//! Granite 4: Granite's factors and blocks, with Mamba 2 in the place of attention in most of them, attention that turns
-//! nothing in the hybrid models, and an MLP with gate and up in one linear, alone or beside experts.
+//! Granite 4: Granite's factors and blocks, with Mamba 2 in place of attention in most of them, attention without
+//! rotation in the hybrid models, and an MLP with gate and up in one linear, alone or alongside experts.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing_by};
@@ -46,7 +46,7 @@ impl Family for GraniteMoeHybrid {
         let mlp = match config.optional_usize(EXPERTS)? {
             Some(0) => Mlp::FusedGatedAs { names: MLP, activation: Activation::Silu, intermediate: shared },
             _ => {
-                // Weights are the softmax of the chosen: that of all, scaled to add up to 1.
+                // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
                 let routing =
                     Routing { normalized: true, ..routing_by(config, &[EXPERTS], &["num_experts_per_tok"])? };
                 let shared =
@@ -61,7 +61,7 @@ impl Family for GraniteMoeHybrid {
             }
         };
         let mut attention = d.attention(rope, [d.flag("attention_bias", false)?; 2]);
-        // Unlike other families', scores are not divided by the root of the width.
+        // Unlike in other families, scores are not divided by √head_dim.
         attention.shape.score_scale = Some(d.factor("attention_multiplier")?.unwrap_or(1.0) as f32);
         let mut block = d.block(attention, mlp);
         block.residual_scale = d.granite_residual()?;
@@ -74,7 +74,7 @@ impl Family for GraniteMoeHybrid {
     }
 }
 
-/// The layers that have Mamba 2 in the place of attention: all, where the configuration does not list them.
+/// Returns whether each layer has Mamba 2 in place of attention: all layers do if the configuration does not list them.
 fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     for key in ["layer_types", "layers_block_type"] {
         let Some(types) = d.config.optional_str_list(key)? else { continue };
@@ -105,7 +105,7 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         return Err(config.error(HEADS, format!("is {heads}, which does not divide the width {width}")));
     }
     let head_dim = match config.get(HEAD_DIM).and_then(serde_json::Value::as_str) {
-        // One of the values that the key may have.
+        // `auto` is a documented value of the key.
         Some("auto") => None,
         _ => config.optional_positive(HEAD_DIM)?,
     };
@@ -113,7 +113,7 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         let reason = format!("is {other}, and {heads} heads of that are not {width} wide");
         return Err(config.error(HEAD_DIM, reason));
     }
-    // The second is the width of a head, which the key may have as text.
+    // The second entry is a placeholder for the head width, whose key may hold text.
     let heads_key = (HEADS, Some(heads));
     let space = state_space(
         config,

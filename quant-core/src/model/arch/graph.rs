@@ -1,12 +1,11 @@
-//! A decoder block as a graph of producers and consumers, and what may be folded in it.
+//! A decoder block as a graph of producers and consumers, and the folds that it allows.
 //!
-//! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a
-//! norm's weight, a linear's row) by `s` and multiply the matching input column of *every* linear
-//! that reads it by `s`. Which producers and consumers these are follows from the graph: a
-//! channel's scale passes unchanged through the `up` side of a gated product, a rectifier and the
-//! value side of attention, squared through a squared rectifier, and is stopped by everything else. Balance lists are therefore computed,
-//! never typed by hand, and a consumer cannot be forgotten. Scales are positive: a rectifier lets no
-//! others through.
+//! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
+//! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
+//! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
+//! a ReLU and the value side of attention, squared through a squared ReLU, and is stopped by everything else. Balance
+//! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
+//! ReLU only commutes with positive scales.
 
 use std::ops::Range;
 
@@ -14,15 +13,15 @@ use super::AttentionShape;
 use super::op::{AttentionInput, ChannelOrder, Computes, Op, Reach, Rows, ScalePass};
 use crate::model::rope::Rope;
 
-/// Index of a [`Node`] in its [`BlockGraph`]; nodes stand in an order of evaluation.
+/// Index of a [`Node`] in its [`BlockGraph`]; nodes are in evaluation order.
 pub type NodeId = usize;
 
 /// One step of a block.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// What it computes.
+    /// The operation.
     pub op: Op,
-    /// From which values, in the order the operation names them.
+    /// The values that it reads, in the order of the operation's inputs.
     pub inputs: Vec<NodeId>,
 }
 
@@ -30,11 +29,11 @@ pub struct Node {
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockGraph {
     nodes: Vec<Node>,
-    /// Of each node, the nodes that read its value, with the input that it is to them.
+    /// For each node, the nodes that read its value, each with the input port.
     users: Vec<Vec<(NodeId, usize)>>,
-    /// Of each node, the features of its value.
+    /// For each node, the number of features of its value.
     widths: Vec<usize>,
-    /// Of each node whose value has rows for some tokens only, the node that selects them.
+    /// For each node whose value has rows for only some tokens, the node that selects them.
     rows: Vec<Option<NodeId>>,
 }
 
@@ -43,27 +42,27 @@ pub struct BlockGraph {
 pub struct FoldGroup {
     /// A norm or a linear; its output channels are divided by the scale.
     pub producer: NodeId,
-    /// Which of its output channels: all, or of a fused linear the rows of one value.
+    /// Its output channels that are scaled: all, or the rows of one value of a fused linear.
     pub rows: Range<usize>,
-    /// The balance list: every linear that reads these channels; their columns are multiplied.
+    /// The balance list: every linear that reads these channels. Their columns are multiplied by the scale.
     pub consumers: Vec<NodeId>,
-    /// The node whose value all consumers read, experts the rows of their tokens.
+    /// The node whose value all consumers read; experts read only the rows of their tokens.
     pub input: NodeId,
-    /// The node whose output a scale search should watch: the single consumer, or the node in which all
-    /// consumers' outputs meet (the attention's or MLP's output projection, the sum of experts).
+    /// The node whose output a scale search observes: the only consumer, or the node where the outputs of all consumers
+    /// meet (the output projection of the attention or MLP, or the sum of experts).
     pub inspected: NodeId,
-    /// How many times a producer's channels stand repeated in the consumers' input: 1, or the
-    /// query heads per key head where values pass through grouped-query attention.
+    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head
+    /// where values pass through grouped-query attention.
     pub repeat: usize,
-    /// Neighbouring channels that are repeated together: a head's, where [`repeat`](Self::repeat) is not 1.
+    /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,
-    /// Scales are those of the consumers' columns. The producer's channels are divided by the root of this degree of them:
-    /// what passes a square between the two comes out squared.
+    /// Scales apply to the consumers' columns. The producer's channels are divided by the `exponent`-th root of the
+    /// scale, because a square between the two squares the scale.
     pub exponent: u32,
 }
 
 impl FoldGroup {
-    /// Of scales of the consumers' columns, what the producer's channels are divided by.
+    /// Returns the divisors of the producer's channels for these scales of the consumers' columns.
     pub fn roots(&self, scales: &[f32]) -> Vec<f32> {
         let root = |&scale: &f32| match self.exponent {
             1 => scale,
@@ -73,22 +72,22 @@ impl FoldGroup {
         scales.iter().map(root).collect()
     }
 
-    /// What the consumers' columns are multiplied by where the producer's channels are divided by `roots`.
+    /// Returns the factors of the consumers' columns if the producer's channels are divided by `roots`.
     pub fn powers(&self, roots: &[f32]) -> Vec<f32> {
         roots.iter().map(|root| (1..self.exponent).fold(*root, |power, _| power * root)).collect()
     }
 
-    /// The producer's channel that stands in a column of the consumers.
+    /// Returns the producer channel of a consumer column.
     pub fn channel(&self, column: usize) -> usize {
         column / self.run / self.repeat * self.run + column % self.run
     }
 
-    /// Of one value for each of the producer's channels, those of the consumers' columns.
+    /// Expands one value per producer channel to one value per consumer column.
     pub fn spread(&self, channels: &[f32]) -> Vec<f32> {
         (0..channels.len() * self.repeat).map(|column| channels[self.channel(column)]).collect()
     }
 
-    /// Of one value for each of the consumers' columns, the largest of every channel of the producer.
+    /// Reduces one value per consumer column to the maximum per producer channel.
     pub fn gather_largest(&self, columns: &[f32]) -> Vec<f32> {
         let mut channels = vec![f32::NEG_INFINITY; columns.len() / self.repeat];
         for (column, value) in columns.iter().enumerate() {
@@ -99,38 +98,38 @@ impl FoldGroup {
     }
 }
 
-/// Channels between linears that may stand in any order, and everything that must be reordered with them.
+/// Channels between linears that may be permuted, and everything that must be permuted with them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrderGroup {
-    /// The linears whose rows are reordered: all whose outputs the channels are made of.
+    /// The linears whose rows are permuted: all linears that compute the channels.
     pub producers: Vec<NodeId>,
-    /// The linear whose columns are.
+    /// The linear whose columns are permuted.
     pub consumer: NodeId,
     /// The node whose value it reads.
     pub input: NodeId,
-    /// How many times a producer's channels stand repeated in the consumer's input.
+    /// How many times each producer channel is repeated in the consumer's input.
     pub repeat: usize,
-    /// The width of heads, where channels may not leave theirs.
+    /// The head width, if channels must stay within their heads.
     pub head: Option<usize>,
 }
 
-/// The place of an attention and what turns, norms and makes its queries and keys.
+/// An attention and the producers, norms and rotation of its queries and keys.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QueryKey {
     /// The attention.
     pub attention: NodeId,
-    /// What queries and keys come from: a linear each, or a norm of heads each.
+    /// The producers of queries and keys: two linears, or two head norms.
     pub producers: [NodeId; 2],
     /// Query heads per key head.
     pub repeat: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// How both are rotated to their positions, if they are: a channel that turns is mixed with its partner, and both must
-    /// have one scale.
+    /// The rotary embedding of both, if there is one. It mixes a channel with its partner, so both must have the same
+    /// scale.
     pub rope: Option<Rope>,
 }
 
-/// Builds a [`BlockGraph`] in order of evaluation.
+/// Builds a [`BlockGraph`] in evaluation order.
 #[derive(Debug, Default)]
 pub struct GraphBuilder {
     nodes: Vec<Node>,
@@ -144,7 +143,7 @@ impl GraphBuilder {
         self.nodes.len() - 1
     }
 
-    /// The finished block; its output is the last node.
+    /// Returns the finished block; its output is the last node.
     pub fn finish(self) -> BlockGraph {
         let nodes = self.nodes;
         let mut users = vec![Vec::new(); nodes.len()];
@@ -167,45 +166,45 @@ impl GraphBuilder {
 }
 
 impl BlockGraph {
-    /// The nodes in order of evaluation.
+    /// Returns the nodes in evaluation order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The node that is the block's input.
+    /// Returns the node that is the block's input.
     pub fn input(&self) -> NodeId {
         self.nodes.iter().position(|n| matches!(n.op, Op::Input { .. })).unwrap_or(0)
     }
 
-    /// The node that is the block's output.
+    /// Returns the node that is the block's output.
     pub fn output(&self) -> NodeId {
         self.nodes.len() - 1
     }
 
-    /// Whether everything after a node is computed from its value alone: the block falls in two there. Its value is as
-    /// wide as the block's input.
+    /// Returns whether all later nodes depend only on this node's value, so that the block can be split there. The
+    /// value is as wide as the block's input.
     pub fn is_cut(&self, id: NodeId) -> bool {
         let alone = self.nodes[id + 1..].iter().all(|n| n.inputs.iter().all(|&i| i >= id));
         alone && self.nodes[id].op == Op::Add
     }
 
-    /// Features of a node's value.
+    /// Returns the number of features of a node's value.
     pub fn width(&self, id: NodeId) -> usize {
         self.widths[id]
     }
 
-    /// The node that selects the rows of a node's value, where these are some of the tokens' only.
+    /// Returns the node that selects the rows of a node's value, if the value only has rows for some tokens.
     pub fn rows_selected_by(&self, id: NodeId) -> Option<NodeId> {
         self.rows[id]
     }
 
-    /// The expert that a node belongs to, as the node that selects the rows it reads.
+    /// Returns the expert that a node belongs to, as the node that selects the rows it reads.
     pub fn expert_of(&self, id: NodeId) -> Option<NodeId> {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
-    /// Features of a token that have to be kept while a block's experts run one after the other: what they read,
-    /// their weights, and the sum of their outputs. 0 without experts.
+    /// Returns the number of features per token that must be kept while the experts of a block run in sequence: their
+    /// input, their weights, and the sum of their outputs; 0 without experts.
     pub fn expert_features(&self) -> usize {
         let of = |(id, node): (NodeId, &Node)| {
             let outputs = node.inputs[1..].iter().filter_map(|&output| self.rows[output]);
@@ -216,7 +215,7 @@ impl BlockGraph {
         sums.map(of).max().unwrap_or(0)
     }
 
-    /// The share of all tokens that a node's value has rows for, if tokens are spread evenly.
+    /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {
             Some(Rows::Selected { share, .. }) => share,
@@ -224,7 +223,7 @@ impl BlockGraph {
         }
     }
 
-    /// The node whose value has the same channels as that of `id`, and all rows.
+    /// Returns the node whose value has the same channels as that of `id`, and all rows.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
             Rows::Selected { port, .. } => self.nodes[id].inputs[port],
@@ -232,8 +231,8 @@ impl BlockGraph {
         }
     }
 
-    /// The last node that reaches across tokens, where each token's output is computed from the block's input and from
-    /// that node's value by itself: nothing else that the output depends on reaches further.
+    /// Returns the last node that mixes tokens, if each token's output depends only on its own block input and its own
+    /// row of that node's value, so that nothing else the output depends on mixes tokens.
     pub fn only_mixing(&self) -> Option<NodeId> {
         let mixing = (0..self.nodes.len()).rfind(|id| self.nodes[*id].op.reach() == Reach::Window)?;
         let mut needed = vec![false; self.nodes.len()];
@@ -247,9 +246,9 @@ impl BlockGraph {
         (0..self.nodes.len()).all(alone).then_some(mixing)
     }
 
-    /// Whether a token's value at `to` depends on other tokens' values at `from`, or on where it stands.
+    /// Returns whether a token's value at `to` depends on other tokens' values at `from`, or on the token's position.
     pub fn mixes_tokens(&self, from: NodeId, to: NodeId) -> bool {
-        // Of each node from `from` on: whether it depends on it, and whether that passes through such an operation.
+        // For each node from `from` on: whether it depends on `from`, and whether that path mixes tokens.
         let mut depends = vec![false; to + 1 - from.min(to)];
         let mut mixes = depends.clone();
         depends[0] = true;
@@ -263,12 +262,12 @@ impl BlockGraph {
         mixes.last().copied().unwrap_or(false)
     }
 
-    /// The attentions, in order of evaluation.
+    /// Returns the attentions, in evaluation order.
     pub fn attentions(&self) -> impl Iterator<Item = AttentionShape> {
         self.nodes.iter().filter_map(|node| node.op.cached())
     }
 
-    /// Linears in order of evaluation: id, name inside the block, `[out, in]`, whether biased.
+    /// Returns the linears in evaluation order: id, name inside the block, `[out, in]`, whether there is a bias.
     pub fn linears(&self) -> impl Iterator<Item = (NodeId, &str, [usize; 2], bool)> {
         self.nodes.iter().enumerate().filter_map(|(id, node)| match node.op.computes() {
             Computes::Linear { name, shape, bias } => Some((id, name, shape, bias)),
@@ -276,7 +275,7 @@ impl BlockGraph {
         })
     }
 
-    /// Norms with parameters in order of evaluation: id, name inside the block, width.
+    /// Returns the norms with parameters in evaluation order: id, name inside the block, width.
     pub fn norms(&self) -> impl Iterator<Item = (NodeId, &str, usize)> {
         self.nodes.iter().enumerate().filter_map(|(id, node)| {
             let (name, width, _) = node.op.stored_norm()?;
@@ -284,13 +283,13 @@ impl BlockGraph {
         })
     }
 
-    /// Operations with parameters that are neither norms nor linears, in order of evaluation.
+    /// Returns the operations with parameters that are neither norms nor linears, in evaluation order.
     pub fn parametrized(&self) -> impl Iterator<Item = (NodeId, &Op)> {
         let nodes = self.nodes.iter().enumerate().map(|(id, node)| (id, &node.op));
         nodes.filter(|(_, op)| !op.is_norm() && op.linear_shape().is_none() && !op.parameters().is_empty())
     }
 
-    /// Whether a norm or a linear has a bias.
+    /// Returns whether a norm or a linear has a bias.
     pub fn has_bias(&self, id: NodeId) -> bool {
         let op = &self.nodes[id].op;
         match op.computes() {
@@ -299,24 +298,24 @@ impl BlockGraph {
         }
     }
 
-    /// A node's name inside the block, if it is a module.
+    /// Returns a node's name inside the block, or an empty string if it is not a module.
     pub fn name(&self, id: NodeId) -> &str {
         self.nodes[id].op.name()
     }
 
-    /// Whether a linear's output becomes a query or key: its error passes through a softmax, so
-    /// weight clipping, which minimizes the error of the linear's own output, leaves it alone.
+    /// Returns whether a linear's output becomes a query or key. Its error then passes through a softmax, so weight
+    /// clipping, which minimizes the error of the linear's own output, does not apply to it.
     pub fn feeds_queries_or_keys(&self, id: NodeId) -> bool {
         self.feeds(id, &|input| input != AttentionInput::Values)
     }
 
-    /// Whether a linear's output becomes a query, key or value.
+    /// Returns whether a linear's output becomes a query, key or value.
     pub fn feeds_attention(&self, id: NodeId) -> bool {
         self.feeds(id, &|_| true)
     }
 
-    /// Whether a linear's output, or a part of it, is normed and then read by another linear: a vector that stands for
-    /// several heads, and that engines do not split.
+    /// Returns whether a linear's output, or part of it, is normalized and then read by another linear: a latent vector
+    /// that serves several heads and that engines do not split.
     pub fn makes_latents(&self, id: NodeId) -> bool {
         self.users(id).any(|(user, _)| match &self.nodes[user].op {
             Op::Slice { .. } => self.makes_latents(user),
@@ -327,8 +326,8 @@ impl BlockGraph {
         })
     }
 
-    /// Rows of a linear that belong to one head of the attention that it feeds: those of a query or key, or of a key and
-    /// its value where it makes both.
+    /// Returns the number of rows of a linear per head of the attention that it feeds: those of a query or key, or of a
+    /// key and its value if the linear computes both.
     pub fn head_width(&self, id: NodeId, shape: AttentionShape) -> usize {
         let makes_both = self.feeds(id, &|input| input == AttentionInput::Keys)
             && self.feeds(id, &|input| input == AttentionInput::Values)
@@ -349,8 +348,8 @@ impl BlockGraph {
         })
     }
 
-    /// Every producer that can be rescaled, in order of evaluation. Where several values are multiplied with each other,
-    /// any of them may carry the scale: the first does.
+    /// Returns every producer that can be rescaled, in evaluation order. If several values are multiplied with each
+    /// other, any of them could carry the scale; the first one does.
     pub fn fold_groups(&self) -> Vec<FoldGroup> {
         let mut groups: Vec<FoldGroup> = Vec::new();
         for group in (0..self.nodes.len()).flat_map(|id| self.fold_groups_of(id)) {
@@ -367,7 +366,7 @@ impl BlockGraph {
         else {
             return Vec::new();
         };
-        // The rows that each value of a fused linear is made of.
+        // The row range of each value of a fused linear.
         let slice = |(user, _): (NodeId, usize)| match self.nodes[user].op {
             Op::Slice { period, start, width: taken } if period == width => {
                 Some((user, start..start + taken))
@@ -387,14 +386,14 @@ impl BlockGraph {
         }
     }
 
-    /// How often a producer's channels stand in its own value: as often as there are heads, where a norm has one weight
-    /// for all of them.
+    /// How many times a producer's channels are repeated in its own value: the number of heads if a norm has one weight
+    /// for all heads, else 1.
     fn heads_of(&self, producer: NodeId) -> usize {
         let norm = self.nodes[producer].op.stored_norm();
         norm.map_or(1, |(_, width, _)| self.widths[producer] / width.max(1))
     }
 
-    /// The group of some of a producer's channels, which are the value of the node `value`.
+    /// The fold group of a range of a producer's channels, which are the value of the node `value`.
     fn fold_group(&self, producer: NodeId, value: NodeId, rows: Range<usize>) -> Option<FoldGroup> {
         let mut walk = Walk::default();
         let heads = self.heads_of(producer);
@@ -412,7 +411,7 @@ impl BlockGraph {
         Some(FoldGroup { producer, rows, consumers: walk.consumers, input, inspected, repeat, run, exponent })
     }
 
-    /// All channels between linears that may be reordered, in order of evaluation of their consumers.
+    /// Returns all channels between linears that may be permuted, in evaluation order of their consumers.
     pub fn order_groups(&self) -> Vec<OrderGroup> {
         self.linears().filter_map(|(id, ..)| self.order_group(id)).collect()
     }
@@ -427,7 +426,7 @@ impl BlockGraph {
         Some(group)
     }
 
-    /// Collects the linears that a value's channels are made of, channel by channel, and nothing else is.
+    /// Collects the linears that alone compute a value's channels, channel by channel.
     fn trace(&self, value: NodeId, group: &mut OrderGroup) -> Option<()> {
         let node = &self.nodes[value];
         let inputs = match node.op.channel_order() {
@@ -449,14 +448,15 @@ impl BlockGraph {
         Some(())
     }
 
-    /// Every attention whose queries and keys can be scaled against each other.
+    /// Returns every attention whose queries and keys can be scaled against each other.
     pub fn query_keys(&self) -> Vec<QueryKey> {
         let of = |(attention, node): (NodeId, &Node)| {
             let Op::Attention(AttentionShape { repeat, head_dim, .. }) = node.op else { return None };
             let [queries, keys] = [self.made_by(node.inputs[0])?, self.made_by(node.inputs[1])?];
             let rope = queries.1;
             let producers = [queries.0, keys.0];
-            // Norms of queries and keys are scaled only where powers of two are exact in what they store.
+            // Norms of queries and keys are scaled only if their stored weight can be multiplied exactly by powers of
+            // two.
             let exact = producers.iter().all(|&id| self.nodes[id].op.weight_offset() == 0.0);
             (keys.1 == rope && exact).then(|| QueryKey {
                 attention,
@@ -469,14 +469,14 @@ impl BlockGraph {
         self.nodes.iter().enumerate().filter_map(of).collect()
     }
 
-    /// What can scale a query or key, and how it is rotated after that.
+    /// Returns the producer that can scale a query or key, and the rotation after it.
     fn made_by(&self, value: NodeId) -> Option<(NodeId, Option<&Rope>)> {
         if self.users(value).count() != 1 {
             return None;
         }
         match &self.nodes[value].op {
             Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // One factor for all channels of a token.
+            // A single factor for all channels of a token.
             Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
             Op::Linear { .. } => Some((value, None)),
             op if op.stored_norm().is_some() => Some((value, None)),
@@ -484,12 +484,12 @@ impl BlockGraph {
         }
     }
 
-    /// Collects the linears that read `value`'s channels; `None` if something stops the scale.
+    /// Collects the linears that read `value`'s channels; returns `None` if something stops the scale.
     fn follow(&self, value: NodeId, repeat: usize, exponent: u32, walk: &mut Walk) -> Option<()> {
         for (user, port) in self.users(value) {
             match &self.nodes[user].op {
                 Op::Linear { .. } => {
-                    // All consumers must see the channels in one arrangement, if not all of them the same rows.
+                    // All consumers must read the channels in the same order, though not necessarily the same rows.
                     let value = self.all_rows_of(value);
                     if walk.input.is_some_and(|i| i != value) {
                         return None;
@@ -500,7 +500,7 @@ impl BlockGraph {
                 }
                 op => match op.scale_pass(port) {
                     ScalePass::Passed { exponent: power, repeat: times, run } => {
-                        // Repeated again, channels would no longer stand in runs of one width.
+                        // Repeated twice, the channels would no longer form runs of one width.
                         if times != 1 && repeat != 1 {
                             return None;
                         }
@@ -516,7 +516,7 @@ impl BlockGraph {
         Some(())
     }
 
-    /// Whether a node's value is computed from that of `from` and from nothing else.
+    /// Returns whether a node's value depends only on the value of `from`.
     fn follows_from(&self, id: NodeId, from: NodeId) -> bool {
         let mut needed = vec![false; id + 1];
         needed[id] = true;
@@ -531,16 +531,16 @@ impl BlockGraph {
         true
     }
 
-    /// The nodes that read a value, in order of evaluation, each with the input that the value is to it.
+    /// Returns the nodes that read a value, in evaluation order, each with the input port.
     pub fn users(&self, value: NodeId) -> impl Iterator<Item = (NodeId, usize)> {
         self.users[value].iter().copied()
     }
 
-    /// The first linear that depends on all of these, or the first node of any kind where no linear does. A search computes
-    /// it from the value that all of these read, so that it must follow from that: experts that a router with another input
-    /// chooses do not.
+    /// Returns the first linear that depends on all `sources`, or the first node of any kind if no linear does. A
+    /// search computes it from the sources' common input, so it must depend on nothing else. Experts chosen by a router
+    /// with a different input do not qualify.
     fn meeting_node(&self, sources: &[NodeId], input: NodeId) -> Option<NodeId> {
-        // Of each node, how many of the sources it depends on.
+        // For each node, the number of sources it depends on.
         let mut reached = vec![0_usize; self.nodes.len()];
         for &source in sources {
             let mut depends = vec![false; self.nodes.len()];

@@ -1,5 +1,5 @@
-//! InternLM2, Llama's block under other names with queries, keys and values in one linear, and InternLM3, Llama's block with
-//! biases of its own.
+//! InternLM2 (Llama's block with different names and a fused linear for queries, keys and values) and InternLM3
+//! (Llama's block with different biases).
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::{DecoderBlock, Mlp, Placement, Projections};
@@ -53,7 +53,7 @@ impl Family for InternLm3 {
         &["InternLM3ForCausalLM"]
     }
 
-    /// transformers has its configuration alone, and runs and saves Llama's class.
+    /// transformers only has its configuration; it runs and saves the Llama class.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &["LlamaForCausalLM"]
     }
@@ -66,7 +66,7 @@ impl Family for InternLm3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // The published keys, and what transformers calls them.
+        // The published key, then its name in transformers.
         let either = |keys: [&str; 2]| -> Result<bool> {
             let found = config.optional_bool(keys[0])?;
             Ok(found.or(config.optional_bool(keys[1])?).unwrap_or(false))
@@ -94,7 +94,7 @@ mod tests {
         arch::describe(&ConfigFields::new(path, config.as_object().unwrap()), &MemorySource::new())
     }
 
-    /// Names and biases of the linears of the block.
+    /// The names of the block's linears, and whether each has a bias.
     fn linears(architecture: &Architecture) -> Vec<(String, bool)> {
         architecture.graph(0).linears().map(|(_, name, _, bias)| (name.to_owned(), bias)).collect()
     }
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(biased(internlm2), ["attention.wqkv", "attention.wo"]);
     }
 
-    /// transformers saves InternLM3 as Llama's class; Llama itself stays what it is.
+    /// transformers saves InternLM3 as Llama's class; Llama itself must stay unaffected.
     #[test]
     fn the_model_type_tells_whose_class_it_is() {
         let of = |kind: &str| {
@@ -133,7 +133,7 @@ mod tests {
         assert!(read(&swapped).is_err());
     }
 
-    /// Queries of a key head come first, then the key, then the value.
+    /// For each key head, the queries come first, then the key, then the value.
     #[test]
     fn rows_are_grouped_by_key_head() {
         let a = read(&json!({ "architectures": ["InternLM2ForCausalLM"] })).unwrap();

@@ -1,8 +1,8 @@
-//! Multi-head latent attention (DeepSeek-V2): keys and values are made from one short vector of each token, queries
-//! perhaps from another, and only a part of each head is rotated. The rotated part of a key is the same for all heads.
+//! Multi-head latent attention (DeepSeek-V2): keys and values are projected from one short latent vector per token,
+//! queries optionally from another, and only part of each head is rotated. All heads share the rotated part of the key.
 //!
-//! Keys and values are computed as attention reads them, a head each, and these are cached: the plain definition, which
-//! engines rearrange so that the short vectors are cached.
+//! Keys and values are expanded to one per head, as attention reads them, and cached in that form. This is the plain
+//! definition; engines rearrange it to cache the latent vectors.
 
 use super::parts::linear;
 use super::{AttentionShape, GraphBuilder, NodeId, Op};
@@ -10,24 +10,24 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, Yarn};
 
-/// What the norms of latent vectors add to the mean square, whatever the configuration says of the other norms.
+/// The epsilon of the norms of latent vectors, whatever the configuration says about other norms.
 const EPS: f64 = 1e-6;
 
-/// The latent vectors that queries, keys and values are made from.
+/// The latent vectors from which queries, keys and values are projected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Latent {
-    /// Width of the queries' vector; `None` where queries are made from the hidden states.
+    /// Width of the query latent; `None` if queries are projected from the hidden states.
     query_rank: Option<usize>,
-    /// Width of the vector of keys and values.
+    /// Width of the key-value latent.
     rank: usize,
-    /// Features of a query's or key's head that are not rotated.
+    /// Features of a query or key head that are not rotated.
     plain: usize,
-    /// Features that are, behind the others.
+    /// Rotated features of a head, after the others.
     rotated: usize,
 }
 
 impl Latent {
-    /// Reads the widths, and the shape of the attention.
+    /// Reads the widths and the shape of the attention.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) with the field that is missing or malformed.
@@ -55,13 +55,13 @@ impl Latent {
         Ok((latent, shape))
     }
 
-    /// Features of a head that are rotated.
+    /// Rotated features of a head.
     pub(super) fn rotated(&self) -> usize {
         self.rotated
     }
 
-    /// Adds what makes queries, keys and values of `x`, `hidden` features wide; `bias` of the linears that make latent
-    /// vectors.
+    /// Adds the projections of `x` (with `hidden` features) to queries, keys and values. `bias`: whether the linears
+    /// that compute the latent vectors have biases.
     pub(super) fn add(
         self,
         g: &mut GraphBuilder,
@@ -103,15 +103,15 @@ impl Latent {
     }
 }
 
-/// The first and the second features of every `widths[0] + widths[1]`.
+/// Splits every `widths[0] + widths[1]` features into the first and the second part.
 fn split(g: &mut GraphBuilder, value: NodeId, widths: [usize; 2]) -> [NodeId; 2] {
     let period = widths[0] + widths[1];
     [(0, widths[0]), (widths[0], widths[1])]
         .map(|(start, width)| g.add(Op::Slice { period, start, width }, &[value]))
 }
 
-/// What scores are multiplied by beside the root of the width: for contexts longer than the model was trained on, the
-/// square of what YaRN recommends, weighted by `mscale_all_dim`.
+/// The factor of the scores on top of `1 / √head_dim`: for contexts longer than in training, the square of YaRN's
+/// recommended factor, weighted by `mscale_all_dim`.
 fn score_factor(config: &ConfigFields<'_>) -> Result<f64> {
     const KEY: &str = "mscale_all_dim";
     let older = config.optional_object("rope_scaling")?;

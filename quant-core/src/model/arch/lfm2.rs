@@ -1,5 +1,5 @@
-//! LFM2, dense and with experts: most layers convolve over a few tokens in the place of attention; heads are normed; names
-//! of its own.
+//! LFM2, dense and MoE: most layers have a short convolution in place of attention; heads are normalized; module names
+//! differ from Llama's.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
@@ -76,7 +76,7 @@ fn decoder<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Dec
     Decoder::read(config, defaults)
 }
 
-/// The architecture whose layers have these experts, or an MLP with so many features between its linears.
+/// The architecture with these experts, or with an MLP of the given intermediate size.
 fn architecture(
     d: &Decoder<'_>,
     intermediate: usize,
@@ -100,7 +100,7 @@ fn architecture(
     let attention_layers = attention_layers(config, d.layers)?;
     let block = |layer: usize| if attention_layers[layer] { attends.clone() } else { convolves.clone() };
     let mut architecture = d.with_experts(block, experts)?;
-    // The older name counts where both are there.
+    // The older name takes precedence if both are present.
     architecture.tied = d.flag("tie_embedding", architecture.tied)?;
     architecture.final_norm = Some(d.norm.op("model.embedding_norm", d.hidden));
     architecture.fused = &[
@@ -110,7 +110,7 @@ fn architecture(
     Ok(architecture)
 }
 
-/// Features between the linears of the MLP: two thirds of what the configuration says, times a factor, rounded up.
+/// Intermediate size of the MLP: two thirds of the configured value, times a factor, rounded up.
 fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let config = d.config;
     let given = config.optional_positive("block_ff_dim")?.unwrap_or(d.intermediate);
@@ -131,7 +131,7 @@ fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     Ok((wide as usize).div_ceil(unit) * unit)
 }
 
-/// Whether each layer has attention: as `layer_types` says, else as `full_attn_idxs` does, else all.
+/// Returns whether each layer has attention: according to `layer_types`, else to `full_attn_idxs`; else all layers do.
 fn attention_layers(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
     const KEY: &str = "layer_types";
     let Some(types) = config.optional_str_list(KEY)? else {

@@ -1,5 +1,5 @@
-//! Llama 1, 2, 3 and the families that share their block but for a detail: Mistral's sliding window,
-//! the biases of Qwen2, the query and key norms of Qwen3.
+//! Llama 1, 2, 3 and families that differ from it in one detail: Mistral's sliding window, the biases of Qwen2, the
+//! query and key norms of Qwen3.
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::HeadNorms;
@@ -92,7 +92,7 @@ impl Family for Qwen3 {
 }
 
 impl Decoder<'_> {
-    /// Llama's block with these windows, biases of attention and norms of heads.
+    /// Llama's block with the given windows, attention biases and head norms.
     fn with_windows(
         &self,
         windows: &Windows,
@@ -113,7 +113,7 @@ mod tests {
     use super::super::BlockGraph;
     use super::*;
 
-    /// A block with 8 query heads of 8.
+    /// A block with 8 query heads of width 8.
     fn block(family: &dyn Family, changes: Value) -> BlockGraph {
         let mut config = json!({
             "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 1,
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(groups(&block(&Llama, all)), expected(1));
         let biased = json!({ "attention_bias": true, "mlp_bias": true });
         assert_eq!(groups(&block(&Llama, biased)), expected(4));
-        // Norms of heads neither scale nor let a scale through.
+        // Head norms neither carry a scale nor let one pass.
         let windows = json!({ "use_sliding_window": true, "sliding_window": 16 });
         assert_eq!(groups(&block(&Qwen3, windows)), expected(4));
     }

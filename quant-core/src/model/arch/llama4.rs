@@ -1,6 +1,6 @@
-//! Llama 4: attention within chunks, with norms of heads without a weight behind the rotation; every few layers attention
-//! to all positions without a rotation, whose queries are scaled by position. What an expert reads is multiplied by the
-//! sigmoid of its logit, and what experts put out is added up as it is.
+//! Llama 4: chunked attention with weightless head norms after the rotation. Every few layers, attention without
+//! rotation covers all positions, and its queries are scaled by position. An expert's input is multiplied by the
+//! sigmoid of its logit, and the outputs of experts are added unweighted.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
@@ -97,7 +97,7 @@ impl Family for Llama4 {
     }
 }
 
-/// The layers that have experts: those of `moe_layers`, else every `interleave_moe_layer_step`th.
+/// Returns whether each layer has experts: those in `moe_layers`, else every `interleave_moe_layer_step`th.
 fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "moe_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
@@ -110,8 +110,8 @@ fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     Ok((1..=d.layers).map(|n| n.is_multiple_of(step)).collect())
 }
 
-/// The layers whose queries and keys are rotated: `no_rope_layers` has 1 for these, in spite of its name. Where it is
-/// missing or empty all are but every `no_rope_layer_interval`th.
+/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name. If the
+/// list is missing or empty, all layers do except every `no_rope_layer_interval`th.
 fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     match d.config.optional_usize_list(KEY)?.filter(|list| !list.is_empty()) {
@@ -129,7 +129,7 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     }
 }
 
-/// Positions of a chunk, for each layer that attends within chunks: those of `layer_types`, else those that are rotated.
+/// Returns the chunk length of each layer with chunked attention: according to `layer_types`, else all rotated layers.
 fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     const TYPES: &str = "layer_types";
     const SIZE: &str = "attention_chunk_size";
@@ -159,7 +159,7 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     }
 }
 
-/// What queries that are not rotated are multiplied by.
+/// The position-dependent factor of queries that are not rotated.
 fn position_scale(d: &Decoder<'_>) -> Result<PositionScale> {
     const KEY: &str = "attn_scale";
     let beta = d.config.optional_f64(KEY)?.unwrap_or(0.1);

@@ -1,5 +1,5 @@
-//! Llama's block with a detail of their own: layers without rotation (SmolLM3), four multipliers (Granite), queries scaled by
-//! position (Ministral 3), biases (Seed-OSS), neighboring channels that turn together (Ernie 4.5), norms after the rotation
+//! Llama's block with one variation per family: layers without rotation (SmolLM3), four multipliers (Granite), queries
+//! scaled by position (Ministral 3), biases (Seed-OSS), interleaved rotation (Ernie 4.5), norms after the rotation
 //! (HunYuan).
 
 use super::decoder::{Decoder, Defaults};
@@ -64,7 +64,7 @@ impl Family for SmolLm3 {
     }
 }
 
-/// What queries of Ministral 3 and Mistral 4 are multiplied by; `parameters` are those of the rotation.
+/// The position-dependent factor of queries in Ministral 3 and Mistral 4; `parameters` are the rope parameters.
 pub(super) fn position_scale(
     config: &ConfigFields<'_>,
     parameters: &ConfigFields<'_>,
@@ -85,8 +85,8 @@ pub(super) fn position_scale(
     Ok(PositionScale { beta: beta as f32, original_positions, offset: 0 })
 }
 
-/// Whether queries and keys of each layer are rotated: `no_rope_layers` has 1 for those that are, in spite of its name;
-/// without it all are but every `no_rope_layer_interval`-th.
+/// Returns whether each layer rotates queries and keys: 1 in `no_rope_layers` means rotated, despite the name. Without
+/// the list, all layers do except every `no_rope_layer_interval`-th.
 fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "no_rope_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
@@ -136,7 +136,7 @@ impl Family for Ministral3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // Its defaults are those of one release; nothing was published without the key.
+        // The key's defaults are those of one release; all published models set it.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };
@@ -167,7 +167,7 @@ impl Family for SeedOss {
     }
 }
 
-/// The width of heads where the key is missing; where it is `null`, it is the hidden size's share.
+/// The default head width if the key is missing. `null` means `hidden_size / num_attention_heads`.
 fn head_dim_or(config: &ConfigFields<'_>, default: usize) -> Option<usize> {
     (!config.has("head_dim")).then_some(default)
 }
@@ -216,10 +216,10 @@ impl Family for HunYuanDenseV1 {
 }
 
 impl Decoder<'_> {
-    /// Granite's architecture: factors of embeddings, scores, the residual stream and logits.
+    /// Granite's architecture, with factors on embeddings, scores, the residual stream and logits.
     pub(super) fn granite(&self, mlp: Mlp) -> Result<Architecture> {
         let mut attention = self.attention(Some(self.rope()?), [self.flag("attention_bias", false)?; 2]);
-        // Unlike other families', scores are not divided by √head_dim.
+        // Unlike in other families, scores are not divided by √head_dim.
         let scale = self.factor("attention_multiplier")?.unwrap_or(1.0);
         attention.shape.score_scale = Some(scale as f32);
         let mut block = self.block(attention, mlp);
@@ -227,12 +227,12 @@ impl Decoder<'_> {
         self.granite_around(self.architecture(|_| block.clone())?)
     }
 
-    /// The factor of what is added to the residual stream.
+    /// The factor of values added to the residual stream.
     pub(super) fn granite_residual(&self) -> Result<Option<f32>> {
         Ok(self.factor("residual_multiplier")?.map(|m| m as f32).filter(|m| *m != 1.0))
     }
 
-    /// The factors of embeddings and logits.
+    /// Adds the factors of embeddings and logits.
     pub(super) fn granite_around(&self, mut architecture: Architecture) -> Result<Architecture> {
         architecture.embedding_scale = self.factor("embedding_multiplier")?.map(EmbeddingScale::Exact);
         if let Some(divisor) = self.factor("logits_scaling")? {
@@ -241,7 +241,7 @@ impl Decoder<'_> {
         Ok(architecture)
     }
 
-    /// The norms of heads that HunYuan V1 has, and its rotation.
+    /// The attention of HunYuan V1, with its head norms and rotation.
     pub(super) fn hunyuan_attention(&self) -> Result<Attention> {
         let rope = RopeRequest { has_alpha: true, ..self.rope_request() }.read(self.config)?;
         let mut attention = self.attention(Some(rope), [self.flag("attention_bias", false)?; 2]);

@@ -1,5 +1,5 @@
-//! Mamba 2 as a part of a block graph: one linear makes the gate, what is convolved, and the steps; the state spaces
-//! follow, and a gated norm or the gate alone.
+//! Mamba 2 as part of a block graph: one linear computes the gate, the convolution's input and the time steps. The
+//! state-space operation follows, then a gated norm or only the gate.
 
 use super::parts::linear;
 use super::{Activation, Convolution, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind, StateSpace};
@@ -10,33 +10,32 @@ use crate::checkpoint::ConfigFields;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mamba2 {
     pub(super) space: StateSpace,
-    /// Tokens that the convolution sees.
+    /// Kernel size of the convolution, in tokens.
     pub(super) kernel: usize,
     /// Whether the convolution has a bias.
     pub(super) conv_bias: bool,
-    /// Whether the linears have: that which reads the hidden states, and that which gives them.
+    /// Whether the input projection has a bias, and whether the output projection has one.
     pub(super) bias: [bool; 2],
-    /// The module that all is stored in.
+    /// The module that holds all tensors.
     pub(super) module: &'static str,
     pub(super) norm: Option<GatedNorm>,
-    /// What the parts of the first linear's output are multiplied by: gate, inputs, what writes into states and what reads
-    /// them, and steps.
+    /// Factors of the parts of the input projection: gate `z`, `x`, `B`, `C` and time step `dt`.
     pub(super) scales: [f32; 5],
 }
 
-/// A norm of groups of channels, with a weight for each channel, before or after the gate.
+/// A norm over groups of channels, with a weight per channel, before or after the gate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedNorm {
     /// The name of the weight.
     pub(super) weight: &'static str,
     pub(super) groups: usize,
     pub(super) eps: f64,
-    /// Whether the norm comes first.
+    /// Whether the norm comes before the gate.
     pub(super) before_gate: bool,
 }
 
 impl Mamba2 {
-    /// Adds what reads `x`; gives what its output projection puts out.
+    /// Adds the mixer for the input `x`; returns the output of its output projection.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         let Self { space, module, .. } = *self;
         let (width, mixed, heads) = (space.width(), space.mixed_width(), space.heads);
@@ -84,16 +83,17 @@ impl Mamba2 {
     }
 }
 
-/// A value times a constant, if that is not 1.
+/// Multiplies a value by a constant, unless that is 1.
 pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId {
     if scale == 1.0 { value } else { g.add(Op::Scale(scale), &[value]) }
 }
 
-/// Heads, groups, and channels of a head. No model has a hundredth of it; what is more is a damaged configuration.
+/// Maximum for heads, groups and channels per head. No model has a hundredth of it; a larger number means that the
+/// configuration is damaged.
 const MOST: usize = 1 << 16;
 
-/// The sizes of state spaces, by the keys of heads, channels of a head, groups and channels of a state, each with its
-/// default.
+/// Reads the sizes of a state-space operation. `keys` are the keys of heads, channels per head, groups and channels per
+/// state, each with its default.
 pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>); 4]) -> Result<StateSpace> {
     let number = |(key, default): (&str, Option<usize>)| {
         let found = config.optional_positive(key)?.or(default);
@@ -112,7 +112,7 @@ pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>
     Ok(StateSpace { heads, groups, head_dim, state_dim, steps: steps(config)? })
 }
 
-/// The bounds of steps: two numbers, of which the second may be infinite in any of the ways that it is written.
+/// Reads the bounds of time steps: two numbers. The second may be infinite, in any of its spellings.
 fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };

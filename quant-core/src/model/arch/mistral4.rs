@@ -1,5 +1,5 @@
-//! Mistral 4, the text model of a class of Mistral 3: DeepSeek-V3's blocks, with experts chosen by a softmax and queries
-//! scaled by position.
+//! Mistral 4, the text model of a Mistral 3 class: DeepSeek-V3's blocks, with softmax routing and queries scaled by
+//! position.
 
 use super::deepseek::{EXPERTS, architecture, decoder, groups, with_shared};
 use super::experts::routing;
@@ -37,12 +37,12 @@ impl Family for Mistral4 {
         let routing = Routing { groups: groups(config, routing, [1, 1], 2)?, ..routing };
         let experts = with_shared(config, routing, 1)?;
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(0);
-        // Its defaults are those of one release; nothing was published without the key.
+        // The key's defaults are those of one release; all published models set it.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };
         let (latent, shape) = Latent::read(config)?;
-        // The share of a head that turns says again how wide its part is.
+        // The rotated fraction of a head is redundant with the width of its rotated part.
         let share = latent.rotated() as f64 / shape.head_dim as f64;
         if let Some(other) = parameters.optional_f64(SHARE)?.filter(|found| (found - share).abs() > 1e-9) {
             return Err(parameters.error(SHARE, format!("is {other}, where {share} of a head turns")));

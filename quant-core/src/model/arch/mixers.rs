@@ -1,52 +1,52 @@
-//! What mixes tokens in the place of attention, as parts of a block graph.
+//! Token mixers that replace attention, as parts of a block graph.
 
 use super::mamba::Mamba2;
 use super::parts::{DecoderBlock, linear};
 use super::{Activation, Convolution, DeltaNet, GraphBuilder, NodeId, Op, Recurrent, RecurrentKind};
 
-/// What stands in the place of attention.
+/// The token mixer that replaces attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mixer {
-    /// Linear attention by the gated delta rule.
+    /// Linear attention with the gated delta rule.
     GatedDeltaNet(GatedDeltaNet),
     /// A convolution between two gates.
     ShortConvolution(ShortConvolution),
-    /// State spaces.
+    /// A state-space layer.
     Mamba2(Mamba2),
 }
 
-/// `out(c · convolution(b · x))`, where `b`, `c` and `x` are thirds of what one linear puts out.
+/// `out(c · convolution(b · x))`, where `b`, `c` and `x` are thirds of one linear's output.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ShortConvolution {
-    /// Tokens that the convolution sees.
+    /// Kernel size of the convolution, in tokens.
     pub(super) kernel: usize,
-    /// Whether linears and convolution have biases.
+    /// Whether the linears and the convolution have biases.
     pub(super) bias: bool,
 }
 
-/// Linear attention by the gated delta rule: a convolution of queries, keys and values, the rule, a norm of heads, and
-/// an output gate.
+/// Linear attention with the gated delta rule: a convolution of queries, keys and values, the delta rule, a head norm,
+/// and an output gate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct GatedDeltaNet {
     pub(super) net: DeltaNet,
-    /// Tokens that the convolution sees.
+    /// Kernel size of the convolution, in tokens.
     pub(super) kernel: usize,
-    /// How linears hold what it reads.
+    /// The layout of the input projections.
     pub(super) projections: DeltaProjections,
 }
 
-/// The linears that read a gated delta net's input.
+/// The input projections of a gated delta net.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DeltaProjections {
-    /// Queries, keys and values in one, a linear each for the gate `z` and for `b` and `a`.
+    /// One linear for queries, keys and values, and one each for the gate `z`, `b` and `a`.
     Separate,
-    /// Two: for each key head its queries and keys, and the values and gates of its value heads; and for each key head
-    /// the `b` and the `a` of its value heads.
+    /// Two linears, with rows grouped by key head: one holds its queries and keys, and the values and gates of its
+    /// value heads; the other the `b` and `a` of its value heads.
     ByKeyHead,
 }
 
 impl Mixer {
-    /// Adds what reads `x`; gives what its output projection puts out.
+    /// Adds the mixer for the input `x`; returns the output of its output projection.
     pub(super) fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock) -> NodeId {
         match self {
             Self::GatedDeltaNet(net) => net.add(g, x, block),
@@ -62,7 +62,7 @@ impl ShortConvolution {
         let all = g.add(linear("conv.in_proj", [3 * hidden, hidden], bias), &[x]);
         let mut third =
             |i: usize| g.add(Op::Slice { period: 3 * hidden, start: i * hidden, width: hidden }, &[all]);
-        // The rows of the outer gate come first: nothing but a product lies between them and the output.
+        // The rows of the output gate come first, since only a product separates them from the output.
         let [after, before, x] = [1, 0, 2].map(&mut third);
         let gated = g.add(Op::Multiply, &[before, x]);
         let kind = Convolution { channels: hidden, kernel, bias, activation: None };
@@ -87,7 +87,7 @@ impl GatedDeltaNet {
         let convolution = recurrent("linear_attn.conv1d", RecurrentKind::Convolution(convolution));
         let mixed = g.add(convolution, &[qkv]);
         let attended = g.add(recurrent("linear_attn", RecurrentKind::DeltaNet(net)), &[mixed, b, a]);
-        // One weight for all heads, whatever the other norms of the block are.
+        // One weight for all heads, not zero-centered, whatever the block's other norms are.
         let (name, width, eps) = ("linear_attn.norm".to_owned(), net.value_dim, block.norm.eps);
         let normed = g.add(Op::RmsNorm { name, width, eps, zero_centered: false }, &[attended]);
         let gated = g.add(Op::Gated(Activation::Silu), &[z, normed]);
@@ -96,9 +96,9 @@ impl GatedDeltaNet {
 }
 
 impl DeltaProjections {
-    /// Queries, keys and values; `z`; `b`; `a`.
+    /// Adds the projections; returns queries, keys and values; `z`; `b`; `a`.
     fn add(self, g: &mut GraphBuilder, x: NodeId, net: DeltaNet, hidden: usize) -> [NodeId; 4] {
-        // Errors of a token's decay and step add up over all tokens after it.
+        // Errors of a token's decay and step accumulate over all later tokens.
         let float = |name: &str, rows: usize| Op::Linear {
             name: name.to_owned(),
             shape: [rows, hidden],

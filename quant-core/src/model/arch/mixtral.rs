@@ -1,5 +1,4 @@
-//! Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: blocks of the Llama family with experts in place of the MLP, in all layers or
-//! in some.
+//! Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE: Llama-like blocks with experts in place of the MLP, in some or all layers.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
@@ -25,7 +24,7 @@ pub(super) struct Qwen2Moe;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Olmoe;
 
-/// transformers 5 takes either name for either family, and writes the second.
+/// transformers 5 accepts either name for either family, and writes the second.
 const EXPERTS: [&str; 2] = ["num_experts", "num_local_experts"];
 
 impl Family for Mixtral {
@@ -45,7 +44,7 @@ impl Family for Mixtral {
             linears: ["w1", "w3", "w2"],
             ..GatedExperts::new(routing, config.require_positive("intermediate_size")?)
         };
-        // Unlike Mistral's, a window that is not named is none.
+        // Unlike in Mistral, a missing key means no window.
         let windows = match config.has("sliding_window") {
             true => Windows::uniform(config, Some(4096), true)?,
             false => Windows::Never,
@@ -75,7 +74,7 @@ impl Family for Qwen3Moe {
         let d = Decoder::read(config, Defaults { kv_heads: Some(4), ..Defaults::new(self.name()) })?;
         let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
         attention.head_norms = Some(HeadNorms::OF_HEADS);
-        // Unlike Qwen3's, all blocks have one: `max_window_layers` is not looked at.
+        // Unlike in Qwen3, all blocks have a window; `max_window_layers` is not read.
         let windows = Windows::uniform(config, Some(4096), d.flag("use_sliding_window", false)?)?;
         let sparse = sparse_layers(config)?;
         let block = d.block(attention, d.mlp(false));
@@ -101,13 +100,13 @@ impl Family for Qwen2Moe {
         };
         let d = Decoder::read(config, Defaults { kv_heads: Some(16), ..Defaults::new(self.name()) })?;
         let attention = d.attention(Some(d.rope()?), [d.flag("qkv_bias", true)?, false]);
-        // Of the first `max_window_layers` every second one, where Qwen2 has those behind them.
+        // Every second one of the first `max_window_layers` blocks; in Qwen2, the blocks after them.
         let windows = match d.flag("use_sliding_window", false)? {
             true => {
                 let below = config.optional_usize("max_window_layers")?.unwrap_or(28);
                 Windows::patterned(config, Some(4096), |layer| layer < below && layer.is_multiple_of(2))?
             }
-            // transformers then writes a window of 0.
+            // In this case transformers writes a window of 0.
             false => Windows::off(config)?,
         };
         let sparse = sparse_layers(config)?;
@@ -141,7 +140,7 @@ impl Family for Olmoe {
     }
 }
 
-/// Routing by the softmax of all experts, whose weights add up to 1 if `norm_topk_prob` says so.
+/// Softmax routing; the weights are normalized to sum to 1 if `norm_topk_prob` is set.
 fn normalized_if_asked(config: &ConfigFields<'_>) -> Result<Routing> {
     let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
     Ok(Routing { normalized, ..routing(config, &EXPERTS)? })
@@ -165,7 +164,7 @@ mod tests {
         family.describe(&ConfigFields::new(path, config.as_object().unwrap()))
     }
 
-    /// The fold groups of the last layer by name: producer, consumers, inspected, and the consumers' input.
+    /// The fold groups of the last layer by name: producer, consumers, inspected node, and the consumers' input.
     fn groups(architecture: &Architecture) -> Vec<(String, Vec<String>, String)> {
         let graph = architecture.graph(architecture.layers - 1);
         let name = |id: usize| graph.name(id).to_owned();
@@ -226,8 +225,8 @@ mod tests {
         assert!(!mixed.fused_modules().iter().any(|f| f.name == "model.layers.1.mlp.gate_up_proj"));
     }
 
-    /// transformers asks only whether there is a window: published configurations of Qwen3-MoE name `max_window_layers`,
-    /// which means nothing there.
+    /// transformers only checks whether there is a window: published Qwen3-MoE configurations contain
+    /// `max_window_layers`, but it has no effect.
     #[test]
     fn windows_are_those_of_all_blocks() {
         let windows = |family: &dyn Family, changes: Value| -> Vec<Option<usize>> {

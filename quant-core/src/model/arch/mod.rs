@@ -1,4 +1,4 @@
-//! Families of models as data. No tensor name of an architecture stands outside this folder.
+//! Model families as data. All tensor names of an architecture are in this folder.
 
 mod attention_shape;
 mod beside;
@@ -60,96 +60,95 @@ use crate::checkpoint::{ConfigFields, TensorSource};
 use crate::format::FusedLinears;
 use crate::model::rope::Rope;
 
-/// Everything the pipeline must know of a model's family and sizes.
+/// Everything the pipeline needs to know about a model's family and sizes.
 #[derive(Debug, Clone)]
 pub struct Architecture {
     /// The family's name, as users write it.
     pub family: &'static str,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Rows of the embedding.
+    /// Vocabulary size: the rows of the embedding.
     pub vocab: usize,
     /// Number of decoder blocks.
     pub layers: usize,
-    /// Positions the model was made for.
+    /// Maximum number of positions.
     pub max_positions: usize,
-    /// The exponent α that SmoothQuant takes for the family where nobody says otherwise; `docs/smoothquant.md` has
-    /// the sources.
+    /// SmoothQuant's default exponent α for the family; `docs/smoothquant.md` lists the sources.
     pub smoothing: f32,
-    /// Rows that are added to the embeddings by position, where the family has them. Others rotate queries and keys
-    /// inside the blocks.
+    /// The learned position embeddings, if the family has them. Other families rotate queries and keys inside the
+    /// blocks.
     pub learned_positions: Option<LearnedPositions>,
-    /// The norm of embeddings before the first block, with its whole name, if there is one.
+    /// The norm of the embeddings before the first block, with its full name, if there is one.
     pub embedding_norm: Option<Op>,
-    /// What embeddings are multiplied by before the first block, if by anything.
+    /// The factor of the embeddings before the first block, if there is one.
     pub embedding_scale: Option<EmbeddingScale>,
-    /// What becomes of the head's output.
+    /// The transform from the head's output to logits.
     pub logits: LogitsTransform,
-    /// Whether the output head is the embedding.
+    /// Whether the output head is tied to the embedding.
     pub tied: bool,
     /// Name of the embedding tensor.
     pub embedding: String,
-    /// The norm before the head, with its whole name, if there is one.
+    /// The norm before the head, with its full name, if there is one.
     pub final_norm: Option<Op>,
     /// Module name of the head.
     pub head: String,
-    /// Another module name that readers may have for the head: a head that stays float is named by both.
+    /// Another module name that loaders may use for the head. If the head stays float, both names are listed.
     pub head_alias: Option<&'static str>,
-    /// The router's name inside a block, and another one that readers may have for it: one that stays float is named by
-    /// both.
+    /// The router's name inside a block, and another one that loaders may use for it. If a router stays float, both
+    /// names are listed.
     pub router_alias: Option<[&'static str; 2]>,
     /// Whether the head has a bias.
     pub head_bias: bool,
     /// Prefix of a block's tensors, with `{}` for its index.
     pub block_prefix: &'static str,
-    /// What all names but the head's begin with, if checkpoints that were saved without the head may
-    /// lack it; else empty.
+    /// Prefix of all names except the head's, if checkpoints saved without the head may omit it; else empty.
     pub base: &'static str,
-    /// Linears inside a block whose float weights are stored as `[in, out]`. What is quantized is stored as everywhere.
+    /// Linears inside a block whose float weights are stored as `[in, out]`. Quantized weights are stored as in all
+    /// families.
     pub stored_by_columns: &'static [&'static str],
-    /// Linears inside a block that engines run as one matrix: the name they give it, and its parts
-    /// in order.
+    /// Linears inside a block that engines fuse into one matrix: the fused name and the parts, in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
-    /// The model that the decoder is a part of, if it is not the whole of it.
+    /// The model that contains the decoder, if the decoder is only a part.
     pub wrapper: Option<Wrapper>,
-    /// What is computed of every token before the first block, for all blocks, where the family has such inputs.
+    /// The per-layer inputs that are computed from every token before the first block, if the family has them.
     pub per_layer_inputs: Option<PerLayerInputs>,
-    /// Tensors that a checkpoint may hold and that nothing computes with, where the family has such.
+    /// Tensors that checkpoints may contain but no computation reads, if the family has them.
     pub unread: Option<Unread>,
-    /// Blocks that may follow the last one and predict further tokens. They are copied, and no part of what is run here.
+    /// Number of extra blocks that may follow the last one and predict further tokens. They are copied, not run.
     pub further_blocks: usize,
-    /// What the names of such blocks begin with, where they are not named like the others.
+    /// Name prefix of these extra blocks, if they are not named like the others.
     pub further_module: Option<&'static str>,
-    /// The tensors that may hold all experts of a block together, where blocks have experts.
+    /// The tensors that may hold all experts of a block together, if blocks have experts.
     pub fused_experts: Option<FusedExperts>,
     /// The graph of each block.
     pub blocks: Blocks,
 }
 
-/// A factor of embeddings.
+/// A factor of the embeddings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum EmbeddingScale {
-    /// As the configuration has it.
+    /// As given by the configuration.
     Exact(f64),
-    /// Rounded to the type that the embedding is stored in: Gemma's `√hidden` is 55.5 in bf16 for 3072.
+    /// Rounded to the dtype of the stored embedding: for 3072, Gemma's `√hidden` is 55.5 in bf16.
     Rounded(f64),
 }
 
-/// The head's output becomes logits: it is multiplied by `scale`, and then, with a soft cap `c`, becomes `c tanh(x / c)`.
+/// The transform from the head's output to logits: multiplication by `scale`, then `x → c · tanh(x / c)` if there is a
+/// soft cap `c`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LogitsTransform {
     /// The factor.
     pub scale: f32,
-    /// The bound of logits, if there is one.
+    /// The soft cap, if there is one.
     pub softcap: Option<f32>,
 }
 
 impl LogitsTransform {
-    /// The head's output as it is.
+    /// Leaves the head's output unchanged.
     pub const IDENTITY: Self = Self { scale: 1.0, softcap: None };
 }
 
-/// A table of positions: a model has as many positions as the table has rows.
+/// A table of position embeddings. The number of its rows limits the number of positions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LearnedPositions {
     /// Name of the tensor `[offset + positions, hidden]`.
@@ -158,37 +157,37 @@ pub struct LearnedPositions {
     pub offset: usize,
 }
 
-/// Inputs of single blocks that depend on the token and its embedding `x`: of block `i` it is part `i` of
-/// `(table[token] · √width + norm(projection(x) / √hidden)) / √2`, where each of the three is `width` features for every
-/// block, and the norm is over each block's.
+/// Per-layer inputs, which depend on the token and its embedding `x`. The input of block `i` is part `i` of
+/// `(table[token] · √width + norm(projection(x) / √hidden)) / √2`. All terms have `width` features per block, and each
+/// block's features are normalized separately.
 ///
-/// They stand after the embedding in what enters the first block.
+/// In the input of the first block, they follow the embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PerLayerInputs {
-    /// Features of a block's input.
+    /// Features of one block's input.
     pub width: usize,
     /// Rows of the table.
     pub vocab: usize,
-    /// Module name of the table `[vocab, layers · width]`; its factor is rounded to the type that it is stored in.
+    /// Module name of the table `[vocab, layers · width]`; its factor is rounded to the table's dtype.
     pub table: String,
     /// Module name of the projection `[layers · width, hidden]`.
     pub projection: String,
-    /// The norm, with its whole name.
+    /// The norm, with its full name.
     pub norm: Op,
 }
 
-/// Modules of some blocks that are no part of these blocks' computation, though checkpoints may hold them.
+/// Modules that some blocks do not use, though checkpoints may contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unread {
-    /// The first block that they are unread in; those after it have none either.
+    /// The first block that does not use them; no later block does either.
     pub first: usize,
     /// Their names inside the block.
     pub modules: &'static [&'static str],
 }
 
 impl Architecture {
-    /// Features of what stands before block `layer`, or after the last one: the hidden states, and what travels beside
-    /// them.
+    /// Returns the features of the input of block `layer`, or of the output of the last block: the hidden states and
+    /// the values that travel with them.
     pub fn state_width(&self, layer: usize) -> usize {
         match layer < self.layers {
             true => self.graph(layer).width(self.graph(layer).input()),
@@ -196,7 +195,7 @@ impl Architecture {
         }
     }
 
-    /// Whether a tensor is a float weight that is stored as `[in, out]`, by its name.
+    /// Returns whether a tensor is a float weight stored as `[in, out]`, by its name.
     pub fn is_stored_by_columns(&self, tensor: &str) -> bool {
         let Some(layer) = self.layer_of(tensor).filter(|_| !self.stored_by_columns.is_empty()) else {
             return false;
@@ -206,7 +205,7 @@ impl Architecture {
         module.is_some_and(|module| self.stored_by_columns.contains(&module))
     }
 
-    /// Whether nothing computes with a tensor, by its name.
+    /// Returns whether no computation reads a tensor, by its name.
     pub fn is_unread(&self, tensor: &str) -> bool {
         let Some(unread) = self.unread else { return false };
         let within = |layer: usize| tensor.strip_prefix(&self.in_block(layer, "")).map(str::to_owned);
@@ -217,15 +216,15 @@ impl Architecture {
         unread.modules.iter().any(of)
     }
 
-    /// The graph of block `layer`.
+    /// Returns the graph of block `layer`.
     ///
     /// # Panics
-    /// When there is no such block.
+    /// If there is no such block.
     pub fn graph(&self, layer: usize) -> &BlockGraph {
         self.blocks.graph(layer)
     }
 
-    /// The distinct attentions of all blocks, in order of their first layers.
+    /// Returns the distinct attention shapes of all blocks, in order of their first layers.
     pub fn attentions(&self) -> Vec<AttentionShape> {
         let mut shapes: Vec<AttentionShape> = Vec::new();
         for shape in self.blocks.kinds().flat_map(|kind| kind.graph.attentions()) {
@@ -236,7 +235,7 @@ impl Architecture {
         shapes
     }
 
-    /// The rotations of all blocks.
+    /// Returns the rotary embeddings of all blocks.
     pub fn ropes(&self) -> impl Iterator<Item = &Rope> {
         self.blocks.kinds().flat_map(|kind| kind.graph.nodes()).filter_map(|node| match node.op.computes() {
             Computes::Rotation(rope) => Some(rope),
@@ -244,12 +243,12 @@ impl Architecture {
         })
     }
 
-    /// The name of a module or tensor of block `index`, from its name inside the block.
+    /// Returns the full name of a module or tensor of block `index`, from its name inside the block.
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
     }
 
-    /// Modules that readers may have other names for, with these.
+    /// Returns the modules that loaders may name differently, with these other names.
     pub fn aliases(&self) -> Vec<(String, String)> {
         let routers = self.router_alias.into_iter().flat_map(|names| {
             (0..self.layers).map(move |layer| names.map(|name| self.in_block(layer, name)).into())
@@ -258,12 +257,12 @@ impl Architecture {
         routers.chain(head).collect()
     }
 
-    /// Module name of the embedding.
+    /// Returns the module name of the embedding.
     pub fn embedding_module(&self) -> String {
         self.embedding.strip_suffix(".weight").unwrap_or(&self.embedding).to_owned()
     }
 
-    /// What engines fuse in all blocks, in model order.
+    /// Returns the linears that engines fuse in all blocks, in model order.
     pub fn fused_modules(&self) -> Vec<FusedLinears> {
         let of_layer = |layer: usize| {
             let has = move |part: &&str| self.graph(layer).linears().any(|(_, name, ..)| name == *part);
@@ -276,17 +275,17 @@ impl Architecture {
         (0..self.layers).flat_map(of_layer).collect()
     }
 
-    /// Whether a tensor is named as if it belonged to a block, whether or not there is such a block.
+    /// Returns whether a tensor is named like part of a block, whether or not the block exists.
     pub fn is_in_some_block(&self, tensor: &str) -> bool {
         self.block_prefix.split_once("{}").is_some_and(|(before, _)| tensor.starts_with(before))
     }
 
-    /// The block that a tensor belongs to, by its name.
+    /// Returns the block that a tensor belongs to, by its name.
     pub fn layer_of(&self, tensor: &str) -> Option<usize> {
         self.index_of(tensor).filter(|index| *index < self.layers)
     }
 
-    /// Whether a tensor belongs to one of the [further blocks](Self::further_blocks), by its name.
+    /// Returns whether a tensor belongs to one of the [further blocks](Self::further_blocks), by its name.
     pub fn is_in_further_block(&self, tensor: &str) -> bool {
         if self.further_module.is_some_and(|module| tensor.starts_with(module)) {
             return true;
@@ -295,41 +294,42 @@ impl Architecture {
         self.index_of(tensor).is_some_and(|index| further.contains(&index))
     }
 
-    /// The index of the block that a tensor is named after.
+    /// Returns the block index in a tensor's name.
     fn index_of(&self, tensor: &str) -> Option<usize> {
         let (before, after) = self.block_prefix.split_once("{}")?;
         let (index, _) = tensor.strip_prefix(before)?.split_once(after)?;
-        // `07` and `+7` parse as 7, but no tensor of a block is called so.
+        // `07` and `+7` parse as 7, but are not valid block indices in tensor names.
         index.parse().ok().filter(|i: &usize| i.to_string() == index)
     }
 }
 
-/// A family this version can read.
+/// A supported model family.
 pub trait Family: Send + Sync {
-    /// The name users know it by.
+    /// Returns the family's name.
     fn name(&self) -> &'static str;
 
-    /// The values of `architectures` in `config.json` that mean this family.
+    /// Returns the values of `architectures` in `config.json` that denote this family.
     fn architectures(&self) -> &'static [&'static str];
 
-    /// Classes of other families under which models of this one may be saved: `model_type` then tells.
+    /// Returns classes of other families under which models of this one may be saved; `model_type` then tells them
+    /// apart.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// Whether `model_type` may have this value: the family's name, if it has no other.
+    /// Returns whether `model_type` may have this value: by default only the family's name.
     fn has_model_type(&self, model_type: &str) -> bool {
         model_type == self.name()
     }
 
-    /// The graph and sizes that a configuration implies.
+    /// Returns the architecture that a configuration describes.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the field that is missing, malformed, absurd or not supported.
+    /// [`Error::Config`](crate::Error::Config) with the field that is missing, malformed, out of range or unsupported.
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture>;
 }
 
-/// The families this version knows.
+/// The supported families.
 pub static FAMILIES: &[&dyn Family] = &[
     &llama::Llama,
     &llama::Mistral,
@@ -388,11 +388,12 @@ pub static FAMILIES: &[&dyn Family] = &[
     &opt::Opt,
 ];
 
-/// Reads the family and sizes from a configuration. Where the decoder is a part of a larger model, its names are
-/// those that `tensors` has for it.
+/// Reads the architecture from a configuration. If the decoder is part of a larger model, its names are taken from
+/// `tensors`.
 ///
 /// # Errors
-/// [`Error::UnknownArchitecture`](crate::Error::UnknownArchitecture) listing the known ones, or as [`Family::describe`]; [`Error::AmbiguousNames`](crate::Error::AmbiguousNames).
+/// [`Error::UnknownArchitecture`](crate::Error::UnknownArchitecture), which lists the known ones;
+/// [`Error::AmbiguousNames`](crate::Error::AmbiguousNames); or as [`Family::describe`].
 pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result<Architecture> {
     let found = match config.optional_str_list("architectures")?.as_deref() {
         Some([first, ..]) => *first,
@@ -407,7 +408,7 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
         if let Some(borrower) = FAMILIES.iter().find(borrows) {
             return borrower.describe(config);
         }
-        // Readers go by either; where the two disagree, they would not run the same model.
+        // Loaders use one or the other; if the two disagree, different loaders would run different models.
         return match model_type {
             Some(kind) if !family.has_model_type(kind) => Err(config.error(
                 "model_type",
@@ -422,13 +423,13 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
     }
 }
 
-/// The values of `architectures` that are read.
+/// Returns the supported values of `architectures`.
 fn known() -> Vec<&'static str> {
     let families = FAMILIES.iter().flat_map(|family| family.architectures()).copied();
     families.chain(multimodal::classes().map(|(name, _)| name)).collect()
 }
 
-/// What engines may be asked about: the names of families, and the classes of vision-language models.
+/// Returns the names to look up in tables of engine support: family names and classes of vision-language models.
 pub fn supported() -> impl Iterator<Item = &'static str> {
     FAMILIES.iter().map(|family| family.name()).chain(multimodal::classes().map(|(name, _)| name))
 }

@@ -1,9 +1,9 @@
-//! Vision-language models: classes that hold a decoder of a known family, their *text tower*, beside a vision tower
-//! and what projects its features into the residual stream.
+//! Vision-language models: classes that contain a decoder of a known family, their *text tower*, along with a vision
+//! tower and a projector of its features into the residual stream.
 //!
-//! The text tower is described by its family from the nested `text_config`, and read, calibrated and quantized as the
-//! family is. Everything else is carried along byte for byte. A class is an entry of [`CLASSES`]: the text models that
-//! it may hold, and the names that its tensors are published under.
+//! The text tower is described by its family from the nested `text_config`, and read, calibrated and quantized like
+//! that family. Everything else is copied byte for byte. A class is an entry of [`CLASSES`]: the text models that it
+//! may contain, and the names that its tensors are published under.
 
 use serde_json::{Map, Value, json};
 
@@ -12,25 +12,25 @@ use crate::checkpoint::{ConfigFields, TensorSource};
 use crate::format::WrapperNames;
 use crate::{Error, Result};
 
-/// The key of the text model's fields.
+/// The key that holds the text model's fields.
 pub(crate) const TEXT: &str = "text_config";
-/// Where transformers' own modules have the text tower, whatever the names in the file.
+/// The text tower's location in transformers' modules, whatever the names in the file.
 const MODULES: Layout =
     Layout { base: "model.language_model.", blocks: "model.language_model.layers.{}.", heads: &["lm_head"] };
-/// The names of Llava and of the classes after it.
+/// The names of Llava and of the classes derived from it.
 const TOWER_FIRST: Layout = Layout {
     base: "language_model.model.",
     blocks: "language_model.model.layers.{}.",
     heads: &["language_model.lm_head"],
 };
-/// Those of a text model, with the vision tower beside it.
+/// The names of a plain text model, with the vision tower next to it.
 const PLAIN: Layout = Layout { base: BASE, blocks: BLOCKS, heads: &["lm_head"] };
 
-/// What the names of a text family begin with.
+/// Name prefix in a text family.
 const BASE: &str = "model.";
-/// The prefix of its blocks.
+/// Name prefix of its blocks.
 const BLOCKS: &str = "model.layers.{}.";
-/// What stands directly below the base of a text tower.
+/// Modules directly below the base of a text tower.
 const PARTS: [&str; 6] = [
     "embed_tokens.",
     "layers.",
@@ -40,27 +40,27 @@ const PARTS: [&str; 6] = [
     "per_layer_projection_norm.",
 ];
 
-/// The model that a decoder is the text tower of.
+/// The model that contains a decoder as its text tower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrapper {
-    /// Its class, as `architectures` has it.
+    /// Its class, as in `architectures`.
     pub class: &'static str,
-    /// What the names of the text tower begin with, but for those of the head.
+    /// Name prefix of the text tower, except for the head.
     base: &'static str,
-    /// Names for the configuration of what is written.
+    /// Names for the configuration of the output.
     pub(crate) names: WrapperNames,
 }
 
 impl Wrapper {
-    /// Whether a tensor lies outside the text tower, so that it is carried along; `head` is the module name of the
-    /// text tower's head.
+    /// Returns whether a tensor is outside the text tower and therefore copied; `head` is the module name of the text
+    /// tower's head.
     fn carries(&self, tensor: &str, head: &str) -> bool {
         !in_tower(tensor, self.base) && !in_module(tensor, head)
     }
 }
 
 impl Architecture {
-    /// Whether a tensor lies outside the decoder, in the model that wraps it.
+    /// Returns whether a tensor is outside the decoder, in the model that wraps it.
     pub fn is_carried(&self, tensor: &str) -> bool {
         self.wrapper.as_ref().is_some_and(|wrapper| wrapper.carries(tensor, &self.head))
     }
@@ -69,11 +69,11 @@ impl Architecture {
 /// Names of a text tower in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Layout {
-    /// What the names begin with.
+    /// Name prefix of the tower.
     base: &'static str,
-    /// The same with the blocks, as [`Architecture::block_prefix`] has it.
+    /// Name prefix of its blocks, in the form of [`Architecture::block_prefix`].
     blocks: &'static str,
-    /// The modules that the head may be.
+    /// Possible module names of the head.
     heads: &'static [&'static str],
 }
 
@@ -83,23 +83,23 @@ struct Class {
     name: &'static str,
     /// The value of `model_type`.
     model_type: &'static str,
-    /// What its text model may be; the first one where `text_config` does not say.
+    /// The possible text models; the first is the default if `text_config` does not name one.
     texts: &'static [Text],
     /// Whether files without a `text_config` have its fields at the top level.
     may_be_flat: bool,
-    /// Whether the head is the embedding where the configuration is silent.
+    /// Whether the head is tied to the embedding by default.
     tied: bool,
-    /// How names may begin, the published ones first.
+    /// Possible name layouts, the published one first.
     layouts: &'static [Layout],
 }
 
-/// A text model of a class.
+/// A possible text model of a class.
 struct Text {
     /// The value of `text_config.model_type`.
     model_type: &'static str,
-    /// The family that it is.
+    /// The name of its family.
     family: &'static str,
-    /// Values of keys that the configuration may lack, where the family has others.
+    /// Default values of the class for missing keys where the family's defaults differ.
     defaults: fn() -> Value,
 }
 
@@ -117,7 +117,7 @@ fn qwen2_vl() -> Value {
     })
 }
 
-/// Weights of a token's experts always add up to 1.
+/// The weights of a token's experts always sum to 1.
 fn qwen3_vl_moe() -> Value {
     json!({
         "num_key_value_heads": 16, "rope_theta": 5e5, "max_position_embeddings": 128_000, "norm_topk_prob": true,
@@ -133,7 +133,7 @@ fn qwen3_5() -> Value {
     json!({ "max_position_embeddings": 32768 })
 }
 
-// Published configurations name only what departs from the class.
+// Published configurations contain only values that differ from the class defaults.
 fn llama() -> Value {
     json!({
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -162,7 +162,7 @@ fn ministral3() -> Value {
     })
 }
 
-// Published configurations leave out even the number of heads.
+// Published configurations omit even the number of heads.
 fn gemma3() -> Value {
     json!({
         "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
@@ -292,17 +292,17 @@ static CLASSES: &[Class] = &[
     },
 ];
 
-/// The classes that are read, and the families of their text models.
+/// Returns the supported classes and the families of their text models.
 pub(super) fn classes() -> impl Iterator<Item = (&'static str, Vec<&'static str>)> {
     CLASSES.iter().map(|class| (class.name, class.texts.iter().map(|text| text.family).collect()))
 }
 
-/// The architecture of the text tower of a class, with the names that `tensors` has for it; `None` where `class` is
-/// not the name of one.
+/// Returns the architecture of the text tower of a class, with its names from `tensors`; `None` if `class` is not a
+/// known class.
 ///
 /// # Errors
-/// [`Error::Config`] as a family's own description, and when the text model is not known, is missing, or stands twice;
-/// [`Error::AmbiguousNames`] when names of several layouts are mixed.
+/// As the family's own description; [`Error::Config`] if the text model is unknown, missing or nested twice;
+/// [`Error::AmbiguousNames`] if names of several layouts are mixed.
 pub(super) fn describe(
     class: &str,
     config: &ConfigFields<'_>,
@@ -339,7 +339,7 @@ pub(super) fn describe(
     let mut architecture = family.describe(&fields)?;
     check_sections(&fields, sections.as_ref(), &architecture)?;
 
-    // Either level may say so. A head of its own in the file is looked for by the reader of the tensors.
+    // Either level may set it. The loader of the tensors checks whether the file has a separate head.
     let tied_here = |fields: &ConfigFields<'_>| fields.optional_bool("tie_word_embeddings");
     let inside = nested.as_ref().map(tied_here).transpose()?.flatten().unwrap_or(false);
     architecture.tied = tied_here(config)?.unwrap_or(class.tied) || inside;
@@ -347,7 +347,7 @@ pub(super) fn describe(
     Ok(Some(architecture))
 }
 
-/// The text model that the nested fields name.
+/// Returns the text model that the nested fields name.
 fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static Text> {
     let Some(kind) = fields.optional_str("model_type")? else { return Ok(&class.texts[0]) };
     class.texts.iter().find(|text| text.model_type == kind).ok_or_else(|| {
@@ -358,7 +358,7 @@ fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static 
     })
 }
 
-/// The fields of a text model with what its class fills in.
+/// Returns the fields of a text model, completed with the defaults of its class.
 fn with_defaults(map: &Map<String, Value>, text: &Text) -> Map<String, Value> {
     let mut map = map.clone();
     if let Value::Object(defaults) = (text.defaults)() {
@@ -369,8 +369,8 @@ fn with_defaults(map: &Map<String, Value>, text: &Text) -> Map<String, Value> {
     map
 }
 
-/// Takes what multimodal rotation (mrope) adds out of the rotary settings. All three positions of a text token are the
-/// same, so that text is rotated as if there were one: the settings that remain are those of a plain rotation.
+/// Removes the settings of multimodal rotation (mrope) from the rope parameters. A text token has the same position on
+/// all three axes, so the remaining plain rotation is equivalent for text.
 fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> {
     let mut found = None;
     for key in ["rope_scaling", "rope_parameters"] {
@@ -388,7 +388,7 @@ fn take_sections(map: &mut Map<String, Value>) -> Option<(&'static str, Value)> 
     found
 }
 
-/// Every frequency of a head must belong to one of the sections, or there is an angle that no position turns.
+/// Every frequency of a head must belong to one of the sections; otherwise no position would define its angle.
 fn check_sections(
     fields: &ConfigFields<'_>,
     sections: Option<&(&'static str, Value)>,
@@ -419,7 +419,7 @@ fn in_tower(tensor: &str, base: &str) -> bool {
     tensor.strip_prefix(base).is_some_and(|rest| PARTS.iter().any(|part| rest.starts_with(part)))
 }
 
-/// Gives the text tower the names that it has in the checkpoint.
+/// Renames the text tower's modules to their names in the checkpoint.
 fn rename(
     architecture: &mut Architecture,
     class: &'static Class,
@@ -470,7 +470,7 @@ fn rename(
     architecture.embedding = embedding;
     architecture.block_prefix = layout.blocks;
     architecture.head = head.to_owned();
-    // Readers' modules are called as in their class, and not as in the file.
+    // Loaders use the module names of their class, not those of the file.
     let renamed = [(layout.base, MODULES.base), (head, MODULES.heads[0])];
     let renamed = renamed.into_iter().filter(|(stored, module)| stored != module).collect();
     let mut wrapper = Wrapper { class: class.name, base: layout.base, names: WrapperNames::default() };
@@ -481,13 +481,13 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
-    // It lies outside of the text tower, and is named so.
+    // In these classes it is outside the text tower and named accordingly.
     architecture.further_module = None;
     Ok(())
 }
 
-/// The outermost module of a tensor that holds nothing of the text tower, without the `model.` that readers' modules
-/// have before it.
+/// Returns the outermost module of a tensor that contains no part of the text tower, without the `model.` prefix of
+/// loaders' modules.
 fn root(tensor: &str, base: &str, head: &str) -> Option<String> {
     let module = tensor.strip_suffix(".weight")?;
     let holds_tower = |outer: &str| [base, head].iter().any(|inner| in_module(inner, outer));

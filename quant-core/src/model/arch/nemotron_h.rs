@@ -1,5 +1,6 @@
-//! Nemotron-H: every layer is one thing behind one norm, a Mamba 2 mixer, attention without rotation, an MLP without gate,
-//! or experts without gates (Nemotron 3), which may read and write a narrower vector than the hidden states.
+//! Nemotron-H: every layer is a single operation after a norm: a Mamba 2 mixer, attention without rotation, an MLP
+//! without a gate, or experts without gates (Nemotron 3), which may read and write a vector narrower than the hidden
+//! states.
 
 use super::decoder::{Decoder, Defaults};
 use super::deepseek::corrected_sigmoid;
@@ -13,7 +14,7 @@ use crate::checkpoint::ConfigFields;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NemotronH;
 
-/// What a layer is.
+/// The kind of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Mamba,
@@ -26,11 +27,11 @@ enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Experts {
     routing: Routing,
-    /// Features between an expert's linears.
+    /// Intermediate size of an expert.
     intermediate: usize,
-    /// The same of the expert that reads every token.
+    /// Intermediate size of the shared expert.
     shared: usize,
-    /// Features that experts read and write, where these are not the hidden states.
+    /// Input and output features of the experts, if they differ from the hidden size.
     latent: Option<usize>,
 }
 
@@ -50,8 +51,8 @@ impl Experts {
         })
     }
 
-    /// Adds what reads `x`; gives the sum of the experts and the shared one. `bias` is of all linears but those of
-    /// single experts.
+    /// Adds the experts for the input `x`; returns the sum of the routed experts and the shared one. `bias` applies to
+    /// all linears except those of the routed experts.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize, bias: bool) -> NodeId {
         let Self { routing, intermediate, shared, latent } = *self;
         let router = Op::Linear {
@@ -83,7 +84,7 @@ impl Experts {
     }
 }
 
-/// Adds two linears with ReLU² between them, of `[intermediate, width]` features.
+/// Adds two linears with ReLU² between them; `[intermediate, width]` are their features.
 fn plain(
     g: &mut GraphBuilder,
     x: NodeId,
@@ -112,7 +113,7 @@ impl Family for NemotronH {
         if let Some(layers) = config.optional_usize(LAYERS)?.filter(|layers| *layers != kinds.len()) {
             return Err(config.error(LAYERS, format!("is {layers}, but {} layers are listed", kinds.len())));
         }
-        // The list alone says how many there are in newer files.
+        // In newer files only the list gives the number of layers.
         let mut map = config.map().clone();
         map.insert(LAYERS.into(), kinds.len().into());
         let config = &config.with_map(&map);
@@ -177,7 +178,7 @@ impl Family for NemotronH {
     }
 }
 
-/// What each layer is: a list of names, older or newer, or a letter for each.
+/// Returns the kind of each layer: from a list of names in either version, or from a string with one letter per layer.
 fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";

@@ -1,5 +1,5 @@
-//! OLMo 2, OLMo 3 and Exaone 4: norms after attention and MLP only, before their outputs are added to the residual stream,
-//! and norms of queries and keys.
+//! OLMo 2, OLMo 3 and Exaone 4: norms only after attention and MLP, before their outputs are added to the residual
+//! stream, and norms of queries and keys.
 
 use super::decoder::{Decoder, Defaults};
 use super::parts::{DecoderBlock, HeadNorms, Placement};
@@ -23,7 +23,7 @@ pub(super) struct Exaone4;
 
 const POST: Placement = Placement::Post(["post_attention_layernorm", "post_feedforward_layernorm"]);
 
-/// One norm of all queries, one of all keys.
+/// One norm over all queries, one over all keys.
 const WHOLE_WIDTH: HeadNorms = HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS };
 
 impl Family for Olmo2 {
@@ -57,7 +57,7 @@ impl Family for Olmo3 {
         let mut request = d.rope_request();
         request.layer_type = Some("full_attention");
         let full = request.read(config)?;
-        // The scaling of the older keys is for full attention alone, and so is transformers' reading of the base.
+        // The older keys' scaling applies only to full attention; transformers reads the base that way too.
         (request.layer_type, request.is_scaled) = (Some("sliding_attention"), false);
         request.theta_key = "rope_local_base_freq";
         let sliding = request.read(config)?;
@@ -86,7 +86,8 @@ impl Family for Exaone4 {
         let has_windows = !config.has("sliding_window") || config.get("sliding_window").is_some();
         let windows = match has_windows {
             true => {
-                // Some releases have the pattern as text, `LLLG`, beside the list of layer types that readers go by.
+                // Some releases give the pattern as text, `LLLG`, in addition to the list of layer types that loaders
+                // use.
                 let pattern = match config.get(PATTERN) {
                     Some(text) if text.is_string() && config.get("layer_types").is_some() => 4,
                     _ => config.optional_positive(PATTERN)?.unwrap_or(4),
@@ -98,7 +99,7 @@ impl Family for Exaone4 {
         let rope = d.rope()?;
         d.architecture(|layer| {
             let window = windows.of(layer);
-            // Where some layers slide, those that do not are not rotated.
+            // If some layers have sliding windows, the layers with full attention are not rotated.
             let rope = (window.is_some() || !has_windows).then(|| rope.clone());
             post_normed(&d, HeadNorms::OF_HEADS, rope, window, false)
         })

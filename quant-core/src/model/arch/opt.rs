@@ -1,7 +1,7 @@
-//! OPT: layer norms, biases, a rectifier between the two linears of the MLP, learned positions.
+//! OPT: layer norms, biases, a ReLU between the two linears of the MLP, learned positions.
 //!
-//! Not read: the post-norm variant (`do_layer_norm_before: false`), embeddings narrower than the hidden
-//! states (`word_embed_proj_dim`), both of which opt-350m alone has, and other activations than ReLU.
+//! Not supported: the post-norm variant (`do_layer_norm_before: false`) and embeddings narrower than the hidden states
+//! (`word_embed_proj_dim`), both of which only opt-350m has, and activations other than ReLU.
 
 use super::{
     Activation, Architecture, AttentionShape, BlockGraph, Blocks, Family, GraphBuilder, LayerNormParameters,
@@ -14,9 +14,9 @@ use crate::checkpoint::ConfigFields;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opt;
 
-/// Rows of the table of positions that stand before the one of position 0.
+/// Number of rows in the position table before position 0.
 const POSITION_OFFSET: usize = 2;
-/// What readers add to the variance; no configuration says otherwise.
+/// The epsilon of the norms; no configuration sets another.
 const NORM_EPS: f64 = 1e-5;
 
 impl Family for Opt {

@@ -1,7 +1,7 @@
-//! A decoder block from its parts: where its norms stand, what attention and MLP are made of.
+//! Builds a decoder block from parts: the placement of its norms, its attention and its MLP.
 //!
-//! Families differ in few things, and each difference is a field here. A family says which of them it has, per layer
-//! where layers differ; the graph follows.
+//! Families differ in only a few ways, and each difference is a field here. A family sets the fields, per layer if
+//! layers differ; the graph follows.
 
 use super::beside::{Beside, Parts, Sharing};
 use super::experts::GatedExperts;
@@ -18,21 +18,21 @@ use crate::model::rope::Rope;
 pub(super) struct DecoderBlock {
     /// Width of the residual stream.
     pub(super) hidden: usize,
-    /// What all its norms are.
+    /// The kind of all its norms.
     pub(super) norm: Norms,
-    /// Where they stand.
+    /// The placement of its norms.
     pub(super) placement: Placement,
     pub(super) attention: Attention,
-    /// What stands in the place of attention, if it does.
+    /// The token mixer that replaces attention, if any.
     pub(super) mixer: Option<Mixer>,
     pub(super) mlp: Mlp,
-    /// What the outputs of attention and MLP are multiplied by before they are added to the residual stream.
+    /// The factor of the outputs of attention and MLP before they are added to the residual stream.
     pub(super) residual_scale: Option<f32>,
-    /// The tensor of a number that the whole output is multiplied by, if there is one.
+    /// The tensor with a scalar factor of the whole output, if there is one.
     pub(super) output_scale: Option<&'static str>,
-    /// Experts beside the MLP, if there are any.
+    /// Experts in addition to the MLP, if there are any.
     pub(super) experts_beside: Option<ExpertsBeside>,
-    /// What travels beside the residual stream.
+    /// Values that travel with the residual stream.
     pub(super) beside: Beside,
 }
 
@@ -46,13 +46,13 @@ pub(super) struct Norms {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormKind {
-    /// Root mean square, times a weight.
+    /// Divided by the root mean square, times a weight.
     Rms,
-    /// Root mean square, times 1 + weight.
+    /// Divided by the root mean square, times 1 + weight.
     RmsZeroCentered,
-    /// Mean subtracted, divided by the deviation, times a weight.
+    /// Mean subtracted, divided by the standard deviation, times a weight.
     LayerNormWithoutBias,
-    /// The same plus a bias.
+    /// Like `LayerNormWithoutBias`, plus a bias.
     LayerNorm,
 }
 
@@ -68,7 +68,7 @@ impl Norms {
         }
     }
 
-    /// The same without a weight.
+    /// The norm operation without parameters.
     fn without_parameters(self, name: &str, width: usize) -> Op {
         let (name, eps, parameters) = (name.to_owned(), self.eps, LayerNormParameters::None);
         match self.kind {
@@ -80,14 +80,14 @@ impl Norms {
     }
 }
 
-/// Where the norms of a block stand: module names of those of attention and of the MLP.
+/// The placement of a block's norms, with the module names for attention and MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Placement {
     /// `x + f(norm(x))`.
     Pre([&'static str; 2]),
     /// `x + norm(f(x))`.
     Post([&'static str; 2]),
-    /// `x + after(f(before(x)))`: names before, then after.
+    /// `x + after(f(before(x)))`: the names of the `before` norms, then of the `after` norms.
     Sandwich([&'static str; 2], [&'static str; 2]),
     /// `x + attention(norm(x)) + mlp(norm(x))`, one norm for both.
     Shared(&'static str),
@@ -95,7 +95,7 @@ pub(super) enum Placement {
     Parallel([&'static str; 2]),
 }
 
-/// The names that most families have.
+/// The names in most families.
 pub(super) const PRE: Placement = Placement::Pre(["input_layernorm", "post_attention_layernorm"]);
 
 /// The attention of a block.
@@ -105,33 +105,33 @@ pub(super) struct Attention {
     pub(super) projections: Projections,
     /// Module name of the output projection.
     pub(super) output: &'static str,
-    /// Whether queries, keys and values have biases, and whether the output has.
+    /// Whether queries, keys and values have biases, and whether the output projection has one.
     pub(super) bias: [bool; 2],
     pub(super) head_norms: Option<HeadNorms>,
-    /// Whether heads of values are divided by their root mean square.
+    /// Whether value heads are divided by their root mean square.
     pub(super) norms_values: bool,
-    /// `None` where queries and keys are not rotated.
+    /// `None` if queries and keys are not rotated.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
-    /// Whether other blocks read its keys and values, or it reads those of another.
+    /// Whether other blocks read its keys and values, or it reads those of another block.
     pub(super) sharing: Option<Sharing>,
 }
 
-/// The linears that make queries, keys and values.
+/// The linears that compute queries, keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Projections {
-    /// One each: `self_attn.{q,k,v}_proj`.
+    /// One linear each: `self_attn.{q,k,v}_proj`.
     Separate,
-    /// The same, with the rows of each head's query followed by those of a gate. What attention puts out is multiplied by
-    /// the gate's sigmoid.
+    /// One linear each. In the query projection, the rows of each head's query are followed by those of a gate; the
+    /// attention output is multiplied by the gate's sigmoid.
     WithOutputGate,
-    /// One for queries, and one for keys and values: both are the same before their norms.
+    /// One linear for queries, and one for both keys and values, which are equal before their norms.
     SharedKeysAndValues,
-    /// One for all, with the rows of queries first, then those of keys and values.
+    /// One linear for all, with the rows of queries first, then those of keys and values.
     Fused(&'static str),
-    /// One for all, with the rows of each key head together: those of its queries, of its key and of its value.
+    /// One linear for all, with rows grouped by key head: those of its queries, its key and its value.
     FusedByHead(&'static str),
-    /// Those of latent attention.
+    /// The projections of latent attention.
     Latent(Latent),
 }
 
@@ -139,18 +139,18 @@ pub(super) enum Projections {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HeadNorms {
     pub(super) names: [&'static str; 2],
-    /// Whether one norm is over the whole projection; else each head is normed.
+    /// Whether one norm covers the whole projection; otherwise each head is normalized.
     pub(super) whole_width: bool,
-    /// Whether every single head has a weight of its own, stored as `[heads, head_dim]`; else all have one.
+    /// Whether each head has its own weight, stored as `[heads, head_dim]`; otherwise all heads share one.
     pub(super) by_head: bool,
-    /// Whether they stand after the rotation.
+    /// Whether they come after the rotation.
     pub(super) after_rope: bool,
     /// Whether they have no weight.
     pub(super) weightless: bool,
 }
 
 impl HeadNorms {
-    /// Norms of heads before the rotation, under the names of most families.
+    /// Head norms before the rotation, with the names of most families.
     pub(super) const OF_HEADS: Self = Self {
         names: ["self_attn.q_norm", "self_attn.k_norm"],
         whole_width: false,
@@ -160,18 +160,18 @@ impl HeadNorms {
     };
 }
 
-/// What follows attention.
-// A few are made for each model.
+/// The MLP of a block.
+// Only a few are created per model.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mlp {
     /// `down(activation(gate) · up)`.
     Gated { activation: Activation, intermediate: usize, bias: bool },
-    /// The same without biases, with module names of gate, up and down.
+    /// A gated MLP without biases, with the module names of gate, up and down.
     GatedAs { names: [&'static str; 3], activation: Activation, intermediate: usize },
-    /// The same with gate and up in one linear, gate first.
+    /// A gated MLP with gate and up in one linear, gate first.
     FusedGated { activation: Activation, intermediate: usize },
-    /// The same with module names of the two linears.
+    /// A gated MLP with gate and up in one linear, with the module names of both linears.
     FusedGatedAs { names: [&'static str; 2], activation: Activation, intermediate: usize },
     /// `down(activation(up))`, with module names of up and down.
     Plain { names: [&'static str; 2], activation: Activation, intermediate: usize, bias: bool },
@@ -180,7 +180,7 @@ pub(super) enum Mlp {
 }
 
 impl DecoderBlock {
-    /// A norm before attention and one before the MLP, as most families have them.
+    /// Creates a block with a norm before the attention and one before the MLP, as in most families.
     pub(super) fn new(hidden: usize, norm: Norms, attention: Attention, mlp: Mlp) -> Self {
         Self {
             hidden,
@@ -196,7 +196,7 @@ impl DecoderBlock {
         }
     }
 
-    /// The block's graph.
+    /// Builds the block's graph.
     pub(super) fn graph(&self) -> BlockGraph {
         let mut g = GraphBuilder::default();
         let mut parts = self.beside.enter(&mut g, self.hidden);
@@ -211,7 +211,7 @@ impl DecoderBlock {
             let y = second.map_or(x, |second| g.add(self.norm.op(second, self.hidden), &[input]));
             let attended = self.mix(&mut g, x, &mut parts);
             let out = self.mlp.add(&mut g, y, self.hidden);
-            // The two meet before the residual stream joins them, so that a search can watch their sum.
+            // The two outputs are added before they join the residual stream, so that a search can observe their sum.
             let both = g.add(Op::Add, &[attended, out]);
             let output = self.add_to(&mut g, input, both);
             return self.finish(g, output, &parts);
@@ -240,7 +240,7 @@ impl DecoderBlock {
         self.finish(g, output, &parts)
     }
 
-    /// The graph, with what follows the MLP.
+    /// Adds the steps after the MLP and finishes the graph.
     fn finish(&self, mut g: GraphBuilder, output: NodeId, parts: &Parts) -> BlockGraph {
         let mut output = self.beside.add_own(&mut g, output, parts, self);
         if let Some(tensor) = self.output_scale {
@@ -250,7 +250,7 @@ impl DecoderBlock {
         g.finish()
     }
 
-    /// Adds what mixes the tokens of `x`; gives what its output projection puts out.
+    /// Adds the token mixer for the input `x`; returns the output of its output projection.
     fn mix(&self, g: &mut GraphBuilder, x: NodeId, parts: &mut Parts) -> NodeId {
         match &self.mixer {
             Some(mixer) => mixer.add(g, x, self),
@@ -258,7 +258,7 @@ impl DecoderBlock {
         }
     }
 
-    /// Adds to the residual stream.
+    /// Adds `value` to the residual stream.
     fn add_to(&self, g: &mut GraphBuilder, stream: NodeId, value: NodeId) -> NodeId {
         let value = match self.residual_scale {
             Some(scale) => g.add(Op::Scale(scale), &[value]),
@@ -268,7 +268,7 @@ impl DecoderBlock {
     }
 }
 
-/// Adds a gated product whose gate and up are the rows of one linear, gate first, and the linear that reads it.
+/// Adds a gated MLP whose gate and up are the rows of one linear, gate first.
 pub(super) fn fused_gated(
     g: &mut GraphBuilder,
     x: NodeId,
@@ -289,7 +289,7 @@ pub(super) fn linear(name: &str, shape: [usize; 2], bias: bool) -> Op {
 }
 
 impl Attention {
-    /// Adds the attention that reads `x`; gives what its output projection puts out.
+    /// Adds the attention for the input `x`; returns the output of its output projection.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, block: &DecoderBlock, parts: &mut Parts) -> NodeId {
         let (hidden, head_dim, [bias, o_bias]) = (block.hidden, self.shape.head_dim, self.bias);
         let out = linear(self.output, [hidden, self.shape.heads() * self.shape.value_dim], o_bias);
@@ -408,7 +408,7 @@ impl HeadNorms {
 }
 
 impl Mlp {
-    /// Adds what reads `x`; gives what it puts out.
+    /// Adds the MLP for the input `x`; returns its output.
     fn add(&self, g: &mut GraphBuilder, x: NodeId, hidden: usize) -> NodeId {
         match *self {
             Self::Gated { activation, intermediate, bias } => {

@@ -1,5 +1,5 @@
-//! Phi-3 and Phi-4, whose linears compute several values at once, and Phi-1 and 2, with one layer norm for attention and
-//! MLP, which run side by side.
+//! Phi-3 and Phi-4, with fused linears, and Phi-1 and 2, with one layer norm for attention and MLP, which run in
+//! parallel.
 
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, NormKind, Placement, Projections};
@@ -81,5 +81,5 @@ impl Family for Phi {
     }
 }
 
-/// The names that its GELU has in configurations, its own first.
+/// The names of its GELU in configurations, its own first.
 const GELU_NEW: &[&str] = &["gelu_new", GELU_TANH[0], GELU_TANH[2]];

@@ -1,5 +1,5 @@
-//! Phi-3.5-MoE: layer norms with biases, and experts that are chosen one after the other, each weighted by a softmax of the
-//! logits near the largest.
+//! Phi-3.5-MoE: layer norms with biases, and experts chosen one after the other, each weighted by a softmax over the
+//! logits close to the largest.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
@@ -19,7 +19,7 @@ impl Family for PhiMoe {
         "phimoe"
     }
 
-    // The published models have the latter.
+    // Published models use the second name.
     fn architectures(&self) -> &'static [&'static str] {
         &["PhimoeForCausalLM", "PhiMoEForCausalLM"]
     }
@@ -55,14 +55,15 @@ impl Family for PhiMoe {
         attention.shape.window = Windows::uniform(config, None, true)?.of(0);
         let block = d.block(attention, Mlp::Experts(experts));
         let mut architecture = d.architecture(|_| block.clone())?;
-        // transformers has a linear of another name for it.
+        // transformers names this linear differently.
         architecture.router_alias = Some(["block_sparse_moe.gate", "mlp.router"]);
         architecture.head_bias = d.flag("lm_head_bias", false)?;
         Ok(architecture)
     }
 }
 
-/// The rotation. The factor of attention is not that of `longrope`, but stored, for short and for long sequences.
+/// Reads the rotary embedding. Its attention factor is not that of `longrope`; it is stored, for short and for long
+/// sequences.
 fn rope(d: &Decoder<'_>) -> Result<Rope> {
     let mut rope = d.rope()?;
     let RopeScaling::LongRope(longrope) = &mut rope.scaling else { return Ok(rope) };

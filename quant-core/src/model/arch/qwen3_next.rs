@@ -1,6 +1,6 @@
-//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6, dense and with experts: most layers have a gated delta net in the
-//! place of attention; attention has an output gate, and turns a quarter of each head; norms multiply by `1 + weight`.
-//! Experts stand beside a shared one with a gate.
+//! Qwen3-Next and the text models of Qwen3.5 and Qwen3.6, dense and MoE: most layers have a gated delta net in place of
+//! attention. Attention has an output gate and rotates a quarter of each head. Norms multiply by `1 + weight`. MoE
+//! layers also have a gated shared expert.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
@@ -52,7 +52,7 @@ impl Family for Qwen35Moe {
             let reason = "is false: readers disagree on whether weights of experts then add up to 1";
             return Err(config.error(NORMALIZED, reason));
         }
-        // No layer has an MLP, so that the width of one is not configured.
+        // No layer has an MLP, so its width is not configured.
         let defaults = Defaults { intermediate_key: INTERMEDIATE, ..defaults(self.name(), 2) };
         let d = Decoder::read(config, defaults)?;
         let experts = experts(&d, true)?;
@@ -84,7 +84,7 @@ impl Family for Qwen3Next {
     }
 }
 
-/// transformers 5 takes either name; the second is the published one.
+/// transformers 5 accepts either name; the second is the published one.
 const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
 /// The width of an expert.
 const INTERMEDIATE: &str = "moe_intermediate_size";
@@ -104,7 +104,7 @@ fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
     })
 }
 
-/// The architecture whose layers have these experts, or an MLP.
+/// The architecture whose layers have the given experts, or an MLP if there are none.
 fn architecture(
     d: &Decoder<'_>,
     projections: DeltaProjections,
@@ -127,7 +127,7 @@ fn architecture(
     let block = |layer: usize| if is_full[layer] { full.clone() } else { linear.clone() };
     let mut architecture = d.with_experts(block, experts)?;
     architecture.further_module = Some("mtp.");
-    // Parts of one value, which engines multiply as one matrix.
+    // Linears of the same input that engines run as one matrix.
     architecture.fused = match projections {
         DeltaProjections::Separate => FUSED,
         DeltaProjections::ByKeyHead => architecture.fused,
@@ -142,7 +142,8 @@ const FUSED: &[(&str, &[&str])] = &[
     ("mlp.shared_expert.gate_up_proj", &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
 ];
 
-/// Heads, and channels of a head. No model has a hundredth of it; what is more is a damaged configuration.
+/// Maximum for heads and channels per head. No model has a hundredth of it; a larger number means that the
+/// configuration is damaged.
 const MOST: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
@@ -164,7 +165,7 @@ fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     })
 }
 
-/// Whether each layer has attention: as `layer_types` says, else every `full_attention_interval`-th.
+/// Returns whether each layer has attention: according to `layer_types`, else every `full_attention_interval`-th.
 fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
     const KEY: &str = "layer_types";
     let Some(types) = config.optional_str_list(KEY)? else {
@@ -215,7 +216,7 @@ mod tests {
         assert_eq!(sparse(&Qwen3Next, json!({ "mlp_only_layers": [0] })), [false, true, true, true]);
         assert_eq!(sparse(&Qwen3Next, json!({ "decoder_sparse_step": 2 })), [false, true, false, true]);
         assert_eq!(sparse(&Qwen3Next, json!({ "num_experts": 0 })), [false; 4]);
-        // Qwen3.5 has them in all layers, and no width of an MLP.
+        // Qwen3.5 has experts in all layers, and no MLP width.
         let all = json!({ "mlp_only_layers": [0], "intermediate_size": null });
         assert_eq!(sparse(&Qwen35Moe, all), [true; 4]);
         assert_eq!(sparse(&Qwen35, json!({})), [false; 4]);

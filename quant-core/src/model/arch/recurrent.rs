@@ -1,38 +1,38 @@
 //! Operations that carry a state from token to token: causal convolutions and linear attention.
 //!
-//! Their properties stand here, those of other operations in [`op`](super::op).
+//! Their properties are defined here, those of other operations in [`op`](super::op).
 
 use super::Activation;
 use super::op::{Parameter, ScalePass};
 
-/// An operation with a state: a value depends on the token's inputs and on the state that the tokens before it left.
+/// An operation with a state: its output depends on the token's inputs and on the state left by earlier tokens.
 ///
 /// The state is zero before the first token of a segment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recurrent {
     /// Module name inside the block.
     pub name: String,
-    /// What it computes.
+    /// The computation.
     pub kind: RecurrentKind,
 }
 
-/// What a recurrent operation computes.
+/// The computation of a recurrent operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RecurrentKind {
-    /// Every channel of the input convolved with a kernel of its own.
+    /// A convolution with a separate kernel per channel.
     Convolution(Convolution),
-    /// The gated delta rule, of inputs `[queries, keys and values; b; a]`.
+    /// The gated delta rule, with inputs `[queries, keys and values; b; a]`.
     DeltaNet(DeltaNet),
-    /// State spaces, of inputs `[inputs, what writes into states, what reads them; steps]`.
+    /// A state-space operation, with inputs `[x, B, C; dt]`.
     StateSpace(StateSpace),
 }
 
 /// `y[t, c] = f(Σ_j w[c, j] · x[t − kernel + 1 + j, c] + bias[c])`, with `x = 0` before the first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Convolution {
-    /// Channels of the input and of the output.
+    /// Input and output channels.
     pub channels: usize,
-    /// Tokens that an output depends on, its own included.
+    /// Number of tokens that an output depends on, including its own.
     pub kernel: usize,
     /// Whether there is a bias.
     pub bias: bool,
@@ -42,76 +42,77 @@ pub struct Convolution {
 
 /// The gated delta rule (Yang et al., "Gated Delta Networks", 2024).
 ///
-/// Of each head of values, with queries `q` and keys `k` of its key head, both divided by their lengths and `q` by
-/// `√key_dim` too: `β = σ(b)`, `g = −exp(A_log) · softplus(a + dt_bias)`, and the state `S`, a matrix
+/// For each value head, with the queries `q` and keys `k` of its key head: `q` and `k` are divided by their norms, and
+/// `q` also by `√key_dim`. Then `β = σ(b)`, `g = −exp(A_log) · softplus(a + dt_bias)`, and the state `S`, a matrix
 /// `[key_dim, value_dim]`, becomes `S' = e^g S + k δᵀ` with `δ = β (v − (e^g S)ᵀ k)`. The output is `S'ᵀ q`.
 ///
-/// The first input holds the queries of all key heads, then their keys, then the values of all value heads. The other two
-/// have a channel for each value head.
+/// The first input holds the queries of all key heads, then their keys, then the values of all value heads. The other
+/// two inputs have one channel per value head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeltaNet {
-    /// Heads of queries and keys.
+    /// Number of query and key heads.
     pub key_heads: usize,
-    /// Consecutive value heads that share a key head.
+    /// Number of consecutive value heads that share a key head.
     pub repeat: usize,
-    /// Width of a head of queries and keys.
+    /// Width of a query or key head.
     pub key_dim: usize,
-    /// Width of a head of values.
+    /// Width of a value head.
     pub value_dim: usize,
 }
 
 impl DeltaNet {
-    /// Value heads.
+    /// Returns the number of value heads.
     pub fn value_heads(&self) -> usize {
         self.key_heads * self.repeat
     }
 
-    /// Features of the first input.
+    /// Returns the features of the first input.
     pub fn mixed_width(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.width()
     }
 
-    /// Features of the output.
+    /// Returns the features of the output.
     pub fn width(&self) -> usize {
         self.value_heads() * self.value_dim
     }
 }
 
-/// State spaces with one decay a head (Dao and Gu, "Transformers are SSMs", 2024: Mamba 2).
+/// A state-space operation with one decay per head (Dao and Gu, "Transformers are SSMs", 2024: Mamba 2).
 ///
-/// Of each head, with inputs `x` and with `b` and `c` of its group: the step `Δ = softplus(dt + dt_bias)`, within bounds, and
-/// the state `S`, a matrix `[state_dim, head_dim]`, becomes `S' = e^(−Δ e^A_log) S + b (Δ x)ᵀ`. The output is `S'ᵀ c + D x`.
+/// For each head, with inputs `x` and with `b` and `c` of its group: the step is `Δ = softplus(dt + dt_bias)`, clamped
+/// to bounds, and the state `S`, a matrix `[state_dim, head_dim]`, becomes `S' = e^(−Δ e^A_log) S + b (Δ x)ᵀ`. The
+/// output is `S'ᵀ c + D x`.
 ///
-/// The first input holds the `x` of all heads, then the `b` of all groups, then their `c`. The other one has a channel for
-/// each head.
+/// The first input holds the `x` of all heads, then the `b` of all groups, then their `c`. The other input has one
+/// channel per head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StateSpace {
     /// Heads.
     pub heads: usize,
-    /// Groups of consecutive heads that share `b` and `c`.
+    /// Number of groups of consecutive heads that share `b` and `c`.
     pub groups: usize,
-    /// Channels of a head.
+    /// Channels per head.
     pub head_dim: usize,
     /// Channels of `b` and `c`.
     pub state_dim: usize,
-    /// The smallest step and the largest.
+    /// The lower and upper bound of steps.
     pub steps: [f32; 2],
 }
 
 impl StateSpace {
-    /// Features of the first input.
+    /// Returns the features of the first input.
     pub fn mixed_width(&self) -> usize {
         self.width() + 2 * self.groups * self.state_dim
     }
 
-    /// Features of the output.
+    /// Returns the features of the output.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
 }
 
 impl Recurrent {
-    /// The tensors that a checkpoint stores for it.
+    /// Returns the tensors that a checkpoint stores for it.
     pub(super) fn parameters(&self) -> Vec<Parameter> {
         let parameter = |name: &'static str, shape: &[usize]| Parameter { name, shape: shape.to_vec() };
         match &self.kind {
@@ -128,7 +129,7 @@ impl Recurrent {
         }
     }
 
-    /// Features of its output.
+    /// Returns the features of its output.
     pub(super) fn width(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(convolution) => convolution.channels,
@@ -137,7 +138,7 @@ impl Recurrent {
         }
     }
 
-    /// Numbers of its state: what it caches of a sequence, whatever the sequence's length.
+    /// Returns the number of values in its state. A sequence's cache holds one state, whatever the sequence's length.
     pub fn state_len(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,
@@ -146,20 +147,21 @@ impl Recurrent {
         }
     }
 
-    /// What becomes of positive scales on the channels of input `port`.
+    /// Returns the effect of positive scales on the channels of input `port`.
     pub(super) fn scale_pass(&self, _port: usize) -> ScalePass {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { bias: false, activation: None, .. }) => {
                 ScalePass::UNCHANGED
             }
-            // A bias would have to be scaled too; lengths are divided out, and values share their input with them.
+            // A bias would have to be scaled too. Queries and keys are divided by their norms, and values share their
+            // input.
             RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) | RecurrentKind::StateSpace(_) => {
                 ScalePass::Stopped
             }
         }
     }
 
-    /// Floating-point operations of matrix products on `tokens` tokens.
+    /// Returns the floating-point operations of matrix products on `tokens` tokens.
     pub(super) fn product_operations(&self, tokens: f64) -> f64 {
         match &self.kind {
             RecurrentKind::Convolution(_) => 0.0,

@@ -1,36 +1,36 @@
-//! How the experts of a token are chosen, and what their outputs are weighted by.
+//! Expert routing: the choice of a token's experts and the weights of their outputs.
 
-/// How experts are chosen for a token.
+/// The routing of tokens to experts.
 ///
-/// A token's scores come from the router's logits. The `top_k` experts with the largest scores are chosen, after the
-/// [correction](Self::correction) is added and experts outside the best [groups](Self::groups) are left out. Their weights
-/// are their scores without the correction, which are then [normalized](Self::normalized) and [scaled](Self::scale).
+/// A token's scores are computed from the router's logits. The `top_k` experts with the largest scores are chosen,
+/// after adding the [correction](Self::correction) and excluding experts outside the best [groups](Self::groups). Their
+/// weights are the scores without the correction, [normalized](Self::normalized) and then [scaled](Self::scale).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Routing {
-    /// How many there are.
+    /// Number of experts.
     pub experts: usize,
-    /// How many a token is routed to.
+    /// Number of experts per token.
     pub top_k: usize,
-    /// What scores are made of.
+    /// The function from logits to scores.
     pub scores: Scores,
-    /// What is added to the scores before experts are chosen, where the checkpoint stores such numbers.
+    /// The correction added to the scores before experts are chosen, if the checkpoint stores one.
     pub correction: Option<Correction>,
-    /// The groups that experts are chosen from, where not from all.
+    /// The groups that experts are chosen from; `None` if experts are not grouped.
     pub groups: Option<Groups>,
     /// Whether the weights of a token's experts are divided by their sum.
     pub normalized: bool,
-    /// What is added to that sum.
+    /// Added to that sum.
     pub epsilon: f32,
-    /// What that sum counts as at least.
+    /// Lower bound of that sum.
     pub least_sum: f32,
-    /// What weights are multiplied by in the end.
+    /// The final factor of the weights.
     pub scale: f32,
-    /// Whether scores multiply what experts read, and their outputs are added up as they are (Llama 4).
+    /// Whether scores multiply the experts' inputs, and their outputs are added unweighted (Llama 4).
     pub on_inputs: bool,
 }
 
 impl Routing {
-    /// The experts with the largest softmax, weighted by it.
+    /// Chooses the experts with the largest softmax, which is also their weight.
     pub fn new(experts: usize, top_k: usize) -> Self {
         Self {
             experts,
@@ -47,47 +47,47 @@ impl Routing {
     }
 }
 
-/// What a router's scores are.
+/// The function from a router's logits to scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scores {
     /// The softmax of the logits of all experts.
     Softmax,
     /// The sigmoid of each logit.
     Sigmoid,
-    /// Experts are chosen one after the other, the largest logit first. The weight of each is its softmax over the logits
-    /// that are left, but for those that are smaller by more than `tolerance` times the larger magnitude of the two
-    /// (Phi-3.5-MoE's sparse mixer).
+    /// Experts are chosen one after the other, the largest logit first. The weight of each is its softmax over the
+    /// remaining logits, excluding those that are smaller by more than `tolerance` times the larger magnitude of the
+    /// two (Phi-3.5-MoE's sparse mixer).
     Sparse {
-        /// The relative difference from which on a logit does not count.
+        /// The relative difference above which a logit is excluded.
         tolerance: f32,
     },
 }
 
-/// A stored number for each expert, added to the scores that experts are chosen by.
+/// A stored bias per expert, added to the scores for the choice of experts only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Correction {
     /// The module that it is stored in.
     pub module: &'static str,
-    /// Its name there.
+    /// Its tensor name in the module.
     pub tensor: &'static str,
-    /// Whether it is stored as a matrix of one row.
+    /// Whether it is stored as a matrix with one row.
     pub is_row: bool,
 }
 
 impl Correction {
-    /// The shape that it is stored in.
+    /// Returns the stored shape.
     pub fn shape(self, experts: usize) -> Vec<usize> {
         if self.is_row { vec![1, experts] } else { vec![experts] }
     }
 }
 
-/// Experts in groups of equal size, of which only the best are looked at.
+/// Experts in groups of equal size, of which only the best are considered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Groups {
-    /// How many groups there are; experts that belong together follow each other.
+    /// Number of groups; each group is a range of consecutive experts.
     pub count: usize,
-    /// How many are looked at.
+    /// Number of groups that are considered.
     pub chosen: usize,
-    /// What a group is worth: the sum of this many of its largest scores.
+    /// A group is ranked by the sum of this many of its largest scores.
     pub by_largest: usize,
 }

@@ -1,9 +1,9 @@
-//! What is said of a family that is not supported: the nearest one that is, and where the two differ.
+//! The error for an unsupported family: the nearest supported family, and the differences between the two.
 //!
-//! Every supported family is asked to describe the configuration, and what it asks for is noted: the nearest family is the
-//! one that asks for most of what there is, and refuses least of it. Fields that it does not ask for, but other families do,
-//! make another model of it; of some it is known what they mean ([`MARKS`]). What no field shows is known of published
-//! families ([`FACTS`]).
+//! Every supported family is asked to describe the configuration, and the keys that it reads are recorded. The nearest
+//! family is the one that reads most of the configuration and rejects least of it. Fields that only other families read
+//! indicate a difference; for some fields the meaning is known ([`MARKS`]). For published families, [`FACTS`] lists
+//! differences that no field shows.
 
 use std::collections::BTreeSet;
 
@@ -13,12 +13,12 @@ use super::{FAMILIES, Family, known, multimodal};
 use crate::Error;
 use crate::checkpoint::{Asked, ConfigFields, printable};
 
-/// A field that makes another model than most families are.
+/// A field that indicates a difference from most families.
 struct Mark {
     key: &'static str,
-    /// Whether the value asks for it. `null` and absent fields never do.
+    /// Returns whether the value enables the feature. `null` and absent fields never do.
     asks: fn(&Value) -> bool,
-    /// What it means, ending the sentence that the field begins.
+    /// The meaning, which completes the sentence that the field begins.
     means: &'static str,
 }
 
@@ -82,7 +82,7 @@ static MARKS: &[Mark] = &[
     mark("alibi", is_true, "positions bias the scores (ALiBi)"),
 ];
 
-/// What of published families no field of their configuration shows.
+/// Properties of published families that no field of their configuration shows.
 static FACTS: &[(&str, &[&str])] = &[(
     "muse_glimmer",
     &[
@@ -92,7 +92,7 @@ static FACTS: &[(&str, &[&str])] = &[(
     ],
 )];
 
-/// Characters of a name that count when two are compared.
+/// Returns the characters of a name that are compared.
 fn letters(name: &str) -> String {
     let stem = ["ForCausalLM", "ForConditionalGeneration", "LMHeadModel"]
         .iter()
@@ -105,7 +105,7 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// Whether a key says nothing of what a model computes: training, tokens, files, and versions of programs.
+/// Returns whether a key does not affect the computation: training, tokens, files, and program versions.
 fn is_bookkeeping(key: &str) -> bool {
     const KEYS: &[&str] = &[
         "architectures",
@@ -144,7 +144,8 @@ fn is_bookkeeping(key: &str) -> bool {
         || ends.iter().any(|end| key.ends_with(end))
 }
 
-/// Whether a value asks for nothing: in most configurations such fields stand for what a family does not have.
+/// Returns whether a value disables a feature. Most configurations contain such fields for features that the family
+/// lacks.
 fn is_nothing(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -156,21 +157,21 @@ fn is_nothing(value: &Value) -> bool {
     }
 }
 
-/// Fields that a family refuses before it is left alone.
+/// Maximum number of fields that a family may reject before the search stops.
 const REFUSALS: usize = 16;
 
-/// What a family makes of a configuration.
+/// A family's reading of a configuration.
 struct Reading {
     family: &'static dyn Family,
-    /// The keys that it asks for.
+    /// The keys that it reads.
     asked: BTreeSet<String>,
-    /// Fields that it refuses, with the reasons.
+    /// The fields that it rejects, with the reasons.
     refused: Vec<(String, String)>,
 }
 
 impl Reading {
-    /// Has a family describe the configuration, and again without each field that it refuses, and with a number for each
-    /// that it lacks.
+    /// Makes a family describe the configuration repeatedly: each time without the field that it rejected, or with a
+    /// number for the field that was missing.
     fn of(family: &'static dyn Family, fields: &ConfigFields<'_>) -> Self {
         let mut map = fields.map().clone();
         let mut filled = BTreeSet::new();
@@ -198,12 +199,12 @@ impl Reading {
         reason.starts_with("is missing")
     }
 
-    /// How much the family resembles a configuration whose telling keys are these: what the names of both begin with,
-    /// fields that it has too, and fields that it has not or refuses.
+    /// Scores how closely the family resembles a configuration with these relevant keys: by the common prefix of the
+    /// names, the fields that both have, and the fields that the family lacks or rejects.
     fn resemblance(&self, found: &str, telling: &[Telling<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        // Shorter beginnings are chance.
+        // Shorter common prefixes are coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
         let by_fields = telling.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
@@ -214,12 +215,12 @@ impl Reading {
     }
 }
 
-/// A field that says what a model computes.
+/// A field that affects what a model computes.
 struct Telling<'a> {
     key: &'a str,
     value: &'a Value,
     mark: Option<&'static Mark>,
-    /// How much it tells.
+    /// Its weight in the score.
     weight: i64,
 }
 
@@ -235,7 +236,7 @@ impl<'a> Telling<'a> {
         fields.map().iter().filter_map(telling).collect()
     }
 
-    /// The field and its value, as a message has them.
+    /// The field and its value, as shown in a message.
     fn says(&self, fields: &ConfigFields<'_>) -> String {
         let value = match self.value {
             Value::Array(_) | Value::Object(_) => "set".to_owned(),
@@ -246,12 +247,12 @@ impl<'a> Telling<'a> {
     }
 }
 
-/// A family that resembles less is not worth naming.
+/// Minimum score at which a family is named.
 const LEAST: i64 = 4;
-/// Fields that are listed without a word on each.
+/// Maximum number of unexplained fields that are listed.
 const LISTED: usize = 8;
 
-/// [`Error::UnknownArchitecture`] for the class `found`.
+/// Returns [`Error::UnknownArchitecture`] for the class `found`.
 pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     let nested = config.optional_object(multimodal::TEXT).ok().flatten();
     let fields = nested.as_ref().unwrap_or(config);
@@ -259,7 +260,7 @@ pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     let readings = FAMILIES.iter().map(|family| Reading::of(*family, fields));
     let mut ranked: Vec<(i64, Reading)> =
         readings.map(|reading| (reading.resemblance(found, &telling), reading)).collect();
-    // Stable: of equals, the first in the registry.
+    // The sort is stable: among equal scores, the first in the registry wins.
     ranked.sort_by_key(|(score, _)| std::cmp::Reverse(*score));
     let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= LEAST);
     let ranked: Vec<Reading> = ranked.into_iter().map(|(_, reading)| reading).collect();
@@ -314,7 +315,7 @@ fn differences(
             said.push(fact);
         }
     }
-    // A field that only the nearest family needs says nothing of this one.
+    // A missing field that only the nearest family needs says nothing about this family.
     let refused = nearest.iter().flat_map(|reading| &reading.refused);
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
         said.push(format!("`{}` {reason}", printable(&fields.name_of(field))));

@@ -1,4 +1,4 @@
-//! Tests of [`super`](super): what is said of unknown families.
+//! Tests of [`super`](super): errors for unknown families.
 
 use super::*;
 use serde_json::json;
@@ -15,7 +15,7 @@ fn of(config: &Value) -> (Option<&'static str>, String) {
     }
 }
 
-/// A configuration of a dense decoder with more fields.
+/// A configuration of a dense decoder with additional fields.
 fn dense(architecture: &str, more: &Value) -> Value {
     let mut config = json!({
         "architectures": [architecture], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -108,7 +108,7 @@ fn nested_text_models_are_looked_at_where_they_are() {
 fn what_resembles_nothing_has_no_nearest() {
     let (nearest, message) = of(&json!({ "architectures": ["BertModel"], "num_experts": 0 }));
     assert_eq!(nearest, None, "{message}");
-    // Nothing that a file says is shown raw, and nothing of it is trusted.
+    // Strings from the file are escaped, and malformed values are tolerated.
     let hostile = json!({
         "architectures": ["Evil\u{1b}[2J"], "text_config": 7, "num_experts": "many", "kv_lora_rank": [],
         "quantization_config": { "quant_method": "\u{202e}x" },
@@ -117,7 +117,7 @@ fn what_resembles_nothing_has_no_nearest() {
     assert!(!message.contains('\u{1b}') && !message.contains('\u{202e}'), "{message}");
 }
 
-/// The table of `docs/families.md` says yes of what is supported, and no of nothing that is.
+/// The table in `docs/families.md` says yes for exactly the supported families.
 #[test]
 fn the_table_of_families_is_right() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/families.md");

@@ -1,4 +1,4 @@
-//! Which layers slide a window over the keys.
+//! Sliding windows: which layers have them.
 
 use super::Blocks;
 use super::parts::DecoderBlock;
@@ -8,23 +8,23 @@ use crate::checkpoint::ConfigFields;
 const SLIDING: &str = "sliding_attention";
 const FULL: &str = "full_attention";
 
-/// Which blocks slide a window over the keys, and how long it is.
+/// The blocks that have a sliding window, and its length.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Windows {
-    /// Every query sees all positions before it.
+    /// Every query attends to all earlier positions.
     Never,
-    /// Blocks from this one on.
+    /// All blocks from `first` on.
     From { first: usize, window: usize },
-    /// Those for which the list says so.
+    /// The blocks that the list marks.
     Listed { slides: Vec<bool>, window: usize },
 }
 
 impl Windows {
-    /// Reads them. `on`: whether the family's configuration has sliding windows switched on.
+    /// Reads the windows. `on`: whether the family's configuration enables sliding windows.
     ///
-    /// Readers take a missing `sliding_window` for that of the first release, and `null` for none.
-    /// `layer_types` says of each block whether it slides; without it, all do, but for the first
-    /// `max_window_layers` of families that know the key.
+    /// Loaders use the first release's value if `sliding_window` is missing, and no window if it is `null`.
+    /// `layer_types` says for each block whether it has a window. Without it all blocks have one, except the first
+    /// `max_window_layers` in families with that key.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         let window = window(config, Some(4096))?.filter(|_| on);
         if let Some(slides) = layer_types(config)? {
@@ -37,8 +37,8 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first, window }))
     }
 
-    /// Those of families whose layers follow a pattern where `layer_types` is not given. `default` is the window where
-    /// the key is missing.
+    /// Reads the windows of a family whose layers follow a pattern if `layer_types` is not given. `default` is the
+    /// window if the key is missing.
     pub(super) fn patterned(
         config: &ConfigFields<'_>,
         default: Option<usize>,
@@ -58,8 +58,8 @@ impl Windows {
         }
     }
 
-    /// Those of a family whose blocks all slide, or none: it knows neither `layer_types` nor `max_window_layers`. `default`
-    /// is the window where the key is missing.
+    /// Reads the window of a family in which either all blocks have one or none: it has neither `layer_types` nor
+    /// `max_window_layers`. `default` is the window if the key is missing.
     pub(super) fn uniform(config: &ConfigFields<'_>, default: Option<usize>, on: bool) -> Result<Self> {
         let window = window(config, default)?.filter(|_| on);
         let wanted = if window.is_some() { SLIDING } else { FULL };
@@ -72,7 +72,7 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
     }
 
-    /// Those of a configuration that has windows switched off, whatever length it names.
+    /// Reads a configuration with sliding windows disabled, whatever length it gives.
     pub(super) fn off(config: &ConfigFields<'_>) -> Result<Self> {
         let slides = layer_types(config)?.unwrap_or_default();
         Self::listed(config, slides, None)
@@ -86,7 +86,7 @@ impl Windows {
         }
     }
 
-    /// Positions that a query sees in a block, its own included.
+    /// Returns the number of positions that a query attends to in a block, including its own.
     pub(super) fn of(&self, layer: usize) -> Option<usize> {
         match self {
             Self::Never => None,
@@ -95,7 +95,7 @@ impl Windows {
         }
     }
 
-    /// A block whose attention has the window of a layer.
+    /// Returns the block with the window of layer `layer`.
     pub(super) fn apply(&self, block: &DecoderBlock, layer: usize) -> DecoderBlock {
         let mut block = block.clone();
         block.attention.shape.window = self.of(layer);
@@ -103,7 +103,7 @@ impl Windows {
     }
 }
 
-/// `sliding_window`: `default` where the key is missing, none where it is `null`.
+/// Reads `sliding_window`: `default` if the key is missing, `None` if it is `null`.
 fn window(config: &ConfigFields<'_>, default: Option<usize>) -> Result<Option<usize>> {
     match config.has("sliding_window") {
         true => config.optional_positive("sliding_window"),
@@ -111,7 +111,7 @@ fn window(config: &ConfigFields<'_>, default: Option<usize>) -> Result<Option<us
     }
 }
 
-/// Whether each layer slides, where `layer_types` says so.
+/// Returns whether each layer has a window, if `layer_types` is present.
 fn layer_types(config: &ConfigFields<'_>) -> Result<Option<Vec<bool>>> {
     let Some(types) = config.optional_str_list("layer_types")? else { return Ok(None) };
     let layers = Blocks::layers(config)?;

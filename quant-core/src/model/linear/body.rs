@@ -1,4 +1,4 @@
-//! What a linear's weight may be: float in the checkpoint's dtype, or quantized.
+//! The storage of a linear's weight: float in the checkpoint's dtype, or quantized.
 
 use std::sync::Arc;
 
@@ -13,40 +13,41 @@ use crate::{Error, Result};
 /// A weight `[n, k]`, row-major.
 #[derive(Debug)]
 pub enum WeightBody {
-    /// Widened already.
+    /// Already widened to `f32`.
     F32 {
         /// `[n, k]`.
         shape: [usize; 2],
         /// Row-major values.
         values: Vec<f32>,
     },
-    /// As it stands in the checkpoint, widened tile by tile when used.
+    /// As stored in the checkpoint, widened tile by tile on use.
     Stored(StoredWeight),
-    /// Codes, dequantized tile by tile when used. An input with a grid is rounded to it, and stays float.
+    /// Codes, dequantized tile by tile on use. If the input has a grid, it is rounded to it and stays float.
     Quantized(QuantizedTensor),
-    /// The same in the order in which the kernels read them, multiplied without becoming floats in memory; by
-    /// integers, where the input has a grid of integers.
+    /// Codes in the kernels' order, multiplied without being expanded to floats in memory. The product uses integers if
+    /// the input has an integer grid.
     Packed {
-        /// The weight and how it is multiplied.
+        /// The weight, and how it is multiplied.
         linear: QuantizedLinear,
-        /// A grid of floating-point numbers, which the input is rounded to before it is multiplied as floats.
+        /// The floating-point grid that the input is rounded to before it is multiplied as floats.
         grid: Option<InputGrid>,
     },
-    /// The same on a GPU, which activations go to and results come from.
+    /// Codes on a GPU. Activations are copied there, and results are copied back.
     Cuda {
-        /// The weight there.
+        /// The weight on the GPU.
         linear: quant_kernels_cuda::standalone::Linear,
-        /// As of those that are packed.
+        /// As in `Packed`.
         grid: Option<InputGrid>,
     },
 }
 
 impl WeightBody {
-    /// The same weight packed for the kernels, where it is quantized and they have vector instructions here:
-    /// their portable path is a definition, and slower than dense products. It is multiplied by the runner.
+    /// Returns the weight packed for the kernels, to be multiplied by `runner`; `None` if it is not quantized, or if
+    /// the kernels have no vector instructions on this machine. The portable path is a reference, and slower than dense
+    /// products.
     ///
     /// # Errors
-    /// When its parts do not fit each other, or its scheme is none that the kernels multiply.
+    /// When its parts do not match, or the kernels do not support its scheme.
     pub fn packed(&self, runner: &Runner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
         if Isa::detect() == Isa::Scalar {
@@ -56,8 +57,8 @@ impl WeightBody {
             None => (Activations::Float, None),
             Some(InputGrid::Token) => (Activations::PerToken, None),
             Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-            // An integer product of two floating-point formats would take a scale of every group of every token within
-            // the inner loop, and there is no engine on processors whose numbers that would be.
+            // An integer product of two floating-point formats would apply a scale per group and token within the inner
+            // loop, and no CPU engine computes it that way.
             Some(
                 grid @ (InputGrid::Fp8Token
                 | InputGrid::Fp8Group
@@ -70,10 +71,10 @@ impl WeightBody {
         Ok(Some(Self::Packed { linear: linear.map_err(kernel_error)?, grid }))
     }
 
-    /// The same weight on a GPU, where it is quantized.
+    /// Returns the weight on a GPU, if it is quantized.
     ///
     /// # Errors
-    /// When its parts do not fit each other, its scheme is none that the kernels multiply, or the GPU has no room.
+    /// When its parts do not match, the kernels do not support its scheme, or the GPU is out of memory.
     pub fn on_cuda(&self, runner: &CudaRunner) -> Result<Option<Self>> {
         let Self::Quantized(tensor) = self else { return Ok(None) };
         let (linear, grid) = runner.put(tensor)?;
@@ -91,11 +92,10 @@ impl WeightBody {
         }
     }
 
-    /// Its rows, at hand: read now from the checkpoint where they were not before.
+    /// Returns its rows, read from the checkpoint if they are not yet in memory.
     ///
     /// # Errors
-    /// When they cannot be read or are not finite, a quantized weight's parts do not fit each other, or the weight is
-    /// on a GPU.
+    /// When they cannot be read or are not finite, a quantized weight's parts do not match, or the weight is on a GPU.
     pub fn read(&self) -> Result<WeightRows<'_>> {
         let shape = self.shape();
         match self {
@@ -109,7 +109,7 @@ impl WeightBody {
         }
     }
 
-    /// The whole weight as `f32`, `[n, k]` row-major.
+    /// Returns the whole weight as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -117,7 +117,7 @@ impl WeightBody {
         self.read()?.to_f32()
     }
 
-    /// Reads it now, if it is one that is read when first used.
+    /// Reads the weight now, if it is one that is read on first use.
     ///
     /// # Errors
     /// When it cannot be read or is not finite.
@@ -125,7 +125,7 @@ impl WeightBody {
         self.as_stored().map_or(Ok(()), |weight| weight.bytes().map(drop))
     }
 
-    /// The weight of a checkpoint that is read when it is first used, if it is one.
+    /// Returns the checkpoint weight that is read on first use, if it is one.
     pub fn as_stored(&self) -> Option<&StoredWeight> {
         match self {
             Self::Stored(weight) => Some(weight),
@@ -134,7 +134,7 @@ impl WeightBody {
     }
 }
 
-/// Shapes were checked when the weight was read, so a kernel that refuses one is our mistake.
+/// Shapes were checked when the weight was read, so an error from a kernel is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
     Error::Internal(format!("a kernel refuses its operands: {error}"))
 }

@@ -1,4 +1,4 @@
-//! Quantized linears on an NVIDIA GPU: weights lie there, activations go there and come back.
+//! Quantized linears on an NVIDIA GPU: weights stay there; activations and results are copied.
 
 use std::sync::Arc;
 
@@ -7,15 +7,15 @@ use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
-/// The GPU that a model's quantized linears are multiplied on; clones share it.
+/// The GPU that multiplies a model's quantized linears; clones share it.
 #[derive(Debug, Clone)]
 pub struct CudaRunner(Arc<Runner>);
 
 impl CudaRunner {
-    /// The first GPU.
+    /// Opens the first GPU.
     ///
     /// # Errors
-    /// When there is no driver or device, it is too old, or this program cannot load a driver's library.
+    /// When there is no driver or device, the device is too old, or this program cannot load the driver's library.
     pub fn new() -> Result<Self> {
         if cfg!(target_feature = "crt-static") {
             return Err(Error::Unavailable {
@@ -32,21 +32,23 @@ impl CudaRunner {
         Ok(Self(Arc::new(runner)))
     }
 
-    /// The driver's name of it.
+    /// Returns the device name reported by the driver.
     pub fn device(&self) -> &str {
         self.0.device()
     }
 
-    /// Packs a weight and puts it there; with the grid of floating-point numbers that its input is rounded to before.
+    /// Packs a weight and copies it to the GPU. Also returns the floating-point grid that its input must be rounded to
+    /// first, if there is one.
     ///
     /// # Errors
-    /// When the kernels have no such scheme, or there is not enough memory.
+    /// When the kernels do not support the scheme, or there is not enough memory.
     pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(Linear, Option<InputGrid>)> {
         let (activations, grid) = match tensor.input_grid()? {
             None => (Activations::Float, None),
             Some(InputGrid::Token) => (Activations::PerToken, None),
             Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-            // Rounded here, and multiplied there as floats: a product of two floating-point formats there is not.
+            // Rounded here and multiplied there as floats, because the GPU has no product of two floating-point
+            // formats.
             Some(grid) => (Activations::Float, Some(grid)),
         };
         let codes = tensor.global.and_then(|_| tensor.scale_codes());
@@ -55,7 +57,7 @@ impl CudaRunner {
     }
 }
 
-/// What went wrong there, and what to do about it.
+/// Converts a GPU error, with a remedy.
 pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
     let (what, remedy) = match error {
         quant_kernels_cuda::Error::Operands(_) => {

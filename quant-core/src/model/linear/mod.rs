@@ -24,7 +24,7 @@ pub use stored::StoredWeight;
 use crate::Result;
 use crate::quantize::InputGrid;
 
-/// The name of the path that quantized weights are multiplied by on this processor.
+/// Returns the name of the code path that multiplies quantized weights on this CPU.
 pub fn kernels() -> &'static str {
     match Isa::detect() {
         Isa::Scalar => "dense",
@@ -40,7 +40,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A linear with this weight `[n, k]` and bias `[n]`.
+    /// Creates a linear with weight `[n, k]` and bias `[n]`.
     pub fn new(weight: Arc<WeightBody>, bias: Option<Tensor>) -> Self {
         Self { weight, bias }
     }
@@ -50,17 +50,17 @@ impl Linear {
         &self.weight
     }
 
-    /// The bias `[n]`, if there is one.
+    /// Returns the bias `[n]`, if there is one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// The same bias with another weight.
+    /// Returns a linear with another weight and the same bias.
     pub fn with_weight(&self, weight: WeightBody) -> Self {
         Self { weight: Arc::new(weight), bias: self.bias.clone() }
     }
 
-    /// The same with its weight packed for the kernels, where it is quantized.
+    /// Returns the linear with its weight packed for the kernels, if it is quantized.
     ///
     /// # Errors
     /// As [`WeightBody::packed`].
@@ -68,7 +68,7 @@ impl Linear {
         Ok(self.weight.packed(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
-    /// The same with its weight on a GPU, where it is quantized.
+    /// Returns the linear with its weight on a GPU, if it is quantized.
     ///
     /// # Errors
     /// As [`WeightBody::on_cuda`].
@@ -76,7 +76,7 @@ impl Linear {
         Ok(self.weight.on_cuda(runner)?.map_or_else(|| self.clone(), |weight| self.with_weight(weight)))
     }
 
-    /// The grid that inputs are rounded to before they are multiplied as floats, where there is one.
+    /// Returns the grid that inputs are rounded to before they are multiplied as floats, if there is one.
     pub(super) fn grid(&self) -> Result<Option<InputGrid>> {
         Ok(match &*self.weight {
             WeightBody::Quantized(tensor) => tensor.input_grid()?,
@@ -85,7 +85,7 @@ impl Linear {
         })
     }
 
-    /// The input on its grid, where it has one.
+    /// Rounds the input to its grid, if it has one.
     pub(super) fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let Some(grid) = self.grid()? else { return Ok(x.clone()) };
         let mut values = x.flatten_all()?.to_vec1::<f32>()?;
@@ -93,7 +93,7 @@ impl Linear {
         Ok(Tensor::from_vec(values, x.shape(), x.device())?)
     }
 
-    /// Whether [`forward_each`](Self::forward_each) multiplies both at once.
+    /// Returns whether [`forward_each`](Self::forward_each) multiplies both at once.
     pub fn goes_with(&self, other: &Self) -> bool {
         match (&*self.weight, &*other.weight) {
             (WeightBody::Packed { linear: a, grid }, WeightBody::Packed { linear: b, grid: other }) => {
@@ -103,7 +103,7 @@ impl Linear {
         }
     }
 
-    /// What linears that [go together](Self::goes_with) make of the same `x` `[batch, positions, k]`.
+    /// Multiplies the same `x` `[batch, positions, k]` by linears that [go together](Self::goes_with).
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and when they do not go together.
@@ -124,16 +124,16 @@ impl Linear {
     /// Multiplies `x` `[batch, positions, k]`.
     ///
     /// # Errors
-    /// When `x` has another width, the weight cannot be read, or a GPU fails.
+    /// When the width of `x` does not match, the weight cannot be read, or a GPU fails.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.with_bias(self.product(x)?)
     }
 
-    /// The same before the bias is added.
+    /// The product before the bias is added.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
-            // Not as an operation of candle's, whose errors are texts.
+            // Not a candle operation, because candle's errors are plain text.
             WeightBody::Cuda { linear, .. } => {
                 let values = self.rounded(x)?.flatten_all()?.to_vec1::<f32>()?;
                 let mut dims = x.dims().to_vec();

@@ -1,9 +1,8 @@
-//! The product of all weights that are not packed: dense, in tiles of fixed size, each computed by one call of
-//! faer.
+//! The dense product of all weights that are not packed, in tiles of fixed size, each computed by one call of faer.
 //!
-//! The tiles depend on the shapes alone and every output element is computed inside one tile, so
-//! the result does not depend on how many threads share the work. A weight that is not `f32` is
-//! widened (or dequantized) one tile at a time, which costs `1/m` of the multiplication.
+//! The tiles depend only on the shapes, and every output element is computed inside one tile, so the result does not
+//! depend on the number of threads. A weight that is not `f32` is widened (or dequantized) one tile at a time, which
+//! costs `1/m` of the multiplication.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
@@ -15,18 +14,18 @@ use super::cuda::failed;
 use super::{WeightBody, WeightRows};
 use crate::{Error, Result};
 
-/// Output features of one tile.
+/// Output features per tile.
 const TILE_N: usize = 256;
-/// Tokens of one tile: enough that widening the weight's tile is a small part of the work.
+/// Tokens per tile: enough that widening the weight's tile is a small part of the work.
 const TILE_M: usize = 2048;
-/// Up to this many tokens a plain dot product beats packing for a matrix product.
+/// For up to this many tokens, plain dot products are faster than packing for a matrix product.
 const FEW_TOKENS: usize = 4;
 
-/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool; of packed weights on their
-/// runner's threads, or on their GPU.
+/// `out[m, n] = x[m, k] · weight[n, k]ᵀ`, all row-major, on the current rayon pool. Packed weights are multiplied on
+/// their runner's threads or on their GPU.
 ///
 /// # Errors
-/// When the weight cannot be read, a quantized weight's parts do not fit each other, or a GPU fails.
+/// When the weight cannot be read, a quantized weight's parts do not match, or a GPU fails.
 ///
 /// # Panics
 /// When `x` or `out` do not have `m · k` and `m · n` elements.
@@ -46,7 +45,7 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
     }
 }
 
-/// [`multiply`] of rows that are at hand.
+/// [`multiply`] with rows that are in memory.
 fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) -> Result<()> {
     let [n, k] = weight.shape();
     if out.is_empty() {
@@ -56,7 +55,7 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
         out.fill(0.0);
         return Ok(());
     }
-    // Narrow outputs get narrower tiles, so that two threads still find work.
+    // Narrow outputs get narrower tiles, so that at least two threads have work.
     let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));
     let mut tiles = Vec::new();
     let mut rest = MatMut::from_row_major_slice_mut(out, m, n);
@@ -87,7 +86,7 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ` on this thread, as one tile.
 ///
 /// # Panics
-/// When lengths do not fit.
+/// When lengths do not match.
 pub(in crate::model) fn multiply_tile(
     x: &[f32],
     weight: &[f32],

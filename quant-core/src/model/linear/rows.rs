@@ -1,4 +1,4 @@
-//! The rows of a weight, at hand: widened or dequantized tile by tile where they are used.
+//! The rows of a weight in memory, widened or dequantized tile by tile on use.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::checkpoint::Dtype;
 use crate::quantize::Rows;
 use crate::{Error, Result};
 
-/// The rows of a weight `[n, k]`. Nothing is read for them any more, so threads may share the work on them.
+/// The rows of a weight `[n, k]`. Using them reads no files, so threads may share the work on them.
 #[derive(Debug)]
 pub struct WeightRows<'a> {
     shape: [usize; 2],
@@ -27,10 +27,10 @@ enum Values<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    /// A float weight as it stands in a file or as a transform left it.
+    /// A float weight as stored in a file or computed by a transform.
     ///
     /// # Errors
-    /// [`Error::Internal`] when these are not the rows of a weight of this shape.
+    /// [`Error::Internal`] when the size of `rows` does not match the shape.
     pub fn float(shape: [usize; 2], rows: Rows<'a>) -> Result<Self> {
         let fits = |len: usize, size: usize| {
             let elements = shape[0].checked_mul(shape[1]);
@@ -46,7 +46,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Of a matrix whose bytes fit its shape.
+    /// Creates rows from bytes that match the shape.
     pub(in crate::model) fn stored(shape: [usize; 2], dtype: Dtype, bytes: Arc<Vec<u8>>) -> Self {
         Self { shape, values: Values::Stored(dtype, bytes) }
     }
@@ -64,7 +64,7 @@ impl<'a> WeightRows<'a> {
         self.shape
     }
 
-    /// All rows as the quantizers take them, where they are float.
+    /// Returns all rows in the quantizers' form, if they are float.
     pub fn as_float(&self) -> Option<Rows<'_>> {
         match &self.values {
             Values::Float(rows) => Some(*rows),
@@ -73,7 +73,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// All rows as they stand in their checkpoint, where they do.
+    /// Returns all rows as stored in their checkpoint, if they came from one.
     pub(in crate::model) fn stored_bytes(&self) -> Option<(Dtype, Arc<Vec<u8>>)> {
         match &self.values {
             Values::Stored(dtype, bytes) => Some((*dtype, bytes.clone())),
@@ -81,13 +81,13 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Some rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    /// Returns a range of rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not fit each other.
+    /// When a quantized weight's parts do not match.
     ///
     /// # Panics
-    /// When there are no such rows.
+    /// When the range is out of bounds.
     pub fn rows<'s>(&'s self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> Result<&'s [f32]> {
         let k = self.shape[1];
         if let Values::Float(Rows::Floats(values)) = &self.values {
@@ -98,13 +98,13 @@ impl<'a> WeightRows<'a> {
         Ok(scratch)
     }
 
-    /// Writes some rows as `f32` to `out`, `[rows.len(), k]`.
+    /// Writes a range of rows as `f32` to `out`, `[rows.len(), k]`.
     ///
     /// # Errors
     /// As [`rows`](Self::rows).
     ///
     /// # Panics
-    /// As [`rows`](Self::rows), and when `out` has another length.
+    /// As [`rows`](Self::rows), and when the length of `out` does not match.
     pub fn copy_rows(&self, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let span = rows.start * self.shape[1]..rows.end * self.shape[1];
         assert_eq!(out.len(), span.len(), "out is not [rows, k]");
@@ -120,7 +120,7 @@ impl<'a> WeightRows<'a> {
         Ok(())
     }
 
-    /// The whole weight as `f32`, `[n, k]` row-major.
+    /// Returns the whole weight as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
     /// As [`rows`](Self::rows).

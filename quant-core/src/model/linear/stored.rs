@@ -1,4 +1,4 @@
-//! A weight that is read from its checkpoint when something first needs it.
+//! A weight that is read from its checkpoint on first use.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,8 +8,8 @@ use crate::{Error, Result};
 
 /// A float weight `[n, k]` of a checkpoint.
 ///
-/// All of it is read when any of it is first needed, and checked to be finite. The bytes are kept until they are
-/// [released](Self::release): a weight that is searched, multiplied and written is read once.
+/// It is read completely on first use and checked to be finite. The bytes are kept until they are
+/// [released](Self::release), so a weight that is searched, multiplied and written is read once.
 pub struct StoredWeight {
     source: Arc<dyn TensorSource>,
     name: String,
@@ -19,10 +19,10 @@ pub struct StoredWeight {
 }
 
 impl StoredWeight {
-    /// The tensor `name` of a checkpoint; nothing of it is read yet.
+    /// Creates a weight from the tensor `name` of a checkpoint, without reading its data.
     ///
     /// # Errors
-    /// When there is no such tensor, it is of another shape, or its type is not F32, F16 or BF16.
+    /// When there is no such tensor, its shape does not match, or its dtype is not F32, F16 or BF16.
     pub fn new(source: Arc<dyn TensorSource>, name: String, shape: [usize; 2]) -> Result<Self> {
         let info = source.require(&name)?;
         let dtype = info.dtype;
@@ -38,7 +38,7 @@ impl StoredWeight {
         Ok(Self { source, name, shape, dtype, held: Mutex::new(None) })
     }
 
-    /// The tensor's name in the checkpoint.
+    /// Returns the tensor's name in the checkpoint.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -53,7 +53,7 @@ impl StoredWeight {
         self.dtype
     }
 
-    /// The bytes of the tensor, row-major; read now if they are not at hand.
+    /// Returns the bytes of the tensor, row-major, after reading them if necessary.
     ///
     /// # Errors
     /// When they cannot be read, or a value is NaN or infinite.
@@ -61,18 +61,19 @@ impl StoredWeight {
         if let Some(bytes) = &*self.lock() {
             return Ok(bytes.clone());
         }
-        // Not under the lock: a source may compute on a thread pool, and one of its threads may come by here.
+        // Reading must not hold the lock: a source may compute on a thread pool, and one of its threads may call this
+        // function.
         let bytes = self.source.read(&self.name)?;
         require_finite_bytes(self.source.location(&self.name), &self.name, self.dtype, &bytes)?;
         Ok(self.lock().get_or_insert_with(|| Arc::new(bytes)).clone())
     }
 
-    /// The bytes, if they are at hand.
+    /// Returns the bytes, if they are in memory.
     pub fn held(&self) -> Option<Arc<Vec<u8>>> {
         self.lock().clone()
     }
 
-    /// The same, and keeps them no longer: who needs the weight after that reads it again.
+    /// Returns the bytes, if they are in memory, and releases them. Later uses read the weight again.
     pub fn release(&self) -> Option<Arc<Vec<u8>>> {
         self.lock().take()
     }

@@ -1,4 +1,4 @@
-//! What a configuration promises, checked against the tensors that are there.
+//! Checks of the tensors against the configuration.
 
 use crate::checkpoint::require_weight_float;
 use crate::model::arch::LearnedPositions;
@@ -6,8 +6,8 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Every tensor outside the blocks that the configuration promises, with its shape; quantized weights, which are
-    /// packed, excluded.
+    /// Every tensor outside the blocks that the configuration requires, with its shape. Quantized weights are excluded,
+    /// because they are packed.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
@@ -56,8 +56,8 @@ impl Model {
         require_weight_float(self.source.location(name), name, info.dtype)
     }
 
-    /// Checks the tensors of a block one by one and stops at the first that is missing: a configuration may promise
-    /// far more than the checkpoint holds.
+    /// Checks the tensors of a block and stops at the first missing one, because a configuration may require far more
+    /// than the checkpoint holds.
     fn check_block(&self, layer: usize) -> Result<()> {
         for op in self.architecture.graph(layer).nodes().iter().map(|node| &node.op) {
             let parameters = op.parameters();
@@ -77,11 +77,11 @@ impl Model {
         self.kv_scale_tensors(layer).map(|_| ())
     }
 
-    /// The static scales of a block's keys and values, and the tensors that hold them; none where the checkpoint has none
-    /// to have.
+    /// Returns the static scales of a block's keys and values, and the tensors that hold them; empty if the checkpoint
+    /// needs none.
     ///
     /// # Errors
-    /// When one is missing, which engines take for 1 and others for garbage, or is not one number.
+    /// When one is missing (some engines then use 1, others read garbage), or does not have exactly one element.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());
@@ -114,7 +114,7 @@ impl Model {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        // A configuration that promises more blocks than there are tensors must not be expanded.
+        // A configuration with more blocks than the checkpoint has tensors must not be expanded.
         let tensors = self.source.names().len();
         if self.architecture.layers > tensors {
             return Err(Error::Config {

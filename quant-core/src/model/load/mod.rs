@@ -1,5 +1,4 @@
-//! A checkpoint seen as a model: its family and sizes, checked against its tensors, and its
-//! weights, one block at a time.
+//! A checkpoint as a model: its family and sizes, checked against its tensors, and its weights, one block at a time.
 
 mod checks;
 mod weights;
@@ -27,22 +26,22 @@ pub struct Model {
     source: Arc<dyn TensorSource>,
     path: PathBuf,
     quantization: Option<Quantization>,
-    /// What was done to all of it, and the tensors that are therefore other ones than in the checkpoint.
+    /// The preparation of the model, and the tensors that it changed.
     prepared: Option<(Preparation, BTreeSet<String>)>,
     parts_head: bool,
     kv: Option<KvScheme>,
-    /// The `quant_method` of the checkpoint whose codes are seen as floats.
+    /// The `quant_method` of the checkpoint, if its codes are shown as floats.
     source_method: Option<String>,
 }
 
-/// What of a vision-language model is no part of its text tower: vision tower, projector and the like.
+/// The parts of a vision-language model outside its text tower: vision tower, projector and so on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Carried {
-    /// The class of the model, as `architectures` has it.
+    /// The class of the model, as in `architectures`.
     pub class: String,
-    /// Tensors, each written byte for byte as it was read.
+    /// Number of tensors; each is copied byte for byte.
     pub tensors: u64,
-    /// Their bytes.
+    /// Their total size in bytes.
     pub bytes: u64,
 }
 
@@ -52,16 +51,15 @@ struct Quantization {
 }
 
 impl Model {
-    /// The model in a directory, float or quantized.
+    /// Opens the model in a directory, float or quantized.
     ///
     /// # Errors
-    /// When the configuration is malformed, of an unknown family or container, or disagrees with
-    /// the tensors.
+    /// When the configuration is malformed, has an unknown family or container, or disagrees with the tensors.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         Self::new(directory.source().clone(), directory.config_path(), directory.config())
     }
 
-    /// A model from its tensors and the fields of its `config.json`; `path` is for messages.
+    /// Creates a model from its tensors and the fields of its `config.json`; `path` is used in messages.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -97,9 +95,8 @@ impl Model {
         Ok(model)
     }
 
-    /// This float model with other tensors in the place of its own: those of its prepared equal. A head that they hold
-    /// beside the embedding is tied to it only where the two are the same.
-    /// `turned` are the names of those that are not as in the checkpoint.
+    /// Returns this float model with the tensors of its prepared equivalent. If these hold a head in addition to the
+    /// embedding, it is tied only if both are equal. `turned` are the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,
@@ -117,13 +114,14 @@ impl Model {
         Ok(model)
     }
 
-    /// A quantized model as a float one: its weights are what its codes stand for, in F32. A float model stays as it is.
+    /// Converts a quantized model to a float one, with its dequantized weights in F32. A float model is returned
+    /// unchanged.
     ///
     /// # Errors
     /// When a tensor that should hold a quantized weight is missing.
     pub fn dequantized(self) -> Result<Self> {
         let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
-        // Scales of FP8 are left behind with those of the weights.
+        // The scales of an FP8 cache are dropped together with those of the weights.
         let kv = self.kv.filter(|kv| *kv != KvScheme::Kvf8);
         let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
@@ -135,62 +133,63 @@ impl Model {
         Ok(model)
     }
 
-    /// The `quant_method` of the checkpoint, where its codes are seen as floats.
+    /// Returns the `quant_method` of the checkpoint, if its codes are shown as floats.
     pub fn dequantized_from(&self) -> Option<&str> {
         self.source_method.as_deref()
     }
 
-    /// Whether a tensor is another one than in the checkpoint.
+    /// Returns whether a tensor differs from the one in the checkpoint.
     pub fn is_turned(&self, name: &str) -> bool {
         self.prepared.as_ref().is_some_and(|(_, turned)| turned.contains(name))
     }
 
-    /// Whether its preparation has parted the head from the embedding that it is in the checkpoint.
+    /// Returns whether the preparation untied a head that is tied to the embedding in the checkpoint.
     pub fn parts_head(&self) -> bool {
         self.parts_head
     }
 
-    /// What was done to all of it.
+    /// Returns the preparation of the model, if any.
     pub fn preparation(&self) -> Option<Preparation> {
         self.prepared.as_ref().map(|(by, _)| *by)
     }
 
-    /// Whether its hidden states are those of the checkpoint, rotated.
+    /// Returns whether its hidden states are rotated, compared with the checkpoint's.
     pub fn is_rotated(&self) -> bool {
         self.preparation() == Some(Preparation::Rotate)
     }
 
-    /// The configuration file, for messages.
+    /// Returns the path of the configuration file, for messages.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Family and sizes.
+    /// Returns the family and sizes.
     pub fn architecture(&self) -> &Architecture {
         &self.architecture
     }
 
-    /// The tensors, by the names that the architecture has for them.
+    /// Returns the tensors, under the architecture's names.
     pub fn source(&self) -> &Arc<dyn TensorSource> {
         &self.source
     }
 
-    /// The `quant_method`, if the checkpoint is quantized.
+    /// Returns the `quant_method`, if the checkpoint is quantized.
     pub fn quant_method(&self) -> Option<&str> {
         self.quantization.as_ref().map(|q| q.method.as_str())
     }
 
-    /// How the model is meant to cache keys and values, where not as floats.
+    /// Returns the model's intended cache of keys and values; `None` means floats.
     pub fn kv_scheme(&self) -> Option<KvScheme> {
         self.kv
     }
 
-    /// Why the kernels' cache does not hold the model's keys and values here, if it does not: then it is simulated.
+    /// Returns why the kernels cannot cache the model's keys and values on this machine, if so. The cache is then
+    /// simulated.
     pub fn kernels_refuse(&self, kv: KvScheme) -> Option<String> {
         KvCaching::refusal(kv.kind(), &self.architecture.attentions())
     }
 
-    /// How a linear or the embedding is quantized, if it is.
+    /// Returns the scheme of a linear or the embedding, if it is quantized.
     pub fn module_scheme(&self, module: &str) -> Option<crate::scheme::LinearScheme> {
         let reader = &self.quantization.as_ref()?.reader;
         match self.architecture.embedding.strip_suffix(".weight") {
@@ -199,10 +198,10 @@ impl Model {
         }
     }
 
-    /// [`Error::AlreadyQuantized`] unless the checkpoint is float.
+    /// Checks that the checkpoint is float.
     ///
     /// # Errors
-    /// When it is not.
+    /// [`Error::AlreadyQuantized`] when it is not.
     pub fn require_float(&self) -> Result<()> {
         match &self.quantization {
             None => Ok(()),
@@ -210,7 +209,7 @@ impl Model {
         }
     }
 
-    /// The name of the embedding tensor. Tied checkpoints may store it under the head's name only.
+    /// Returns the name of the embedding tensor. Tied checkpoints may store it only under the head's name.
     pub fn embedding_name(&self) -> String {
         let head = self.head_weight();
         let a = &self.architecture;
@@ -219,8 +218,8 @@ impl Model {
         if only_head { head } else { a.embedding.clone() }
     }
 
-    /// Whether the head is the embedding: the configuration says so, and no other head is stored.
-    /// Readers do not tie two tensors that differ.
+    /// Whether the head is tied to the embedding: the configuration says so, and no different head is stored. Loaders
+    /// do not tie two tensors that differ.
     fn shares_head(&self) -> Result<bool> {
         let a = &self.architecture;
         let head = self.head_weight();
@@ -250,9 +249,8 @@ impl Model {
         format!("{}.weight", self.architecture.head)
     }
 
-    /// Everything that may be quantized, in model order, each with its block, its name and its shape
-    /// `[n, k]`: the linears, the head among them unless it is tied, and what makes inputs of single blocks; then the
-    /// embedding.
+    /// Returns everything that may be quantized, in model order, each with its block, its name and its shape `[n, k]`:
+    /// the linears, the head unless it is tied, the projection of per-layer inputs, and the embedding.
     pub(crate) fn weight_modules(&self) -> Vec<(Option<usize>, String, [usize; 2])> {
         let a = &self.architecture;
         let head = (!a.tied).then(|| (None, a.head.clone(), [a.vocab, a.hidden]));
@@ -266,7 +264,7 @@ impl Model {
         in_blocks.chain(head).chain(inputs).chain([embedding]).collect()
     }
 
-    /// What of the checkpoint lies outside the decoder and is carried along, where a larger model wraps it.
+    /// Returns the parts of the checkpoint that are outside the decoder and copied, if a larger model wraps it.
     pub fn carried(&self) -> Option<Carried> {
         let wrapper = self.architecture.wrapper.as_ref()?;
         let names = self.source.names().into_iter().filter(|name| self.architecture.is_carried(name));

@@ -1,4 +1,4 @@
-//! The weights of a model: embedding, head, norms and blocks, float or packed, read when they are asked for.
+//! The weights of a model: embedding, head, norms and blocks, float or packed, read on request.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
 
 impl Model {
-    /// A quantized weight and who reads it.
+    /// A quantized weight and its reader.
     fn packed_weight<'a>(
         &self,
         module: &'a str,
@@ -29,13 +29,13 @@ impl Model {
         }
     }
 
-    /// The tensors that hold a quantized weight of shape `[n, k]`.
+    /// Returns the tensors that hold a quantized weight of shape `[n, k]`.
     pub(crate) fn packed_tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<TensorSpec>> {
         let (reader, weight) = self.packed_weight(module, shape)?;
         reader.tensors(self.source.as_ref(), weight)
     }
 
-    /// The type that the scales of a quantized linear, or of the embedding, are stored in.
+    /// Returns the dtype of the stored scales of a quantized linear or embedding.
     ///
     /// # Errors
     /// When the module is not quantized, or its scales are missing.
@@ -43,7 +43,7 @@ impl Model {
         self.packed_weight(module, [0, 0])?.0.scale_dtype(self.source.as_ref(), module)
     }
 
-    /// The zeros of a quantized weight, `[n, groups]`, where it has any.
+    /// Returns the zero points of a quantized weight, `[n, groups]`, if it has any.
     pub(crate) fn packed_zeros(&self, module: &str, shape: [usize; 2]) -> Result<Option<Vec<u8>>> {
         let (reader, weight) = self.packed_weight(module, shape)?;
         reader.zeros(self.source.as_ref(), weight)
@@ -55,7 +55,7 @@ impl Model {
         reader.read(self.source.as_ref(), weight)
     }
 
-    /// A float matrix in its file's dtype, of which nothing is read yet.
+    /// A float matrix in the file's dtype, not read yet.
     fn stored_weight(&self, name: String, shape: [usize; 2]) -> Result<WeightBody> {
         Ok(WeightBody::Stored(StoredWeight::new(self.source.clone(), name, shape)?))
     }
@@ -66,7 +66,7 @@ impl Model {
         Ok(Tensor::from_vec(values, len, &Device::Cpu)?)
     }
 
-    /// The embedding table `[vocab, hidden]`.
+    /// Returns the embedding table `[vocab, hidden]`.
     ///
     /// # Errors
     /// When it cannot be read or is not finite.
@@ -81,7 +81,7 @@ impl Model {
         Ok(Arc::new(body))
     }
 
-    /// The output head; for tied models it shares `embedding`.
+    /// Returns the output head; tied models share `embedding`.
     ///
     /// # Errors
     /// When it cannot be read or is not finite.
@@ -96,7 +96,7 @@ impl Model {
         Ok(Linear::new(Arc::new(weight), bias))
     }
 
-    /// The norm before the head and its parameters, if there is one.
+    /// Returns the norm before the head and its parameters, if there is one.
     ///
     /// # Errors
     /// When they cannot be read or are not finite.
@@ -109,7 +109,7 @@ impl Model {
         Ok(Some((op.clone(), norm)))
     }
 
-    /// The norm of embeddings and its parameters, if there is one.
+    /// Returns the norm of the embeddings and its parameters, if there is one.
     ///
     /// # Errors
     /// When they cannot be read or are not finite.
@@ -134,15 +134,15 @@ impl Model {
         }
     }
 
-    /// The tables of all rotations, for positions `0..positions`.
+    /// Returns the tables of all rotary embeddings, for positions `0..positions`.
     ///
     /// # Errors
-    /// When they cannot be made.
+    /// When they cannot be created.
     pub fn rope(&self, positions: usize) -> Result<RopeTables> {
         RopeTables::new(self.architecture.ropes(), positions)
     }
 
-    /// Block `index` with its weights in the file's dtypes, all in memory.
+    /// Returns block `index` with its weights in the file's dtypes, all in memory.
     ///
     /// # Errors
     /// When a tensor cannot be read or is not finite.
@@ -152,7 +152,7 @@ impl Model {
         Ok(block)
     }
 
-    /// Block `index` with float weights that are read when they are [first used](StoredWeight).
+    /// Returns block `index` with float weights that are read on [first use](StoredWeight).
     ///
     /// # Errors
     /// When a norm, a bias or a quantized weight cannot be read, or a norm or a bias is not finite.

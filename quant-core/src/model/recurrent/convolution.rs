@@ -1,4 +1,4 @@
-//! Causal convolutions of single channels.
+//! Causal convolutions with one kernel per channel.
 
 use rayon::prelude::*;
 
@@ -7,12 +7,13 @@ use crate::model::arch::Convolution;
 use crate::model::attention::in_place;
 use crate::vector::vectorized;
 
-/// Tokens that one task computes.
+/// Tokens per task.
 const TILE: usize = 64;
 
-/// Convolves `x` `[tokens, channels]` with `weight` `[channels, kernel]`, each run for itself.
+/// Convolves `x` `[tokens, channels]` with `weight` `[channels, kernel]`, each run separately.
 ///
-/// A `state` `[kernel − 1, channels]` holds the inputs before the only run, the oldest first, and then those at its end.
+/// With a `state` `[kernel − 1, channels]` there must be a single run. The state holds the inputs before the run,
+/// oldest first, and is replaced by the last inputs of the run.
 pub(super) fn convolve(
     shape: &Convolution,
     weight: &[f32],
@@ -22,7 +23,7 @@ pub(super) fn convolve(
     state: Option<&mut [f32]>,
 ) -> Vec<f32> {
     let Convolution { channels, kernel, activation, .. } = *shape;
-    // A row for each tap, so that a tap is one pass over neighbors.
+    // Transposed, with one row per tap, so that a tap is one pass over adjacent values.
     let taps: Vec<f32> =
         (0..kernel).flat_map(|j| (0..channels).map(move |c| weight[c * kernel + j])).collect();
     let mut out = vec![0.0; x.len()];
@@ -43,7 +44,7 @@ pub(super) fn convolve(
                         row.copy_from_slice(bias);
                     }
                     for (j, tap) in taps.chunks_exact(channels).enumerate() {
-                        // The input `kernel − 1 − j` tokens back: of the run, else of the state, else 0.
+                        // The input `kernel − 1 − j` tokens back: from the run, else from the state, else 0.
                         let place = first + i + j + 1;
                         let input = match place.checked_sub(kernel) {
                             Some(token) => &x[(run.begin + token) * channels..][..channels],
@@ -65,7 +66,7 @@ pub(super) fn convolve(
     out
 }
 
-/// Moves the inputs `x` into a state from its end.
+/// Shifts the inputs `x` into the end of a state.
 fn remember(state: &mut [f32], x: &[f32]) {
     match state.len().checked_sub(x.len()) {
         Some(kept) => {
@@ -85,7 +86,7 @@ mod tests {
         (0..count).map(|i| ((i as f64 * 0.73 + phase).sin() * 1.5) as f32).collect()
     }
 
-    /// The definition in double precision.
+    /// Reference implementation in double precision.
     fn naive(shape: &Convolution, w: &[f32], bias: Option<&[f32]>, x: &[f32], runs: &[Run]) -> Vec<f64> {
         let (channels, kernel) = (shape.channels, shape.kernel);
         let mut out = vec![0.0; x.len()];
@@ -125,7 +126,7 @@ mod tests {
             for (found, exact) in found.iter().zip(naive(&shape, &w, bias.as_deref(), &x, &runs)) {
                 approx::assert_abs_diff_eq!(f64::from(*found), exact, epsilon = 2e-6);
             }
-            // From a state, in pieces shorter and longer than it.
+            // From a state, in pieces shorter and longer than the state.
             let whole = [Run { begin: 0, length: 2 * length }];
             let whole = convolve(&shape, &w, bias.as_deref(), &x, &whole, None);
             let mut state = vec![0.0; (kernel - 1) * channels];

@@ -8,23 +8,23 @@ use super::Run;
 use crate::model::arch::DeltaNet;
 use crate::vector::vectorized;
 
-/// Tokens of a chunk.
+/// Tokens per chunk.
 const CHUNK: usize = 64;
-/// Runs of at least so many tokens go in chunks.
+/// Runs of at least this many tokens are computed in chunks.
 const CHUNKED_FROM: usize = 16;
-/// Added to the sum of squares of a query or key before its root is taken.
+/// Added to the sum of squares of a query or key before the square root.
 const EPS: f32 = 1e-6;
 
 /// The decay and the step of every token and value head, both `[tokens, value_heads]`.
 pub(super) struct Gates {
-    /// Logarithms of the factors that states are multiplied by; not above 0.
+    /// Logarithms of the states' decay factors; at most 0.
     decay: Vec<f32>,
-    /// Between 0 and 1: how far a key's value moves towards the token's.
+    /// Step sizes between 0 and 1: how far the value stored for a key moves towards the token's value.
     step: Vec<f32>,
 }
 
 impl Gates {
-    /// From the parameters `[value_heads]` and the inputs `[tokens, value_heads]`.
+    /// Computes the gates from the parameters `[value_heads]` and the inputs `[tokens, value_heads]`.
     pub(super) fn new(a_log: &[f32], dt_bias: &[f32], b: &[f32], a: &[f32]) -> Self {
         let rates: Vec<f32> = a_log.iter().map(|a| -a.exp()).collect();
         let heads = rates.iter().zip(dt_bias).cycle();
@@ -35,18 +35,18 @@ impl Gates {
 
 /// `ln(1 + eˣ)`.
 pub(super) fn softplus(x: f32) -> f32 {
-    // Beyond 20 the sum rounds to x.
+    // Beyond 20 the sum rounds to `x`.
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
-/// A head's queries and keys, normalized, its values, and its gates, for consecutive tokens.
+/// A head's normalized queries and keys, its values, and its gates, for consecutive tokens.
 struct Head {
     /// `[tokens, key_dim]` each.
     q: Vec<f32>,
     k: Vec<f32>,
     /// `[tokens, value_dim]`.
     v: Vec<f32>,
-    /// A number for each token.
+    /// One value per token.
     decay: Vec<f32>,
     step: Vec<f32>,
 }
@@ -69,7 +69,7 @@ impl Head {
     }
 }
 
-/// Divides every row by its length and multiplies it by `factor`.
+/// Divides every row by its norm and multiplies it by `factor`.
 fn normalize(rows: &mut [f32], width: usize, factor: f32) {
     for row in rows.chunks_exact_mut(width) {
         let squares: f32 = row.iter().map(|v| v * v).sum();
@@ -78,9 +78,10 @@ fn normalize(rows: &mut [f32], width: usize, factor: f32) {
     }
 }
 
-/// Applies the rule to `x` `[tokens, mixed_width]`, each run for itself; gives `[tokens, width]`.
+/// Applies the rule to `x` `[tokens, mixed_width]`, each run separately; returns `[tokens, width]`.
 ///
-/// A `state` `[value_heads, key_dim, value_dim]` is that before the only run, and then that after it.
+/// With a `state` `[value_heads, key_dim, value_dim]` there must be a single run. The state is the one before the run,
+/// and is replaced by the one after it.
 pub(super) fn apply(
     net: &DeltaNet,
     x: &[f32],
@@ -120,7 +121,7 @@ pub(super) fn apply(
     out
 }
 
-/// The definition: one token after the other.
+/// Computes the rule by definition, one token after the other.
 fn stepwise(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (dk, dv) = (net.key_dim, net.value_dim);
     let mut out = vec![0.0; head.v.len()];
@@ -164,11 +165,11 @@ pub(super) fn product(into: &mut [f32], accum: Accum, a: MatRef<'_, f32>, b: Mat
     matmul(into, accum, a, b, factor, Par::Seq);
 }
 
-/// The same in chunks (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
+/// Computes the rule in chunks (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
 ///
-/// Inside a chunk each token's change of the state follows from those before it by a triangular system, whose
-/// right-hand side is `β v` for what the chunk's own tokens write, and `β e^G k` for what the state before the chunk
-/// holds already. `G` are decays added up from the chunk's first token on.
+/// Inside a chunk, each token's change of the state follows from the earlier ones by a triangular system. Its
+/// right-hand sides are `β v` for the values that the chunk's own tokens write, and `β e^G k` for the values that the
+/// state before the chunk already holds. `G` is the cumulative sum of the log decays from the chunk's first token on.
 fn chunked(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (dk, dv) = (net.key_dim, net.value_dim);
     let mut out = vec![0.0; head.v.len()];
@@ -186,7 +187,7 @@ fn chunked(net: &DeltaNet, head: &Head, state: &mut [f32]) -> Vec<f32> {
 /// Buffers of a chunk.
 #[derive(Default)]
 struct Chunk {
-    /// Decays added up.
+    /// Cumulative sums of the log decays.
     sums: Vec<f32>,
     /// `[tokens, tokens]`: products of keys with keys, then of queries with keys.
     scores: Vec<f32>,
@@ -194,7 +195,7 @@ struct Chunk {
     solved: Vec<f32>,
     /// `[tokens, value_dim]`: changes of the state.
     changes: Vec<f32>,
-    /// `[tokens, key_dim]`: keys or queries with decays.
+    /// `[tokens, key_dim]`: keys or queries times decays.
     decayed: Vec<f32>,
 }
 
@@ -217,7 +218,7 @@ impl Chunk {
         self.scores.resize(n * n, 0.0);
         product(&mut self.scores, Accum::Replace, matrix(k, n, dk), matrix(k, n, dk).transpose(), 1.0);
         self.solve([dk, dv], k, v, step);
-        // What each token changes: its own part less what the state before the chunk holds already.
+        // The change by each token: its own value minus what the state before the chunk already holds.
         self.changes.clear();
         self.changes.extend(self.solved.chunks_exact(dv + dk).flat_map(|row| &row[..dv]));
         self.decayed.clear();
@@ -225,7 +226,7 @@ impl Chunk {
         let before = matrix(state, dk, dv);
         product(&mut self.changes, Accum::Add, matrix(&self.decayed, n, dk), before, -1.0);
 
-        // Outputs: of the state before the chunk, and of the changes up to each token.
+        // Outputs: from the state before the chunk, and from the changes up to each token.
         self.decay_rows(q, dk, |sum, _| sum);
         product(out, Accum::Replace, matrix(&self.decayed, n, dk), before, 1.0);
         product(&mut self.scores, Accum::Replace, matrix(q, n, dk), matrix(k, n, dk).transpose(), 1.0);
@@ -269,7 +270,7 @@ impl Chunk {
         }
     }
 
-    /// Multiplies every row by `e` to the power of a function of its sum of decays and of the last one.
+    /// Multiplies every row by `e` to the power of a function of its cumulative log decay and the last one.
     fn decay_rows(&mut self, rows: &[f32], width: usize, power: impl Fn(f32, f32) -> f32) {
         let last = self.sums.last().copied().unwrap_or(0.0);
         self.decayed.clear();

@@ -11,12 +11,12 @@ use super::tensor_values::{with_slices, with_values};
 use super::{OpParameters, Segments};
 use crate::{Error, Result};
 
-/// What one sequence leaves to the tokens after it.
+/// The state of one sequence after its last token.
 #[derive(Debug, Clone, Default)]
 pub(super) struct State(Vec<f32>);
 
 impl State {
-    /// The state before the first token.
+    /// Creates the state before the first token.
     pub(super) fn zero(len: usize) -> Self {
         Self(vec![0.0; len])
     }
@@ -26,7 +26,7 @@ impl State {
     }
 }
 
-/// Consecutive tokens of one document, and the state that they begin with: none before the first token.
+/// Consecutive tokens of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Run {
     /// Its first token, counted over the whole batch.
@@ -35,7 +35,7 @@ struct Run {
 }
 
 impl Run {
-    /// The documents of a batch of windows.
+    /// Returns the documents of a batch of windows.
     fn all(batch: usize, positions: usize, segments: Segments<'_>) -> Vec<Self> {
         let Some(places) = segments.positions(positions) else {
             return (0..batch).map(|window| Self { begin: window * positions, length: positions }).collect();
@@ -51,13 +51,13 @@ impl Run {
     }
 }
 
-/// What a recurrent operation makes of its inputs `[batch, positions, features]`.
+/// Applies a recurrent operation to its inputs `[batch, positions, features]`.
 ///
-/// Without a state every segment begins with a zero state. With one there is a single sequence, which begins with it;
-/// it is replaced by the state after the last token.
+/// Without a state, every segment begins with a zero state. With a state, there must be a single sequence; it begins
+/// with the state, which is replaced by the one after the last token.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub(super) fn run(
     op: &Recurrent,
     parameters: &OpParameters,

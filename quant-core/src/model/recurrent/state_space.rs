@@ -1,4 +1,4 @@
-//! State spaces with one decay a head (Mamba 2), token by token and in chunks.
+//! State-space operations with one decay per head (Mamba 2), token by token and in chunks.
 
 use faer::Accum;
 use rayon::prelude::*;
@@ -8,9 +8,9 @@ use super::delta_net::{matrix, product, softplus};
 use crate::model::arch::StateSpace;
 use crate::vector::vectorized;
 
-/// Tokens of a chunk.
+/// Tokens per chunk.
 const CHUNK: usize = 64;
-/// Runs of at least so many tokens go in chunks.
+/// Runs of at least this many tokens are computed in chunks.
 const CHUNKED_FROM: usize = 16;
 
 /// The stored parameters, `[heads]` each.
@@ -20,18 +20,18 @@ pub(super) struct Parameters<'a> {
     pub(super) dt_bias: &'a [f32],
 }
 
-/// What a head reads, for consecutive tokens.
+/// The inputs of a head, for consecutive tokens.
 struct Head {
-    /// `[tokens, state]` each: what writes into the state, and what reads it.
+    /// `[tokens, state]` each: `B`, which writes to the state, and `C`, which reads it.
     b: Vec<f32>,
     c: Vec<f32>,
     /// `[tokens, width]`.
     x: Vec<f32>,
-    /// The same times each token's step.
+    /// The inputs times each token's step.
     stepped: Vec<f32>,
-    /// Logarithms of the factors that states are multiplied by; not above 0.
+    /// Logarithms of the states' decay factors; at most 0.
     decay: Vec<f32>,
-    /// What an input is multiplied by before it is added to the output.
+    /// Factor of the inputs that are added to the output.
     skip: f32,
 }
 
@@ -66,10 +66,11 @@ impl Head {
     }
 }
 
-/// Runs the spaces on `x` `[tokens, mixed_width]` with steps `[tokens, heads]`, each run for itself; gives
+/// Applies the operation to `x` `[tokens, mixed_width]` with steps `[tokens, heads]`, each run separately; returns
 /// `[tokens, width]`.
 ///
-/// A `state` `[heads, state_dim, head_dim]` is that before the only run, and then that after it.
+/// With a `state` `[heads, state_dim, head_dim]` there must be a single run. The state is the one before the run, and
+/// is replaced by the one after it.
 pub(super) fn apply(
     space: &StateSpace,
     parameters: &Parameters<'_>,
@@ -112,7 +113,7 @@ pub(super) fn apply(
     out
 }
 
-/// The definition: one token after the other.
+/// Computes the operation by definition, one token after the other.
 fn stepwise(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (n, p) = (space.state_dim, space.head_dim);
     let mut out = vec![0.0; head.x.len()];
@@ -134,8 +135,8 @@ fn stepwise(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     out
 }
 
-/// The same in chunks (Dao and Gu, "Transformers are SSMs", 2024): inside a chunk as attention with decays, and by the
-/// state from one chunk to the next.
+/// Computes the operation in chunks (Dao and Gu, "Transformers are SSMs", 2024): as attention with decays inside a
+/// chunk, and through the state from one chunk to the next.
 fn chunked(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     let (n, p) = (space.state_dim, space.head_dim);
     let mut out = vec![0.0; head.x.len()];
@@ -144,7 +145,7 @@ fn chunked(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
         let (first, tokens) = (i * CHUNK, out.len() / p);
         let (b, c) = (&head.b[first * n..][..tokens * n], &head.c[first * n..][..tokens * n]);
         let x = &head.stepped[first * p..][..tokens * p];
-        // Decays added up from the chunk's first token on.
+        // Cumulative sums of the log decays from the chunk's first token on.
         let sums: Vec<f32> = head.decay[first..][..tokens]
             .iter()
             .scan(0.0_f32, |sum, d| {
@@ -153,10 +154,10 @@ fn chunked(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
             })
             .collect();
         let last = sums.last().copied().unwrap_or(0.0);
-        // What the state before the chunk gives.
+        // The contribution of the state before the chunk.
         decay_rows(&mut decayed, c, n, sums.iter().map(|sum| sum.exp()));
         product(out, Accum::Replace, matrix(&decayed, tokens, n), matrix(state, n, p), 1.0);
-        // What the chunk's own tokens give.
+        // The contribution of the chunk's own tokens.
         scores.resize(tokens * tokens, 0.0);
         product(&mut scores, Accum::Replace, matrix(c, tokens, n), matrix(b, tokens, n).transpose(), 1.0);
         for (i, row) in scores.chunks_exact_mut(tokens).enumerate() {
@@ -174,7 +175,7 @@ fn chunked(space: &StateSpace, head: &Head, state: &mut [f32]) -> Vec<f32> {
     out
 }
 
-/// Every row times a factor of its own.
+/// Multiplies every row by its own factor.
 fn decay_rows(into: &mut Vec<f32>, rows: &[f32], width: usize, factors: impl Iterator<Item = f32>) {
     into.clear();
     for (row, factor) in rows.chunks_exact(width).zip(factors) {

@@ -1,4 +1,4 @@
-//! Tests of state spaces: chunks and steps against the definition in double precision.
+//! Tests of state-space operations: chunks and single steps against the definition in double precision.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn wave(count: usize, phase: f64, scale: f64) -> Vec<f32> {
     (0..count).map(|i| ((i as f64 * 0.61 + (i as f64 * 0.017).sin() + phase).sin() * scale) as f32).collect()
 }
 
-/// A space, its inputs and its parameters.
+/// An operation, its inputs and its parameters.
 struct Case {
     space: StateSpace,
     tokens: usize,
@@ -18,7 +18,7 @@ struct Case {
 }
 
 impl Case {
-    /// `slow`: states decay by little, so that chunks depend on each other.
+    /// `slow`: states decay slowly, so that chunks depend on each other.
     fn new(space: StateSpace, tokens: usize, slow: bool) -> Self {
         let rates = if slow { -5.0 } else { 0.5 };
         Self {

@@ -1,7 +1,7 @@
-//! Reading a rotation from a configuration.
+//! Reads a rotary embedding from a configuration.
 //!
-//! transformers 5 has all of it in `rope_parameters`, one object for all layers or one for each type of layer; before,
-//! `rope_theta` and `rope_scaling` stood apart. Published checkpoints have either.
+//! transformers 5 stores everything in `rope_parameters`, one object for all layers or one per layer type. Earlier
+//! versions have separate `rope_theta` and `rope_scaling` keys. Published checkpoints use either form.
 
 use std::sync::Arc;
 
@@ -9,38 +9,38 @@ use super::{LongRope, Rope, RopeLayout, RopeScaling, Yarn};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Entries that a list of factors may have: what is more is a damaged configuration.
+/// Maximum length of a list of factors; a longer list means that the configuration is damaged.
 const MAX_FACTORS: usize = 1 << 14;
 
-/// What a family says of its rotation where the configuration is silent.
+/// A family's defaults for its rotary embedding, and its names for keys.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeRequest<'a> {
     /// Width of a head.
     pub head_dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
-    /// The top-level key that has the base.
+    /// The top-level key of the base.
     pub theta_key: &'a str,
-    /// The share of a head that turns; `None` where the family turns whole heads only.
+    /// The default rotated fraction of a head; `None` if the family only rotates whole heads.
     pub partial: Option<f64>,
-    /// The top-level key that has the share.
+    /// The top-level key of the fraction.
     pub partial_key: &'a str,
-    /// Which channels turn together.
+    /// The pairing of channels.
     pub layout: RopeLayout,
-    /// The type of layer, in families whose types turn differently.
+    /// The layer type, in families with a separate rotation per layer type.
     pub layer_type: Option<&'a str>,
-    /// Whether `rope_scaling` is of this type of layer too.
+    /// Whether `rope_scaling` applies to this layer type too.
     pub is_scaled: bool,
-    /// Positions the model was first trained on.
+    /// The original training context, in positions.
     pub original_positions: Option<usize>,
-    /// Other names that the family's checkpoints have for `longrope`.
+    /// Other names of `longrope` in the family's checkpoints.
     pub longrope_names: &'a [&'a str],
-    /// Whether `alpha` beside the kind `dynamic` means a fixed factor of the base.
+    /// Whether `alpha` next to the type `dynamic` means a fixed factor of the base.
     pub has_alpha: bool,
 }
 
 impl<'a> RopeRequest<'a> {
-    /// Whole heads, halves together, one rotation for all layers.
+    /// Whole heads, paired by halves, one rotation for all layers.
     pub fn new(head_dim: usize, theta: f64) -> Self {
         Self {
             head_dim,
@@ -57,11 +57,10 @@ impl<'a> RopeRequest<'a> {
         }
     }
 
-    /// The rotation that a configuration asks for.
+    /// Reads the rotary embedding that a configuration describes.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the field that is missing, malformed, absurd, or asks for what this
-    /// version does not compute.
+    /// [`Error::Config`](crate::Error::Config) with the field that is missing, malformed, out of range or unsupported.
     pub fn read(&self, config: &ConfigFields<'_>) -> Result<Rope> {
         let parameters = config.optional_object("rope_parameters")?;
         let scaling = config.optional_object("rope_scaling")?;
@@ -75,7 +74,7 @@ impl<'a> RopeRequest<'a> {
             (_, Some(_)) => None,
             (shared, None) => shared.clone(),
         };
-        // Where both are there, transformers takes the older one.
+        // If both are present, transformers uses the older key.
         let nested = scaling.as_ref().filter(|_| self.is_scaled).or(own.as_ref());
         if let Some(fields) = nested
             && let Some((kind, _)) = fields.map().iter().find(|(_, value)| value.is_object())
@@ -88,7 +87,7 @@ impl<'a> RopeRequest<'a> {
         let reader = Reader { request: self, config, nested };
         let theta = reader.theta(own.as_ref().filter(|_| self.layer_type.is_some()))?;
         let rotary_dim = reader.rotary_dim()?;
-        // Read beside the types of layers, where there are such.
+        // If there are layer types, the key is next to them.
         let truncate = match (&parameters, nested, self.layer_type) {
             (Some(parameters), _, Some(_)) => parameters.optional_bool("truncate")?,
             (_, Some(nested), None) => nested.optional_bool("truncate")?,
@@ -112,7 +111,7 @@ impl<'a> RopeRequest<'a> {
     }
 }
 
-/// The places where a field may stand.
+/// The objects that may hold a field.
 struct Reader<'r, 'a, 'c> {
     request: &'r RopeRequest<'r>,
     config: &'a ConfigFields<'c>,
@@ -137,7 +136,7 @@ impl Reader<'_, '_, '_> {
         Ok(theta)
     }
 
-    /// Channels of a head that turn.
+    /// Returns the number of rotated channels per head.
     fn rotary_dim(&self) -> Result<usize> {
         const KEY: &str = "partial_rotary_factor";
         let (head_dim, request) = (self.request.head_dim, self.request);
@@ -167,7 +166,7 @@ impl Reader<'_, '_, '_> {
         Ok(dim)
     }
 
-    /// The kind of scaling. Before transformers 4.43 the key was `type`.
+    /// Returns the type of scaling. Before transformers 4.43 the key was `type`.
     fn kind(&self) -> Result<&str> {
         let Some(fields) = self.nested else { return Ok("default") };
         for key in ["rope_type", "type"] {
@@ -181,7 +180,7 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// HunYuan's fixed NTK scaling: by how much the base is larger, whatever the length.
+    /// Reads HunYuan's fixed NTK scaling: the factor by which the base grows, independent of the length.
     fn alpha(&self) -> Result<Option<f64>> {
         let Some(fields) = self.nested.filter(|_| self.request.has_alpha) else { return Ok(None) };
         if self.kind()? != "dynamic" {
@@ -195,7 +194,8 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// Positions the model was first trained on: beside the scaling, then in it, then all that it has.
+    /// Reads the original training context: from the top level, else from the scaling, else the model's maximum
+    /// positions.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
         let beside = match self.request.layer_type {
@@ -208,7 +208,7 @@ impl Reader<'_, '_, '_> {
         };
         match (beside, inside) {
             (Some(positions), _) => Ok(positions),
-            // Some configurations have it as 8192.0.
+            // Some configurations store it as 8192.0.
             (None, Some(found)) if (1.0..=f64::from(u32::MAX)).contains(&found) && found.fract() == 0.0 => {
                 Ok(found as usize)
             }
@@ -288,7 +288,7 @@ impl Reader<'_, '_, '_> {
         }
     }
 
-    /// How many times longer the context is than the model was first trained on.
+    /// Returns the ratio of the context to the original training context.
     fn factor(&self, fields: &ConfigFields<'_>, original: usize, required: bool) -> Result<f64> {
         match fields.optional_f64("factor")? {
             Some(factor) if factor > 0.0 && (factor as f32).is_normal() => Ok(factor),
@@ -301,7 +301,7 @@ impl Reader<'_, '_, '_> {
     fn yarn(&self, fields: &ConfigFields<'_>, theta: f64, dim: usize, truncate: bool) -> Result<RopeScaling> {
         let original = self.original_positions(fields)?;
         let factor = self.factor(fields, original, true)?;
-        // 0 means the default, as `null` does.
+        // 0 means the default, like `null`.
         let or = |key: &str, default: f64| -> Result<f64> {
             match fields.optional_f64(key)?.filter(|value| *value != 0.0) {
                 Some(value) if value > 0.0 && (value as f32).is_normal() => Ok(value),
@@ -343,7 +343,7 @@ impl Reader<'_, '_, '_> {
     }
 }
 
-/// A list of `pairs` positive numbers.
+/// Reads a list of `pairs` positive numbers.
 fn factors(fields: &ConfigFields<'_>, key: &str, pairs: usize) -> Result<Arc<[f32]>> {
     let Some(list) = fields.get(key).and_then(serde_json::Value::as_array) else {
         return Err(fields.error(key, "is missing, or is not a list of numbers"));

@@ -1,4 +1,4 @@
-//! Rotary position embedding: which channels of a head turn, by which angles, and the tables of a run.
+//! Rotary position embedding: the rotated channels of a head, their angles, and the tables of a run.
 
 mod config;
 mod scaling;
@@ -16,14 +16,14 @@ pub use scaling::{LongRope, RopeScaling, Yarn};
 use super::Segments;
 use crate::{Error, Result};
 
-/// The rotation of heads by their positions.
+/// A rotary position embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Width of a head.
     pub head_dim: usize,
-    /// The first channels of a head, which turn; even. The others pass unchanged.
+    /// Number of rotated channels, from the first on; even. The others pass unchanged.
     pub rotary_dim: usize,
-    /// Which channels turn together.
+    /// The pairing of channels.
     pub layout: RopeLayout,
     /// Base of the frequencies.
     pub theta: f64,
@@ -31,7 +31,7 @@ pub struct Rope {
     pub scaling: RopeScaling,
 }
 
-/// Which two channels a rotation mixes.
+/// The pairs of channels that a rotation mixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopeLayout {
     /// Channel `i` of the first half with channel `i` of the second (GPT-NeoX, Llama).
@@ -41,17 +41,17 @@ pub enum RopeLayout {
 }
 
 impl Rope {
-    /// Rotation of whole heads, halves together, with plain frequencies.
+    /// Creates a rotation of whole heads, paired by halves, with unscaled frequencies.
     pub fn plain(head_dim: usize, theta: f64) -> Self {
         Self { head_dim, rotary_dim: head_dim, layout: RopeLayout::Halves, theta, scaling: RopeScaling::None }
     }
 
-    /// The angle per position of each pair of channels, in a sequence of `length` tokens.
+    /// Returns the angle per position of each pair of channels, in a sequence of `length` tokens.
     pub(crate) fn frequencies(&self, length: usize) -> Vec<f32> {
         self.scaling.frequencies(self.theta, self.rotary_dim, length).0
     }
 
-    /// The channel that a channel of a head is mixed with: itself where it does not turn.
+    /// Returns the channel that a channel of a head is paired with: itself if it is not rotated.
     pub fn partner(&self, channel: usize) -> usize {
         let half = self.rotary_dim / 2;
         match self.layout {
@@ -87,30 +87,29 @@ impl Angles {
     }
 }
 
-/// The angles for the positions that a run needs.
+/// The angles for the positions of a run.
 ///
-/// With some scalings frequencies depend on the length of the whole sequence. Tokens that are appended to a cache are
-/// turned by the frequencies of the length that the sequence then has; keys that are cached stay as they are. This is
-/// what transformers does.
+/// With some scalings, frequencies depend on the length of the whole sequence. Tokens that are appended to a cache are
+/// rotated with the frequencies for the new length; cached keys are not updated. transformers does the same.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
     rope: Rope,
     positions: usize,
-    /// Angles of sequences up to the length at which frequencies change.
+    /// Angles for sequences up to the length at which frequencies change.
     short: Angles,
-    /// Angles of all longer sequences, where these have one set of frequencies.
+    /// Angles for all longer sequences, if these share one set of frequencies.
     long: Option<Angles>,
 }
 
-/// The tables of all rotations of a model.
+/// The tables of all rotary embeddings of a model.
 #[derive(Debug, Clone)]
 pub struct RopeTables(Vec<Arc<RopeTable>>);
 
 impl RopeTables {
-    /// Tables for positions `0..positions`, one for each distinct rotation.
+    /// Creates tables for positions `0..positions`, one for each distinct rotation.
     ///
     /// # Errors
-    /// When the tensors cannot be made.
+    /// When the tensors cannot be created.
     pub fn new<'a>(ropes: impl Iterator<Item = &'a Rope>, positions: usize) -> Result<Self> {
         let mut tables: Vec<Arc<RopeTable>> = Vec::new();
         for rope in ropes {
@@ -121,17 +120,17 @@ impl RopeTables {
         Ok(Self(tables))
     }
 
-    /// The table of a rotation, if the model has it.
+    /// Returns the table of a rotation, if the model has it.
     pub fn get(&self, rope: &Rope) -> Option<&Arc<RopeTable>> {
         self.0.iter().find(|known| known.rope == *rope)
     }
 }
 
 impl RopeTable {
-    /// Tables for positions `0..positions`.
+    /// Creates tables for positions `0..positions`.
     ///
     /// # Errors
-    /// When the tensors cannot be made.
+    /// When the tensors cannot be created.
     pub fn new(rope: Rope, positions: usize) -> Result<Self> {
         let changes = rope.scaling.changes_above();
         let short = Angles::new(&rope, 0, changes.map_or(positions, |length| length.min(positions)))?;
@@ -144,12 +143,12 @@ impl RopeTable {
         Ok(Self { rope, positions, short, long })
     }
 
-    /// Positions the tables cover.
+    /// Returns the number of positions that the tables cover.
     pub fn positions(&self) -> usize {
         self.positions
     }
 
-    /// Angles of `positions` tokens from `start` on, the last of them the last of its sequence.
+    /// Returns the angles of `positions` tokens from `start` on, the last of which ends the sequence.
     fn angles(&self, start: usize, positions: usize) -> Result<Angles> {
         let length = start + positions;
         if length > self.positions {
@@ -164,8 +163,7 @@ impl RopeTable {
         }
     }
 
-    /// Turns every head of `x` `[batch, positions, heads · head_dim]`, whose first row stands at
-    /// position `start`.
+    /// Rotates every head of `x` `[batch, positions, heads · head_dim]`, whose first row is at position `start`.
     ///
     /// # Errors
     /// When the tables are too short.
@@ -174,10 +172,10 @@ impl RopeTable {
         turn::turn(x, &self.rope, &angles.cos, &angles.sin)
     }
 
-    /// The same where positions are counted from the start of each segment.
+    /// Rotates every head of `x`, with positions counted from the start of each segment.
     ///
     /// # Errors
-    /// When the tables are too short, or the segments are those of another batch.
+    /// When the tables are too short, or the segments do not match the batch.
     pub fn apply_packed(&self, x: &Tensor, segments: Segments<'_>) -> Result<Tensor> {
         let (batch, positions, _) = x.dims3()?;
         let fits = segments.fit(batch, positions);

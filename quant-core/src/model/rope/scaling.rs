@@ -1,12 +1,11 @@
-//! The angle by which each pair of channels turns per position, and its change for contexts longer than the model was
-//! trained on.
+//! The rotation angle per position of each pair of channels, and its change for contexts longer than in training.
 //!
 //! Everything is rounded to `f32` where transformers rounds it: at large positions the rounding of a frequency is
 //! visible in the angle.
 
 use std::sync::Arc;
 
-/// How the rotary frequencies are changed for contexts longer than the model was trained on.
+/// Changes of the rotary frequencies for contexts longer than in training.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// Not at all.
@@ -16,7 +15,7 @@ pub enum RopeScaling {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3: long wavelengths divided by `factor`, short ones kept, a smooth step between.
+    /// Llama 3: long wavelengths are divided by `factor`, short ones kept, with a smooth transition.
     Llama3 {
         /// The divisor of long wavelengths.
         factor: f64,
@@ -24,63 +23,64 @@ pub enum RopeScaling {
         low: f64,
         /// Wavelengths below `original_positions / high` are kept.
         high: f64,
-        /// Positions the model was first trained on.
+        /// The original training context, in positions.
         original_positions: f64,
     },
-    /// Dynamic NTK scaling: in sequences longer than the model was trained on, the base grows with the length.
+    /// Dynamic NTK scaling: in sequences longer than the original training context, the base grows with the length.
     Dynamic {
-        /// How fast it grows.
+        /// The rate of growth.
         factor: f64,
-        /// The longest sequence with plain frequencies.
+        /// The longest sequence with unscaled frequencies.
         positions: usize,
     },
     /// YaRN (Peng et al., 2023).
     Yarn(Yarn),
     /// LongRoPE (Ding et al., 2024).
     LongRope(LongRope),
-    /// Gemma 4: whole heads are paired, but only the first pairs turn, by frequencies of the whole head's width.
+    /// Gemma 4: channels are paired over the whole head, but only the first pairs are rotated, with the frequencies of
+    /// the whole head's width.
     Proportional {
         /// The divisor of all frequencies.
         factor: f64,
-        /// The pairs that turn.
+        /// Number of rotated pairs.
         pairs: usize,
     },
 }
 
-/// Frequencies of short wavelengths are kept, those of long ones divided, with a linear ramp over the pairs between.
+/// Frequencies of short wavelengths are kept, those of long ones divided, with a linear ramp over the pairs in between.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Yarn {
     /// The divisor of long wavelengths.
     pub factor: f64,
-    /// The pair with which the ramp begins.
+    /// The pair at which the ramp begins.
     pub low: f64,
-    /// The pair with which it ends.
+    /// The pair at which it ends.
     pub high: f64,
-    /// What cosines and sines are multiplied by.
+    /// Factor of cosines and sines.
     pub attention_factor: f64,
-    /// Positions the model was first trained on.
+    /// The original training context, in positions.
     pub original_positions: usize,
-    /// How often the channels of the ends of the ramp turn over so many positions.
+    /// Rotations over the original context at the two ends of the ramp (`beta_fast` and `beta_slow`).
     pub rotations: [f64; 2],
-    /// Whether the ends are rounded to whole pairs, away from each other.
+    /// Whether the ends are rounded outwards to whole pairs.
     pub truncated: bool,
 }
 
-/// Every frequency divided by a factor of its own, of one list for short sequences and of another for long ones.
+/// Every frequency is divided by its own factor, from one list for short sequences and another for long ones.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LongRope {
-    /// Divisors for sequences up to `original_positions`, one for each pair.
+    /// Divisors for sequences up to `original_positions`, one per pair.
     pub short: Arc<[f32]>,
     /// Divisors for longer sequences.
     pub long: Arc<[f32]>,
-    /// Positions the model was first trained on.
+    /// The original training context, in positions.
     pub original_positions: usize,
-    /// What cosines and sines are multiplied by.
+    /// Factor of cosines and sines.
     pub attention_factor: f64,
 }
 
 impl RopeScaling {
-    /// The length above which frequencies are others, where they depend on the length of the sequence.
+    /// Returns the length above which frequencies change, if they depend on the length of the sequence.
     pub fn changes_above(&self) -> Option<usize> {
         match self {
             Self::Dynamic { positions, .. } => Some(*positions),
@@ -93,8 +93,8 @@ impl RopeScaling {
         }
     }
 
-    /// The frequencies `[dim / 2]` of `dim` channels in a sequence of `length` tokens, and what cosines and sines are
-    /// multiplied by.
+    /// Returns the frequencies `[dim / 2]` of `dim` channels in a sequence of `length` tokens, and the factor of
+    /// cosines and sines.
     pub(super) fn frequencies(&self, theta: f64, dim: usize, length: usize) -> (Vec<f32>, f32) {
         let powers = |theta: f32| (0..dim / 2).map(move |i| theta.powf((2 * i) as f32 / dim as f32));
         let plain = || powers(theta as f32).map(|power| 1.0 / power);
@@ -145,18 +145,18 @@ fn llama3(f: f32, factor: f64, low: f64, high: f64, original_positions: f64) -> 
 }
 
 impl Yarn {
-    /// The pair whose channels turn `rotations` times over `positions` positions, as a real number.
+    /// Returns the pair that makes `rotations` rotations over `positions` positions, as a real number.
     pub(super) fn pair_of(rotations: f64, theta: f64, dim: usize, positions: f64) -> f64 {
         dim as f64 * (positions / (rotations * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
     }
 
-    /// The attention factor that the paper recommends, weighted by `mscale`.
+    /// Returns the attention factor that the paper recommends, weighted by `mscale`.
     pub(in crate::model) fn recommended_factor(factor: f64, mscale: f64) -> f64 {
         if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
     }
 
     fn frequency(&self, pair: usize, power: f32) -> f32 {
-        // The ramp must not be divided by 0.
+        // Avoids a division by 0 in the ramp.
         let high = if self.low == self.high { self.high + 0.001 } else { self.high };
         let ramp = ((pair as f32 - self.low as f32) / (high - self.low) as f32).clamp(0.0, 1.0);
         let kept = 1.0 - ramp;

@@ -1,4 +1,4 @@
-//! Rotations against numbers that transformers computed, and what is refused.
+//! Tests of rotary embeddings against values computed by transformers, and of rejected configurations.
 
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
@@ -134,7 +134,7 @@ fn hostile_values_are_refused_by_their_field() {
     assert!(read_as(&partial, &json!({})).unwrap_err().to_string().contains("partial_rotary_factor"));
 }
 
-/// The rotation as its definition has it: channel by channel, in double precision.
+/// The rotation by definition: channel by channel, in double precision.
 #[test]
 fn heads_are_turned_as_defined() {
     for (layout, rotary_dim) in [
@@ -173,8 +173,8 @@ fn heads_are_turned_as_defined() {
     }
 }
 
-/// Frequencies and attention factors that transformers 5.23 computes: `ROPE_INIT_FUNCTIONS[kind](config, "cpu",
-/// seq_len)` of a Llama with heads of 16, a base of 10000 and 256 positions, torch 2.15 on a CPU.
+/// Frequencies and attention factors computed by transformers 5.23: `ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len)`
+/// of a Llama with heads of width 16, base 10000 and 256 positions, torch 2.15 on a CPU.
 #[test]
 fn frequencies_are_those_of_transformers() {
     const YARN: [f64; 8] = [
@@ -307,7 +307,7 @@ fn frequencies_are_those_of_transformers() {
         ),
     ];
     for (scaling, length, factor, expected) in cases {
-        // With `dynamic` these are the original ones.
+        // For `dynamic`, `max_position_embeddings` are the original positions.
         let positions = if scaling["rope_type"] == "dynamic" { 64 } else { 256 };
         let rope = read(json!({ "max_position_embeddings": positions, "rope_scaling": scaling })).unwrap();
         let (found, attention_factor) = rope.scaling.frequencies(rope.theta, rope.rotary_dim, length);
@@ -334,7 +334,7 @@ fn frequencies_are_those_of_transformers() {
     assert_eq!(rope.scaling, RopeScaling::None);
 }
 
-/// Tables of rotations whose frequencies depend on the length: the whole sequence's, not the position.
+/// Tables of rotations whose frequencies depend on the length of the whole sequence, not on the position.
 #[test]
 fn the_length_of_the_sequence_chooses_the_frequencies() {
     let long = LongRope {
@@ -355,7 +355,7 @@ fn the_length_of_the_sequence_chooses_the_frequencies() {
                 (start..start + count).flat_map(|p| frequencies.iter().map(move |f| (p as f32 * f).cos()));
             assert_eq!(cos, expected.collect::<Vec<_>>(), "{scaling:?} {start} {count}");
         }
-        // Documents that share a window are as long as they are.
+        // Documents that share a window use their own lengths.
         let x = Tensor::from_vec((0..12 * 8).map(|i| i as f32).collect(), (1, 12, 8), &Device::Cpu).unwrap();
         let starts: Vec<u32> = [vec![0; 4], vec![4; 8]].concat();
         let packed = table.apply_packed(&x, Segments::new(&starts)).unwrap();

@@ -7,8 +7,8 @@ use super::{Rope, RopeLayout};
 use crate::Result;
 use crate::model::attention::slice;
 
-/// Turns every head of `x` `[batch, positions, heads · head_dim]` by `cos` and `sin`, `[positions, rotary_dim / 2]` for all
-/// windows or `[batch, positions, rotary_dim / 2]`.
+/// Rotates every head of `x` `[batch, positions, heads · head_dim]` by `cos` and `sin`, `[positions, rotary_dim / 2]`
+/// for all windows or `[batch, positions, rotary_dim / 2]`.
 pub(super) fn turn(x: &Tensor, rope: &Rope, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, positions, width) = x.dims3()?;
     if rope.rotary_dim == rope.head_dim && rope.layout == RopeLayout::Halves {
@@ -20,7 +20,7 @@ pub(super) fn turn(x: &Tensor, rope: &Rope, cos: &Tensor, sin: &Tensor) -> Resul
     Ok(x.contiguous()?.apply_op3_no_bwd(&cos.contiguous()?, &sin.contiguous()?, &turn)?)
 }
 
-/// A rotation of a part of each head, or of neighboring channels.
+/// A rotation of part of each head, or of interleaved channels.
 struct Turn {
     head_dim: usize,
     rotary_dim: usize,

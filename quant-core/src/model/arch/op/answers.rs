@@ -1,4 +1,4 @@
-//! What the methods of [`Op`](super::Op) answer.
+//! The return types of the methods of [`Op`](super::Op).
 
 use super::Activation;
 use crate::model::arch::{AttentionShape, Routing};
@@ -7,70 +7,70 @@ use crate::model::rope::Rope;
 /// How much of the batch one token's value depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// The same token's inputs alone.
+    /// Only on the same token's inputs.
     Token,
-    /// The token's inputs and its position.
+    /// On the token's inputs and its position.
     Position,
-    /// Other tokens of its window.
+    /// On other tokens of its window.
     Window,
 }
 
-/// What becomes of positive scales on the channels of an input.
+/// The effect of positive scales on the channels of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalePass {
-    /// The output does not scale with them.
+    /// The output is not proportional to them.
     Stopped,
     /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
     Passed {
-        /// The power of the scale.
+        /// The exponent of the scale.
         exponent: u32,
-        /// How often each channel appears in the output.
+        /// Number of times each channel appears in the output.
         repeat: usize,
-        /// Consecutive channels that are repeated together.
+        /// Number of consecutive channels that are repeated together.
         run: usize,
     },
 }
 
 impl ScalePass {
-    /// Every channel passes as it is.
+    /// Every channel passes with its scale unchanged.
     pub(in crate::model::arch) const UNCHANGED: Self = Self::Passed { exponent: 1, repeat: 1, run: 1 };
 }
 
-/// What the channels of an output are made of, as far as they can be reordered.
+/// The origin of an output's channels, with regard to reordering.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ChannelOrder {
-    /// Rows of a weight: any order.
+    /// Rows of a weight: they can have any order.
     OfRows,
-    /// The same channel of all inputs.
+    /// The same channels as all inputs.
     OfInputs,
-    /// The channels of one input, each within its head.
+    /// The channels of one input, which can be reordered within heads.
     OfHeads {
         /// The input.
         port: usize,
         /// The attention that repeats its heads.
         shape: AttentionShape,
     },
-    /// An order of their own, which stays.
+    /// The order is fixed.
     Fixed,
 }
 
-/// For which tokens a value has a row.
+/// The tokens for which a value has rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rows {
-    /// For all tokens.
+    /// All tokens.
     All,
-    /// For the tokens that the inputs have rows for.
+    /// The same tokens as the inputs.
     OfInputs,
-    /// For some of the tokens of one input, which it takes the rows of.
+    /// Some of the tokens of one input, whose rows are selected.
     Selected {
         /// The input.
         port: usize,
-        /// The share of all tokens, if they are spread evenly.
+        /// The fraction of all tokens, if they are distributed evenly.
         share: f64,
     },
 }
 
-/// What an input is to the attention that reads it.
+/// The role of an attention's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionInput {
     /// Compared with keys; its error passes through a softmax.
@@ -84,16 +84,16 @@ pub enum AttentionInput {
 /// A stored tensor of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameter {
-    /// Its name after the module's, such as `weight`.
+    /// Its name within the module, such as `weight`.
     pub name: &'static str,
     /// Its shape.
     pub shape: Vec<usize>,
 }
 
-/// What an operation computes, for those that describe a graph to another program.
+/// The computation of an operation, for code that exports a graph to another program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Computes<'a> {
-    /// A norm with a place in the checkpoint, with this ε.
+    /// A norm with a module in the checkpoint.
     Norm {
         /// Added to the mean square or the variance.
         eps: f64,
@@ -102,32 +102,32 @@ pub enum Computes<'a> {
     Factor(f32),
     /// A rotary position embedding.
     Rotation(&'a Rope),
-    /// The choice of experts.
+    /// The routing of tokens to experts.
     Routing(&'a Routing),
     /// The selection of one expert's rows.
     ExpertRows(usize),
     /// The sum of all experts' outputs.
     ExpertSum,
-    /// A product with a matrix.
+    /// A matrix product.
     Linear {
         /// Module name inside the block.
         name: &'a str,
         /// `[out, in]` features.
         shape: [usize; 2],
-        /// Whether a bias is added.
+        /// Whether there is a bias.
         bias: bool,
     },
-    /// An elementwise function, alone or times another value.
+    /// An elementwise function, possibly multiplied by another value.
     Activation(Activation),
-    /// gpt-oss's product of gate and up.
+    /// gpt-oss's clamped product of gate and up.
     ClampedGated {
-        /// What the gate is multiplied by inside the sigmoid.
+        /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound of both inputs.
+        /// Bound of both inputs.
         limit: f32,
     },
-    /// Nothing that its inputs, its module or the shape of its attention do not say.
+    /// Fully described by its inputs, its module or its attention shape.
     Structure,
-    /// Something else, which whoever describes the graph must know by name or refuse.
+    /// Anything else: the exporter must handle it by name or reject it.
     Other,
 }

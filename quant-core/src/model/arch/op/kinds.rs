@@ -1,4 +1,4 @@
-//! Variants within an operation: activations, parameters of layer norms, scales by position.
+//! Variants of operations: activations, layer norm parameters, position scales.
 
 /// The stored parameters of a layer norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,20 +28,20 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// `1 + beta · ln(1 + ⌊(position + offset) / original_positions⌋)`, by which queries are multiplied so that attention stays sharp in
-/// contexts longer than the model was first trained on (Llama 4, Ministral 3).
+/// `1 + beta · ln(1 + ⌊(position + offset) / original_positions⌋)`: a factor of queries that keeps attention sharp in
+/// contexts longer than the original training context (Llama 4, Ministral 3).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PositionScale {
-    /// Weight of the logarithm.
+    /// Coefficient of the logarithm.
     pub beta: f32,
-    /// Positions up to which the factor is 1.
+    /// Number of positions for which the factor is 1.
     pub original_positions: usize,
-    /// What positions count from: 0, or 1.
+    /// Index of the first position: 0 or 1.
     pub offset: usize,
 }
 
 impl PositionScale {
-    /// The factor at a position, rounded to `f32` after each operation.
+    /// Returns the factor at a position, rounded to `f32` after each operation.
     pub fn at(&self, position: usize) -> f32 {
         1.0 + self.beta
             * (1.0 + ((position + self.offset) as f32 / self.original_positions as f32).floor()).ln()

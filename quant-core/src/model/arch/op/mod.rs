@@ -1,8 +1,8 @@
-//! The operations of a decoder block, and everything the rest of the path has to know of each.
+//! The operations of a decoder block, and everything the rest of the pipeline needs to know about each.
 //!
-//! Whoever adds an operation answers every question here: the matches are exhaustive, so none can be
-//! forgotten. Nothing outside this folder and the evaluation of blocks matches on operations to
-//! decide such a thing; `tests/stages.rs` lists the places that name them. Values are `[batch, positions, features]`.
+//! The matches are exhaustive, so a new operation must answer every question here. Outside this folder and the
+//! evaluation of blocks, no code matches on operations to answer such a question; `tests/stages.rs` lists the places
+//! that name them. Values are `[batch, positions, features]`.
 
 mod answers;
 mod kinds;
@@ -14,19 +14,19 @@ use super::recurrent::Recurrent;
 use super::{AttentionShape, Correction, Routing};
 use crate::model::rope::Rope;
 
-/// What a node computes.
+/// The operation of a node.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Op {
     /// The hidden states that enter the block.
     Input {
-        /// Features of a token.
+        /// Features per token.
         width: usize,
     },
     /// Root-mean-square norm of every `width` consecutive features, times a weight of `width`.
     RmsNorm {
         /// Module name inside the block.
         name: String,
-        /// Features that are normalized together: all of the input's, or those of a head.
+        /// Number of features that are normalized together: all input features, or those of a head.
         width: usize,
         /// Added to the mean square.
         eps: f64,
@@ -35,19 +35,19 @@ pub enum Op {
     },
     /// Every `width` consecutive features divided by their root mean square.
     Normalize {
-        /// Features that are normalized together.
+        /// Number of features that are normalized together.
         width: usize,
         /// Added to the mean square.
         eps: f64,
     },
-    /// Every `width` consecutive features brought to mean 0 and variance 1; times a weight and plus a
-    /// bias of `width`, where it has them.
+    /// Every `width` consecutive features normalized to mean 0 and variance 1, then times a weight and plus a bias of
+    /// `width`, if it has them.
     LayerNorm {
         /// Module name inside the block.
         name: String,
-        /// Features that are normalized together.
+        /// Number of features that are normalized together.
         width: usize,
-        /// What is stored of it.
+        /// Its stored parameters.
         parameters: LayerNormParameters,
         /// Added to the variance.
         eps: f64,
@@ -60,87 +60,87 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether its weight is folded but never quantized: a router or a gate, where rounding changes which experts
-        /// run.
+        /// Whether the weight takes part in folds but is never quantized: a router or a gate, where rounding would
+        /// change which experts run.
         stays_float: bool,
     },
-    /// The weights of the experts that each token is routed to, 0 for all others, from a router's logits
-    /// `[…, experts]`.
+    /// Computes expert weights from a router's logits `[…, experts]`: the weights of the experts that each token is
+    /// routed to, and 0 for all others.
     Route(Routing),
-    /// The rows of the tokens that are routed to an expert, of inputs `[x, weights]`: a value with fewer rows than
-    /// the batch has tokens, perhaps with none. With a third input, the router's logits, each row is multiplied by the
-    /// sigmoid of its own for the expert.
+    /// Selects the rows of the tokens that are routed to an expert, from the inputs `[x, weights]`. The value has fewer
+    /// rows than the batch has tokens, possibly none. With the router's logits as a third input, each row is multiplied
+    /// by the sigmoid of its logit for the expert.
     ExpertInput {
         /// The expert.
         expert: usize,
-        /// How tokens are routed.
+        /// The routing.
         routing: Routing,
     },
-    /// The outputs of all experts, each row times its token's weight for the expert, added up in the order of experts.
-    /// Inputs are the weights, then the output of each expert.
+    /// The weighted sum of the expert outputs: each row times its token's weight for the expert, added in the order of
+    /// the experts. The inputs are the weights, then the output of each expert.
     Experts {
         /// Module name inside the block.
         name: String,
     },
     /// Rotary position embedding of all heads of the input.
     Rope(Rope),
-    /// The input times a factor that depends on the position.
+    /// The input times a position-dependent factor.
     PositionScale(PositionScale),
-    /// Causal attention of inputs `[queries, keys, values]`.
+    /// Causal attention with inputs `[queries, keys, values]`.
     Attention(AttentionShape),
-    /// `activation(gate) · up` of inputs `[gate, up]`.
+    /// `activation(gate) · up`, with inputs `[gate, up]`.
     Gated(Activation),
     /// An elementwise function of the input.
     Activation(Activation),
-    /// Of every `period` consecutive features, the `width` that begin at `start`: one of the values that a fused linear
-    /// computes together.
+    /// Selects `width` of every `period` consecutive features, from `start` on: one of the values that a fused linear
+    /// computes.
     Slice {
-        /// Features after which the arrangement repeats; a multiple of it is the input's width.
+        /// The period, which divides the input's width.
         period: usize,
-        /// The first feature of each period that is taken.
+        /// The first selected feature of each period.
         start: usize,
-        /// Consecutive features that are taken.
+        /// Number of selected features per period.
         width: usize,
     },
-    /// The features of its inputs, one input after the other.
+    /// The features of all inputs, concatenated.
     Concatenate,
-    /// What carries a state from token to token.
+    /// An operation that carries a state from token to token.
     Recurrent(Recurrent),
-    /// `min(g, limit) · σ(alpha · min(g, limit)) · (clamp(u, ±limit) + 1)` of inputs `[g, u]` (gpt-oss).
+    /// `min(g, limit) · σ(alpha · min(g, limit)) · (clamp(u, ±limit) + 1)`, with inputs `[g, u]` (gpt-oss).
     ClampedGated {
-        /// What the gate is multiplied by inside the sigmoid.
+        /// Factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound of both inputs.
+        /// Bound of both inputs.
         limit: f32,
     },
-    /// The first input times the sigmoid of the second, which has one feature for all of a token's.
+    /// The first input times the sigmoid of the second, which has one feature per token.
     TokenGate,
-    /// Of each of `heads` heads, the features of the first input, then those of the second. An input that has one head
-    /// alone is used for all of them.
+    /// Concatenates two inputs per head: for each of `heads` heads, the features of the first input, then those of the
+    /// second. An input with a single head is broadcast to all heads.
     JoinHeads {
-        /// How many heads the output has.
+        /// Number of output heads.
         heads: usize,
-        /// Features of a head in either input.
+        /// Features per head of the two inputs.
         widths: [usize; 2],
     },
-    /// The product of its two inputs.
+    /// The elementwise product of its two inputs.
     Multiply,
     /// The input times a constant.
     Scale(f32),
-    /// The input times numbers that the block stores: one for all channels, or one for each.
+    /// The input times stored factors of the block: one for all channels, or one per channel.
     ScaleBy {
         /// The tensor's name inside the block.
         tensor: &'static str,
-        /// How many numbers it holds.
+        /// Number of factors.
         width: usize,
-        /// Where it is stored as a matrix with a row for each head, how many heads there are.
+        /// Number of heads, if it is stored as a matrix with one row per head.
         heads: Option<usize>,
     },
     /// The sum of its two inputs.
     Add,
 }
 
-/// What a checkpoint holds for an operation.
+/// The checkpoint contents of an operation.
 enum Stored<'a> {
     Norm {
         name: &'a str,
@@ -157,7 +157,7 @@ enum Stored<'a> {
 }
 
 impl Op {
-    /// Module name inside the block; empty where the operation is no module.
+    /// Returns the module name inside the block; empty if the operation is not a module.
     pub fn name(&self) -> &str {
         match self {
             Self::RmsNorm { name, .. }
@@ -186,7 +186,7 @@ impl Op {
         }
     }
 
-    /// A parameter's name inside the block.
+    /// Returns a parameter's name inside the block.
     pub fn tensor_name(&self, parameter: &Parameter) -> String {
         match self.name() {
             "" => parameter.name.to_owned(),
@@ -194,7 +194,7 @@ impl Op {
         }
     }
 
-    /// The tensors that a checkpoint stores for it.
+    /// Returns the tensors that a checkpoint stores for it.
     pub fn parameters(&self) -> Vec<Parameter> {
         let weight = |shape: &[usize]| Parameter { name: "weight", shape: shape.to_vec() };
         let bias = |width: usize| Parameter { name: "bias", shape: vec![width] };
@@ -239,8 +239,7 @@ impl Op {
         }
     }
 
-    /// Of a norm that has parameters: its name, its width, and whether there is a bias beside the
-    /// weight.
+    /// Returns the name and width of a norm with parameters, and whether it has a bias in addition to the weight.
     pub fn stored_norm(&self) -> Option<(&str, usize, bool)> {
         match self.stored() {
             Stored::Norm { name, width, parameters, .. } => match parameters {
@@ -252,7 +251,7 @@ impl Op {
         }
     }
 
-    /// What a norm adds to its stored weight before it multiplies by it: 1 where the weight is centered at 0.
+    /// Returns the offset that a norm adds to its stored weight: 1 if the weight is zero-centered, else 0.
     pub fn weight_offset(&self) -> f32 {
         match self.stored() {
             Stored::Norm { zero_centered: true, .. } => 1.0,
@@ -260,12 +259,12 @@ impl Op {
         }
     }
 
-    /// Whether it is a norm with a place in the checkpoint, with parameters or without.
+    /// Returns whether it is a norm with a module in the checkpoint, with or without parameters.
     pub fn is_norm(&self) -> bool {
         matches!(self.stored(), Stored::Norm { .. })
     }
 
-    /// `[out, in]` features of a linear.
+    /// Returns the `[out, in]` features of a linear.
     pub fn linear_shape(&self) -> Option<[usize; 2]> {
         match self.stored() {
             Stored::Linear { shape, .. } => Some(shape),
@@ -273,12 +272,12 @@ impl Op {
         }
     }
 
-    /// Whether it is a linear whose weight may be quantized.
+    /// Returns whether it is a linear whose weight may be quantized.
     pub fn is_quantizable(&self) -> bool {
         matches!(self.stored(), Stored::Linear { stays_float: false, .. })
     }
 
-    /// What a checkpoint holds for it, as far as the path has to tell apart.
+    /// Returns the checkpoint contents, to the extent that the pipeline distinguishes them.
     fn stored(&self) -> Stored<'_> {
         match self {
             Self::RmsNorm { name, width, zero_centered, .. } => Stored::Norm {
@@ -316,8 +315,8 @@ impl Op {
         }
     }
 
-    /// What it computes, as far as numbers have to be read off it. A new operation that is described nowhere else is
-    /// [`Computes::Other`].
+    /// Returns its computation, with the numbers that exporters need. A new operation that is not described elsewhere
+    /// is [`Computes::Other`].
     pub fn computes(&self) -> Computes<'_> {
         match self {
             Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },
@@ -344,7 +343,7 @@ impl Op {
         }
     }
 
-    /// How it routes tokens to experts, where it does.
+    /// Returns the routing, if it routes tokens to experts.
     pub fn routing(&self) -> Option<&Routing> {
         match self.computes() {
             Computes::Routing(routing) => Some(routing),
@@ -352,7 +351,7 @@ impl Op {
         }
     }
 
-    /// The expert whose rows it selects.
+    /// Returns the expert whose rows it selects.
     pub fn selected_expert(&self) -> Option<usize> {
         match self.computes() {
             Computes::ExpertRows(expert) => Some(expert),
@@ -360,13 +359,13 @@ impl Op {
         }
     }
 
-    /// Whether it adds up the outputs of all experts.
+    /// Returns whether it adds the outputs of all experts.
     pub fn sums_experts(&self) -> bool {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Whether its output is the residual stream, normalized or not: what every part of an engine that splits a model
-    /// has as a whole.
+    /// Returns whether its output is the residual stream, normalized or not. An engine that splits a model has the
+    /// complete stream on every device.
     pub fn gives_stream(&self) -> bool {
         match self {
             Self::Input { .. } | Self::Add | Self::RmsNorm { .. } | Self::LayerNorm { .. } => true,
@@ -392,7 +391,7 @@ impl Op {
         }
     }
 
-    /// For which tokens its output has a row.
+    /// Returns the tokens for which its output has rows.
     pub fn rows(&self) -> Rows {
         match self {
             Self::ExpertInput { routing, .. } => {
@@ -422,7 +421,7 @@ impl Op {
         }
     }
 
-    /// Features of its output, from those of its inputs.
+    /// Returns the features of its output, given those of its inputs.
     pub(super) fn width(&self, inputs: &[usize]) -> usize {
         match self {
             Self::Input { width } => *width,
@@ -451,7 +450,7 @@ impl Op {
         }
     }
 
-    /// How much of the batch one token's output depends on.
+    /// Returns how much of the batch one token's output depends on.
     pub fn reach(&self) -> Reach {
         match self {
             Self::Attention(_) | Self::Recurrent(_) => Reach::Window,
@@ -478,7 +477,7 @@ impl Op {
         }
     }
 
-    /// What becomes of positive scales on the channels of input `port`.
+    /// Returns the effect of positive scales on the channels of input `port`.
     pub fn scale_pass(&self, port: usize) -> ScalePass {
         match self {
             Self::Gated(_) if port == 1 => ScalePass::UNCHANGED,
@@ -491,9 +490,9 @@ impl Op {
                 ScalePass::Passed { exponent: 1, repeat: shape.repeat, run: shape.value_dim }
             }
             Self::Recurrent(recurrent) => recurrent.scale_pass(port),
-            // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. A sum would have to
-            // scale its other terms too; what is joined has channels of several inputs. Other activations do not
-            // commute with a scale. A scale of some rows of a fused linear begins behind the slice.
+            // A linear absorbs a scale in its columns: it is a consumer, and nothing passes. An addition would have to
+            // scale its other terms too. A concatenation has channels of several inputs. Other activations do not
+            // commute with a scale. Scales of single values of a fused linear begin after the slice.
             Self::Gated(_)
             | Self::Activation(
                 Activation::Silu | Activation::Sigmoid | Activation::Gelu | Activation::GeluTanh,
@@ -518,7 +517,7 @@ impl Op {
         }
     }
 
-    /// What its output's channels are made of.
+    /// Returns the origin of its output's channels.
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
@@ -548,7 +547,7 @@ impl Op {
         }
     }
 
-    /// What input `port` is to an attention.
+    /// Returns the role of input `port` of an attention.
     pub fn attention_input(&self, port: usize) -> Option<AttentionInput> {
         match self {
             Self::Attention(_) => Some(match port {
@@ -581,8 +580,8 @@ impl Op {
         }
     }
 
-    /// Whether its output holds the heads of its input, so that an attention that reads it sees the
-    /// queries, keys or values that enter it.
+    /// Returns whether its output has the heads of its input, so that an attention that reads the output sees the
+    /// queries, keys or values that entered.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)
@@ -611,7 +610,8 @@ impl Op {
         }
     }
 
-    /// Keys and values that it caches while decoding; a recurrent operation caches its own state.
+    /// Returns the shape of the keys and values that it caches while decoding; recurrent operations cache their own
+    /// state.
     pub fn cached(&self) -> Option<AttentionShape> {
         match self {
             Self::Attention(shape) => Some(*shape),
@@ -640,13 +640,13 @@ impl Op {
         }
     }
 
-    /// Floating-point operations of matrix products on `tokens` tokens in windows of `length`: what
-    /// time estimates count. Elementwise work is left out.
+    /// Returns the floating-point operations of matrix products on `tokens` tokens in windows of `length`, for time
+    /// estimates. Elementwise operations are not counted.
     pub fn product_operations(&self, tokens: f64, length: f64) -> f64 {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
             Self::Recurrent(recurrent) => recurrent.product_operations(tokens),
-            // Scores and weighted values; half of them are masked away.
+            // Scores and weighted values; half of them are masked.
             Self::Attention(shape) => {
                 tokens * length * (shape.heads() * (shape.head_dim + shape.value_dim)) as f64
             }

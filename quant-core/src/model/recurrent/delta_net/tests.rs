@@ -16,7 +16,7 @@ struct Case {
 }
 
 impl Case {
-    /// `slow`: states decay by little, so that chunks depend on each other.
+    /// `slow`: states decay slowly, so that chunks depend on each other.
     fn new(net: DeltaNet, tokens: usize, slow: bool) -> Self {
         let heads = net.value_heads();
         let rates = if slow { -6.0 } else { 0.5 };
@@ -35,7 +35,7 @@ impl Case {
         Gates::new(&self.a_log, &self.dt_bias, &self.b, &self.a)
     }
 
-    /// The definition in double precision, with what it starts from made of the inputs alone.
+    /// The definition in double precision, with all intermediate values computed directly from the inputs.
     fn naive(&self, runs: &[Run]) -> Vec<f64> {
         let DeltaNet { key_heads, repeat, key_dim: dk, value_dim: dv } = self.net;
         let (heads, width) = (key_heads * repeat, 2 * key_heads * dk + key_heads * repeat * dv);
@@ -137,7 +137,7 @@ fn a_state_goes_on_where_it_ended() {
     assert_close(&found, &whole);
 }
 
-/// A decay that underflows leaves nothing of the past, and nothing that is not a number.
+/// A decay that underflows erases the past and produces no NaN.
 #[test]
 fn strong_decays_forget() {
     let net = shapes()[1];
