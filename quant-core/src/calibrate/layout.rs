@@ -62,7 +62,7 @@ impl BatchLayout {
         Self { windows, length, starts: starts.map(Arc::from), ranks, padding }
     }
 
-    /// Windows.
+    /// The number of windows.
     pub fn windows(&self) -> usize {
         self.windows
     }

@@ -32,7 +32,7 @@ const MAX_LENGTH: usize = 1 << 20;
 /// The number and length of windows, the seed of their selection, and how documents are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampling {
-    /// Windows.
+    /// The number of windows.
     pub samples: usize,
     /// Tokens per window.
     pub length: usize,
