@@ -1,4 +1,4 @@
-//! Values that a race keeps for long, at the width in which they are read.
+//! Values that a race keeps for a long time, in the precision in which they are used.
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -11,7 +11,7 @@ pub(super) enum Rows {
 }
 
 impl Rows {
-    /// An empty list with room for so many values.
+    /// An empty list with this capacity.
     pub(super) fn with_capacity(rounded: bool, values: usize) -> Self {
         match rounded {
             true => Self::Bf16(Vec::with_capacity(values)),
@@ -19,7 +19,7 @@ impl Rows {
         }
     }
 
-    /// All of these, rounded.
+    /// A list of these values, rounded to bfloat16.
     pub(super) fn rounded(values: &[f32]) -> Self {
         let mut rows = Self::with_capacity(true, values.len());
         rows.extend(values);
