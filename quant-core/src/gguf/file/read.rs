@@ -314,8 +314,8 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
     }
 }
 
-/// Checks that tensors are contiguous in the order of their descriptions, each at a multiple of the alignment, and that
-/// all are within the file.
+/// Checks that tensors follow each other in the order of their descriptions, each at a multiple of the alignment, and
+/// that all are within the file. Makes their offsets relative to the start of the file.
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
     let mut due = 0_u64;
     for tensor in tensors {
