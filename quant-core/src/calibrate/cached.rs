@@ -1,5 +1,5 @@
-//! The largest keys and values of a block's attentions over the batch: what the static scales of an FP8 cache are found
-//! from.
+//! The largest keys and values of a block's attention layers over the batch, from which the static scales of an FP8
+//! cache are computed.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,14 @@ use crate::model::{Block, CachedValue, NodeId, with_values};
 use crate::scheme::CachePart;
 use crate::{CancelToken, Error, Result};
 
-/// `max |x|` of cached values, by their attention.
+/// `max |x|` of cached values, per attention layer and cache part.
 pub type CachedMaxima = BTreeMap<(NodeId, CachePart), f32>;
 
 impl HiddenStates {
-    /// The largest magnitude of what the attentions of `block` would cache of these states, which stay as they are.
+    /// Returns the largest magnitude of the values that the attention layers of `block` would cache for these states.
+    /// The states themselves do not change.
     ///
-    /// Every token is cached, so that all are looked at, prompts that searches leave out among them; padding is not.
+    /// All tokens except padding are included, masked prompts too, because all of them are cached.
     ///
     /// # Errors
     /// When the block fails, a value is not finite, or the run is cancelled.
@@ -36,7 +37,7 @@ impl HiddenStates {
             let Some(values) = values.iter().find(of_it) else {
                 return Err(Error::Internal("an attention has keys and no values".into()));
             };
-            // Keys come last: they depend on positions, which decides how the batch is cut.
+            // Keys come last: they depend on positions, which determine how the batch is split.
             let targets = [values.node, keys.node];
             let (mut largest, mut token) = ([0.0_f32; 2], 0);
             self.values_between(block, block.graph().input(), targets, cancel, &mut |tensors| {
@@ -47,7 +48,7 @@ impl HiddenStates {
                         tokens = x.len() / width;
                         let rows = x.chunks_exact(width).enumerate();
                         for (_, row) in rows.filter(|(row, _)| !self.layout().is_padding(token + row)) {
-                            // A comparison would pass NaN over.
+                            // `<` and `>` would skip NaN.
                             let row = row.iter().map(|x| x.abs()).max_by(f32::total_cmp).unwrap_or(0.0);
                             *largest = if row.total_cmp(largest).is_gt() { row } else { *largest };
                         }

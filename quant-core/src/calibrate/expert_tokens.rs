@@ -1,4 +1,4 @@
-//! Which tokens of the batch an expert's linears are calibrated on, and how many are routed to each.
+//! Selects the tokens of the batch on which an expert's linears are calibrated, and counts those routed to each expert.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -10,23 +10,23 @@ use super::HiddenStates;
 use crate::model::{Block, BlockGraph, NodeId, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// Which tokens an expert's linears are calibrated on.
+/// The tokens on which an expert's linears are calibrated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ExpertSampling {
-    /// Those of most experts.
+    /// The tokens used for an expert with at least `floor` routed tokens.
     pub tokens: ExpertTokens,
-    /// An expert that fewer tokens than these are routed to is calibrated on all.
+    /// An expert with fewer routed tokens than this is calibrated on all tokens.
     pub floor: u64,
 }
 
-/// The tokens that experts are calibrated on.
+/// The tokens on which experts are calibrated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ExpertTokens {
-    /// Those that are routed to the expert.
+    /// The tokens routed to the expert.
     #[default]
     Routed,
-    /// All tokens of the batch, however they are routed.
+    /// All tokens of the batch, regardless of routing.
     All,
 }
 
@@ -43,17 +43,18 @@ impl FromStr for ExpertTokens {
 }
 
 impl ExpertSampling {
-    /// Whether every expert is calibrated on its own tokens alone, however few.
+    /// Whether every expert is calibrated only on its routed tokens, however few there are.
     pub fn is_routed(self) -> bool {
         self == Self::default()
     }
 
-    /// Whether an expert that so many tokens are routed to is calibrated on all.
+    /// Whether an expert with `routed` tokens is calibrated on all tokens.
     pub fn takes_all(self, routed: u64) -> bool {
         self.tokens == ExpertTokens::All || routed < self.floor
     }
 
-    /// The least and the largest share of the batch that an expert may be calibrated on, of which `routed` are its own.
+    /// The smallest and largest share of the batch on which an expert may be calibrated, where `routed` is the share
+    /// routed to it.
     pub(crate) fn shares(self, routed: f64) -> [f64; 2] {
         match self.tokens {
             ExpertTokens::All => [1.0; 2],
@@ -62,7 +63,7 @@ impl ExpertSampling {
         }
     }
 
-    /// Fails where one setting makes the other meaningless.
+    /// Checks that neither setting makes the other meaningless.
     ///
     /// # Errors
     /// [`Error::Usage`].
@@ -79,8 +80,8 @@ impl ExpertSampling {
         }
     }
 
-    /// The experts of a block that are calibrated on all tokens, each by the node that selects its rows, with how many
-    /// tokens that count are routed to it; from the states that enter the block.
+    /// Returns the experts of a block that are calibrated on all tokens. Each is identified by the node that selects
+    /// its rows, and comes with the number of counted tokens routed to it. `states` are the input of the block.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled.
@@ -95,7 +96,7 @@ impl ExpertSampling {
             return Ok(counts);
         }
         let graph = block.graph();
-        // Of each router, the experts that its weights are for.
+        // The experts of each router, by the node of the router's weights.
         let mut routers: BTreeMap<NodeId, Vec<(usize, NodeId)>> = BTreeMap::new();
         for (id, expert, weights) in experts(graph) {
             routers.entry(weights).or_default().push((expert, id));
@@ -104,7 +105,7 @@ impl ExpertSampling {
             let width = graph.width(weights);
             let mut routed = vec![0; width];
             let mut first = 0;
-            // The second value is not needed; it is the same one.
+            // The second value is unused, so the same node is passed twice.
             states.values_between(
                 block,
                 graph.input(),
@@ -129,7 +130,7 @@ impl ExpertSampling {
     }
 }
 
-/// The nodes that select experts' rows, each with the expert and the node of all weights.
+/// The nodes that select rows for experts, each with its expert and the node of the router's weights.
 fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> {
     graph.nodes().iter().enumerate().filter_map(|(id, node)| match node.inputs[..] {
         [_, weights, ..] => Some((id, node.op.selected_expert()?, weights)),
@@ -137,7 +138,7 @@ fn experts(graph: &BlockGraph) -> impl Iterator<Item = (NodeId, usize, NodeId)> 
     })
 }
 
-/// Of each linear inside one of some experts, how many tokens are routed to it.
+/// The number of routed tokens for each linear that belongs to one of these experts.
 pub(crate) fn routed_to_linears(
     graph: &BlockGraph,
     experts: &BTreeMap<NodeId, u64>,
@@ -146,7 +147,7 @@ pub(crate) fn routed_to_linears(
     graph.linears().filter_map(|(id, ..)| Some((id, routed(id)?))).collect()
 }
 
-/// The block as it is watched where these experts are calibrated on all tokens.
+/// A copy of the block that passes all tokens to these experts, for gathering statistics.
 pub(crate) fn watched(block: &Block, experts: &BTreeMap<NodeId, u64>) -> Block {
     block.unrouted(experts.keys().copied().collect::<BTreeSet<_>>())
 }

@@ -1,5 +1,6 @@
-//! A block's experts one at a time. What they read is computed from the states as it is needed, of the expert's own tokens;
-//! which these are is an index. An expert's output is added up, so that its weights are needed only while it is worked on.
+//! Runs a block's experts one at a time. The input of an expert is computed from the hidden states when it is needed,
+//! and only for the tokens routed to that expert, which are kept as an index. Outputs are added up as experts run, so
+//! an expert's weights are needed only while it is processed.
 
 use candle_core::D;
 
@@ -8,30 +9,30 @@ use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic, Val
 use crate::model::{Block, BlockGraph, CancelTap, NodeId, TokenRows, add_expert, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// The tokens of a block's experts, and the sum of the outputs of those that have run. What experts read follows from the
-/// states that it was made with, which are to stay as they are.
+/// The tokens routed to each expert of a block, and the sum of the outputs of the experts that have run. The inputs of
+/// experts are computed from the states passed to [`new`](Self::new), which must not change.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// The node that the states are the values of.
+    /// The node whose values the states are.
     from: NodeId,
-    /// Of each expert its tokens, ascending, with their weights.
+    /// For each expert, its tokens in ascending order with their router weights.
     tokens: Vec<Vec<(u32, f32)>>,
-    /// The node that adds the experts up, its features, and the sum so far, `[tokens, width]`.
+    /// The node that sums the experts, its number of features, and the sum so far, `[tokens, width]`.
     sum: NodeId,
     width: usize,
     sums: Values,
-    /// The output of each expert.
+    /// The output node of each expert.
     outputs: Vec<NodeId>,
-    /// Experts that are in the sum.
+    /// The number of experts in the sum.
     added: usize,
 }
 
 impl ExpertStates {
-    /// The tokens of the experts among which `selects` is one that takes its tokens' rows, from states that are the values
-    /// of node `from`.
+    /// Routes the tokens of `states`, which are the values of node `from`. `selects` is the node that selects rows for
+    /// any one of the experts.
     ///
     /// # Errors
-    /// When the block fails or the run is cancelled; [`Error::Internal`] when `selects` belongs to no experts.
+    /// When the block fails or the run is cancelled; [`Error::Internal`] when `selects` belongs to no expert.
     pub fn new(
         states: &HiddenStates,
         block: &Block,
@@ -63,8 +64,9 @@ impl ExpertStates {
         Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0 })
     }
 
-    /// Gathers a statistic of a value inside the expert that `selects` takes rows for: of the expert's own tokens, or of
-    /// all, as `sampling` says. Gives how many of these that count are its own, where it was of all.
+    /// Gathers a statistic of a value inside the expert for which `selects` selects rows. Depending on `sampling`, the
+    /// statistic covers the tokens routed to the expert or all tokens. In the latter case, returns how many counted
+    /// tokens are routed to the expert.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.
@@ -89,27 +91,28 @@ impl ExpertStates {
         Ok(takes_all.then_some(routed))
     }
 
-    /// The expert that `selects` takes rows for.
+    /// The expert for which `selects` selects rows.
     fn expert_of(&self, graph: &BlockGraph, selects: NodeId) -> Option<usize> {
         self.outputs.iter().position(|output| graph.rows_selected_by(*output) == Some(selects))
     }
 
-    /// The experts that are not in the sum yet, up to the one that `selects` takes rows for; all of them without one.
+    /// The experts not yet in the sum that precede the one for which `selects` selects rows, or all of them if
+    /// `selects` is `None`.
     pub fn left_before(&self, graph: &BlockGraph, selects: Option<NodeId>) -> std::ops::Range<usize> {
         let end = selects.and_then(|selects| self.expert_of(graph, selects));
         self.added..end.unwrap_or(self.outputs.len()).max(self.added)
     }
 
-    /// Whether the expert that `selects` takes rows for is one of these.
+    /// Whether `selects` selects rows for one of these experts.
     pub fn have(&self, graph: &BlockGraph, selects: NodeId) -> bool {
         self.expert_of(graph, selects).is_some()
     }
 
-    /// Runs the next expert and adds what it puts out to the sum, or passes it by if the sum is not `wanted`. Gives the
+    /// Runs the next expert and adds its output to the sum, or skips the expert if the sum is not `wanted`. Returns the
     /// node that selects its rows.
     ///
     /// # Errors
-    /// When the block fails or the run is cancelled; [`Error::Internal`] when there is none left.
+    /// When the block fails or the run is cancelled; [`Error::Internal`] when no expert is left.
     pub fn add_next(
         &mut self,
         states: &HiddenStates,
@@ -142,13 +145,13 @@ impl ExpertStates {
         Ok(selects)
     }
 
-    /// The node that adds the experts up, and its values once all of them ran.
+    /// The node that sums the experts, and its values after all experts have run.
     pub fn into_sum(self) -> (NodeId, Values) {
         (self.sum, self.sums)
     }
 
-    /// Hands over a value inside an expert as it is computed of these tokens, ascending, piece by piece: the piece's
-    /// tokens, the rows, and their width.
+    /// Computes a value inside an expert for these tokens, which are ascending, and passes it to `take` piece by piece:
+    /// the tokens of the piece, the rows, and their width.
     fn each_piece(
         &self,
         states: &HiddenStates,
@@ -158,7 +161,7 @@ impl ExpertStates {
         cancel: &CancelToken,
         mut take: impl FnMut(&[u32], &[f32], usize) -> Result<()>,
     ) -> Result<()> {
-        // What is multiplied together are the tokens of a piece of the batch, as where all of a block runs at once.
+        // Pieces have the same borders as when the whole block runs at once, so matrix products have the same shapes.
         for piece in tokens.chunk_by(|a, b| *a as usize / CHUNK_TOKENS == *b as usize / CHUNK_TOKENS) {
             let tap = &mut CancelTap(cancel);
             cancel.check()?;
@@ -172,7 +175,7 @@ impl ExpertStates {
     }
 }
 
-/// The node that adds up the experts with these weights.
+/// The node that sums the experts with these router weights.
 fn sum_of(graph: &BlockGraph, weights: NodeId) -> Option<NodeId> {
     let sums = |id: &NodeId| graph.nodes()[*id].op.sums_experts();
     graph.users(weights).map(|(user, _)| user).find(sums)

@@ -1,5 +1,5 @@
-//! The workers that run tokenizers and templates in this process: the default, and what the process of
-//! [`ProcessWorkers`](crate::worker::ProcessWorkers) has.
+//! Workers that run tokenizers and templates in this process. They are the default, and the worker process of
+//! [`ProcessWorkers`](crate::worker::ProcessWorkers) uses them too.
 
 use std::borrow::Cow;
 
@@ -11,8 +11,8 @@ use super::tokenizer::guard_panics;
 use crate::worker::{Answer, Content, Encoded, Fault, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
-/// Runs tokenizers and templates where it is asked to. Panics of the libraries are errors; a stack that overflows, or
-/// memory that runs out, ends the process.
+/// Runs tokenizers and templates in this process. A panic in one of the libraries becomes an error; a stack overflow or
+/// running out of memory ends the process.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct InProcess;
 
@@ -30,8 +30,8 @@ impl TextWorkers for InProcess {
     }
 }
 
-/// Truncation and padding that a tokenizer may ask for are switched off: evaluation must see the whole text. So is the
-/// dropout of merges, which is for training: a text has the same tokens each time.
+/// Truncation and padding requested by the tokenizer are disabled, because evaluation must see the whole text. BPE
+/// dropout is for training and is disabled too, so that a text always has the same tokens.
 fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
     let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
@@ -47,10 +47,10 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
+/// Crafted vocabularies make the tokenizers crate panic, which must not end the process.
 const PANICS: &str = "makes the tokenizer library panic";
 
-/// The file, without its contents, for messages.
+/// The file name, for messages.
 #[derive(Debug)]
 struct Held {
     loadable: Loadable,
@@ -113,13 +113,13 @@ impl TextWorker for LocalTokenizer {
     }
 }
 
-/// The results of items that do not depend on each other; of several errors the first, whichever was found first.
+/// Collects the results of independent items in order. If several fail, returns the first error in that order.
 pub(super) fn in_order<T: Sync, R: Send>(
     items: &[T],
     each: impl Fn(&T) -> Result<R> + Send + Sync,
 ) -> Result<Vec<R>> {
     match items {
-        // No pool is needed for one.
+        // A single item needs no thread pool.
         [] | [_] => items.iter().map(each).collect(),
         _ => items.par_iter().map(each).collect::<Vec<_>>().into_iter().collect(),
     }

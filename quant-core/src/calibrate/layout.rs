@@ -1,48 +1,48 @@
-//! What the tokens of a batch are to a search: which positions belong together, and which count.
+//! How a search sees the tokens of a batch: which positions belong together, and which tokens count.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::model::{Segments, TokenRows};
 
-/// What a token of a calibration batch is there for.
+/// The role of a token in a calibration batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum TokenUse {
-    /// It runs through the model, and a search looks at it.
+    /// The token runs through the model, and searches use it.
     Counted,
-    /// It runs through the model as what other tokens see before them, and no search looks at it.
+    /// The token runs through the model as context for other tokens, but searches ignore it.
     Context,
-    /// It fills a window that documents leave open; nothing sees it.
+    /// The token fills the end of a window that no document fills. No other token attends to it.
     Padding,
 }
 
-/// The shape of a batch of windows, where its documents begin, and which of its tokens count.
+/// The shape of a batch of windows, the starts of its documents, and which of its tokens count.
 ///
 /// Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct BatchLayout {
     windows: usize,
     length: usize,
-    /// `[windows, length]`: where each token's segment begins in its window; `None` where every
-    /// window is one segment.
+    /// `[windows, length]`: the start of each token's segment in its window; `None` if every window is a single
+    /// segment.
     starts: Option<Arc<[u32]>>,
-    /// How many tokens that count stand before each, and in all; `None` where all count.
+    /// The number of counted tokens before each token, followed by the total; `None` if all count.
     ranks: Option<Arc<[u32]>>,
-    /// Which tokens are padding; `None` where none is.
+    /// Which tokens are padding; `None` if there is no padding.
     padding: Option<Arc<[bool]>>,
 }
 
 impl BatchLayout {
-    /// Windows of one segment each, all of whose tokens count.
+    /// Windows of one segment each, in which all tokens count.
     pub fn plain(windows: usize, length: usize) -> Self {
         Self { windows, length, starts: None, ranks: None, padding: None }
     }
 
-    /// Windows with segments and uses, each `[windows, length]` where it is given.
+    /// Windows with segments and uses; each is `[windows, length]` if given.
     ///
     /// # Panics
-    /// When there are other than `windows · length` of them, or more than 2³² tokens.
+    /// When one of them has a length other than `windows · length`, or there are more than 2³² tokens.
     pub fn new(windows: usize, length: usize, starts: Option<&[u32]>, uses: Option<&[TokenUse]>) -> Self {
         let tokens = windows * length;
         assert!(starts.is_none_or(|s| s.len() == tokens), "starts are not [windows, length]");
@@ -62,30 +62,30 @@ impl BatchLayout {
         Self { windows, length, starts: starts.map(Arc::from), ranks, padding }
     }
 
-    /// Windows.
+    /// The number of windows.
     pub fn windows(&self) -> usize {
         self.windows
     }
 
-    /// Tokens of a window.
+    /// Tokens per window.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// Tokens of all windows.
+    /// Tokens in all windows.
     pub fn tokens(&self) -> usize {
         self.windows * self.length
     }
 
-    /// How many of all tokens count.
+    /// The number of counted tokens.
     pub fn counted(&self) -> usize {
         self.counted_before(self.tokens())
     }
 
-    /// How many of the first `tokens` tokens count.
+    /// The number of counted tokens among the first `tokens`.
     ///
     /// # Panics
-    /// When the batch has fewer.
+    /// When the batch has fewer tokens.
     pub fn counted_before(&self, tokens: usize) -> usize {
         self.ranks.as_ref().map_or(tokens, |r| r[tokens] as usize)
     }
@@ -98,7 +98,7 @@ impl BatchLayout {
         self.ranks.as_ref().is_none_or(|r| r[token] < r[token + 1])
     }
 
-    /// Whether a token only fills its window: nothing sees it.
+    /// Whether a token is padding, which no other token attends to.
     ///
     /// # Panics
     /// When there is no such token.
@@ -106,7 +106,7 @@ impl BatchLayout {
         self.padding.as_ref().is_some_and(|padding| padding[token])
     }
 
-    /// A token's place in its segment.
+    /// A token's position in its segment.
     ///
     /// # Panics
     /// When there is no such token.
@@ -114,23 +114,23 @@ impl BatchLayout {
         token % self.length - self.starts.as_ref().map_or(0, |s| s[token] as usize)
     }
 
-    /// The segments of some whole windows, by their tokens.
+    /// The segments of a token range that consists of whole windows.
     ///
     /// # Panics
-    /// When the batch ends before.
+    /// When the range exceeds the batch.
     pub fn segments(&self, tokens: Range<usize>) -> Segments<'_> {
         self.starts.as_ref().map_or_else(Segments::whole, |s| Segments::new(&s[tokens]))
     }
 
-    /// Where a token's segment begins in its window, if windows have several.
+    /// The start of a token's segment in its window; `None` if every window is a single segment.
     pub(crate) fn start(&self, token: usize) -> Option<u32> {
         self.starts.as_ref().map(|s| s[token])
     }
 
-    /// How many of some tokens count.
+    /// The number of counted tokens in a range.
     ///
     /// # Panics
-    /// When the batch ends before.
+    /// When the range exceeds the batch.
     pub fn count(&self, tokens: TokenRows<'_>) -> usize {
         match (tokens, &self.ranks) {
             (_, None) => tokens.count(),

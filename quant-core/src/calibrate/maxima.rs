@@ -1,7 +1,7 @@
-//! Channel maxima as a file: `max |x|` of the inputs of linears, gathered once and used again.
+//! Files of channel maxima: `max |x|` of the inputs of linears, gathered once and reused.
 //!
-//! A safetensors file with one F32 tensor `[k]` for every linear, by the linear's name in the model, as
-//! SmoothQuant's own `act_scales` files name them.
+//! A safetensors file with one F32 tensor `[k]` per linear, under the linear's name in the model, which is the naming
+//! of SmoothQuant's own `act_scales` files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::checkpoint::{ShardedCheckpoint, TensorSource};
 use crate::digest::sha256_hex;
 use crate::{Error, Result};
 
-/// `max |x|` of every input channel of linears, by their names.
+/// `max |x|` of every input channel, per linear name.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ChannelMaxima {
     path: Option<PathBuf>,
@@ -21,8 +21,8 @@ impl ChannelMaxima {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it is no safetensors file, or a tensor is no vector of finite magnitudes; [`Error::Io`] when it cannot be
-    /// read.
+    /// When it is not a safetensors file, or a tensor is not a vector of finite magnitudes; [`Error::Io`] when it
+    /// cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let source = ShardedCheckpoint::open_file(path)?;
         let mut linears = BTreeMap::new();
@@ -57,7 +57,7 @@ impl ChannelMaxima {
     /// The maxima of a linear with `k` inputs.
     ///
     /// # Errors
-    /// When it is not there, or of another width.
+    /// When the linear is missing, or has another width.
     pub fn of(&self, linear: &str, k: usize) -> Result<&[f32]> {
         let path = || self.path.clone().unwrap_or_default();
         let broken = |reason: String| Error::InputFile {
@@ -74,22 +74,22 @@ impl ChannelMaxima {
         }
     }
 
-    /// Notes those of a linear.
+    /// Sets the maxima of a linear.
     pub fn insert(&mut self, linear: String, maxima: Vec<f32>) {
         self.linears.insert(linear, maxima);
     }
 
-    /// How many linears there are.
+    /// The number of linears.
     pub fn len(&self) -> usize {
         self.linears.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no linears.
     pub fn is_empty(&self) -> bool {
         self.linears.is_empty()
     }
 
-    /// SHA-256 of names and values: what a run that uses them depends on.
+    /// The SHA-256 of names and values, by which a run records its dependence on them.
     pub fn sha256(&self) -> String {
         let mut bytes = Vec::new();
         for (name, values) in &self.linears {
@@ -102,7 +102,7 @@ impl ChannelMaxima {
     /// The bytes of the file.
     ///
     /// # Errors
-    /// Never but for a bug.
+    /// Only because of a bug.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let failed = |e: safetensors::SafeTensorError| Error::Internal(e.to_string());
         let bytes: BTreeMap<&String, Vec<u8>> = (self.linears.iter())

@@ -1,4 +1,4 @@
-//! The third stage of the path: text becomes token windows, and the inputs of linears are observed.
+//! The third stage of the pipeline: turns text into token windows and observes the inputs of linears.
 //!
 //! ```text
 //! file or set ─► documents ─► tokens ─► windows ─► hidden states ─► statistics

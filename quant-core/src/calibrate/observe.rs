@@ -67,7 +67,7 @@ impl HiddenStates {
         Self::embed_in(model, windows, None)
     }
 
-    /// The embeddings of the windows, in files where there is a place for them. States that are made of them stay there.
+    /// The embeddings of the windows, in a file if `spill` is given. The states of later blocks then stay in files too.
     ///
     /// # Errors
     /// As [`embed`](Self::embed), and when there is no room.
@@ -91,8 +91,8 @@ impl HiddenStates {
         Ok(states)
     }
 
-    /// Tokens that are embedded at a time: all of them where they stay in memory, else whole windows and whole pieces,
-    /// so that products are of the same rows.
+    /// Tokens embedded at a time: all of them if they stay in memory, otherwise whole windows that are also a multiple of
+    /// [`CHUNK_TOKENS`], so that products get the same rows.
     fn embedded_tokens(&self) -> usize {
         let (length, all) = (self.layout.length(), self.tokens());
         if self.values.spill().is_none() || length == 0 {
@@ -102,7 +102,7 @@ impl HiddenStates {
         windows.map_or(all, |windows| windows * length)
     }
 
-    /// A copy, in memory or in a file as these states are.
+    /// A copy in the same kind of storage.
     ///
     /// # Errors
     /// When there is no room for it.
@@ -110,7 +110,7 @@ impl HiddenStates {
         Ok(Self { layout: self.layout.clone(), hidden: self.hidden, values: self.values.try_clone()? })
     }
 
-    /// Where values go that do not fit into memory, if the states are in a file.
+    /// Where values are spilled to, if the states are in a file.
     pub fn spill(&self) -> Option<&Spill> {
         self.values.spill()
     }

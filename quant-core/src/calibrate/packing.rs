@@ -1,13 +1,13 @@
-//! Documents of different lengths are laid into windows of one length.
+//! Packs documents of different lengths into windows of one length.
 //!
 //! # The rule
 //!
-//! 1. A document longer than a window is cut into pieces of a window's length, and the rest is a
-//!    piece of its own; any other document is one piece.
-//! 2. The longest piece comes first, of equals the earlier; each goes into the window that it leaves
-//!    the least room in, of equals the earlier, or opens a new one (best fit, decreasing).
-//! 3. Pieces of a window stand in the order of the documents, and windows in that of their first
-//!    piece. What stays open at the end of a window is filled with token 0, which nothing sees.
+//! 1. A document longer than a window is cut into pieces of a window's length; the remainder is a piece of its own. Any
+//!    other document is one piece.
+//! 2. Pieces are placed in descending order of length, earlier pieces first among equals. Each goes into the window in
+//!    which it leaves the least room (the earlier one of equals), or opens a new window (best-fit decreasing).
+//! 3. The pieces of a window are sorted in document order, and windows by their first piece. The unused end of a window
+//!    is filled with token 0, to which no other token attends.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -18,28 +18,28 @@ use serde::{Deserialize, Serialize};
 use super::TokenUse;
 use crate::{Error, Result};
 
-/// How documents become windows.
+/// How documents are packed into windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Packing {
     /// `documents` for conversations, `stream` for plain text.
     #[default]
     Auto,
-    /// Windows are cut from all documents joined; attention crosses from one to the next.
+    /// Windows are cut from the concatenation of all documents; attention crosses document borders.
     Stream,
-    /// Windows hold whole documents where these fit; attention stays inside a document, and its
-    /// positions begin at 0.
+    /// Windows contain whole documents where these fit. Attention stays within a document, and positions start at 0 in
+    /// each.
     Documents,
 }
 
-/// Which tokens a search looks at.
+/// Which tokens searches use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mask {
-    /// All of them.
+    /// All tokens.
     #[default]
     None,
-    /// Those that the assistant of a conversation wrote; prompts are context alone.
+    /// Tokens written by the assistant of a conversation; prompts are only context.
     Prompts,
 }
 
@@ -94,7 +94,7 @@ impl fmt::Display for Mask {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Document {
     pub(super) tokens: Vec<u32>,
-    /// What each is there for; nothing where all count.
+    /// The role of each token; `None` if all count.
     pub(super) uses: Option<Vec<TokenUse>>,
 }
 
@@ -104,7 +104,7 @@ impl Document {
     }
 }
 
-/// Windows of equal length, one after the other.
+/// Windows of equal length, concatenated.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Packed {
     pub(super) tokens: Vec<u32>,
@@ -112,7 +112,7 @@ pub(super) struct Packed {
     pub(super) starts: Vec<u32>,
 }
 
-/// A part of a document.
+/// A contiguous part of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Piece {
     document: usize,
@@ -120,7 +120,7 @@ struct Piece {
     len: usize,
 }
 
-/// Joins all documents and cuts the stream into windows; the rest is dropped.
+/// Concatenates all documents and cuts the stream into windows; an incomplete window at the end is dropped.
 pub(super) fn stream(documents: Vec<Document>, length: usize) -> (Vec<u32>, Option<Vec<TokenUse>>) {
     let mut uses = documents.iter().any(|d| d.uses.is_some()).then(Vec::new);
     let mut tokens = Vec::new();
@@ -138,7 +138,7 @@ pub(super) fn stream(documents: Vec<Document>, length: usize) -> (Vec<u32>, Opti
     (tokens, uses)
 }
 
-/// Lays documents into windows by the rule of this module.
+/// Packs documents into windows by the rule of this module.
 pub(super) fn pack(documents: &[Document], length: usize) -> Packed {
     let mut packed = Packed::default();
     for window in bins(documents, length) {
@@ -150,7 +150,7 @@ pub(super) fn pack(documents: &[Document], length: usize) -> Packed {
             packed.starts.extend(std::iter::repeat_n(start as u32, len));
             start += len;
         }
-        // Every one of them is a segment of its own: nothing sees it, and it sees nothing.
+        // Each padding token is a segment of its own: it attends to no other token, and none attends to it.
         packed.tokens.extend(std::iter::repeat_n(0, length - start));
         packed.uses.extend(std::iter::repeat_n(TokenUse::Padding, length - start));
         packed.starts.extend(start as u32..length as u32);
@@ -166,7 +166,7 @@ fn bins(documents: &[Document], length: usize) -> Vec<Vec<Piece>> {
     }
     pieces.sort_by_key(|p| std::cmp::Reverse(p.len));
     let mut bins: Vec<Vec<Piece>> = Vec::new();
-    // Room that is left, and in which window.
+    // The free room of each window, with the window's index.
     let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
     for piece in pieces {
         let (room, bin) = match open.range((piece.len, 0)..).next().copied() {
@@ -212,7 +212,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every token comes exactly once, in pieces that no border crosses.
+        /// Every token appears exactly once, and its predecessor in the document precedes it within a segment.
         #[test]
         fn nothing_is_lost_or_doubled(lengths in prop::collection::vec(0_usize..70, 0..40), length in 1_usize..33) {
             let mut next = 1;
@@ -238,7 +238,7 @@ mod tests {
                     prop_assert_eq!(packed.tokens[row - 1], token - 1);
                 }
             }
-            // No two windows are so empty that one would do.
+            // No two windows have so much free room that one would do.
             let room: Vec<usize> = packed.uses.chunks(length)
                 .map(|w| w.iter().filter(|u| **u == TokenUse::Padding).count()).collect();
             prop_assert!(room.iter().filter(|r| 2 * **r > length).count() <= 1);

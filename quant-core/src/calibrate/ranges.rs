@@ -1,7 +1,7 @@
-//! The smallest and largest value of every channel of a linear's input: SmoothQuant's statistic, and what the grids
-//! of static activations are found from.
+//! The smallest and largest value of every channel of a linear's input: the statistic of SmoothQuant, from which the
+//! grids of static activations are also computed.
 
-/// `min` and `max` over tokens of every channel.
+/// The minimum and maximum of every channel over tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChannelRanges {
     lowest: Vec<f32>,
@@ -10,7 +10,7 @@ pub struct ChannelRanges {
 }
 
 impl ChannelRanges {
-    /// Nothing seen yet of an input with `channels` features.
+    /// The ranges of an input with `channels` features before any token.
     pub fn new(channels: usize) -> Self {
         let (lowest, highest) = (vec![f32::INFINITY; channels], vec![f32::NEG_INFINITY; channels]);
         Self { lowest, highest, has_nan: false }
@@ -25,7 +25,7 @@ impl ChannelRanges {
     pub fn add(&mut self, x: &[f32]) {
         for row in x.chunks_exact(self.lowest.len().max(1)) {
             for ((low, high), v) in self.lowest.iter_mut().zip(&mut self.highest).zip(row) {
-                // A NaN is in no comparison.
+                // Comparisons skip NaN.
                 *low = if *v < *low { *v } else { *low };
                 *high = if *v > *high { *v } else { *high };
             }
@@ -40,26 +40,26 @@ impl ChannelRanges {
         !self.has_nan && self.lowest.iter().zip(&self.highest).all(seen)
     }
 
-    /// `max |x|` of every channel; 0 where no token was seen.
+    /// `max |x|` of every channel; 0 if no token was seen.
     pub fn maxima(&self) -> Vec<f32> {
         self.lowest.iter().zip(&self.highest).map(|(low, high)| (-low).max(*high).max(0.0)).collect()
     }
 
-    /// What they are once channel `i` is what `order[i]` was.
+    /// The ranges after channels are reordered such that new channel `i` is old channel `order[i]`.
     pub fn reorder(&mut self, order: &[u32]) {
         for ends in [&mut self.lowest, &mut self.highest] {
             *ends = order.iter().map(|&from| ends[from as usize]).collect();
         }
     }
 
-    /// What they are once every channel is divided by its scale, which is positive.
+    /// The ranges after every channel is divided by its scale, which is positive.
     pub fn divide(&mut self, scales: &[f32]) {
         for ends in [&mut self.lowest, &mut self.highest] {
             ends.iter_mut().zip(scales).for_each(|(end, scale)| *end /= scale);
         }
     }
 
-    /// The smallest and largest value of all channels. `[0, 0]` where no token was seen.
+    /// The smallest and largest value over all channels; `[0, 0]` if no token was seen.
     pub fn whole(&self) -> [f32; 2] {
         let mut range = [f32::INFINITY, f32::NEG_INFINITY];
         for (low, high) in self.lowest.iter().zip(&self.highest) {

@@ -1,4 +1,4 @@
-//! Rows of a value with the tokens of the batch that they belong to.
+//! Rows of a value, with the tokens of the batch to which they belong.
 
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -7,25 +7,25 @@ use super::BatchLayout;
 use crate::model::TokenRows;
 use crate::{Error, Result};
 
-/// Rows `[rows, channels]` of a value, row-major, with the tokens of the batch that they belong to.
+/// Rows `[rows, channels]` of a value, row-major, with the tokens of the batch to which they belong.
 ///
-/// Whoever gathers statistics takes these, and so cannot count a row for the wrong token, or one that does not
-/// count (masked prompts, padding).
+/// Statistics receive rows in this form, so they cannot attribute a row to the wrong token or include a row that does
+/// not count (masked prompts, padding).
 #[derive(Debug)]
 pub struct InputRows<'a> {
     values: &'a [f32],
     channels: usize,
     tokens: TokenRows<'a>,
     layout: &'a BatchLayout,
-    /// The rows that count, once someone wanted them in one piece.
+    /// The rows that count, contiguous; computed on first use.
     counted: OnceCell<Cow<'a, [f32]>>,
 }
 
 impl<'a> InputRows<'a> {
-    /// Rows of `channels` values, one for each of `tokens`.
+    /// Rows of `channels` values, one per token.
     ///
     /// # Errors
-    /// [`Error::Internal`] when there are other than `tokens · channels` values, or the batch has fewer tokens.
+    /// [`Error::Internal`] when there are not `tokens · channels` values, or the batch has fewer tokens.
     pub fn new(
         values: &'a [f32],
         channels: usize,
@@ -49,25 +49,25 @@ impl<'a> InputRows<'a> {
         self.channels
     }
 
-    /// How many rows count.
+    /// The number of rows that count.
     pub fn count(&self) -> usize {
         self.layout.count(self.tokens)
     }
 
-    /// All rows in order, each with its token, whether they count or not.
+    /// All rows in order, counted or not, each with its token.
     pub fn all(&self) -> impl Iterator<Item = (usize, &'a [f32])> {
-        // Of rows without channels there is nothing to see.
+        // Rows without channels are skipped.
         self.tokens.iter().zip(self.values.chunks_exact(self.channels.max(1)))
     }
 
-    /// The rows that count, in order, each with its rank: how many tokens of the batch before its own count.
+    /// The rows that count, in order, each with its rank: the number of counted tokens of the batch before its own.
     pub fn counted(&self) -> impl Iterator<Item = (usize, &'a [f32])> {
         let layout = self.layout;
         let rows = self.all().filter(move |(token, _)| layout.counts(*token));
         rows.map(move |(token, row)| (layout.counted_before(token), row))
     }
 
-    /// The rows that count, `[rows, channels]` in one piece: copied only where some rows do not.
+    /// The rows that count, as contiguous `[rows, channels]`; copied only if some rows do not count.
     pub fn counted_values(&self) -> &[f32] {
         self.counted.get_or_init(|| match self.count() == self.tokens.count() {
             true => Cow::Borrowed(self.values),

@@ -1,5 +1,4 @@
-//! `tokenizer_config.json`: what a model's authors say of its special tokens, which `tokenizer.json`
-//! does not tell.
+//! `tokenizer_config.json`: information on a model's special tokens that `tokenizer.json` does not contain.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +8,13 @@ use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
 pub(super) const CONFIG: &str = "tokenizer_config.json";
-/// Larger files are refused; they can list thousands of special tokens.
+/// Larger files are rejected. Files that list thousands of special tokens fit.
 const LARGEST: u64 = 64 << 20;
-/// The special tokens that have names.
+/// The names of the special tokens.
 const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The settings of a model's tokenizer; empty where it has none.
+/// A model's tokenizer settings; empty if it has none.
 #[derive(Debug)]
 pub struct TokenizerSettings {
     fields: Map<String, Value>,
@@ -23,10 +22,10 @@ pub struct TokenizerSettings {
 }
 
 impl TokenizerSettings {
-    /// Reads `tokenizer_config.json` beside a model, if there is one.
+    /// Reads `tokenizer_config.json` next to a model, if the file exists.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when it is larger than 64 MiB or no JSON object.
+    /// [`Error::Tokenizer`] when it is larger than 64 MiB or not a JSON object.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         let path = directory.path().join(CONFIG);
         let Some(sidecar) = directory.sidecar(CONFIG) else { return Ok(Self { fields: Map::new(), path }) };
@@ -39,7 +38,7 @@ impl TokenizerSettings {
         }
     }
 
-    /// The file, whether it exists or not.
+    /// The path of the file, whether or not it exists.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -49,8 +48,7 @@ impl TokenizerSettings {
         &self.fields
     }
 
-    /// The special tokens that are set, by name (`bos_token` …): each a text, or an object with a
-    /// `content`.
+    /// The special tokens that are set, by name (`bos_token` …). Each is a string, or an object with a `content`.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when one is neither.
@@ -69,7 +67,7 @@ impl TokenizerSettings {
         Ok(tokens)
     }
 
-    /// Whether the settings ask for a first token of every text (`add_bos_token`), where they say.
+    /// Whether the settings ask for a first token of every text (`add_bos_token`), if they specify it.
     pub fn adds_bos(&self) -> Option<bool> {
         self.fields.get("add_bos_token").and_then(Value::as_bool)
     }

@@ -1,4 +1,4 @@
-//! What is gathered of a block's values as the batch comes by: statistics, and the one pass that feeds them.
+//! Statistics of a block's values over the batch, and the single pass that feeds them.
 //!
 //! Sums run over fixed pieces in a fixed order, so they do not depend on the number of threads.
 
@@ -14,49 +14,50 @@ use crate::model::{Block, BlockGraph, NodeId, Tap, TokenRows, with_values};
 use crate::quantize::gptq::Hessian;
 use crate::{CancelToken, Error, Result};
 
-/// Something that is gathered of one value.
+/// A statistic of one value.
 pub trait Statistic {
-    /// Takes some rows of the value. Every row of the batch comes once, in ascending order of tokens, in pieces of
+    /// Takes some rows of the value. Every row of the batch arrives once, in ascending order of tokens, in pieces of
     /// any size.
     ///
     /// # Errors
-    /// Whatever stops the pass.
+    /// Any error stops the pass.
     fn take(&mut self, rows: &InputRows<'_>) -> Result<()>;
 }
 
-/// Something that is gathered of the queries and keys of one attention.
+/// A statistic of the queries and keys of one attention layer.
 pub trait AttentionStatistic {
-    /// Takes queries and keys of the same tokens, both rotated to their positions; else as [`Statistic::take`].
+    /// Takes queries and keys of the same tokens, both with rotary position embeddings applied. Rows arrive as in
+    /// [`Statistic::take`].
     ///
     /// # Errors
-    /// Whatever stops the pass.
+    /// Any error stops the pass.
     fn take(&mut self, queries: &InputRows<'_>, keys: &InputRows<'_>) -> Result<()>;
 }
 
 /// One pass of a batch through a block, and the statistics that it feeds.
 ///
-/// Several linears may read one value; statistics see it once, when the first of them does.
+/// A value may be the input of several linears; statistics see it once, when the first of them reads it.
 pub struct StatisticsPass<'a> {
     block: &'a Block,
     layout: BatchLayout,
     cancel: &'a CancelToken,
-    /// By the first linear that reads the value.
+    /// Keyed by the first linear that reads the value.
     values: BTreeMap<NodeId, Vec<&'a mut dyn Statistic>>,
     attentions: BTreeMap<NodeId, &'a mut dyn AttentionStatistic>,
     tokens: BTreeMap<NodeId, u64>,
 }
 
 impl<'a> StatisticsPass<'a> {
-    /// A pass of a batch of this layout through a block, for which nothing is gathered yet.
+    /// A pass of a batch with this layout through a block, with no statistics yet.
     pub fn new(block: &'a Block, layout: &BatchLayout, cancel: &'a CancelToken) -> Self {
         let (values, attentions, tokens) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         Self { block, layout: layout.clone(), cancel, values, attentions, tokens }
     }
 
-    /// Gathers a statistic of a value that linears read.
+    /// Adds a statistic of a value that linears read.
     ///
     /// # Errors
-    /// [`Error::Internal`] when no linear reads it: nothing would come.
+    /// [`Error::Internal`] when no linear reads it, as the statistic would then receive no rows.
     pub fn gather(&mut self, value: NodeId, statistic: &'a mut dyn Statistic) -> Result<()> {
         let reader = first_reader(self.block.graph(), value)
             .ok_or_else(|| Error::Internal(format!("no linear reads node {value}")))?;
@@ -64,16 +65,16 @@ impl<'a> StatisticsPass<'a> {
         Ok(())
     }
 
-    /// Gathers a statistic of an attention's queries and keys, in the place of one that was asked for before.
+    /// Sets the statistic of an attention layer's queries and keys, and replaces any earlier one.
     pub fn gather_attention(&mut self, attention: NodeId, statistic: &'a mut dyn AttentionStatistic) {
         self.attentions.insert(attention, statistic);
     }
 
-    /// Runs the pass, and moves the states on to what comes out of the block if `advance` is set. Gives how many
-    /// tokens that count went through each linear.
+    /// Runs the pass, and replaces the states with the output of the block if `advance` is set. Returns how many
+    /// counted tokens went through each linear.
     ///
     /// # Errors
-    /// When the block or a statistic fails, or the run is cancelled. Some states may then be replaced already.
+    /// When the block or a statistic fails, or the run is cancelled. Some states may then already be replaced.
     pub fn run(mut self, states: &mut HiddenStates, advance: bool) -> Result<BTreeMap<NodeId, u64>> {
         match advance {
             true => states.advance_watched(self.block, self.cancel, &mut self)?,
@@ -83,7 +84,7 @@ impl<'a> StatisticsPass<'a> {
     }
 }
 
-/// The first linear in order of evaluation that reads a value.
+/// The first linear in evaluation order that reads a value.
 fn first_reader(graph: &BlockGraph, value: NodeId) -> Option<NodeId> {
     graph.linears().map(|(id, ..)| id).find(|&id| graph.nodes()[id].inputs[0] == value)
 }
@@ -135,7 +136,7 @@ impl Statistic for Hessian {
     }
 }
 
-/// `mean over tokens of |x[:, c]|` of every channel: AWQ's activation statistic.
+/// The mean of `|x[:, c]|` over tokens for every channel: AWQ's activation statistic.
 #[derive(Debug, Clone)]
 pub struct AbsMean {
     sums: Vec<f64>,
@@ -143,7 +144,7 @@ pub struct AbsMean {
 }
 
 impl AbsMean {
-    /// Nothing seen yet of an input with `channels` features.
+    /// The statistic of an input with `channels` features before any token.
     pub fn new(channels: usize) -> Self {
         Self { sums: vec![0.0; channels], tokens: 0 }
     }
@@ -153,7 +154,7 @@ impl AbsMean {
         self.sums.len()
     }
 
-    /// The means; 0 where no token was seen.
+    /// The means; 0 if no token was seen.
     pub fn means(&self) -> Vec<f32> {
         self.sums.iter().map(|s| (s / self.tokens.max(1) as f64) as f32).collect()
     }
@@ -171,7 +172,7 @@ impl Statistic for AbsMean {
     }
 }
 
-/// Every so many rows of an input, by the ranks of their tokens: what the clip search looks at.
+/// A sample of the rows of an input, which the clip search uses: every `stride`-th row that counts.
 #[derive(Debug, Clone)]
 pub struct SampledRows {
     channels: usize,
@@ -180,12 +181,12 @@ pub struct SampledRows {
 }
 
 impl SampledRows {
-    /// Keeps about `wanted` of the rows of `tokens` tokens that count, with `channels` features.
+    /// Keeps about `wanted` of the rows of `tokens` counted tokens, with `channels` features.
     pub fn new(channels: usize, tokens: usize, wanted: usize) -> Self {
         Self { channels, stride: (tokens / wanted.max(1)).max(1), values: Vec::new() }
     }
 
-    /// Divides every channel by a scale, as folding does to the input.
+    /// Divides every channel by a scale, as folding does with the input.
     pub fn divide(&mut self, scales: &[f32]) {
         for row in self.values.chunks_exact_mut(self.channels.max(1)) {
             for (v, s) in row.iter_mut().zip(scales) {
@@ -199,7 +200,7 @@ impl SampledRows {
         &self.values
     }
 
-    /// How many rows were kept.
+    /// The number of rows kept.
     pub fn rows(&self) -> usize {
         self.values.len() / self.channels.max(1)
     }
@@ -214,7 +215,7 @@ impl Statistic for SampledRows {
     }
 }
 
-/// The Gram matrix `Σ xᵀx` of an input, as [`gram`] adds it up.
+/// The Gram matrix `Σ xᵀx` of an input, accumulated by [`gram`].
 #[derive(Debug, Clone)]
 pub struct GramSum {
     channels: usize,
@@ -222,7 +223,7 @@ pub struct GramSum {
 }
 
 impl GramSum {
-    /// Nothing seen yet of an input with `channels` features.
+    /// The matrix of an input with `channels` features before any token.
     pub fn new(channels: usize) -> Self {
         Self { channels, sum: vec![0.0; channels * channels] }
     }
@@ -245,14 +246,14 @@ impl Statistic for GramSum {
     }
 }
 
-/// Rows of a Gram matrix that one task computes.
+/// Rows of a Gram matrix per task.
 const GRAM_TILE: usize = 128;
 
-/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum`
-/// `[channels, channels]`; tiles above the diagonal are left alone.
+/// Adds `xᵀx` of rows `x` `[tokens, channels]` to the lower triangle (in tiles) of `sum` `[channels, channels]`. Tiles
+/// above the diagonal do not change.
 ///
 /// # Panics
-/// When the slices are not of these shapes.
+/// When the slices do not have these shapes.
 pub fn gram(x: &[f32], channels: usize, sum: &mut [f32]) {
     assert_eq!(sum.len(), channels * channels, "sum is not [channels, channels]");
     let tokens = x.len().checked_div(channels).unwrap_or(0);

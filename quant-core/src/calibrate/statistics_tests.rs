@@ -1,4 +1,4 @@
-//! Statistics do not depend on how rows arrive, and count each row for its own token.
+//! Statistics do not depend on how rows arrive, and attribute each row to its own token.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::*;
 use crate::model::arch::GraphBuilder;
 use crate::model::{AttentionShape, Linear, Op, RopeTables, WeightBody};
 
-/// One of each kind.
+/// One statistic of each kind.
 #[derive(Clone)]
 struct All {
     means: AbsMean,
@@ -45,7 +45,7 @@ impl All {
                 assert_eq!(self.hessian.at(i, j), other.hessian.at(i, j));
             }
         }
-        // Its sums are of f32 and added up by pieces.
+        // Sums are in f32 and accumulated per piece.
         for (a, b) in self.gram.sum.iter().zip(&other.gram.sum) {
             assert!((a - b).abs() <= 1e-4 * (1.0 + a.abs()), "{a} {b}");
         }
@@ -60,7 +60,7 @@ impl Statistic for All {
     }
 }
 
-/// A batch, and a value of it that has rows for some tokens.
+/// A batch, and a value that has rows for some of its tokens.
 #[derive(Debug, Clone)]
 struct Case {
     layout: BatchLayout,
@@ -69,7 +69,7 @@ struct Case {
     tokens: Vec<u32>,
     /// `[tokens, channels]`
     values: Vec<f32>,
-    /// Rows before which a new piece begins, ascending.
+    /// Rows at which a new piece begins, ascending.
     cuts: Vec<usize>,
 }
 
@@ -85,7 +85,7 @@ impl Case {
         ends.map(|end| std::mem::replace(&mut first, end)..end).collect()
     }
 
-    /// What is gathered where each piece names its tokens by `name`.
+    /// The statistics if each piece describes its tokens with `name`.
     fn gathered<'a>(
         &'a self,
         mut name: impl FnMut(std::ops::Range<usize>) -> Vec<(usize, TokenRows<'a>)>,
@@ -109,7 +109,7 @@ impl Case {
         })
     }
 
-    /// Runs of neighbours as ranges.
+    /// Describes runs of consecutive tokens as ranges.
     fn by_ranges(&self) -> All {
         self.gathered(|piece| {
             let tokens = &self.tokens[piece];
@@ -118,7 +118,7 @@ impl Case {
         })
     }
 
-    /// By their definitions, token after token.
+    /// The statistics by their definitions, token by token.
     fn defined(&self) -> (Vec<f32>, Vec<[f32; 2]>, Vec<f32>, u64) {
         let stride = (self.layout.counted() / 5).max(1);
         let mut sums = vec![0.0_f64; self.channels];
@@ -143,7 +143,7 @@ impl Case {
     }
 }
 
-/// Batches with masked tokens and padding; values of all tokens in a third of the cases.
+/// Batches with masked tokens and padding; in a third of the cases the value has rows for all tokens.
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (1_usize..5, 1_usize..40, 1_usize..5, any::<u64>(), 0_u8..3);
     sizes.prop_map(|(windows, length, channels, seed, kind)| {
@@ -201,7 +201,7 @@ fn gram_matches_its_definition_for_any_number_of_threads() {
     }
 }
 
-/// A block whose input is read by linears before attention and by one after it in order of evaluation.
+/// A block whose input is read both by linears before attention and by one after it in evaluation order.
 fn parallel_block() -> Block {
     let mut graph = GraphBuilder::default();
     let linear =
@@ -242,8 +242,8 @@ impl AttentionStatistic for Noted {
     }
 }
 
-/// Several windows, and windows that are longer than a piece: every value is seen once, though several linears read
-/// it, and some of them only in the second part of a block.
+/// The batch has several windows, and windows longer than a piece. Every value is seen once, although several linears
+/// read it, some of them only in the second part of a block.
 #[test]
 fn a_pass_shows_every_value_once() {
     let block = parallel_block();

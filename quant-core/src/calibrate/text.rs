@@ -1,4 +1,4 @@
-//! Files of text become documents.
+//! Reads documents from text files.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -9,26 +9,26 @@ use serde_json::{Value, json};
 use super::Conversation;
 use crate::{Error, Result};
 
-/// Text files above this are refused: everything is tokenized in memory.
+/// Larger text files are rejected, because everything is tokenized in memory.
 const LARGEST_FILE: u64 = 1 << 30;
-/// A longer line of JSON is refused.
+/// Longer lines of JSON are rejected.
 const LONGEST_LINE: u64 = 64 << 20;
 
-/// What a calibration file holds.
+/// The contents of a calibration file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Corpus {
     /// Plain texts.
     Texts(Vec<String>),
-    /// Conversations, which a chat template turns into text.
+    /// Conversations, which a chat template renders as text.
     Chats(Vec<Conversation>),
 }
 
-/// Reads the documents of a text file: a `.jsonl` file holds one object with a `text` field a
-/// line; any other file is one document as it stands.
+/// Reads the documents of a text file. A `.jsonl` file has one object with a `text` field per line; any other file is
+/// one document.
 ///
 /// # Errors
-/// When the file cannot be read, is not UTF-8, is larger than 1 GiB or holds no text; in JSONL the
-/// line at fault is named.
+/// When the file cannot be read, is not UTF-8, is larger than 1 GiB or contains no text. For JSONL, the error names the
+/// line.
 pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     let file = open(path)?;
     let documents = if is_jsonl(path) { read_jsonl(path, file)? } else { vec![read_plain(path, file)?] };
@@ -38,8 +38,8 @@ pub fn read_documents(path: &Path) -> Result<Vec<String>> {
     Ok(documents)
 }
 
-/// Reads a calibration file: as [`read_documents`], or, where the first object of a `.jsonl` file has
-/// a field `messages`, conversations, one a line.
+/// Reads a calibration file like [`read_documents`], or as conversations, one per line, if the first object of a
+/// `.jsonl` file has a field `messages`.
 ///
 /// # Errors
 /// As [`read_documents`].
@@ -64,12 +64,12 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
     }
 }
 
-/// A corpus of rows that a program holds, all of one kind: texts (a string, or an object with a string `text`), or
-/// conversations (an object with `messages`, or a list of messages). `origin` names it in messages.
+/// Builds a corpus from rows in memory, all of one kind: texts (a string, or an object with a string `text`), or
+/// conversations (an object with `messages`, or a list of messages). `origin` names the corpus in messages.
 ///
 /// # Errors
-/// [`Error::Text`] with the number of the row, counted from 1, for a row of another kind or a malformed one; when the rows
-/// hold no text, or more than 1 GiB.
+/// [`Error::Text`] with the row number, counted from 1, for a malformed row or one of another kind; when the rows
+/// contain no text, or more than 1 GiB.
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);
     for (number, row) in (1..).zip(rows) {
@@ -129,7 +129,7 @@ fn empty(path: &Path) -> Error {
 }
 
 fn open(path: &Path) -> Result<File> {
-    // Before it is opened: opening a pipe waits for its other end.
+    // Checked before opening, because opening a pipe blocks until its other end is opened.
     let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
     if !metadata.is_file() {
@@ -141,13 +141,13 @@ fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|e| Error::io("open", path, e))
 }
 
-/// The UTF-8 byte-order mark that some editors put first.
+/// The UTF-8 byte-order mark that some editors insert at the start of a file.
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
     file.take(LARGEST_FILE).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
-    // A byte-order mark is no text.
+    // A byte-order mark is not part of the text.
     if bytes.starts_with(BOM) {
         bytes.drain(..BOM.len());
     }
@@ -162,12 +162,12 @@ fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
     read_json_lines(BufReader::new(file.take(LARGEST_FILE)), "text", path, usize::MAX)
 }
 
-/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or
-/// the documents hold `limit` bytes: the one that would go beyond is left out, and what follows is
-/// not read. `origin` names the input in messages.
+/// Reads documents from JSON lines, one object with a string `field` each, until the input ends or the documents have
+/// `limit` bytes. The document that would exceed the limit is dropped, and nothing after it is read. `origin` names the
+/// input in messages.
 ///
 /// # Errors
-/// When the input fails, or a line is no such object, or has more than 64 MiB; the line is named.
+/// When the input fails, or a line is not such an object or is longer than 64 MiB; the error names the line.
 pub fn read_json_lines(input: impl BufRead, field: &str, origin: &Path, limit: usize) -> Result<Vec<String>> {
     let (mut documents, mut bytes) = (Vec::new(), 0);
     each_json_line(input, origin, |_, value| {
@@ -183,8 +183,7 @@ pub fn read_json_lines(input: impl BufRead, field: &str, origin: &Path, limit: u
     Ok(documents)
 }
 
-/// Hands over each line's number and value until `take` wants no more; what it finds wrong is told
-/// with the line.
+/// Passes each line's number and value to `take` until it asks to stop. An error from `take` is reported with its line.
 fn each_json_line(
     mut input: impl BufRead,
     origin: &Path,
@@ -194,7 +193,7 @@ fn each_json_line(
     for number in 1.. {
         let fault = |reason: String| Error::Text { path: origin.to_owned(), line: Some(number), reason };
         line.clear();
-        // Packed inputs can hold a line of any length in a few bytes.
+        // Compressed inputs can encode a line of any length in a few bytes.
         let read = (&mut input).take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
         if read.map_err(|e| Error::io("read", origin, e))? == 0 {
             break;
@@ -312,7 +311,7 @@ mod tests {
         assert_eq!(read(5).unwrap(), ["abc", "de"]);
         assert!(matches!(read(usize::MAX), Err(Error::Text { line: Some(4), .. })));
         assert!(read(0).unwrap().is_empty());
-        // A line without end must not take the memory.
+        // A line of unlimited length must not exhaust memory.
         let endless = BufReader::new(std::io::repeat(b' '));
         let error = read_json_lines(endless, "t", Path::new("x"), 3).unwrap_err();
         assert!(error.to_string().contains("longer than"), "{error}");

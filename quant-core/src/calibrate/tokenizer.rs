@@ -1,4 +1,4 @@
-//! `tokenizer.json`, asked through a worker: it comes with the model and is as hostile as its weights.
+//! `tokenizer.json`, accessed through a worker: it comes with the model and is as untrusted as the weights.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -11,9 +11,9 @@ use crate::checkpoint::{ModelDirectory, Sidecar, read_capped};
 use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, TextWorkers};
 use crate::{Error, Result};
 
-/// Larger tokenizer files are refused before they are parsed.
+/// Larger tokenizer files are rejected before they are parsed.
 const LARGEST_FILE: u64 = 256 << 20;
-/// Texts are asked about so many, or so many bytes, at a time; a longer one by itself.
+/// Texts are sent in batches of at most this many texts and bytes; a longer text is sent alone.
 const TEXTS_AT_ONCE: usize = 1024;
 const BYTES_AT_ONCE: usize = 8 << 20;
 
@@ -21,14 +21,14 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a panic of this thread would be caught here and told as an error, so that a program's
-/// panic hook need not print it.
+/// Whether a panic of this thread would be caught here and reported as an error, so that a program's panic hook need
+/// not print it.
 pub fn panic_is_handled() -> bool {
     GUARDED.get()
 }
 
-/// What `work` returns, or nothing when it panics: for libraries that panic on crafted files.
-/// Meanwhile [`panic_is_handled`].
+/// Returns the result of `work`, or `None` if it panics: for libraries that panic on crafted files.
+/// [`panic_is_handled`] is true meanwhile.
 pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
     let outer = GUARDED.replace(true);
     let outcome = catch_unwind(AssertUnwindSafe(work));
@@ -36,7 +36,7 @@ pub fn guard_panics<T>(work: impl FnOnce() -> T) -> Option<T> {
     outcome.ok()
 }
 
-/// The tokens of a text, each with the bytes of the text that it stands for.
+/// The tokens of a text, each with its byte range in the text.
 pub type PlacedTokens = Vec<(u32, Range<usize>)>;
 
 /// A model's tokenizer.
@@ -47,8 +47,8 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Reads a `tokenizer.json`, which runs in this process. Truncation and padding that it may ask for are
-    /// switched off: evaluation must see the whole text.
+    /// Reads a `tokenizer.json`, which runs in this process. Truncation and padding requested by the file are disabled,
+    /// because evaluation must see the whole text.
     ///
     /// # Errors
     /// When the file is missing, larger than 256 MiB or malformed.
@@ -89,31 +89,30 @@ impl TextTokenizer {
         directory.sidecar(NAME).ok_or_else(missing)
     }
 
-    /// The same from bytes, run in this process; `path` is for messages.
+    /// Reads a tokenizer from bytes and runs it in this process; `path` is for messages.
     ///
     /// # Errors
-    /// When they are malformed.
+    /// When the bytes are malformed.
     pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self> {
         Self::load(None, path, bytes.to_vec())
     }
 
-    /// The same, run by workers, or without them in this process.
+    /// Reads a tokenizer from bytes and runs it with `workers`, or in this process if they are `None`.
     ///
     /// # Errors
-    /// When the bytes are malformed, or no worker can be had.
+    /// When the bytes are malformed, or no worker can be started.
     pub fn load(workers: Option<&dyn TextWorkers>, path: &Path, bytes: Vec<u8>) -> Result<Self> {
         let loadable = Loadable { path: path.to_owned(), content: Content::Tokenizer(bytes) };
         let worker = workers.unwrap_or(&InProcess).load(loadable)?;
         Ok(Self { worker, path: path.to_owned() })
     }
 
-    /// The file it came from.
+    /// The path of the tokenizer file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The tokens of a text, with the special tokens (such as one at the start) that the tokenizer
-    /// itself adds.
+    /// Returns the tokens of a text, including special tokens (such as one at the start) that the tokenizer adds.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
@@ -121,7 +120,7 @@ impl TextTokenizer {
         Ok(self.encode_one(text, true, false)?.ids)
     }
 
-    /// [`encode`](Self::encode) of each text by itself.
+    /// [`encode`](Self::encode) for several texts.
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
@@ -129,8 +128,8 @@ impl TextTokenizer {
         Ok(self.encode_batches(texts, true, false)?.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// The same, each token with the bytes of the text that it stands for: none, for one that the
-    /// tokenizer adds.
+    /// [`encode`](Self::encode), with the byte range of each token in the text. A token that the tokenizer adds has an
+    /// empty range.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
@@ -138,7 +137,7 @@ impl TextTokenizer {
         Ok(placed(self.encode_one(text, true, true)?))
     }
 
-    /// [`encode_with_places`](Self::encode_with_places) of each text by itself.
+    /// [`encode_with_places`](Self::encode_with_places) for several texts.
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
@@ -146,8 +145,7 @@ impl TextTokenizer {
         Ok(self.encode_batches(texts, true, true)?.into_iter().map(placed).collect())
     }
 
-    /// The tokens of a text that holds its special tokens already, each with the bytes of the text that
-    /// it stands for.
+    /// Returns the tokens of a text that already contains its special tokens, each with its byte range in the text.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
@@ -155,7 +153,7 @@ impl TextTokenizer {
         Ok(placed(self.encode_one(text, false, true)?))
     }
 
-    /// [`encode_rendered`](Self::encode_rendered) of each text by itself.
+    /// [`encode_rendered`](Self::encode_rendered) for several texts.
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
@@ -188,7 +186,7 @@ impl TextTokenizer {
         Ok(all)
     }
 
-    /// The text of tokens, without special ones.
+    /// Returns the text of tokens, without special ones.
     ///
     /// # Errors
     /// When the tokenizer fails on them.
@@ -197,7 +195,7 @@ impl TextTokenizer {
         Ok(text)
     }
 
-    /// [`decode`](Self::decode) of several lists of tokens.
+    /// [`decode`](Self::decode) for several lists of tokens.
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.
@@ -209,7 +207,7 @@ impl TextTokenizer {
         }
     }
 
-    /// The largest number of a token, special ones among them.
+    /// The largest token ID, including special tokens.
     ///
     /// # Errors
     /// When the worker fails.
@@ -220,7 +218,7 @@ impl TextTokenizer {
         }
     }
 
-    /// The number of a token, if the vocabulary has it.
+    /// The ID of a token, if it is in the vocabulary.
     ///
     /// # Errors
     /// When the worker fails.
@@ -243,7 +241,7 @@ impl TextTokenizer {
     }
 }
 
-/// Tokens with their places.
+/// Tokens with their byte ranges.
 fn placed(Encoded { ids, places }: Encoded) -> Vec<(u32, Range<usize>)> {
     let places = places.into_iter().map(|[from, to]| from as usize..to as usize);
     ids.into_iter().zip(places).collect()

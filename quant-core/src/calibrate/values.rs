@@ -1,4 +1,4 @@
-//! Values of a batch: in memory, or in a file where they would take too much of it.
+//! Values of a calibration batch, in memory or in a file.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -9,12 +9,12 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, Result};
 
-/// Bytes that are converted at a time.
+/// Bytes converted at a time.
 const PIECE: usize = 1 << 20;
 
-/// Where a run keeps what does not fit into memory.
+/// Where a run keeps values that do not fit into memory.
 ///
-/// Results do not depend on it: the same values are read in the same pieces, wherever they are.
+/// Results do not depend on it: the same values are read in the same pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spill {
     directory: PathBuf,
@@ -22,13 +22,13 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// Files in `directory`. They have no names, so they disappear with the process. One round of a search uses at most
-    /// about `round_bytes` of memory for the tokens that it compares.
+    /// Keeps values in unnamed files in `directory`, which the system removes when the process ends. One round of a search
+    /// uses about `round_bytes` bytes of memory for the tokens that it compares.
     pub fn new(directory: impl Into<PathBuf>, round_bytes: u64) -> Self {
         Self { directory: directory.into(), round_bytes }
     }
 
-    /// Bytes of memory for the tokens that a round of a search compares.
+    /// The memory in bytes for the tokens that one round of a search compares.
     pub fn round_bytes(&self) -> u64 {
         self.round_bytes
     }
@@ -44,7 +44,7 @@ impl Spill {
     }
 }
 
-/// A file without a name.
+/// An unnamed file.
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: Mutex<File>,
@@ -74,7 +74,7 @@ impl SpillFile {
     }
 }
 
-/// A list of `f32` values of fixed length.
+/// A list of `f32` values of fixed length, in memory or in a file.
 #[derive(Debug)]
 pub struct Values {
     len: usize,
@@ -94,7 +94,7 @@ impl From<Vec<f32>> for Values {
 }
 
 impl Values {
-    /// So many zeros: in a file where there is a place for one.
+    /// Zeros, in a file if `spill` is given.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is too little memory, and errors of files.
@@ -103,7 +103,7 @@ impl Values {
             Some(spill) => {
                 let file = spill.file()?;
                 if let Some(last) = len.checked_sub(1) {
-                    // What was never written reads as zeros.
+                    // Parts of a file that were never written read as zeros.
                     file.write(4 * last as u64, &[0; 4])?;
                 }
                 Place::File(spill.clone(), file)
@@ -121,7 +121,7 @@ impl Values {
         Ok(Self { len, place })
     }
 
-    /// Zeros in the same kind of place.
+    /// Zeros in the same kind of storage.
     ///
     /// # Errors
     /// As [`zeros`](Self::zeros).
@@ -129,7 +129,7 @@ impl Values {
         Self::zeros(self.spill(), len)
     }
 
-    /// A copy in the same kind of place.
+    /// A copy in the same kind of storage.
     ///
     /// # Errors
     /// As [`zeros`](Self::zeros).
@@ -142,17 +142,17 @@ impl Values {
         Ok(copy)
     }
 
-    /// How many values there are.
+    /// The number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where values go that do not fit into memory, if these are in a file.
+    /// Where values are spilled to, if these are in a file.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
             Place::Memory(_) => None,
@@ -160,10 +160,10 @@ impl Values {
         }
     }
 
-    /// Some of the values.
+    /// The values in `range`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when there are fewer; errors of files.
+    /// [`Error::Internal`] when the range is out of bounds; errors of files.
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
         self.check(&range)?;
         match &self.place {
@@ -203,8 +203,8 @@ impl Values {
         Ok(())
     }
 
-    /// Changes the rows of these tokens, ascending, each of `width` values: `change` gets rows, and the token of each by
-    /// its place among them. There may be rows of other tokens between them.
+    /// Changes the rows, of `width` values each, of these tokens, which must be ascending. `change` gets a slice of rows and
+    /// a function from a row's index to its token. The slice may contain rows of other tokens too.
     ///
     /// # Errors
     /// As [`read`](Self::read), and those of `change`.
@@ -248,7 +248,7 @@ impl Values {
 mod tests {
     use super::*;
 
-    /// Both places give back what was written, in any pieces.
+    /// Both kinds of storage return what was written, in pieces of any size.
     #[test]
     fn a_file_holds_what_memory_holds() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,17 +1,17 @@
-//! Token windows: the batch that calibration and evaluation run on.
+//! Token windows: the batch on which calibration and evaluation run.
 //!
 //! # The sampling rule
 //!
-//! 1. Every document is tokenized by itself: a text with the special tokens that the tokenizer adds,
-//!    a conversation as the model's chat template renders it, which writes them itself.
-//! 2. Documents become windows of equal length. By [`Packing::Stream`] their tokens are joined in
-//!    order, and the stream is cut; what is left at the end is dropped. By [`Packing::Documents`]
-//!    they are laid into windows by [the rule of `packing`](super::packing).
-//! 3. Windows none of whose tokens count are left out.
-//! 4. If there are more windows than asked for, a selection is drawn without replacement by
-//!    [`SplitMix64`](crate::random::SplitMix64) from the seed, and taken in order. Fewer are an error.
+//! 1. Every document is tokenized separately. A text gets the special tokens that the tokenizer adds; a conversation is
+//!    rendered by the model's chat template, which writes them itself.
+//! 2. Documents become windows of equal length. With [`Packing::Stream`], their tokens are concatenated in order and
+//!    the stream is cut; the remainder at the end is dropped. With [`Packing::Documents`], they are packed by [the rule
+//!    of `packing`](super::packing).
+//! 3. Windows without any counted token are left out.
+//! 4. If there are more windows than requested, a selection is drawn without replacement by
+//!    [`SplitMix64`](crate::random::SplitMix64) from the seed, and kept in order. Too few windows are an error.
 //!
-//! The rule uses nothing but the documents, the tokenizer, the template and what [`Sampling`] says.
+//! The result depends only on the documents, the tokenizer, the template and [`Sampling`].
 
 use std::path::Path;
 
@@ -24,30 +24,30 @@ use crate::model::Segments;
 use crate::random::SplitMix64;
 use crate::{Error, Result};
 
-/// The largest number of calibration windows that can be asked for.
+/// The largest number of calibration windows that can be requested.
 const MAX_SAMPLES: usize = 1 << 20;
-/// Tokens of the longest calibration window that can be asked for.
+/// The largest number of tokens per calibration window that can be requested.
 const MAX_LENGTH: usize = 1 << 20;
 
-/// How many windows of what length, the seed of their selection, and how documents go into them.
+/// The number and length of windows, the seed of their selection, and how documents are packed into them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sampling {
-    /// Windows.
+    /// The number of windows.
     pub samples: usize,
-    /// Tokens of one window.
+    /// Tokens per window.
     pub length: usize,
     /// Seed of the selection.
     pub seed: u64,
-    /// How documents become windows.
+    /// How documents are packed into windows.
     pub packing: Packing,
-    /// Which tokens a search looks at.
+    /// Which tokens searches use.
     pub mask: Mask,
-    /// Which of these an expert is calibrated on.
+    /// The tokens on which experts are calibrated.
     pub experts: ExpertSampling,
 }
 
 impl Sampling {
-    /// Whether there is anything to calibrate on.
+    /// Checks that the settings leave something to calibrate on.
     ///
     /// # Errors
     /// [`Error::Usage`] for no windows, windows of fewer than two tokens, or as [`ExpertSampling::check`].
@@ -69,8 +69,8 @@ impl Sampling {
 }
 
 impl Default for Sampling {
-    /// 64 windows of 512 tokens, seed 0, packed as the data asks for, all tokens counted, by experts those that are routed
-    /// to them.
+    /// 64 windows of 512 tokens, seed 0, default packing for the kind of data, all tokens counted, experts calibrated
+    /// on the tokens routed to them.
     fn default() -> Self {
         let (packing, mask, experts) = (Packing::Auto, Mask::None, ExpertSampling::default());
         Self { samples: 64, length: 512, seed: 0, packing, mask, experts }
@@ -82,14 +82,14 @@ impl Default for Sampling {
 pub struct TokenWindows {
     length: usize,
     tokens: Vec<u32>,
-    /// What each token is there for; nothing where all count.
+    /// The role of each token; `None` if all count.
     uses: Option<Vec<TokenUse>>,
-    /// Where in its window each token's document begins; nothing where windows are of one piece.
+    /// The start of each token's document in its window; `None` if every window is a single segment.
     starts: Option<Vec<u32>>,
 }
 
 impl TokenWindows {
-    /// Cuts a stream into windows of `length` tokens and drops the rest.
+    /// Cuts a stream into windows of `length` tokens and drops the remainder.
     ///
     /// # Panics
     /// When `length` is 0.
@@ -99,12 +99,11 @@ impl TokenWindows {
         Self { length, tokens, uses: None, starts: None }
     }
 
-    /// The same windows with what is known of each token, for whoever lays documents into windows
-    /// themselves: what it is there for, and where in its window its document begins. Either may be
-    /// left out: then all count, or every window is of one piece.
+    /// Adds information on tokens, for callers that pack documents themselves: the role of each token, and the start of
+    /// its document in its window. Without roles, all tokens count; without starts, every window is a single segment.
     ///
     /// # Errors
-    /// [`Error::Usage`] when they are not one a token, or documents do not begin where they say.
+    /// [`Error::Usage`] when either does not have one entry per token, or the starts are inconsistent.
     pub fn with_layout(self, uses: Option<Vec<TokenUse>>, starts: Option<Vec<u32>>) -> Result<Self> {
         let all = self.tokens.len();
         let sized = uses.as_ref().is_none_or(|u| u.len() == all)
@@ -118,11 +117,11 @@ impl TokenWindows {
         Ok(Self { uses, starts, ..self })
     }
 
-    /// Samples windows of texts by the rule of this module; `origin` names the text in messages.
+    /// Samples windows from texts by the rule of this module; `origin` names the text in messages.
     ///
     /// # Errors
-    /// When the text gives fewer windows than asked for, or tokenizing fails; [`Error::Usage`] when
-    /// prompts are to be masked, which a text has not.
+    /// When the text yields fewer windows than requested, or tokenizing fails; [`Error::Usage`] when prompts are
+    /// masked, as a text has no prompts.
     pub fn sample(
         tokenizer: &TextTokenizer,
         documents: &[String],
@@ -187,9 +186,9 @@ impl TokenWindows {
         hex(&hash.finalize())
     }
 
-    /// The SHA-256 of what is known of every token beside itself: a byte for its use (0 counted, 1
-    /// context, 2 padding) and where its document begins in the window, as a little-endian `u32`.
-    /// `None` where windows are of one piece and all tokens count.
+    /// The SHA-256 of the information on every token: a byte for its use (0 counted, 1 context, 2 padding) and the
+    /// start of its document in the window as a little-endian `u32`. `None` if every window is a single segment and all
+    /// tokens count.
     pub fn layout_sha256(&self) -> Option<String> {
         if self.uses.is_none() && self.starts.is_none() {
             return None;
@@ -202,24 +201,24 @@ impl TokenWindows {
         Some(hex(&hash.finalize()))
     }
 
-    /// How documents became these windows, [`Packing::Stream`] or [`Packing::Documents`].
+    /// How documents were packed into these windows: [`Packing::Stream`] or [`Packing::Documents`].
     pub fn packing(&self) -> Packing {
         if self.starts.is_some() { Packing::Documents } else { Packing::Stream }
     }
 
-    /// What the tokens are to a search.
+    /// The layout of the batch, as searches see it.
     pub fn layout(&self) -> BatchLayout {
         BatchLayout::new(self.len(), self.length, self.starts.as_deref(), self.uses.as_deref())
     }
 
-    /// Tokens of each use: those that count, context, padding.
+    /// The number of tokens by use: counted, context, padding.
     pub fn uses(&self) -> [usize; 3] {
         let Some(uses) = &self.uses else { return [self.tokens.len(), 0, 0] };
         [TokenUse::Counted, TokenUse::Context, TokenUse::Padding]
             .map(|kind| uses.iter().filter(|u| **u == kind).count())
     }
 
-    /// Whether some token of a window counts.
+    /// Whether a window has any counted token.
     fn counts(&self, window: usize) -> bool {
         let span = window * self.length..(window + 1) * self.length;
         self.uses.as_ref().is_none_or(|u| u[span].contains(&TokenUse::Counted))
@@ -233,7 +232,7 @@ impl TokenWindows {
         self.keep(&SplitMix64(seed).choose(count, self.len()))
     }
 
-    /// Only these windows.
+    /// Keeps only these windows.
     fn keep(&self, indices: &[usize]) -> Self {
         fn of<T: Copy>(all: &[T], length: usize, indices: &[usize]) -> Vec<T> {
             indices.iter().flat_map(|i| &all[i * length..(i + 1) * length]).copied().collect()
@@ -258,27 +257,27 @@ impl TokenWindows {
         }
     }
 
-    /// Number of windows.
+    /// The number of windows.
     pub fn len(&self) -> usize {
         self.tokens.len() / self.length
     }
 
-    /// Whether there is none.
+    /// Whether there are no windows.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// Tokens of one window.
+    /// Tokens per window.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// All tokens, window after window.
+    /// The tokens of all windows, concatenated.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// One window.
+    /// The tokens of one window.
     ///
     /// # Panics
     /// When there is no such window.

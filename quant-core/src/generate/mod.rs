@@ -1,4 +1,4 @@
-//! Text from a model, one token at a time: what `quant generate` and `quant chat` run.
+//! Text generation, one token at a time, for `quant generate` and `quant chat`.
 //!
 //! ```text
 //! prompt ─► tokens ─► Decoder::step ─► logits ─► Sampler ─► token ─► TextStream ─► text
@@ -6,9 +6,9 @@
 //!                        └───────────────────────────────────┘
 //! ```
 //!
-//! The settings are those of transformers' `GenerationConfig`, with its names, defaults and order of operations, so that
-//! a model's `generation_config.json` means the same here. The same tokens, settings, seed, program and instruction set
-//! give the same text, whatever the number of threads.
+//! The settings are those of transformers' `GenerationConfig`, with its names, defaults and order of operations, so a
+//! model's `generation_config.json` has the same meaning here. The same tokens, settings, seed, program and instruction
+//! set produce the same text, whatever the number of threads.
 
 mod sampler;
 #[cfg(test)]
@@ -24,20 +24,20 @@ pub use self::text_stream::TextStream;
 use crate::model::{Decoder, KvCache};
 use crate::{CancelToken, Error, Result};
 
-/// Tokens of a prompt that are read at once: enough to use matrix products well, few enough to stop soon and to keep
+/// Prompt tokens per step: enough for efficient matrix products, few enough to stop soon when cancelled and to keep
 /// intermediate values small.
 const PROMPT_CHUNK: usize = 512;
 
-/// Why generation ended.
+/// Why generation stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// The model wrote a token that ends its text.
+    /// The model emitted an end-of-sequence token.
     EndOfSequence,
-    /// There are as many new tokens as were allowed.
+    /// The maximum number of new tokens was reached.
     MaxNewTokens,
     /// The decoder has no positions left.
     Context,
-    /// The caller wanted no more.
+    /// The caller asked to stop.
     Stopped,
 }
 
@@ -53,7 +53,7 @@ impl End {
     }
 }
 
-/// One sequence that grows: a decoder, its cache of keys and values, and the tokens in it.
+/// One growing sequence: a decoder, its KV cache, and the tokens in it.
 ///
 /// ```no_run
 /// # use quant_core::{CancelToken, Silent, generate::{GenerationSettings, Generator}, model::Decoder};
@@ -73,7 +73,7 @@ impl End {
 pub struct Generator<'a> {
     decoder: &'a Decoder,
     cache: KvCache,
-    /// What the cache holds.
+    /// The tokens in the cache.
     tokens: Vec<u32>,
 }
 
@@ -88,17 +88,17 @@ impl<'a> Generator<'a> {
         &self.tokens
     }
 
-    /// Bytes that the cache takes.
+    /// The size of the cache in bytes.
     pub fn cache_bytes(&self) -> usize {
         self.cache.bytes()
     }
 
-    /// Makes the sequence `prompt` and returns the logits `[vocab]` after its last token. Where the prompt continues what
-    /// is cached, only the new tokens are read; otherwise it is read from the start.
+    /// Sets the sequence to `prompt` and returns the logits `[vocab]` after its last token. If the prompt continues the
+    /// cached tokens, only the new ones are processed; otherwise all are.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the prompt is empty or longer than the decoder's positions; [`Error::Interrupted`] when the
-    /// token is pulled, after which the sequence holds what was read.
+    /// [`Error::Usage`] when the prompt is empty or longer than the decoder's positions; [`Error::Interrupted`] when
+    /// the run is cancelled, after which the sequence contains the tokens processed so far.
     pub fn read(&mut self, prompt: &[u32], cancel: &CancelToken) -> Result<Vec<f32>> {
         let positions = self.decoder.positions();
         if prompt.is_empty() {
@@ -113,7 +113,7 @@ impl<'a> Generator<'a> {
                 "shorten the prompt, or load the model for a longer context",
             ));
         }
-        // The last token's logits are not kept, so at least one token is read.
+        // The last token's logits are not kept, so at least one token must be processed.
         let continues = self.tokens.len() < prompt.len() && prompt.starts_with(&self.tokens);
         if !continues {
             *self = Self::new(self.decoder);
@@ -128,8 +128,8 @@ impl<'a> Generator<'a> {
         Ok(logits.to_vec1()?)
     }
 
-    /// Reads a prompt, then chooses tokens until one ends the text, `settings.max_new_tokens` are written, the context is
-    /// full, or `each` breaks. `each` receives every new token but one that ends the text.
+    /// Processes a prompt, then chooses tokens until one ends the text, `settings.max_new_tokens` are emitted, the
+    /// context is full, or `each` breaks. `each` receives every new token except end-of-sequence tokens.
     ///
     /// # Errors
     /// As [`read`](Self::read) and [`Sampler::choose`], those of invalid settings, and those of `each`.

@@ -1,7 +1,7 @@
-//! From logits to a token.
+//! Chooses a token from logits.
 //!
-//! The order is transformers': the repetition penalty, repeated runs, tokens that may not end the text yet, suppressed
-//! tokens; then, where tokens are drawn, temperature, `top_k`, `top_p` and `min_p`.
+//! The order is that of transformers: the repetition penalty, repeated n-grams, end-of-sequence tokens that are still
+//! excluded by the minimum length, suppressed tokens; then, when sampling, temperature, `top_k`, `top_p` and `min_p`.
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -15,23 +15,23 @@ use crate::{Error, Result};
 pub struct Candidate {
     /// The token.
     pub token: u32,
-    /// Its probability among the candidates.
+    /// The probability among the candidates.
     pub probability: f64,
 }
 
-/// A token that was chosen.
+/// A chosen token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// The token.
     pub token: u32,
-    /// The natural logarithm of the probability that the model gives it: of the softmax of its logits, before any
-    /// setting changes them.
+    /// The natural logarithm of the probability assigned by the model: of the softmax of its logits, before any setting
+    /// changes them.
     pub logprob: f64,
-    /// The natural logarithm of the probability with which it was drawn; 0 where it was not drawn.
+    /// The natural logarithm of the probability with which the token was drawn; 0 without sampling.
     pub sampling_logprob: f64,
 }
 
-/// Chooses one token after another by the settings and a seed.
+/// Chooses tokens according to the settings and a seed.
 #[derive(Debug)]
 pub struct Sampler<'a> {
     settings: &'a GenerationSettings,
@@ -39,7 +39,7 @@ pub struct Sampler<'a> {
 }
 
 impl<'a> Sampler<'a> {
-    /// A sampler that begins with the settings' seed.
+    /// Creates a sampler with the seed of the settings.
     ///
     /// # Errors
     /// [`Error::Usage`] when a setting is out of range.
@@ -48,7 +48,7 @@ impl<'a> Sampler<'a> {
         Ok(Self { settings, random: SplitMix64(settings.seed) })
     }
 
-    /// The next token after `tokens`, of which the first `prompt` are the prompt's, from its logits `[vocab]`.
+    /// Chooses the next token after `tokens`, the first `prompt` of which are the prompt, from the logits `[vocab]`.
     ///
     /// # Errors
     /// [`Error::Logits`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when
@@ -66,8 +66,8 @@ impl<'a> Sampler<'a> {
         })
     }
 
-    /// The tokens that may come next, the most probable first, the smaller number first where probabilities are equal.
-    /// Without sampling it is one token.
+    /// The candidates for the next token, in descending order of probability; equal probabilities are ordered by token
+    /// ID. Without sampling, there is only one.
     ///
     /// # Errors
     /// As [`choose`](Self::choose).
@@ -100,7 +100,7 @@ impl<'a> Sampler<'a> {
         })
     }
 
-    /// What changes or excludes scores by the tokens that are there.
+    /// Applies the settings that change or exclude scores according to the tokens so far.
     fn process(&self, scores: &mut [f32], tokens: &[u32], prompt: usize) {
         let s = self.settings;
         if s.repetition_penalty != 1.0 {
@@ -136,7 +136,7 @@ impl<'a> Sampler<'a> {
         let descending = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if (1..candidates.len()).contains(&s.top_k) {
             let (_, &mut (_, smallest), _) = candidates.select_nth_unstable_by(s.top_k - 1, descending);
-            // Tokens with the score of the last one stay, as in transformers.
+            // Tokens whose score equals that of the last one are kept, as in transformers.
             candidates.retain(|(_, score)| score.total_cmp(&smallest) != Ordering::Less);
         }
         candidates.sort_unstable_by(descending);
@@ -156,16 +156,16 @@ impl<'a> Sampler<'a> {
             let least = f64::from(s.min_p) * weights[0];
             kept = weights[..kept].iter().take_while(|weight| **weight >= least).count();
         }
-        // The most probable token always stays.
+        // The most probable token is always kept.
         let kept = kept.clamp(1, weights.len());
         let total: f64 = weights[..kept].iter().sum();
         let candidates = candidates.into_iter().zip(&weights[..kept]);
         candidates.map(|((token, _), weight)| Candidate { token, probability: weight / total }).collect()
     }
 
-    /// One of the candidates, by their probabilities.
+    /// Draws one of the candidates according to their probabilities.
     fn draw(&mut self, candidates: &[Candidate]) -> Candidate {
-        // 53 bits: a number from 0 below 1.
+        // A uniform number in [0, 1) with 53 bits.
         let mut left = (self.random.next_u64() >> 11) as f64 * 2.0_f64.powi(-53);
         for candidate in candidates {
             left -= candidate.probability;
@@ -173,7 +173,7 @@ impl<'a> Sampler<'a> {
                 return *candidate;
             }
         }
-        // Rounding of the sums can leave a little.
+        // Rounding of the sums can leave a small remainder.
         candidates[candidates.len() - 1]
     }
 }

@@ -7,7 +7,7 @@ fn sampling() -> GenerationSettings {
     GenerationSettings { do_sample: true, top_k: 0, ..GenerationSettings::default() }
 }
 
-/// The candidates after the tokens 0 and 1, the prompt.
+/// The candidates after tokens 0 and 1, which are the prompt.
 fn candidates(settings: &GenerationSettings, logits: &[f32]) -> Vec<(u32, f64)> {
     let candidates = Sampler::new(settings).unwrap().candidates(logits, &[0, 1], 2).unwrap();
     candidates.into_iter().map(|Candidate { token, probability }| (token, probability)).collect()
@@ -17,7 +17,7 @@ fn tokens(settings: &GenerationSettings, logits: &[f32]) -> Vec<u32> {
     candidates(settings, logits).into_iter().map(|(token, _)| token).collect()
 }
 
-/// Logits of these probabilities.
+/// Logits with these probabilities.
 fn logits(probabilities: &[f32]) -> Vec<f32> {
     probabilities.iter().map(|p| p.ln()).collect()
 }
@@ -34,7 +34,7 @@ fn each_setting_by_hand() {
     assert_eq!(tokens(&top_k(1), &of), [1]);
     assert_eq!(tokens(&top_k(9), &of), [1, 3, 2, 0]);
     assert_eq!(tokens(&top_k(2), &[1.0, 0.5, 0.5, 0.5]), [0, 1, 2, 3], "equal to the last one");
-    // The fewest that have the probability together.
+    // The smallest set with this total probability.
     let top_p = |top_p| GenerationSettings { top_p, ..sampling() };
     assert_eq!(tokens(&top_p(0.39), &of), [1]);
     assert_eq!(tokens(&top_p(0.41), &of), [1, 3]);
@@ -43,10 +43,10 @@ fn each_setting_by_hand() {
     let min_p = |min_p| GenerationSettings { min_p, ..sampling() };
     assert_eq!(tokens(&min_p(0.6), &of), [1, 3]);
     assert_eq!(tokens(&min_p(1.0), &of), [1]);
-    // A temperature of a half squares the probabilities.
+    // A temperature of one half squares the probabilities.
     let cold = candidates(&GenerationSettings { temperature: 0.5, ..sampling() }, &of);
     assert!((cold[0].1 - 0.16 / 0.30).abs() < 1e-6, "{cold:?}");
-    // Tokens 0 and 1 are there: positive logits are divided, negative ones multiplied.
+    // Tokens 0 and 1 have occurred: positive logits are divided, negative ones multiplied.
     let penalty = GenerationSettings { repetition_penalty: 2.0, ..sampling() };
     let penalized = candidates(&penalty, &[2.0, -1.0, 0.0, -1.5]);
     let expected = [1.0_f64, -2.0, 0.0, -1.5].map(f64::exp);
@@ -68,7 +68,7 @@ fn ends_and_runs_are_held_back() {
     let settings = GenerationSettings { no_repeat_ngram_size: 2, ..Default::default() };
     let sampler = Sampler::new(&settings).unwrap();
     let next = |tokens: &[u32]| sampler.candidates(&[0.0, 1.0, 2.0, 3.0], tokens, 0).unwrap()[0].token;
-    // After 1, 3 came before.
+    // 1 was followed by 3 before.
     assert_eq!([next(&[1, 3, 1]), next(&[3, 1, 1]), next(&[]), next(&[3])], [2, 3, 3, 3]);
     let all = GenerationSettings { no_repeat_ngram_size: 1, ..Default::default() };
     let error = Sampler::new(&all).unwrap().candidates(&[0.0; 3], &[0, 1, 2], 0).unwrap_err();
@@ -113,7 +113,7 @@ fn a_seed_draws_the_same_and_frequencies_are_the_probabilities() {
 }
 
 proptest! {
-    /// The definition, filter by filter on all tokens, as transformers has it.
+    /// The definition as in transformers, filter by filter over all tokens.
     #[test]
     fn candidates_are_those_of_the_definition(
         logits in prop::collection::vec(-8.0_f32..8.0, 1..40),
@@ -134,7 +134,7 @@ proptest! {
             let smallest = sorted[top_k.min(sorted.len()) - 1];
             scores.iter_mut().filter(|x| **x < smallest).for_each(|x| *x = f64::NEG_INFINITY);
         }
-        // Sums that lie at a bound may fall on either side.
+        // Sums close to a bound may fall on either side.
         let mut near = false;
         let probabilities = softmax(&scores);
         let mut order: Vec<usize> = (0..scores.len()).collect();

@@ -1,4 +1,4 @@
-//! How tokens are chosen and when a text ends: `generation_config.json`.
+//! How tokens are chosen and when generation stops: `generation_config.json`.
 
 use serde_json::{Map, Value};
 
@@ -6,13 +6,13 @@ use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_cappe
 use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
-/// Larger files are refused; real ones have some hundred bytes.
+/// Larger files are rejected; real ones have a few hundred bytes.
 const LARGEST_FILE: u64 = 1 << 20;
-/// More tokens that end a text, or are never written, are refused.
+/// The maximum number of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
 
-/// Fields that would change the text, are not implemented, and are noted where they are set: each with the value that
-/// changes nothing.
+/// Fields that would change the text but are not implemented, each with its neutral value. Any other value is reported
+/// as a note.
 const IGNORED: [(&str, Neutral); 17] = [
     ("num_beams", Neutral::Number(1.0)),
     ("num_beam_groups", Neutral::Number(1.0)),
@@ -33,45 +33,46 @@ const IGNORED: [(&str, Neutral); 17] = [
     ("watermarking_config", Neutral::Nothing),
 ];
 
-/// The value with which a field does nothing, besides `null`.
+/// The value with which a field has no effect, in addition to `null`.
 #[derive(Debug, Clone, Copy)]
 enum Neutral {
     Nothing,
     Number(f64),
 }
 
-/// How tokens are chosen and when a text ends, with the names and meanings of transformers' `GenerationConfig`.
+/// How tokens are chosen and when generation stops, with the names and meanings of transformers' `GenerationConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationSettings {
-    /// At most so many tokens are written.
+    /// The maximum number of new tokens.
     pub max_new_tokens: usize,
-    /// Tokens that end the text are not chosen before so many are written.
+    /// End-of-sequence tokens are excluded until this many new tokens are emitted.
     pub min_new_tokens: usize,
-    /// Whether tokens are drawn; otherwise the most probable one is taken.
+    /// Whether to sample; otherwise the most probable token is taken.
     pub do_sample: bool,
-    /// Logits are divided by it before tokens are drawn; greater than 0.
+    /// Logits are divided by the temperature before sampling; greater than 0.
     pub temperature: f32,
-    /// Tokens are drawn from the so many most probable ones; 0 means all.
+    /// Sampling is restricted to this many most probable tokens; 0 means all.
     pub top_k: usize,
-    /// Tokens are drawn from the fewest most probable ones that have this probability together; above 0, at most 1.
+    /// Sampling is restricted to the smallest set of most probable tokens with at least this total probability; above
+    /// 0, at most 1.
     pub top_p: f32,
-    /// Tokens with less than this share of the most probable one's probability are not drawn; 0 to 1.
+    /// Tokens whose probability is below this fraction of the largest one are not sampled; 0 to 1.
     pub min_p: f32,
-    /// Logits of tokens that are in the prompt or the text already are divided by it where they are positive, and
-    /// multiplied where they are negative; greater than 0.
+    /// Logits of tokens that are already in the prompt or the text are divided by the penalty if positive, and
+    /// multiplied by it if negative; greater than 0.
     pub repetition_penalty: f32,
-    /// No run of so many tokens occurs twice; 0 allows all.
+    /// No n-gram of this length occurs twice; 0 allows all.
     pub no_repeat_ngram_size: usize,
-    /// Tokens that are never written.
+    /// Tokens that are never emitted.
     pub suppress_tokens: Vec<u32>,
-    /// Tokens that end the text.
+    /// End-of-sequence tokens.
     pub eos_token_ids: Vec<u32>,
-    /// What tokens are drawn with.
+    /// The seed for sampling.
     pub seed: u64,
 }
 
 impl Default for GenerationSettings {
-    /// transformers' defaults, which are greedy, with at most 256 new tokens and no token that ends the text.
+    /// The defaults of transformers, which are greedy, with at most 256 new tokens and no end-of-sequence token.
     fn default() -> Self {
         Self {
             max_new_tokens: 256,
@@ -91,13 +92,13 @@ impl Default for GenerationSettings {
 }
 
 impl GenerationSettings {
-    /// What a model's authors recommend: `generation_config.json` beside it, with the tokens that end a text from
-    /// `config.json` where that file names none. Also returns a note on each field that would change the text and is
-    /// not implemented.
+    /// The settings recommended by a model's authors: `generation_config.json` next to the model, with the
+    /// end-of-sequence tokens of `config.json` if that file specifies none. Also returns a note on each field that
+    /// would change the text and is not implemented.
     ///
     /// # Errors
     /// [`Error::Config`] with the field when one is malformed or out of range; [`Error::InputFile`] when the file is
-    /// larger than 1 MiB or no JSON object.
+    /// larger than 1 MiB or not a JSON object.
     pub fn open(directory: &ModelDirectory) -> Result<(Self, Vec<String>)> {
         let path = directory.path().join(FILE);
         let map = match directory.sidecar(FILE) {
@@ -147,7 +148,7 @@ impl GenerationSettings {
             seed: default.seed,
         };
         match settings.fault() {
-            // A temperature of 0 is how some files write greedy decoding.
+            // Some files specify greedy decoding by a temperature of 0.
             Some(("temperature", _)) if settings.temperature == 0.0 => {
                 Ok(Self { do_sample: false, temperature: 1.0, ..settings })
             }
@@ -167,7 +168,7 @@ impl GenerationSettings {
         }
     }
 
-    /// The first setting that is out of range, and the end of a sentence that its name begins.
+    /// The first setting that is out of range, with the rest of a sentence that begins with its name.
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {
@@ -185,7 +186,7 @@ impl GenerationSettings {
     }
 }
 
-/// A token or a list of tokens; negative numbers, by which some files mean none, are left out.
+/// Parses a token or a list of tokens. Negative numbers, which some files use for "no token", are left out.
 fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     let one = |value: &Value| match value.as_i64() {
         Some(token) if token < 0 => Ok(None),

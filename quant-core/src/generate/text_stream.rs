@@ -1,21 +1,21 @@
-//! From tokens to text as they come: a character may take several tokens, and a stop string may begin in one and end in
-//! another.
+//! Decodes tokens to text incrementally: a character may span several tokens, and a stop string may begin in one token
+//! and end in another.
 
 use crate::Result;
 use crate::calibrate::TextTokenizer;
 
-/// What stands for bytes that are no character, yet.
+/// Tokenizers decode bytes of an incomplete or invalid character to this.
 const REPLACEMENT: char = '\u{fffd}';
-/// Tokens of the prompt by which a tokenizer sees what the first new token follows.
+/// The number of prompt tokens kept as context for decoding the first new token.
 const CONTEXT: usize = 8;
 
-/// Text of tokens that are written one after another.
+/// The text of tokens that are generated one at a time.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     stop: &'a [String],
-    /// The last tokens: some whose text is out, for tokenizers that write a token by what it follows, and those after
-    /// `decoded` whose text is not.
+    /// The most recent tokens: up to `decoded`, those whose text is already emitted, kept for tokenizers that decode a
+    /// token depending on its predecessors; then those whose text is pending.
     tokens: Vec<u32>,
     decoded: usize,
     /// Text that may be the beginning of a stop string.
@@ -24,18 +24,19 @@ pub struct TextStream<'a> {
 }
 
 impl<'a> TextStream<'a> {
-    /// The text after `prompt`, which ends before the first of the `stop` strings; empty ones are ignored.
+    /// Creates a stream for the text after `prompt`, which ends before the first of the `stop` strings; empty ones are
+    /// ignored.
     pub fn new(tokenizer: &'a TextTokenizer, prompt: &[u32], stop: &'a [String]) -> Self {
         let tokens = prompt[prompt.len().saturating_sub(CONTEXT)..].to_vec();
         Self { tokenizer, stop, decoded: tokens.len(), tokens, held: String::new(), stopped: false }
     }
 
-    /// Whether a stop string was written. No more text comes.
+    /// Whether a stop string has occurred. No more text follows.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
 
-    /// The text that is certain once this token is written, perhaps none.
+    /// Adds a token and returns the text that is now certain, which may be empty.
     ///
     /// # Errors
     /// When the tokenizer fails on it.
@@ -51,7 +52,7 @@ impl<'a> TextStream<'a> {
         Ok(self.certain())
     }
 
-    /// What was held back, once no token follows.
+    /// Returns the text that was held back, once no token follows.
     ///
     /// # Errors
     /// When the tokenizer fails on the last tokens.
@@ -65,14 +66,14 @@ impl<'a> TextStream<'a> {
     /// The text of the tokens after `decoded`.
     fn new_text(&self) -> Result<String> {
         let [before, all] = self.tokenizer.decode_each([&self.tokens[..self.decoded], &self.tokens])?;
-        // Some tokenizers change the end of what stood before, such as a space before a comma.
+        // Some tokenizers change the end of the preceding text, such as a space before a comma.
         Ok(match all.strip_prefix(before.as_str()) {
             Some(new) => new.to_owned(),
             None => self.tokenizer.decode(&self.tokens[self.decoded..])?,
         })
     }
 
-    /// Takes out what comes before a stop string, or all but what may be the beginning of one.
+    /// Takes the text before a stop string out of `held`, or all text except a possible beginning of one.
     fn certain(&mut self) -> String {
         if self.stopped {
             self.held.clear();
@@ -120,7 +121,8 @@ mod tests {
         TextTokenizer::from_bytes(Path::new("tokenizer.json"), file.to_string().as_bytes()).unwrap()
     }
 
-    /// The pieces that come out as the bytes of `text` go in, the last of them at the end, and whether it stopped.
+    /// The pieces emitted as the bytes of `text` are pushed, the last of them at the end, and whether a stop string
+    /// occurred.
     fn pieces(text: &[u8], stop: &[&str]) -> (Vec<String>, bool) {
         let tokenizer = bytes();
         let stop: Vec<String> = stop.iter().map(|stop| (*stop).to_owned()).collect();
@@ -144,7 +146,7 @@ mod tests {
             pieces("aé😀b".as_bytes(), &[]),
             (["a", "é", "😀", "b"].map(String::from).to_vec(), false)
         );
-        // Bytes that never become a character come out with what follows, or at the end.
+        // Bytes that never become a character are emitted with the text that follows, or at the end.
         assert_eq!(pieces(b"a\xffb", &[]).0, ["a", "\u{fffd}b"]);
         assert_eq!(pieces(b"a\xf0\x9f", &[]).0.concat(), "a\u{fffd}");
         assert_eq!(pieces(b"", &[]).0, [""; 0]);
@@ -158,7 +160,7 @@ mod tests {
         );
         assert_eq!(pieces(b"a\nUse it", &["\nUser:"]).0.concat(), "a\nUse it");
         assert_eq!(pieces(b"a\nUse", &["\nUser:"]).0.concat(), "a\nUse", "the beginning of one is not one");
-        // Of several, the one that comes first; an overlap of beginnings does not hide one.
+        // Among several stop strings the first occurrence wins; overlapping beginnings do not hide one.
         assert_eq!(pieces(b"abcd", &["cd", "bc", ""]), (vec!["a".into()], true));
         assert_eq!(pieces(b"xaaab", &["aab"]), (vec!["x".into(), "a".into()], true));
         assert_eq!(pieces("né".as_bytes(), &["é"]), (vec!["n".into()], true));

@@ -1,7 +1,7 @@
-//! Codes of a checkpoint as blocks: the same numbers, bit for bit.
+//! Repacks the codes of a checkpoint as GGUF blocks, bit for bit.
 //!
-//! A symmetric grid of 4 bits with a scale for every 32 inputs is Q4_0, of 8 bits Q8_0. Larger groups repeat their
-//! scale. Zeros must be those of a symmetric grid, and scales exact in half precision.
+//! A symmetric 4-bit grid with a scale per 32 inputs becomes Q4_0, an 8-bit one Q8_0. The scale of a larger group is
+//! repeated. Zero points must be those of a symmetric grid, and scales must be exact in half precision.
 
 use half::f16;
 
@@ -11,7 +11,7 @@ use crate::model::Model;
 use crate::quantize::QuantizedTensor;
 use crate::{Error, Result};
 
-/// A quantized weight, checked to be expressible.
+/// Reads a quantized weight and checks that blocks can express it.
 pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let tensor = model.packed(module, shape)?;
     let refuse = |reason: String| Error::NotRepackable {
@@ -29,7 +29,7 @@ pub(super) fn read(model: &Model, module: &str, shape: [usize; 2]) -> Result<Qua
     Ok(tensor)
 }
 
-/// One row of it as blocks.
+/// Encodes one row as blocks.
 pub(super) fn encode_row(
     tensor: &QuantizedTensor,
     kind: &BlockType,
@@ -52,7 +52,7 @@ pub(super) fn encode_row(
         } else {
             block[..2].copy_from_slice(&scale.to_le_bytes());
             for (out, code) in block[2..].iter_mut().zip(codes) {
-                // From 0 to 255 with 128 in the middle, to two's complement.
+                // From unsigned with zero point 128 to two's complement.
                 *out = code ^ 0x80;
             }
         }

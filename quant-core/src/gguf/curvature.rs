@@ -1,7 +1,7 @@
-//! What GPTQ needs of the inputs of every linear: the factors of their Hessians, gathered block by block, on the way
-//! of the tensors into the file.
+//! The Hessian factors of linears' inputs, which GPTQ needs. They are gathered block by block while tensors are written
+//! to the file.
 //!
-//! Hidden states are those of the float model: blocks that were written already change nothing in those that follow.
+//! Hidden states are those of the float model: quantizing earlier blocks does not affect later ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,14 +19,14 @@ pub struct Curvature<'a> {
     damping: f64,
     ropes: RopeTables,
     states: HiddenStates,
-    /// The block that comes next.
+    /// The next block to run.
     next: usize,
-    /// Of the block before: by the names of weights in the checkpoint.
+    /// The factors of the previous block, by the names of weights in the checkpoint.
     factors: BTreeMap<String, Arc<Factor>>,
 }
 
 impl<'a> Curvature<'a> {
-    /// Fails for models whose linears cannot be encoded by GPTQ.
+    /// Checks that GPTQ can encode the model's linears.
     ///
     /// # Errors
     /// [`Error::Usage`] for a model with experts.
@@ -43,10 +43,10 @@ impl<'a> Curvature<'a> {
         }
     }
 
-    /// Begins before the first block.
+    /// Starts before the first block.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`Error::Usage`] when settings make no sense; whatever the embedding fails with.
+    /// As [`check`](Self::check); [`Error::Usage`] when settings are invalid; any error of the embedding.
     pub fn new(
         model: &'a Model,
         windows: &TokenWindows,
@@ -61,8 +61,8 @@ impl<'a> Curvature<'a> {
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }
 
-    /// The factor for a tensor of the file; `None` where nothing is known of what it reads, or it stays float. Blocks
-    /// must come in ascending order.
+    /// Returns the factor for a tensor of the file; `None` if the statistics of its input are unknown, or it stays
+    /// float. Blocks must come in ascending order.
     ///
     /// # Errors
     /// When a block fails, an input is not finite, or a Hessian has no factor; [`Error::Interrupted`].
@@ -71,7 +71,7 @@ impl<'a> Curvature<'a> {
         while self.next <= layer {
             self.advance()?;
         }
-        // Of columns in another order, the search knows no more than their importance.
+        // If the columns are reordered, the search uses only their importance.
         let name = tensor.sources().into_iter().next().filter(|_| tensor.keeps_columns());
         Ok(name.and_then(|name| self.factors.get(name)).cloned())
     }

@@ -1,5 +1,5 @@
-//! What files say of Gemma 4, whose blocks have heads of two kinds, and may have inputs of their own, keys and values of
-//! an earlier block, and MLPs of two widths.
+//! Metadata for Gemma 4, whose blocks have heads of two kinds, and may have per-layer inputs, the keys and values of an
+//! earlier block, and MLPs of two widths.
 
 use super::families::{GgufFamily, ROPE_FACTORS};
 use super::file::{Array, Value};
@@ -8,10 +8,10 @@ use super::specials::count;
 use crate::Result;
 use crate::model::{Architecture, AttentionShape, Op, Rope, RopeScaling};
 
-/// A divisor so large that a pair of channels does not turn.
+/// A divisor so large that a pair of channels is not rotated.
 const NEVER: f32 = 1e30;
 
-/// The shapes of blocks without a window and of those with one.
+/// The attention shapes of blocks without and with a sliding window.
 fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> {
     let attentions = a.attentions();
     let kind = |windowed: bool| {
@@ -33,10 +33,10 @@ fn has_linear(a: &Architecture, layer: usize, module: &str) -> bool {
     a.graph(layer).linears().any(|(_, name, ..)| name == module)
 }
 
-/// The shape of blocks without a window.
+/// The attention shape of blocks without a sliding window.
 ///
 /// # Errors
-/// [`Error::Usage`](crate::Error::Usage) where files cannot say what the heads are.
+/// [`Error::Usage`](crate::Error::Usage) when GGUF cannot describe the heads.
 pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<AttentionShape> {
     let [full, _] = shapes(a, family)?;
     match full.scale() == 1.0 {
@@ -45,7 +45,7 @@ pub(super) fn attention(a: &Architecture, family: &GgufFamily) -> Result<Attenti
     }
 }
 
-/// Heads, windows, and what blocks share and have of their own.
+/// Writes heads, windows, KV sharing and per-layer inputs.
 ///
 /// # Errors
 /// As [`attention`].
@@ -63,7 +63,7 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     put("attention.sliding_window_pattern", Value::Array(Array::Bool(windows.collect())));
     let makes = (0..a.layers).take_while(|layer| has_linear(a, *layer, "self_attn.k_proj")).count();
     put("attention.shared_kv_layers", count(a.layers - makes)?);
-    // Readers read the last two of the blocks before them there, by their kind.
+    // Blocks that share keys and values use those of the last two blocks that compute them, one of each kind.
     let is_windowed = |layer: usize| of_block(a, layer).is_some_and(|shape| shape.window.is_some());
     if makes < a.layers && (makes < 2 || is_windowed(makes - 1) || !is_windowed(makes - 2)) {
         let reason = "blocks read keys and values of others than the last two that make them";
@@ -81,7 +81,7 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
     Ok(())
 }
 
-/// Features between the linears of the MLPs.
+/// The intermediate sizes of the MLPs.
 ///
 /// # Errors
 /// As [`attention`].
@@ -93,7 +93,7 @@ pub(super) fn mlps(a: &Architecture, family: &GgufFamily) -> Result<Value> {
     one_or_all(family, &(0..a.layers).map(width).collect::<Vec<_>>())
 }
 
-/// One number where all are alike, else a list.
+/// A single number if all are equal, otherwise a list.
 fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
     match numbers {
         [first, rest @ ..] if rest.iter().all(|n| n == first) => count(family, *first),
@@ -107,7 +107,7 @@ fn one_or_all(family: &GgufFamily, numbers: &[usize]) -> Result<Value> {
     }
 }
 
-/// Rotations of both kinds of blocks; gives the divisors of those without a window.
+/// Writes the rotary embeddings of both kinds of blocks, and returns the frequency divisors of blocks without a window.
 ///
 /// # Errors
 /// As [`attention`].

@@ -1,7 +1,8 @@
-//! Importance matrices: the mean of the squares of what each input channel of a linear is in a text.
+//! Importance matrices: the mean square of each input channel of a linear over a text.
 //!
-//! They come from our own calibration, with its windows, templates and masks, or from a file, and go into files of
-//! both kinds that llama.cpp's programs write and read: GGUF, with sums and counts, and the older one with means.
+//! They come from our own calibration, with its windows, templates and masks, or from a file. They can be written in
+//! both file formats that llama.cpp's programs write and read: GGUF, with sums and counts, and the legacy format with
+//! means.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,15 +17,15 @@ use crate::checkpoint::{printable, read_capped};
 use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
-/// The largest file that is read.
+/// The largest file that is read, in bytes.
 const LARGEST: u64 = 4 << 30;
 const SUMS: &str = ".in_sum2";
 const COUNTS: &str = ".counts";
-/// Values of one tensor of the older kind of file, at most.
+/// The maximum number of values per tensor of a legacy file.
 const MAX_VALUES: usize = 1 << 26;
 
-/// What was gathered for one tensor of the file: for each of its matrices (one, or one of each expert), the sums of
-/// squares of all channels and the number of tokens.
+/// The statistics of one tensor of the file. For each of its matrices (one, or one per expert): the sums of squares of
+/// all channels, and the number of tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     /// `[matrices, columns]`.
@@ -36,15 +37,15 @@ pub struct Entry {
 /// An importance matrix.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Importance {
-    /// By the names of tensors, with `.weight`.
+    /// Entries by tensor name, including `.weight`.
     pub entries: BTreeMap<String, Entry>,
-    /// Texts that it was gathered on.
+    /// The texts on which it was gathered.
     pub datasets: Vec<String>,
-    /// Windows.
+    /// The number of windows.
     pub chunks: u32,
-    /// Tokens of a window.
+    /// Tokens per window.
     pub chunk_size: u32,
-    /// Where it was read from, for messages.
+    /// The file it was read from, for messages.
     origin: String,
 }
 
@@ -67,10 +68,10 @@ impl Statistic for SquareSum {
 }
 
 impl Importance {
-    /// Gathers one on a batch, block by block.
+    /// Gathers an importance matrix on a batch, block by block.
     ///
     /// # Errors
-    /// When the family is not written as GGUF, a block fails, or a channel's sum is not finite;
+    /// When the family cannot be written as GGUF, a block fails, or a channel's sum is not finite;
     /// [`Error::Interrupted`].
     pub fn gather(
         model: &Model,
@@ -133,7 +134,8 @@ impl Importance {
             let matrix = match (placed.expert, placed.stored_shape.len()) {
                 (Some(expert), _) => expert,
                 (None, 2) => 0,
-                // The matrices of latent attention read heads there, which no linear reads here.
+                // In llama.cpp, the matrices of latent attention are applied per head; no linear here has the same
+                // input.
                 (None, _) => continue,
             };
             let entry = self.entries.entry(placed.name(layer));
@@ -151,12 +153,12 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` where there is none. A matrix that no token
-    /// reached weighs all channels alike.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is none. A matrix that no token
+    /// reached weights all channels equally.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is there and of another size, or a file weighs a matrix with zeros alone or with
-    /// what is not finite.
+    /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not
+    /// finite.
     pub(super) fn of(&self, tensor: &PlannedTensor) -> Result<Option<Vec<f32>>> {
         let Some(entry) = self.entries.get(&tensor.name) else { return Ok(None) };
         if !tensor.kind.uses_importance || tensor.keeps_codes() {
@@ -180,7 +182,7 @@ impl Importance {
                 true => importance.extend(sums.iter().map(|sum| sum / count)),
                 false => importance.extend(std::iter::repeat_n(1.0, columns)),
             }
-            // What was gathered here is what the model computes, zeros included.
+            // Zeros are accepted if the matrix was gathered here, because the model computes them.
             let means = &importance[start..];
             let fault = match means.iter().find(|mean| !mean.is_finite()) {
                 Some(bad) => Some(format!("a mean of {bad}")),
@@ -194,7 +196,7 @@ impl Importance {
         Ok(Some(importance))
     }
 
-    /// Tensors of a plan that errors would be weighed for, and that are missing here.
+    /// Tensors of a plan whose errors would be weighted, but that have no entry.
     pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
         let in_block = |t: &&PlannedTensor| {
             t.name.starts_with("blk.") && t.shape.len() > 1 && !(t.shape.len() > 2 && t.sources().len() < 2)
@@ -216,10 +218,11 @@ impl Importance {
         }
     }
 
-    /// Reads a file of either kind.
+    /// Reads a file of either format.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is of neither kind, damaged, or holds what is not finite; [`Error::Io`].
+    /// [`Error::InputFile`] when it has neither format, is damaged, or contains values that are not finite;
+    /// [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
         let bytes = read_capped(path, path, LARGEST)?.map_err(fault)?;
@@ -279,7 +282,7 @@ impl Importance {
             let values = cursor.count(&format!("number of values of `{}`", printable(&name)), MAX_VALUES)?;
             let stored = cursor.take("values", 4 * values)?;
             let values = stored.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-            // Means times the number of calls; how many matrices there are the file does not say.
+            // Values are means times the number of calls. The file does not specify the number of matrices.
             let calls = calls.max(1) as f32;
             let sums: Vec<f32> = values.collect();
             if found.entries.insert(name.clone(), Entry { sums, counts: vec![calls] }).is_some() {
@@ -296,7 +299,7 @@ impl Importance {
         }
     }
 
-    /// Says of entries that were read from a file of means how many matrices they are of, as the tensors have it.
+    /// Sets the number of matrices of entries read from a legacy file to that of the tensors.
     pub fn fit(&mut self, tensors: &[PlannedTensor]) {
         for tensor in tensors.iter().filter(|t| t.shape.len() > 2) {
             if let Some(entry) = self.entries.get_mut(&tensor.name)
@@ -307,10 +310,10 @@ impl Importance {
         }
     }
 
-    /// The bytes of a GGUF file.
+    /// The matrix as a GGUF file.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a name is too long for one.
+    /// [`Error::Internal`] when a name is too long for GGUF.
     pub fn to_gguf(&self) -> Result<Vec<u8>> {
         let datasets: Vec<&str> = self.datasets.iter().map(String::as_str).collect();
         let metadata = [
@@ -333,7 +336,7 @@ impl Importance {
         write_file(&metadata, &tensors)
     }
 
-    /// The bytes of the older kind of file.
+    /// The matrix as a legacy file.
     pub fn to_dat(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut put = |n: usize| bytes.extend(i32::try_from(n).unwrap_or(i32::MAX).to_le_bytes());
@@ -360,7 +363,7 @@ impl Importance {
     }
 }
 
-/// The older kind of file, front to back.
+/// A cursor over a legacy file.
 struct Dat<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -415,7 +418,8 @@ mod tests {
         std::fs::write(&path, some().to_dat()).unwrap();
         let back = Importance::read(&path).unwrap();
         assert_eq!((back.chunks, back.datasets), (3, some().datasets));
-        // Means times the number of windows; nothing reached the second expert, which weighs all channels alike.
+        // Values are means times the number of windows. No token reached the second expert, which weights all channels
+        // equally.
         assert_eq!(back.entries["blk.0.attn_q.weight"].sums, [1.5, 3.0, 6.0, 0.75]);
         assert_eq!(back.entries["blk.0.ffn_up_exps.weight"].sums, [3.0, 6.0, 3.0, 3.0]);
     }

@@ -1,24 +1,24 @@
-//! Where the tensors of a block go: the same table for writing and for reading.
+//! Maps the tensors of a block to tensors of the file. Writing and reading use the same table.
 
 use super::families::{GgufFamily, How};
 use super::rows::{Change, RowOrder, View};
 use crate::model::{Architecture, BlockGraph, DeltaNet, Op, Parameter, RecurrentKind};
 use crate::{Error, Result};
 
-/// A tensor of a block, or a part of it, and where it is in the file.
+/// A tensor of a block, or a part of it, and its place in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Placed {
     /// Its name in the checkpoint.
     pub(super) tensor: String,
-    /// Its module in the checkpoint; of an expert's, that of all of them in the file.
+    /// Its module in the checkpoint; for an expert, the module that the file uses for all experts.
     pub(super) module: String,
     /// Its shape in the checkpoint.
     pub(super) shape: Vec<usize>,
-    /// The name in the file, after that of the block.
+    /// The name in the file, without the prefix of the block.
     pub(super) stored: String,
-    /// Its shape in the file; of an expert's that of one matrix or vector.
+    /// Its shape in the file; for an expert, the shape of one matrix or vector.
     pub(super) stored_shape: Vec<usize>,
-    /// The expert that it belongs to: the tensor in the file has a matrix or vector of each.
+    /// The expert to which it belongs, if any. The tensor in the file has a matrix or vector per expert.
     pub(super) expert: Option<usize>,
     pub(super) view: View,
 }
@@ -30,10 +30,10 @@ impl Placed {
     }
 }
 
-/// The places of all tensors of a block, in the order in which they are used.
+/// The places of all tensors of a block, in order of use.
 ///
 /// # Errors
-/// [`Error::Usage`] for a tensor that files of the family have no place for.
+/// [`Error::Usage`] for a tensor that has no place in files of the family.
 pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> Result<Vec<Placed>> {
     let graph = a.graph(layer);
     let mut placed = Vec::new();
@@ -45,7 +45,7 @@ pub(super) fn of_block(a: &Architecture, family: &GgufFamily, layer: usize) -> R
     Ok(placed)
 }
 
-/// The places of one tensor of a block: one, or several parts.
+/// The places of one tensor of a block: a single one, or one per part.
 ///
 /// # Errors
 /// As [`of_block`].
@@ -143,7 +143,7 @@ pub(super) fn of_parameter(
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
-/// Whether types are about a tensor: a matrix that is neither a router nor small.
+/// Whether a mixture chooses the type of a tensor: true for matrices except routers and small ones.
 pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     const KEPT: [&str; 5] = [
         "_norm.weight",
@@ -156,7 +156,7 @@ pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     dimensions > 1 && name.ends_with("weight") && KEPT.iter().all(|kept| !name.contains(kept))
 }
 
-/// Without dimensions of one, which convolutions have, and vectors that are stored as a row.
+/// Removes the dimension of one of convolutions, and of vectors that are stored as a row.
 fn squeezed(shape: &[usize]) -> Vec<usize> {
     match *shape {
         [channels, 1, kernel] => vec![channels, kernel],
@@ -176,7 +176,7 @@ pub(super) fn delta_net(graph: &BlockGraph) -> Option<DeltaNet> {
     })
 }
 
-/// Of latent attention: the features of a key's head that do not turn, and those of a value's.
+/// For latent attention: the number of unrotated features of a key head, and the features of a value head.
 pub(super) fn latent(graph: &BlockGraph) -> Option<[usize; 2]> {
     let values = graph.attentions().next()?.value_dim;
     graph.nodes().iter().find_map(|node| match node.op {

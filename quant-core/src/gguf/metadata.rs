@@ -1,5 +1,5 @@
-//! What a file says of its model, read off the architecture: so it says what this program computes, whatever names the
-//! configuration has for it.
+//! Metadata that describe the model. They are derived from the architecture, so they describe what this program
+//! computes, whatever names the configuration uses.
 
 use super::families::{GgufFamily, How, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
 use super::file::{Array, Value};
@@ -11,24 +11,24 @@ use crate::model::{
 };
 use crate::{Error, Result};
 
-/// Metadata of the model, and warnings of what llama.cpp computes otherwise.
+/// Metadata of the model, and warnings where llama.cpp computes something else.
 pub(super) struct ModelMetadata {
     pub(super) entries: Vec<(String, Value)>,
     pub(super) warnings: Vec<String>,
-    /// Divisors of the rotary frequencies, where they are stored as tensors, by their names.
+    /// The frequency divisors of rotary embeddings that are stored as tensors, by tensor name.
     pub(super) rope_factors: Vec<(&'static str, Vec<f32>)>,
 }
 
-/// What the graph of the first block says, which must hold for all.
+/// Properties of the blocks' graphs, which must be the same in all blocks.
 struct Facts<'a> {
     attention: AttentionShape,
     ropes: Vec<&'a Rope>,
     eps: f64,
-    /// Features between the linears of an MLP, and of an expert.
+    /// The intermediate size of an MLP, and of an expert.
     intermediate: Option<usize>,
     expert_intermediate: Option<usize>,
     shared_intermediate: Option<usize>,
-    /// What blocks multiply their outputs by before these are added.
+    /// The factor by which block outputs are multiplied before they are added to the residual stream.
     residual: Option<f32>,
     routing: Option<Routing>,
 }
@@ -36,7 +36,7 @@ struct Facts<'a> {
 /// The metadata of a model of this family.
 ///
 /// # Errors
-/// [`Error::Usage`] naming what a file of the family cannot say.
+/// [`Error::Usage`] that names the property which files of the family cannot describe.
 pub(super) fn metadata(
     a: &Architecture,
     family: &GgufFamily,
@@ -106,7 +106,7 @@ pub(super) fn metadata(
     Ok(ModelMetadata { entries, warnings, rope_factors })
 }
 
-/// The key of what is added to mean squares or variances.
+/// The key of the epsilon that norms add to mean squares or variances.
 pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
     match family.layer_norms {
         true => "attention.layer_norm_epsilon",
@@ -114,7 +114,7 @@ pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
     }
 }
 
-/// Says what embeddings, scores, residuals and logits are multiplied by, where the family's files can.
+/// Writes the multipliers of embeddings, attention scores, residuals and logits, if files of the family have them.
 fn multipliers(
     a: &Architecture,
     family: &GgufFamily,
@@ -131,7 +131,7 @@ fn multipliers(
             put("attention.scale", Value::F32(facts.attention.scale()));
             put("embedding_scale", Value::F32(embeddings.unwrap_or(1.0)));
             put("residual_scale", Value::F32(facts.residual.unwrap_or(1.0)));
-            // It is what they are divided by.
+            // In GGUF, logits are divided by this value.
             put("logit_scale", Value::F32(1.0 / logits));
         }
         _ if embeddings.is_some() || facts.residual.is_some() => {
@@ -146,7 +146,7 @@ fn multipliers(
     Ok(())
 }
 
-/// What the norms of all blocks add.
+/// The epsilons of the norms of all blocks.
 fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
     let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
     nodes.filter_map(|node| match &node.op {
@@ -155,7 +155,7 @@ fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
     })
 }
 
-/// Blocks without experts before the first one that has them.
+/// The number of blocks before the first one with experts.
 fn dense_blocks(a: &Architecture) -> usize {
     (0..a.layers).find(|layer| has_experts(a, *layer)).unwrap_or(a.layers)
 }
@@ -164,7 +164,7 @@ fn has_experts(a: &Architecture, layer: usize) -> bool {
     a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some())
 }
 
-/// The error that a family's files have no place for something.
+/// The error for a property that files of the family cannot express.
 pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
         format!("GGUF files of {} cannot hold this model: {what}", family.arch),
@@ -197,7 +197,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op.computes() {
                 Computes::Norm { eps } => facts.eps = eps,
-                // That of a router there.
+                // The factor of a router's input.
                 Computes::Factor(_) if family.has_two_kinds => {}
                 Computes::Factor(factor) => facts.residual = Some(factor),
                 Computes::Rotation(rope) => {
@@ -212,7 +212,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
                     (_, Some((_, "ffn_down_exps"))) => facts.expert_intermediate = Some(shape[1]),
                     _ => {}
                 },
-                // `check_graph` refuses what llama.cpp's graph of the family does not have.
+                // `check_graph` rejects operations that llama.cpp's graph of the family does not have.
                 Computes::Activation(_)
                 | Computes::ClampedGated { .. }
                 | Computes::ExpertRows(_)
@@ -223,7 +223,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         }
     }
     check_graph(a, family, &facts)?;
-    // Where some blocks have experts and others do not, llama.cpp would have to be told which.
+    // GGUF cannot describe which blocks have experts, except for leading blocks without them.
     let first = if family.dense_first { dense_blocks(a) } else { 0 };
     if facts.routing.is_some() && !(first..a.layers).all(|layer| has_experts(a, layer)) {
         return Err(fault("some blocks have experts and others have none"));
@@ -240,7 +240,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     Ok(facts)
 }
 
-/// Whether llama.cpp's graph for the family has an operation that no module stands for.
+/// Whether llama.cpp's graph for the family contains an operation that belongs to no module.
 fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     let is_latent = || family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
     match op {
@@ -251,7 +251,7 @@ fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     }
 }
 
-/// Fails where llama.cpp's graph for the family would compute something else.
+/// Checks that llama.cpp's graph for the family computes the same.
 fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Result<()> {
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
@@ -283,8 +283,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                         ));
                     }
                 }
-                // Modules have a place in the family's list of names or are refused there; what else is computed follows
-                // from the numbers in `Facts`.
+                // Modules without a name in the family's list are rejected elsewhere; everything else here follows from
+                // `Facts`.
                 Computes::Norm { .. }
                 | Computes::Rotation(_)
                 | Computes::Routing(_)
@@ -304,7 +304,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         true => a.hidden / shape.heads().max(1),
         false => shape.head_dim,
     };
-    // What YaRN multiplies the scores of latent attention by is said apart.
+    // The factor of YaRN in the scores of latent attention is written separately.
     let is_scaled = family.multipliers == Multipliers::All
         || family.has_two_kinds
         || (LatentWidths::of(a.graph(0)).is_some()
@@ -344,10 +344,10 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     Ok(())
 }
 
-/// Tensors of divisors, by their names.
+/// Tensors of frequency divisors, by name.
 type RopeTensors = Vec<(&'static str, Vec<f32>)>;
 
-/// Says how positions turn queries and keys; gives divisors, and what a user should know.
+/// Writes the rotary embedding. Returns tensors of divisors, and a note for the user.
 fn rope(
     a: &Architecture,
     family: &GgufFamily,
@@ -371,7 +371,7 @@ fn rope(
     put("rope.freq_base", Value::F32(first.theta as f32));
     match ropes {
         [_] => {}
-        // Blocks with windows turn by plain frequencies of another base.
+        // Blocks with windows have unscaled frequencies with another base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {
@@ -413,7 +413,7 @@ fn rope(
     }
 }
 
-/// Text that describes the model and the file.
+/// General entries that describe the model and the file.
 pub(super) fn general(
     family: &GgufFamily,
     name: &str,
@@ -432,7 +432,7 @@ pub(super) fn general(
     entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }
 
-/// What an importance matrix that was used leaves in the file, as `llama-quantize` names it.
+/// The entries that record the importance matrix used, with the keys of `llama-quantize`.
 pub(super) fn importance(file: &str, dataset: &str, entries: usize, chunks: u32) -> Vec<(String, Value)> {
     [
         ("quantize.imatrix.file", Value::string(file)),
@@ -445,7 +445,7 @@ pub(super) fn importance(file: &str, dataset: &str, entries: usize, chunks: u32)
     .collect()
 }
 
-/// A list of texts.
+/// A list of strings.
 pub(super) fn strings(texts: &[&str]) -> Value {
     Value::Array(Array::String(texts.iter().map(|t| (*t).to_owned()).collect()))
 }

@@ -1,4 +1,4 @@
-//! Small configurations of every family with parts of its own, as files say them, and what files cannot say.
+//! Small configurations of every family with special parts: how files describe them, and what files cannot describe.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -76,7 +76,7 @@ fn merged(mut base: Json, more: Json) -> Json {
     base
 }
 
-/// A model, the entries of its file, and what is warned of.
+/// A model, the entries of its file, and the warnings.
 type About = (Architecture, Vec<(String, Value)>, Vec<String>);
 
 fn about(config: &Json) -> Result<About> {
@@ -123,7 +123,7 @@ fn every_tensor_has_one_place() {
             }
         }
     }
-    // A file names an architecture, and gets back to the family that wrote it, or to one that computes the same.
+    // The architecture named in a file leads back to the family that wrote it, or to one that computes the same.
     for family in FAMILIES {
         let scores = (family.family == "deepseek_v2").then_some(1).or(Some(2));
         let found = families::architecture(family.arch, family.experts.is_some(), scores).unwrap();
@@ -150,7 +150,7 @@ fn keys_of_single_families() {
     assert_eq!(value("glm4_moe", json!({}), "expert_gating_func"), Some(Value::U32(2)));
     let recurrent = value("qwen3_next", json!({}), "attention.recurrent_layers");
     assert_eq!(recurrent, flags(&[true, true, true, false]));
-    // 16 channels, of which a quarter turns: two pairs, which take turns with the coordinates.
+    // 16 channels, a quarter of which is rotated: two pairs, interleaved over the coordinates.
     let sections = value("qwen3_5_text", json!({}), "rope.dimension_sections");
     assert_eq!(sections, Some(Value::Array(Array::I32(vec![1, 1, 0, 0]))));
     let given = json!({ "rope_parameters": { "rope_type": "default", "mrope_section": [11, 11, 10] } });

@@ -1,7 +1,7 @@
-//! Mixtures: which tensor gets which block type, under the names that `llama-quantize` has for them.
+//! Mixtures: which tensor gets which block type, under the names used by `llama-quantize`.
 //!
-//! A mixture is a type for most tensors and rules for some. What a tensor gets depends on what it is, on its layer, on
-//! the number of heads that share a key, and on whether there is an importance matrix.
+//! A mixture is a base type and a list of rules with exceptions. The type of a tensor depends on its role, on its
+//! layer, on the number of query heads per key head, and on whether there is an importance matrix.
 
 use super::families::GgufFamily;
 use crate::blocks::{
@@ -9,16 +9,16 @@ use crate::blocks::{
     Q6_K, Q8_0, TQ1_0, TQ2_0,
 };
 
-/// What a tensor is to a mixture.
+/// The role of a tensor in a mixture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Key,
     Value,
     AttentionOutput,
     Down,
-    /// The head, or the embedding where it is the head too.
+    /// The output head, or the embedding if it is tied to the head.
     Head,
-    /// The embedding where it is not the head.
+    /// The embedding if it is not the head.
     Embedding,
     Other,
 }
@@ -27,19 +27,19 @@ pub(super) enum Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     Always,
-    /// In the first and the last eighth of the layers, and every third between.
+    /// In the first and the last eighth of the layers, and in every third layer between.
     More,
-    /// In the first so many layers.
+    /// In the first layers, up to this number.
     First(usize),
-    /// In the first layers: one of so many.
+    /// In the first `1 / n` of the layers.
     FirstOf(usize),
-    /// The same, if there is an importance matrix.
+    /// In the first `1 / n` of the layers, with an importance matrix.
     FirstOfWeighted(usize),
-    /// The same, if there is none.
+    /// In the first `1 / n` of the layers, without an importance matrix.
     FirstOfUnweighted(usize),
-    /// Where at least four query heads share a key head.
+    /// If at least four query heads share a key head.
     Shared,
-    /// In models of exactly eight experts.
+    /// In models with exactly eight experts.
     EightExperts,
 }
 
@@ -48,17 +48,17 @@ struct Rule(Role, When, &'static BlockType);
 
 /// A mixture.
 pub struct Mixture {
-    /// Its name, as users write it.
+    /// Its name, as in `llama-quantize`.
     pub name: &'static str,
     /// `general.file_type`.
     pub id: u32,
-    /// What most tensors get.
+    /// The type of tensors without a rule.
     pub base: &'static BlockType,
-    /// Whether it makes no sense without an importance matrix.
+    /// Whether the mixture requires an importance matrix.
     pub needs_importance: bool,
-    /// What tensors of several matrices get, such as all experts of a block, where that is another type.
+    /// The type of tensors with several matrices, such as all experts of a block, if it differs.
     stacked: Option<&'static BlockType>,
-    /// The first that applies decides.
+    /// The first rule that applies decides.
     rules: &'static [Rule],
 }
 
@@ -83,12 +83,12 @@ const fn plain(name: &'static str, id: u32, base: &'static BlockType) -> Mixture
     Mixture { name, id, base, needs_importance: false, stacked: None, rules: &[] }
 }
 
-/// Of models of eight experts, keys and values are small beside the experts.
+/// In models with eight experts, keys and values are small compared to the experts.
 const EIGHT: [Rule; 2] = [Rule(Value, EightExperts, &Q8_0), Rule(Key, EightExperts, &Q8_0)];
 const HEAD: Rule = Rule(Head, Always, &Q6_K);
 const TERNARY: [Rule; 4] = [EIGHT[0], EIGHT[1], Rule(Embedding, Always, &Q4_K), HEAD];
 
-/// The mixtures that are written.
+/// The mixtures that can be written.
 pub static MIXTURES: &[Mixture] = &[
     plain("F32", 0, &F32),
     plain("F16", 1, &F16),
@@ -207,21 +207,21 @@ pub static MIXTURES: &[Mixture] = &[
     Mixture { stacked: Some(&MXFP4), ..plain("MXFP4_MOE", 38, &Q8_0) },
 ];
 
-/// The mixture of that name, in any case.
+/// Returns the mixture with this name, ignoring case.
 pub fn mixture(name: &str) -> Option<&'static Mixture> {
     MIXTURES.iter().find(|m| m.name.eq_ignore_ascii_case(name))
 }
 
-/// What of a model decides about types.
+/// Properties of a model on which types depend.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelFacts {
     pub(super) layers: usize,
-    /// Layers that make values.
+    /// The number of layers that compute values.
     pub(super) values: usize,
     pub(super) heads_per_key: usize,
     pub(super) experts: usize,
     pub(super) weighted: bool,
-    /// Whether it is a model of 80 layers whose values get more bits.
+    /// Whether the model has 80 layers and its values get more bits.
     pub(super) favours_values: bool,
 }
 
@@ -248,18 +248,18 @@ impl When {
 }
 
 impl Mixture {
-    /// What tensors of several matrices get, where that is another type than the others'.
+    /// The type of tensors with several matrices, if it differs from the others'.
     pub fn stacked(&self) -> Option<&'static BlockType> {
         self.stacked
     }
 
-    /// Whether it is for models whose experts are in blocks of their own.
+    /// Whether the mixture is for models whose experts have their own block type.
     pub(super) fn is_of_experts(&self) -> bool {
         self.stacked.is_some()
     }
 
-    /// The type of a tensor of `matrices` with rows of `columns`, before it is known whether they fit; `layer` is 0 outside
-    /// blocks, and that of values the place among the layers that make some.
+    /// The type of a tensor of `matrices` with rows of `columns`, which may not fit it. `layer` is 0 outside blocks;
+    /// for values, it is the index among the layers that compute values.
     pub(super) fn of(
         &self,
         role: Role,

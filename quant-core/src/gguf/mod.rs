@@ -1,4 +1,4 @@
-//! GGUF: models as one file for llama.cpp and what builds on it, written and read.
+//! GGUF: models as one file for llama.cpp and programs based on it, for writing and reading.
 //!
 //! ```text
 //! families, metadata, tokenizer ─► plan ─► run ─► archive (file)      what is written, tensor by tensor
@@ -6,8 +6,8 @@
 //! calibration ─► curvature (GPTQ) ────────┘
 //! ```
 //!
-//! A file is made in one pass over the checkpoint's tensors, and needs no other form of the model. How rows become
-//! bytes is [`blocks`](crate::blocks)' matter.
+//! A file is written in one pass over the checkpoint's tensors, without an intermediate form of the model. The encoding
+//! of rows as bytes is in [`blocks`](crate::blocks).
 
 mod codes;
 mod curvature;
@@ -41,14 +41,14 @@ use crate::checkpoint::ModelDirectory;
 use crate::digest::sha256_hex;
 use crate::pipeline::Program;
 
-/// The name of the format among those that are written.
+/// The name of the output format.
 pub const FORMAT: &str = "gguf";
-/// One line for help and tables.
+/// A one-line description for help and tables.
 pub const SUMMARY: &str = "one file for llama.cpp, with types such as Q4_K_M as ‹scheme›";
 
 impl GgufPlan {
-    /// The archive of a plan: its metadata, with what an importance matrix adds.
-    /// `in_parts`: whether there are several files where one would be too large.
+    /// The archive of a plan: its metadata, with the entries for an importance matrix. `in_parts`: whether to write
+    /// several files if one would be too large.
     pub fn archive(
         &self,
         file_name: &str,
@@ -69,7 +69,7 @@ impl GgufPlan {
         GgufArchive { file_name: file_name.to_owned(), metadata, in_parts }
     }
 
-    /// What a run depends on beside the contents of the input, which are looked at during a resume.
+    /// The inputs on which a run depends, except the contents of the checkpoint, which are checked during a resume.
     pub fn fingerprint(
         &self,
         directory: &ModelDirectory,

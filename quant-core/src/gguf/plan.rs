@@ -1,4 +1,4 @@
-//! What is written: every tensor of the file with its type and its source, settled before any compute.
+//! Plans a file: every tensor with its type and its source, settled before any compute.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,30 +17,30 @@ use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
 use crate::{Error, Result};
 
-/// What is asked for.
+/// The options of a run.
 #[derive(Debug, Clone)]
 pub struct GgufRequest {
-    /// Types of tensors.
+    /// The mixture, which chooses the types of tensors.
     pub mixture: &'static Mixture,
-    /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last that
-    /// matches wins.
+    /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last match
+    /// wins.
     pub overrides: Vec<(Pattern, &'static BlockType)>,
     /// Tensors that stay float.
     pub ignore: Vec<Pattern>,
-    /// The pre-tokenizer, where it is not to be recognized.
+    /// The pre-tokenizer; recognized automatically if `None`.
     pub pre: Option<String>,
-    /// Whether rows that a type cannot hold get the type that llama.cpp takes then.
+    /// Whether rows that do not fit a type get llama.cpp's fallback type.
     pub allow_fallback: bool,
     /// Whether there is an importance matrix.
     pub weighted: bool,
-    /// How scales are found.
+    /// How scales are searched for.
     pub search: Search,
-    /// Settings of GPTQ, where codes are to make up for each other's rounding.
+    /// Settings of GPTQ, if codes compensate each other's rounding errors.
     pub gptq: Option<GptqSettings>,
 }
 
 impl GgufRequest {
-    /// Whether nothing but floats is asked for.
+    /// Whether only float types are requested.
     pub fn is_float(&self) -> bool {
         self.mixture.base.is_float() && self.overrides.iter().all(|(_, kind)| kind.is_float())
     }
@@ -55,13 +55,13 @@ pub struct PlannedTensor {
     pub shape: Vec<usize>,
     /// Its type.
     pub kind: &'static BlockType,
-    /// The type that its rows do not fit, in place of which it has `kind`.
+    /// The requested type, if rows do not fit it and `kind` replaces it.
     pub replaces: Option<&'static BlockType>,
     pub(super) source: Source,
 }
 
 impl PlannedTensor {
-    /// The tensors or modules of the checkpoint that it is made of.
+    /// The tensors or modules of the checkpoint from which it is built.
     pub fn sources(&self) -> Vec<&str> {
         match &self.source {
             Source::Stored { tensors, .. } => tensors.iter().map(String::as_str).collect(),
@@ -71,23 +71,23 @@ impl PlannedTensor {
         }
     }
 
-    /// The block of the model that it belongs to.
+    /// The block of the model to which it belongs.
     pub(super) fn layer(&self) -> Option<usize> {
         self.name.strip_prefix("blk.")?.split('.').next()?.parse().ok()
     }
 
-    /// Whether its codes are taken from the checkpoint as they are.
+    /// Whether its codes are copied from the checkpoint.
     pub fn keeps_codes(&self) -> bool {
         matches!(self.source, Source::Codes { .. } | Source::Blocks { .. })
     }
 
-    /// Whether its rows are whole rows of the checkpoint's, with their columns in the same order.
+    /// Whether its rows are whole rows of the checkpoint, with their columns in the same order.
     pub(super) fn keeps_columns(&self) -> bool {
         let Source::Stored { view, .. } = &self.source else { return true };
         view.columns == RowOrder::AsStored && !matches!(view.order, RowOrder::Transposed { .. })
     }
 
-    /// Bytes of its data.
+    /// The size of its data in bytes.
     pub fn bytes(&self) -> u64 {
         let columns = self.shape.last().copied().unwrap_or_default();
         let rows: usize = self.shape[..self.shape.len() - 1].iter().product();
@@ -95,20 +95,20 @@ impl PlannedTensor {
     }
 }
 
-/// Everything that goes into a file.
+/// The contents of a file.
 #[derive(Debug, Clone)]
 pub struct GgufPlan {
-    /// What was asked for.
+    /// The options.
     pub request: GgufRequest,
-    /// Metadata but for what an importance matrix adds.
+    /// Metadata, without the entries for an importance matrix.
     pub metadata: Vec<(String, Value)>,
-    /// The tensors, in the order of the file.
+    /// The tensors, in file order.
     pub tensors: Vec<PlannedTensor>,
-    /// What a user should know of the file.
+    /// Notes on the file for the user.
     pub notes: Vec<String>,
 }
 
-/// A tensor before its type is known.
+/// A tensor before its type is chosen.
 struct Draft {
     name: String,
     /// The module in the checkpoint.
@@ -117,15 +117,15 @@ struct Draft {
     role: Role,
     layer: usize,
     source: Source,
-    /// Whether it is a weight that types are about.
+    /// Whether the mixture chooses its type.
     is_weight: bool,
 }
 
 impl GgufPlan {
-    /// Holds a request against a model. A model that is quantized keeps its codes: its linears become Q4_0 or Q8_0.
+    /// Plans the file for a model. A model that is already quantized keeps its codes: its linears become Q4_0 or Q8_0.
     ///
     /// # Errors
-    /// [`Error::Usage`] when llama.cpp does not know the family, a pattern matches nothing, a mixture needs an
+    /// [`Error::Usage`] when llama.cpp does not support the family, a pattern matches nothing, a mixture needs an
     /// importance matrix, or rows do not fit their type; [`Error::NotRepackable`] when codes cannot be kept;
     /// [`Error::Tokenizer`] when the tokenizer cannot be written.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
@@ -201,23 +201,23 @@ impl GgufPlan {
     /// The tensors as a writer expects them.
     ///
     /// # Errors
-    /// Never but for a bug.
+    /// Only because of a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
 
-    /// Bytes of all tensors.
+    /// The size of all tensors in bytes.
     pub fn output_bytes(&self) -> u64 {
         self.tensors.iter().map(PlannedTensor::bytes).sum()
     }
 
-    /// Tensors whose rows did not fit.
+    /// Tensors whose rows did not fit the requested type.
     pub fn replaced(&self) -> impl Iterator<Item = &PlannedTensor> {
         self.tensors.iter().filter(|t| t.replaces.is_some())
     }
 }
 
-/// `general.file_type` where codes are kept: that of the type which most weights have.
+/// `general.file_type` if codes are kept: that of the type of most weights.
 fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
@@ -228,7 +228,7 @@ fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
     of_type.map(|m| m.id)
 }
 
-/// All tensors of the file, without types: the embedding first, then the blocks, the last norm, and the head.
+/// All tensors of the file, without types: the embedding, the blocks, the final norm, and the head.
 fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     let a = model.architecture();
     let mut drafts = Vec::new();
@@ -278,7 +278,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     Ok(drafts)
 }
 
-/// The tensors of one block, in the order in which they are used. Those of experts are one for all of them.
+/// The tensors of one block, in order of use. All experts share one tensor.
 fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<Draft>) -> Result<()> {
     let mut experts: BTreeMap<String, Draft> = BTreeMap::new();
     for placed in layout::of_block(a, family, layer)? {
@@ -311,7 +311,7 @@ fn block(a: &Architecture, family: &GgufFamily, layer: usize, drafts: &mut Vec<D
     Ok(())
 }
 
-/// Experts of a block.
+/// The number of experts in a block.
 fn family_experts(a: &Architecture, layer: usize) -> usize {
     let routings = a.graph(layer).nodes().iter().filter_map(|node| node.op.routing());
     routings.map(|routing| routing.experts).max().unwrap_or(0)
@@ -327,11 +327,11 @@ fn role(stored: &str) -> Role {
     }
 }
 
-/// Which type each tensor gets.
+/// Chooses the type of each tensor.
 struct Types<'a> {
     request: &'a GgufRequest,
     facts: ModelFacts,
-    /// Blocks that make values, which are counted by themselves.
+    /// Blocks that compute values, which are numbered separately.
     values: BTreeSet<usize>,
 }
 
@@ -352,7 +352,7 @@ impl<'a> Types<'a> {
         Self { request, facts, values }
     }
 
-    /// Fails where a pattern selects nothing that types are about.
+    /// Checks that every pattern selects a tensor whose type can be chosen.
     fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
         let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
         let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern));
@@ -371,7 +371,7 @@ impl<'a> Types<'a> {
         Ok(())
     }
 
-    /// The tensor with its type, or why its rows do not fit it.
+    /// The tensor with its type, or the reason why its rows do not fit.
     fn of(&self, model: &Model, draft: Draft) -> Result<Result<PlannedTensor, String>> {
         let Draft { name, shape, source, .. } = &draft;
         let planned = |kind, replaces, source: &Source| PlannedTensor {
@@ -392,7 +392,7 @@ impl<'a> Types<'a> {
         let wanted = match self.named(&draft) {
             Some(Some(kind)) => kind,
             Some(None) => as_stored(model, source)?,
-            // Beside codes that are kept, floats stay as they are.
+            // If codes are kept, floats stay as they are.
             None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
                 as_stored(model, source)?
             }
@@ -417,7 +417,7 @@ impl<'a> Types<'a> {
         Ok(Ok(planned(kind, (kind != wanted).then_some(wanted), source)))
     }
 
-    /// The type that was asked for by name; `Some(None)` where the tensor is to stay as it is.
+    /// The type requested by name; `Some(None)` if the tensor stays as stored.
     fn named(&self, draft: &Draft) -> Option<Option<&'static BlockType>> {
         if self.request.ignore.iter().any(|pattern| selects(pattern, draft)) {
             return Some(None);
@@ -427,13 +427,13 @@ impl<'a> Types<'a> {
     }
 }
 
-/// Whether a pattern means a tensor, by its name in the checkpoint or in the file.
+/// Whether a pattern matches a tensor, by its name in the checkpoint or in the file.
 fn selects(pattern: &Pattern, draft: &Draft) -> bool {
     let stored = draft.name.strip_suffix(".weight").unwrap_or(&draft.name);
     pattern.matches(&draft.module) || pattern.matches(stored)
 }
 
-/// The float type that a tensor is stored in.
+/// The float type in which a tensor is stored.
 fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
     let Source::Stored { tensors, .. } = source else { return Ok(&F32) };
     let Some(tensor) = tensors.first() else { return Ok(&F32) };
@@ -441,7 +441,7 @@ fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
     Ok(block_type(dtype.name()).unwrap_or(&F32))
 }
 
-/// The block type that holds the codes of a linear that is quantized already.
+/// The block type for the codes of a linear that is already quantized.
 fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Source)>> {
     let Source::Stored { tensors, view } = &draft.source else { return Ok(None) };
     let order = &view.order;

@@ -1,65 +1,67 @@
-//! Rows of a tensor of the file, made of tensors of the checkpoint.
+//! Builds the rows of a file's tensors from tensors of the checkpoint.
 
 use std::ops::Range;
 
 use crate::model::Model;
 use crate::{Error, Result};
 
-/// Where the values of a tensor of the file come from.
+/// The source of the values of a file's tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Source {
-    /// Tensors of the checkpoint one after the other: one, or one of each expert.
+    /// Concatenated tensors of the checkpoint: one, or one per expert.
     Stored { tensors: Vec<String>, view: View },
-    /// Values that the configuration implies.
+    /// Values derived from the configuration.
     Values(Vec<f32>),
-    /// A weight that is quantized already and whose codes are kept.
+    /// A weight that is already quantized and whose codes are kept.
     Codes { modules: Vec<String>, order: RowOrder },
-    /// The same in blocks of MXFP4, by the names of the float tensors that they are seen as.
+    /// A weight in blocks of MXFP4 whose codes are kept, by the names of the tensors of float values.
     Blocks { tensors: Vec<String> },
 }
 
-/// What the file has of a tensor, and how.
+/// How a tensor of the checkpoint is transformed for the file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct View {
     pub(super) order: RowOrder,
-    /// In which order the elements of each row come.
+    /// The order of the elements in each row.
     pub(super) columns: RowOrder,
     pub(super) change: Change,
 }
 
-/// What becomes of each value.
+/// How each value changes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Change {
     None,
-    /// A number is added.
+    /// Adds a constant.
     Add(f32),
     /// `x` becomes `−eˣ`.
     Decay,
 }
 
-/// In which order a tensor's rows come.
+/// The order of a tensor's rows in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RowOrder {
     AsStored,
-    /// Of every `head` rows, those of the first half and those of the second take turns.
+    /// In each head of `head` rows, rows of the first and second half alternate.
     Paired {
         head: usize,
     },
-    /// From row `first` on, heads of `width` rows that are stored by groups of `repeat` come by their places in the groups:
-    /// the first heads of all groups, then the second.
+    /// From row `first` on, there are heads of `width` rows, stored in `groups` groups of `repeat` heads. In the file,
+    /// they are ordered by their index within the group: the first heads of all groups, then the second ones, and so
+    /// on.
     Tiled {
         first: usize,
         groups: usize,
         repeat: usize,
         width: usize,
     },
-    /// Of every `period` rows some: for each of `parts`, of its beginning and its length, the rows of all `periods`.
+    /// Selected rows of each period of `period` rows. For each of `parts` (start and length), the rows of all `periods`
+    /// are concatenated.
     Parts {
         period: usize,
         periods: usize,
         parts: [[usize; 2]; 3],
     },
-    /// Of every `period` rows, the `width` from the first on become the columns of a matrix of `depth` rows.
+    /// Of each period of `period` rows, the first `width` become the columns of a matrix with `depth` rows.
     Transposed {
         period: usize,
         width: usize,
@@ -75,7 +77,7 @@ impl View {
         Self { order, ..Self::AS_STORED }
     }
 
-    /// The same with a number added to all values.
+    /// The view with a constant added to all values.
     pub(super) fn plus(self, shift: f32) -> Self {
         let change = if shift == 0.0 { Change::None } else { Change::Add(shift) };
         Self { change, ..self }
@@ -83,7 +85,7 @@ impl View {
 }
 
 impl Change {
-    /// The file's value.
+    /// From checkpoint values to file values.
     fn apply(self, values: &mut [f32]) {
         match self {
             Self::None => {}
@@ -92,7 +94,7 @@ impl Change {
         }
     }
 
-    /// The checkpoint's value.
+    /// From file values to checkpoint values.
     pub(super) fn undo(self, values: &mut [f32]) {
         match self {
             Self::None => {}
@@ -103,7 +105,7 @@ impl Change {
 }
 
 impl RowOrder {
-    /// How many rows the file has of so many.
+    /// The number of rows in the file for `rows` stored rows.
     pub(super) fn count(self, rows: usize) -> usize {
         match self {
             Self::AsStored | Self::Paired { .. } | Self::Tiled { .. } => rows,
@@ -112,7 +114,7 @@ impl RowOrder {
         }
     }
 
-    /// The stored row that comes at place `row`; a transposed matrix has none.
+    /// The stored row at place `row` in the file; meaningless for a transposed matrix.
     pub(super) fn stored(self, row: usize) -> usize {
         match self {
             Self::AsStored | Self::Transposed { .. } => row,
@@ -138,7 +140,7 @@ impl RowOrder {
         }
     }
 
-    /// The place at which a stored row comes, if it does.
+    /// The place of a stored row in the file, if it has one.
     pub(super) fn place(self, stored: usize) -> Option<usize> {
         match self {
             Self::AsStored => Some(stored),
@@ -168,7 +170,7 @@ impl RowOrder {
     }
 }
 
-/// The values of some rows of one stored tensor `[rows, columns]`, in the order of the file.
+/// Reads some rows of one stored tensor `[rows, columns]`, in file order.
 pub(super) fn read_rows(
     model: &Model,
     tensor: &str,
@@ -217,14 +219,14 @@ pub(super) fn read_rows(
     Ok(values)
 }
 
-/// The shape of a stored tensor as rows and columns of the file. A vector is a row, or a column where its elements change
-/// places.
+/// The shape of a stored tensor as `[rows, columns]` in the file. A vector is a row, or a column if its elements are
+/// reordered.
 pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
     match (shape, view.order) {
         ([rows, _], RowOrder::Transposed { width, .. }) => Ok([view.order.count(*rows), width]),
         ([columns], RowOrder::AsStored) => Ok([1, *columns]),
         ([rows], order) => Ok([order.count(*rows), 1]),
-        // What convolves has a dimension for the channels that it mixes: one.
+        // A convolution has a dimension of one for the channels that it mixes.
         ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
         _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
     }
@@ -258,7 +260,7 @@ mod tests {
 
     #[test]
     fn heads_of_groups_come_by_their_places_and_go_back() {
-        // Two rows before them, then 2 groups of 3 heads of 2 rows.
+        // Two rows that stay in place, then 2 groups of 3 heads with 2 rows each.
         let order = RowOrder::Tiled { first: 2, groups: 2, repeat: 3, width: 2 };
         let stored: Vec<usize> = (0..14).map(|row| order.stored(row)).collect();
         assert_eq!(stored, [0, 1, 2, 3, 8, 9, 4, 5, 10, 11, 6, 7, 12, 13]);

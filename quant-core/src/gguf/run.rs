@@ -1,4 +1,4 @@
-//! Writing a plan: rows are read, rewritten, encoded and written piece by piece, so that memory does not grow with the
+//! Writes a plan. Rows are read, transformed, encoded and written piece by piece, so memory does not grow with the
 //! model.
 
 use std::sync::Arc;
@@ -17,44 +17,44 @@ use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
-/// Values that are encoded at a time.
+/// The number of values encoded at a time.
 const PIECE: usize = 1 << 22;
 
-/// What was done to a tensor.
+/// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GgufTensorReport {
     /// Its name in the file.
     pub tensor: String,
     /// Its type.
     pub kind: String,
-    /// The type that its rows did not fit, if they did not.
+    /// The requested type, if the rows did not fit it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaces: Option<String>,
     /// Its shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// Bytes in the file.
+    /// Size in the file, in bytes.
     pub bytes: u64,
     /// Whether the checkpoint's codes were kept.
     pub keeps_codes: bool,
-    /// Whether errors were weighed by an importance matrix.
+    /// Whether errors were weighted by an importance matrix.
     pub weighted: bool,
-    /// `gptq` where codes make up for each other's rounding.
+    /// `gptq` if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
-    /// Root of the sum of squared errors by the sum of squares of the values; absent where codes were kept.
+    /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
     pub relative_rms: Option<f64>,
-    /// BLAKE3 of the values as read, in f32 and in the order of the file, or of codes and scales.
+    /// BLAKE3 of the values as read, in f32 and file order, or of codes and scales.
     pub source_blake3: String,
 }
 
-/// What was done.
+/// The report on a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GgufReport {
     /// `quant-gguf-report/1`.
     pub schema: &'static str,
     /// The mixture.
     pub mixture: &'static str,
-    /// Every tensor, in the order of the file.
+    /// All tensors, in file order.
     pub tensors: Vec<GgufTensorReport>,
 }
 
@@ -62,20 +62,20 @@ impl GgufReport {
     /// The report as JSON.
     ///
     /// # Errors
-    /// Never but for a bug.
+    /// Only because of a bug.
     pub fn to_json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self);
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
     }
 
-    /// Tensors that have another type than the mixture says, since their rows do not fit it.
+    /// Tensors that do not have the type of the mixture, because their rows do not fit it.
     pub fn replaced(&self) -> impl Iterator<Item = &GgufTensorReport> {
         self.tensors.iter().filter(|t| t.replaces.is_some())
     }
 }
 
-/// Writes every tensor of a plan. What `sink` has from an interrupted run is not encoded again. With a `curvature`,
-/// weights that have an importance are encoded by GPTQ.
+/// Writes every tensor of a plan. Tensors that `sink` has from an interrupted run are not encoded again. With
+/// `curvature`, weights that have an importance are encoded by GPTQ.
 ///
 /// # Errors
 /// When a tensor cannot be read or written, or its values cannot be encoded; [`Error::Interrupted`].
@@ -117,13 +117,13 @@ pub fn write_tensors(
     Ok(GgufReport { schema: "quant-gguf-report/1", mixture: plan.request.mixture.name, tensors: reports })
 }
 
-/// One tensor on its way.
+/// The state of writing one tensor.
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
     search: Search,
-    /// Of all columns, for each matrix of the tensor.
+    /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
-    /// Of the Hessian of what it reads, for GPTQ.
+    /// The Hessian factor of its input, for GPTQ.
     factor: Option<Arc<Factor>>,
     sink: &'a mut dyn TensorSink,
     cancel: &'a CancelToken,
@@ -143,7 +143,7 @@ impl Writer<'_> {
         let PlannedTensor { name, shape, kind, replaces, source } = self.tensor;
         let recalled =
             self.sink.recall(name).and_then(|r| serde_json::from_value::<GgufTensorReport>(r).ok());
-        // Of a tensor that is there, only the input is looked at: it must be what it was.
+        // For a tensor that is already complete, only the input is read, to check that it is unchanged.
         let recalled = recalled.filter(|_| self.sink.is_complete(name));
         let skip = recalled.is_some();
         let mut squares = Squares::default();
@@ -152,8 +152,7 @@ impl Writer<'_> {
                 let columns = shape.last().copied().unwrap_or_default();
                 for (i, tensor) in tensors.iter().enumerate() {
                     let [rows, stored] = matrix(&model.source().require(tensor)?.shape, *view)?;
-                    // The elements of a bias whose rows take turns are rows of their own, and those of an expert's bias are
-                    // a row of all of them.
+                    // If a bias is reordered, each element is a row; otherwise, the bias of an expert is a single row.
                     let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
                         return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
@@ -253,7 +252,7 @@ impl Writer<'_> {
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
         let importance = self.importance.as_ref().map(|im| {
-            // One matrix has one importance, or all share one.
+            // All matrices share one importance, or each has its own.
             let matrices = im.len() / columns.max(1);
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });
@@ -270,14 +269,14 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
-            // Of the tensor in the file; those of experts follow each other.
+            // The row in the file's tensor, where experts are concatenated.
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
                 reason: format!("row {row} leaves the range of {}", kind.name),
             });
         }
-        // In order, so that the sums do not depend on threads.
+        // Added up in order, so that the sums do not depend on threads.
         for (error, value) in sums {
             squares.error += error;
             squares.value += value;
@@ -296,7 +295,7 @@ fn row_bytes(kind: &BlockType, columns: usize) -> Result<usize> {
     kind.row_bytes(columns).ok_or_else(|| Error::Internal(format!("a {} row of {columns}", kind.name)))
 }
 
-/// The sums of squares of a row's errors and of its values. The former is not finite where what is stored is not.
+/// The sums of squares of a row's errors and of its values. The former is not finite if a stored value is not.
 fn squares_of(kind: &BlockType, row: &[f32], bytes: &[u8]) -> (f64, f64) {
     let mut back = vec![0.0; row.len()];
     kind.decode(bytes, &mut back);

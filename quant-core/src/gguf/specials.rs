@@ -1,4 +1,4 @@
-//! What files say of parts that only some families have: latent attention, delta nets, groups of experts, YaRN.
+//! Metadata for parts that only some families have: latent attention, delta nets, groups of experts, YaRN.
 
 use serde_json::{Map, Value as Json};
 
@@ -11,17 +11,17 @@ use crate::model::{
     Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, Routing, Scores, Yarn,
 };
 
-/// Where the ramp of YaRN begins and ends, in turns over the first positions: llama.cpp takes no others.
+/// The start and end of YaRN's ramp, in rotations over the original context length. llama.cpp supports no others.
 pub(super) const ROTATIONS: [f64; 2] = [32.0, 1.0];
 
 /// The widths of latent attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LatentWidths {
-    /// Of the vector that queries are made from, if they are.
+    /// The width of the latent vector for queries, if they have one.
     pub(super) query_rank: Option<usize>,
-    /// Of the one of keys and values.
+    /// The width of the latent vector for keys and values.
     pub(super) rank: usize,
-    /// Features of a head that turn.
+    /// The number of rotated features of a head.
     pub(super) rotary: usize,
 }
 
@@ -42,15 +42,15 @@ impl LatentWidths {
     }
 }
 
-/// A number as files have it.
+/// An integer as metadata.
 ///
 /// # Errors
-/// [`Error::Usage`](crate::Error::Usage) where it needs more than 32 bits.
+/// [`Error::Usage`](crate::Error::Usage) when it does not fit 32 bits.
 pub(super) fn count(family: &GgufFamily, n: usize) -> Result<Value> {
     u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit 32 bits")))
 }
 
-/// Heads, and their widths.
+/// Writes the numbers of heads and their widths.
 pub(super) fn heads(
     a: &Architecture,
     family: &GgufFamily,
@@ -65,19 +65,20 @@ pub(super) fn heads(
         put("attention.value_length", count(shape.value_dim)?);
         return Ok(());
     };
-    // The graph there has one key for all heads, as wide as the latent vector and what turns.
+    // llama.cpp's graph has one key for all heads, which consists of the latent vector and the rotated features.
     put("attention.head_count_kv", count(1)?);
     put("attention.key_length", count(latent.rank + latent.rotary)?);
     put("attention.value_length", count(latent.rank)?);
     put("attention.key_length_mla", count(shape.head_dim)?);
     put("attention.value_length_mla", count(shape.value_dim)?);
     put("attention.kv_lora_rank", count(latent.rank)?);
-    // 0 where queries are made of the hidden states.
+    // 0 if queries are computed from the hidden states.
     put("attention.q_lora_rank", count(latent.query_rank.unwrap_or(0))?);
     Ok(())
 }
 
-/// How tokens are routed, where the family's files say so; `widths` are those of an expert and of the shared one.
+/// Writes how tokens are routed, if files of the family describe it. The widths are those of an expert and of the
+/// shared expert.
 pub(super) fn routing(
     family: &GgufFamily,
     routing: Routing,
@@ -112,13 +113,13 @@ pub(super) fn routing(
 /// `expert_gating_func` of scores.
 pub(super) fn gating(scores: Scores) -> u32 {
     match scores {
-        // No family with the latter is written.
+        // No family with sparse scores is written.
         Scores::Softmax | Scores::Sparse { .. } => 1,
         Scores::Sigmoid => 2,
     }
 }
 
-/// Delta nets, and which blocks have them.
+/// Writes the delta nets, and which blocks have them.
 pub(super) fn delta_nets(
     a: &Architecture,
     family: &GgufFamily,
@@ -166,8 +167,8 @@ pub(super) fn delta_nets(
     Ok(())
 }
 
-/// How many of the pairs of channels turn by which coordinate of an image; of texts, all coordinates are the same. They take
-/// turns: what a configuration says must leave no pair without one.
+/// The number of channel pairs rotated by each coordinate of an image; for text, all coordinates are equal. Pairs are
+/// interleaved, so the configuration's numbers are used only if every pair gets a coordinate.
 fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
     let found =
@@ -183,7 +184,7 @@ fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
 }
 
-/// YaRN; gives what a user should know of it.
+/// Writes YaRN; returns a note for the user.
 pub(super) fn yarn(
     a: &Architecture,
     family: &GgufFamily,
@@ -202,7 +203,7 @@ pub(super) fn yarn(
     put("rope.scaling.yarn_beta_slow", Value::F32(yarn.rotations[1] as f32));
     let recommended = 1.0 + 0.1 * yarn.factor.max(1.0).ln();
     if LatentWidths::of(a.graph(0)).is_some() {
-        // What llama.cpp multiplies all scores by, and not those of the part that turns alone.
+        // llama.cpp applies the attention factor to all scores, the model only to the rotated part.
         if (yarn.attention_factor - 1.0).abs() > 1e-6 {
             let reason = format!("channels that turn are multiplied by {}", yarn.attention_factor);
             return Err(unfit(family, reason));
@@ -221,7 +222,7 @@ pub(super) fn yarn(
     }))
 }
 
-/// `mscale_all_dim`, from what it makes of the scale of scores.
+/// `mscale_all_dim`, derived from its effect on the scale of scores.
 fn latent_weight(shape: AttentionShape, factor: f64) -> f64 {
     let root = (f64::from(shape.scale()) * (shape.head_dim as f64).sqrt()).sqrt();
     if factor > 1.0 { (root - 1.0) / (0.1 * factor.ln()) } else { 0.0 }

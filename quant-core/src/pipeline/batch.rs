@@ -61,9 +61,8 @@ impl BatchStates {
 }
 
 impl Batch {
-    /// The batch before the block of a plan at which passes begin, and that block. Where it is not the model's first,
-    /// `files` has the states: those before the plan's first block, or those that were saved before a block up to
-    /// `incomplete`, the first that is not finished.
+    /// The batch before the block at which passes begin, and that block: the plan's first, or a later one, up to
+    /// `incomplete`, whose input states were saved. If it is not the model's first block, the states come from `files`.
     pub(super) fn new(job: &Job<'_>, files: &StateFiles, incomplete: usize) -> Result<(Self, usize)> {
         let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
@@ -312,7 +311,7 @@ impl Batch {
     }
 }
 
-/// The states that were saved before one of these blocks, with the block, where they are of this job.
+/// The saved input states of one of these blocks, and the block, if they belong to this job.
 fn saved_states(
     job: &Job<'_>,
     files: &StateFiles,
@@ -326,7 +325,7 @@ fn saved_states(
     match loaded {
         Ok(streams) => Some((streams, layer)),
         Err(error) => {
-            let message = format!("hidden states are computed again: {error}");
+            let message = format!("saved hidden states cannot be used and are recomputed: {error}");
             job.observer.event(&Event::Warning { message });
             None
         }

@@ -93,8 +93,8 @@ pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFil
     reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
 }
 
-/// Runs several plans for one model, as [`quantize_each`], and keeps hidden states where `states` says: in files where
-/// they would take too much memory, and between blocks for a run that resumes. What is written does not depend on it.
+/// Like [`quantize_each`], with control over where hidden states are kept: in files instead of memory, and saved between
+/// blocks for a resumed run. The output does not depend on it.
 ///
 /// # Errors
 /// As [`quantize_each`] and [`quantize_part`].

@@ -28,7 +28,7 @@ const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
 const SHA256: &str = "sha256";
 
-/// Where the hidden states of a job come from, are kept, and go to.
+/// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
 pub struct StateFiles {
     /// The states before the first block of the job; without them it has to begin with the model's first.
@@ -37,9 +37,9 @@ pub struct StateFiles {
     pub after: Option<PathBuf>,
     /// What else they depend on, such as a hash of the model: a file is refused where another job had another.
     pub depends_on: Value,
-    /// Where states and samples of the batch are kept while the job runs; in memory without it.
+    /// Where states and samples are kept while the job runs; `None` keeps them in memory.
     pub spill: Option<Spill>,
-    /// Where the states are saved between blocks, so that a job that resumes need not compute them again.
+    /// Where the states are saved between blocks, so that a resumed job need not recompute them.
     pub saved: Option<SavedStates>,
 }
 
@@ -48,11 +48,11 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The least time between two saves. Saves take at most a twentieth of the time, too.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time.
     pub every: Duration,
 }
 
-/// Saves the states of a job from time to time.
+/// Saves the states of a job periodically.
 pub(super) struct Saver<'a> {
     saved: Option<&'a SavedStates>,
     depends_on: &'a Value,
@@ -66,8 +66,8 @@ impl<'a> Saver<'a> {
         Self { saved, depends_on: &files.depends_on, last: Instant::now(), cost: Duration::ZERO }
     }
 
-    /// Saves the states before block `layer` if it is time for it. Whatever was written of the blocks before it must be
-    /// committed. A file that cannot be written is a warning, and the last: the run itself does not need it.
+    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
+    /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some(SavedStates { path, every }) = self.saved else { return };
         if streams.iter().all(Option::is_none) || self.last.elapsed() < (20 * self.cost).max(*every) {
@@ -75,9 +75,8 @@ impl<'a> Saver<'a> {
         }
         let started = Instant::now();
         if let Err(error) = save(path, job, layer, self.depends_on, streams) {
-            let message = format!(
-                "hidden states cannot be saved, so a run that resumes will compute them again: {error}"
-            );
+            let message =
+                format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
             job.observer.event(&Event::Warning { message });
             self.saved = None;
         }
@@ -197,7 +196,7 @@ fn write(
     file.flush().map_err(fail)
 }
 
-/// The block before which a file's states stand, if it lies in a range; the file may be of another run, or damaged.
+/// The block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong to another run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
     let about: Value = serde_json::from_slice(&source.read(ABOUT).ok()?).ok()?;

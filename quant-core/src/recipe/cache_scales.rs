@@ -1,7 +1,8 @@
-//! The static scales of keys and values that are cached in FP8: which tensors they become, and beside which linears.
+//! The static scales of keys and values in an FP8 cache: the tensors they become, and the linears with which they are
+//! written.
 //!
-//! A scale is written with the linear that its keys or values come from: in its shard, and with its commit, so that a
-//! resumed run finds both or neither.
+//! A scale is written with the linear that produces its keys or values, in the same shard and commit, so that a resumed
+//! run finds both or neither.
 
 use super::{Action, Plan};
 use crate::checkpoint::{TensorInfo, TensorSpec};
@@ -9,10 +10,10 @@ use crate::model::{KvScheme, Model, NodeId, cached_values};
 use crate::scheme::CachePart;
 use crate::{Error, Result};
 
-/// The scale of keys or values that is found on the calibration text and written beside a linear.
+/// A scale of keys or values that is found on the calibration text and written with a linear.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheScale {
-    /// The attention, in the block of the linear.
+    /// The attention layer, in the block of the linear.
     pub attention: NodeId,
     /// Keys or values.
     pub part: CachePart,
@@ -21,8 +22,8 @@ pub struct CacheScale {
 }
 
 impl Plan {
-    /// Adds the scales of an FP8 cache, where one is asked for, to the entries of the linears that keys and values come
-    /// from.
+    /// Adds the scales of an FP8 cache, if one is requested, to the entries of the linears that produce keys and
+    /// values.
     pub(super) fn add_cache_scales(&mut self, model: &Model) -> Result<()> {
         if self.settings.kv != Some(KvScheme::Kvf8) {
             return Ok(());
@@ -50,7 +51,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Gives the scales of an FP8 cache that the input has the names that they have in this container.
+    /// Renames the input's FP8 cache scales for this format.
     pub(super) fn rename_cache_scales(&mut self, model: &Model) -> Result<()> {
         let architecture = model.architecture();
         for layer in 0..architecture.layers {

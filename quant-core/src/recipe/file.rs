@@ -1,4 +1,4 @@
-//! A recipe as a file: TOML that says what a [`Recipe`] holds.
+//! Recipe files: a [`Recipe`] as TOML.
 //!
 //! ```toml
 //! format = "compressed-tensors"
@@ -38,8 +38,8 @@
 //! expert_floor = 0
 //! ```
 //!
-//! Transforms run in the order in which they stand, then weights are rounded. A key that is not
-//! known is an error, as is one that would have no effect.
+//! Transforms run in the order in which they are listed, then weights are rounded. Unknown keys and keys without effect
+//! are errors.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -57,9 +57,9 @@ use crate::scheme::SchemeRequest;
 use crate::transform::{Alpha, Producers, Search, StepSettings, TransformSettings};
 use crate::{Error, Result, format};
 
-/// A recipe file is read up to this size.
+/// The maximum size of a recipe file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
-/// Where a recipe can be had from.
+/// How to get a first recipe.
 const START: &str = "‹plan(print_recipe=awq-w4a16)› prints one to start from";
 
 /// How `quant quantize --recipe` treats a model.
@@ -67,7 +67,7 @@ const START: &str = "‹plan(print_recipe=awq-w4a16)› prints one to start from
 #[serde(deny_unknown_fields)]
 #[schemars(title = "quant recipe")]
 pub(super) struct RecipeFile {
-    /// The container to write, or several, each of which goes into a directory of its own.
+    /// The format to write, or several, each in a directory of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     format: Option<Formats>,
     /// Rewrites of the float weights before they are rounded, in order.
@@ -75,18 +75,18 @@ pub(super) struct RecipeFile {
     transform: Vec<TransformEntry>,
     /// How weights are rounded.
     quantize: QuantizeEntry,
-    /// The text that transforms search on.
+    /// The calibration text and its windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     calibration: Option<CalibrationEntry>,
 }
 
-/// One container, or several.
+/// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "format is the name of a container, or an array of such names")]
 enum Formats {
-    /// One container.
+    /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
-    /// Several containers, each once.
+    /// Several formats, each once.
     Several(#[schemars(schema_with = "schema::containers")] Vec<String>),
 }
 
@@ -96,11 +96,11 @@ struct TransformEntry {
     /// The method.
     #[schemars(schema_with = "schema::transform")]
     kind: String,
-    /// AWQ: how candidates are compared, on growing shares of the batch, or each on the whole of it.
+    /// AWQ: how candidates are compared, on growing fractions of the batch, or each on the whole batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     search: Option<Search>,
-    /// SmoothQuant, smooth-outputs and smooth-attention: the exponent of the activations, from 0 to 1, or `auto`; what
-    /// is usual for each where nothing is said.
+    /// SmoothQuant, smooth-outputs and smooth-attention: the exponent of the activations, from 0 to 1, or `auto`. The
+    /// default depends on the transform.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::alpha")]
     alpha: Option<Alpha>,
@@ -110,7 +110,7 @@ struct TransformEntry {
 }
 
 impl TransformEntry {
-    /// Puts what is said into the settings.
+    /// Applies the keys that are set to the settings.
     fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
         let Self { kind, search, alpha, producers } = self;
         let said = StepSettings { search: *search, alpha: *alpha, producers: *producers };
@@ -136,14 +136,14 @@ impl TransformEntry {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct QuantizeEntry {
-    /// How codes are found.
+    /// The rounding method.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::rounding")]
     method: Option<String>,
-    /// How GPTQ is run, where it is the method.
+    /// Settings of GPTQ, if it is the method.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     gptq: Option<GptqEntry>,
-    /// Bits, granularity and symmetry; without `-sym` or `-asym` the container's symmetry.
+    /// Bits, granularity and symmetry. Without `-sym` or `-asym`, symmetry is that of the format.
     #[schemars(schema_with = "schema::scheme")]
     scheme: String,
     /// NVFP4: how the E4M3 scale of a group is chosen.
@@ -152,7 +152,7 @@ struct QuantizeEntry {
     /// Linears that stay float: names, globs, or `re:` and a regular expression.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     ignore: Vec<String>,
-    /// Linears with a scheme of their own; of several that match, the last counts.
+    /// Linears with a scheme of their own; the last match wins.
     #[serde(default, rename = "override", skip_serializing_if = "Vec::is_empty")]
     overrides: Vec<OverrideEntry>,
 }
@@ -160,17 +160,17 @@ struct QuantizeEntry {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct GptqEntry {
-    /// What is added to the diagonal of the Hessian, as a share of its mean.
+    /// The value added to the diagonal of the Hessian, as a fraction of the diagonal's mean.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     damping: Option<f64>,
-    /// Columns whose updates of later ones are one matrix product.
+    /// The number of columns whose updates to later columns are one matrix product.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 4096))]
     block_size: Option<usize>,
     /// The order in which columns are rounded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     act_order: Option<ActOrder>,
-    /// Whose outputs are the inputs that a linear is judged on.
+    /// The model whose activations are the inputs of linears: the quantized or the float model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     inputs: Option<LayerInputs>,
 }
@@ -203,7 +203,7 @@ impl GptqEntry {
 struct OverrideEntry {
     /// A name, a glob, or `re:` and a regular expression.
     pattern: String,
-    /// What its linears get; what it leaves out comes from `quantize.scheme`.
+    /// The scheme of its linears. Missing parts come from `quantize.scheme`.
     #[schemars(schema_with = "schema::scheme")]
     scheme: String,
 }
@@ -211,41 +211,40 @@ struct OverrideEntry {
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CalibrationEntry {
-    /// A file, beside the recipe or by its path, or the name of a set.
+    /// A file next to the recipe, the path of a file, or the name of a set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<String>,
-    /// Windows.
+    /// The number of windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     samples: Option<usize>,
-    /// Tokens of a window.
+    /// Tokens per window.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     length: Option<usize>,
-    /// Seed of the windows' selection.
+    /// Seed for the selection of windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,
-    /// How documents become windows.
+    /// How documents are packed into windows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     packing: Option<Packing>,
     /// Which tokens of conversations count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mask: Option<Mask>,
-    /// Which tokens an expert is calibrated on: those that are routed to it, or all.
+    /// The tokens on which an expert is calibrated: those routed to it, or all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     expert_tokens: Option<ExpertTokens>,
-    /// An expert that fewer tokens than these are routed to is calibrated on all.
+    /// An expert with fewer routed tokens than this is calibrated on all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     expert_floor: Option<u64>,
 }
 
 impl Recipe {
-    /// Reads a recipe file. A calibration text that it names and that lies beside it is given by
-    /// its path.
+    /// Reads a recipe file. If it names a calibration text in its own directory, the recipe has the text's path.
     ///
     /// # Errors
-    /// [`Error::Recipe`] naming the file and, where the text itself is at fault, the line;
-    /// [`Error::Io`] when it cannot be read.
+    /// [`Error::Recipe`] that names the file and, for faults of the text itself, the line; [`Error::Io`] when it cannot
+    /// be read.
     pub fn read(path: &Path) -> Result<Self> {
         let wrong = |reason, remedy| Error::Recipe { path: path.to_owned(), reason, remedy };
         let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}"));
@@ -253,7 +252,7 @@ impl Recipe {
             ErrorKind::NotFound => broken("does not exist".into()),
             _ => Error::io("read", path, e),
         };
-        // Before it is opened: opening a pipe waits for its other end.
+        // Checked before opening, because opening a pipe blocks until its other end is opened.
         let real = path.canonicalize().map_err(refused)?;
         if !std::fs::metadata(&real).map_err(refused)?.is_file() {
             return Err(broken("is not a regular file".into()));
@@ -273,7 +272,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The recipe that a TOML text describes.
+    /// Parses a recipe from TOML.
     ///
     /// # Errors
     /// [`Error::Usage`] with the line or the key.
@@ -338,7 +337,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The recipe as a file, every default spelled out: [`parse`](Self::parse) gives it back.
+    /// The recipe as a file with all defaults written out; [`parse`](Self::parse) reads it back.
     pub fn to_toml(&self) -> String {
         let file = RecipeFile {
             format: Some(match &self.containers[..] {
@@ -367,7 +366,7 @@ impl Recipe {
                 expert_floor: Some(self.sampling.experts.floor),
             }),
         };
-        // Nothing in it is a kind of value that TOML lacks.
+        // All values have types that TOML supports.
         toml::to_string(&file).unwrap_or_default()
     }
 
@@ -379,7 +378,7 @@ impl Recipe {
 }
 
 impl RecipeFile {
-    /// The method that transforms and rounding make together.
+    /// The method that consists of the transforms and the rounding.
     fn method(&self) -> Result<Method> {
         let rounding = match self.quantize.method.as_deref() {
             None => Rounding::Nearest,

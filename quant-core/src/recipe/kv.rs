@@ -1,9 +1,9 @@
-//! The bits of keys and values in the name of a scheme: `w4a8kv4-g128` is `w4a8-g128`, with a cache of 4 bits.
+//! The bits of keys and values in the name of a scheme: `w4a8kv4-g128` is `w4a8-g128` with a 4-bit KV cache.
 
 use crate::model::KvScheme;
 use crate::{Error, Result};
 
-/// A scheme's text without the cache, and the cache where it names one.
+/// Splits a scheme into its text without the cache, and the cache if it names one.
 ///
 /// # Errors
 /// [`Error::Usage`] for other bits.
@@ -26,7 +26,7 @@ pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
     Ok((format!("{linear}{rest}"), bits))
 }
 
-/// The text of a scheme with such a cache.
+/// The text of a scheme with this cache.
 pub fn joined(scheme: &str, kv: Option<KvScheme>) -> String {
     let Some(bits) = kv.map(KvScheme::suffix) else { return scheme.to_owned() };
     match scheme.split_once('-') {

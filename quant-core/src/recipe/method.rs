@@ -1,4 +1,4 @@
-//! Methods: what is done to a model before its weights are rounded, in order, and how they are rounded.
+//! Methods: the steps applied to a model before its weights are rounded, in order, and the rounding.
 
 use std::borrow::Cow;
 
@@ -11,26 +11,26 @@ use crate::transform::{
 };
 use crate::{Error, Result};
 
-/// How the numbers of a quantized weight are found: one of [`METHODS`], or steps in an [order](Self::of) of one's own.
+/// A quantization method: one of [`METHODS`], or steps in a [custom order](Self::of).
 #[derive(Debug, Clone)]
 pub struct Method {
-    /// The name that `--method` takes; of one that has no name of its own, its steps and its rounding with commas
-    /// between.
+    /// The name for `--method`. A method without a name of its own is named by its steps and its rounding, separated by
+    /// commas.
     pub name: Cow<'static, str>,
-    /// One line for help and tables.
+    /// A one-line description for help and tables.
     pub summary: &'static str,
-    /// What is done to the whole model before anything else.
+    /// The preparation of the whole model, before anything else.
     pub preparation: Option<Preparation>,
-    /// What rewrites a block's float weights before they are rounded, in order.
+    /// The transforms of a block's float weights before they are rounded, in order.
     pub transforms: Cow<'static, [&'static dyn Transform]>,
-    /// How weights are rounded after that.
+    /// How weights are rounded after the transforms.
     pub rounding: Rounding,
-    /// Whose outputs GPTQ judges linears on, where nothing is said.
+    /// The default for [`GptqSettings::inputs`].
     pub usual_inputs: LayerInputs,
 }
 
 impl PartialEq for Method {
-    /// Whether two do the same.
+    /// Whether both have the same steps and the same rounding.
     fn eq(&self, other: &Self) -> bool {
         self.rounding == other.rounding && self.steps() == other.steps()
     }
@@ -38,26 +38,26 @@ impl PartialEq for Method {
 
 impl Eq for Method {}
 
-/// Every transform there is.
+/// All transforms.
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The transform of that name, if there is one.
+/// The transform with this name.
 pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
     TRANSFORMS.iter().copied().find(|t| t.name() == name)
 }
 
-/// The transforms that take a key of a recipe file.
+/// The names of transforms that accept a key of a recipe file.
 pub(super) fn transforms_with(key: &str) -> Vec<&'static str> {
     TRANSFORMS.iter().filter(|t| t.recipe_keys().contains(&key)).map(|t| t.name()).collect()
 }
 
-/// The step that a setting acts on, where it acts on one alone.
+/// The transform that has this setting.
 pub fn step_of(setting: &str) -> Option<&'static str> {
     TRANSFORMS.iter().find(|t| t.settings().contains(&setting)).map(|t| t.name())
 }
 
-/// The name and the summary of every step that may come before rounding, by name.
+/// The name and the summary of every step that may come before rounding, sorted by name.
 pub fn steps() -> Vec<(&'static str, &'static str)> {
     let prepared = Preparation::ALL.into_iter().map(|p| (p.name(), p.summary()));
     let mut steps: Vec<_> = TRANSFORMS.iter().map(|t| (t.name(), t.summary())).chain(prepared).collect();
@@ -66,12 +66,12 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of its steps is run by this setting.
+    /// Whether one of its steps has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
     }
 
-    /// How each of its steps is run.
+    /// The settings of each of its steps.
     pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
         self.transforms
             .iter()
@@ -80,27 +80,27 @@ impl Method {
             .into()
     }
 
-    /// The names of what it does before weights are rounded, in order.
+    /// The names of its steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         let preparation = self.preparation.map(Preparation::name);
         preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
     }
 
-    /// Whether it looks at a calibration text, with such settings.
+    /// Whether it needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
         self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
     }
 
-    /// How GPTQ is run where nothing is said.
+    /// The default settings of GPTQ.
     pub fn usual_gptq(&self) -> GptqSettings {
         GptqSettings { inputs: self.usual_inputs, ..GptqSettings::default() }
     }
 
-    /// The same without some of its steps.
+    /// The method without some of its steps.
     ///
     /// # Errors
-    /// [`Error::Usage`] for what is none of its steps; the remedy lists those.
+    /// [`Error::Usage`] for a name that is not one of its steps; the remedy lists them.
     pub fn without(&self, names: &[String]) -> Result<Self> {
         let steps = self.steps();
         if let Some(name) = names.iter().find(|name| !steps.contains(&name.as_str())) {
@@ -117,11 +117,11 @@ impl Method {
         Ok(Self { usual_inputs: self.usual_inputs, ..Self::of(&left, self.rounding)? })
     }
 
-    /// The method that does these steps in this order and then rounds so: one of [`METHODS`] where one does just that.
+    /// Builds a method from steps in this order and a rounding, or returns the equal one of [`METHODS`].
     ///
     /// # Errors
-    /// [`Error::Usage`] with the reason, for a step that is not known, one that stands twice, and an order in which one
-    /// undoes what another found.
+    /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
+    /// result of another.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
             return Ok(named.clone());
@@ -191,25 +191,25 @@ impl Method {
     }
 }
 
-/// What a step does to the whole model, if it is one that does.
+/// The preparation with this name.
 fn prepares(step: &str) -> Option<Preparation> {
     Preparation::ALL.into_iter().find(|p| p.name() == step)
 }
 
-/// How weights become codes.
+/// How weights are rounded to codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Each to the nearest of its grid.
+    /// Each weight to the nearest value of its grid.
     Nearest,
-    /// In columns that make up for each other: [`gptq`](crate::quantize::gptq).
+    /// Column by column, where later columns compensate errors: [`gptq`](crate::quantize::gptq).
     Gptq,
 }
 
 impl Rounding {
-    /// All of them.
+    /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name that recipes take: the method that rounds so and does nothing before.
+    /// The name in recipes, which is that of the method with this rounding and no steps.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",
@@ -218,7 +218,7 @@ impl Rounding {
     }
 }
 
-/// A method of [`METHODS`] that looks at the model as it is.
+/// A method of [`METHODS`] without a preparation.
 const fn plain(
     name: &'static str,
     summary: &'static str,
@@ -235,7 +235,7 @@ const fn plain(
     }
 }
 
-/// QServe's: it rotates, and its GPTQ looks at the inputs of the float model.
+/// QServe's method: the model is rotated, and GPTQ uses the inputs of the float model.
 const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> Method {
     Method {
         name: Cow::Borrowed(name),
@@ -247,7 +247,7 @@ const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> M
     }
 }
 
-/// The methods that have a name; [`Method::of`] makes others.
+/// The named methods; [`Method::of`] builds others.
 pub static METHODS: &[Method] = &[
     plain(
         "awq",
@@ -285,14 +285,14 @@ pub static METHODS: &[Method] = &[
     plain("smoothquant-gptq", "SmoothQuant's scales, then GPTQ", &[&SmoothQuant], Rounding::Gptq),
 ];
 
-/// What QoQ does to blocks, in QServe's order.
+/// QoQ's transforms, in QServe's order.
 const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Clip];
 
-/// The method of that name, or the one that the names of steps with commas between make, the last of which may say how
-/// weights are rounded: `rotate,awq,gptq`.
+/// Returns the method with this name, or the one that consists of steps separated by commas. The last one may be a
+/// rounding: `rotate,awq,gptq`.
 ///
 /// # Errors
-/// When there is none; the message lists those there are. As [`Method::of`].
+/// When there is no such method; the message lists all. As [`Method::of`].
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());

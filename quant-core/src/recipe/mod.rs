@@ -1,7 +1,7 @@
-//! The fourth stage of the path: what the user asked for, and what each tensor therefore gets.
+//! The fourth stage of the pipeline: from the user's request to what happens to each tensor.
 //!
-//! A [`Recipe`] is the request; [`Plan::new`] holds it against a model before any compute and
-//! settles every tensor's fate, with the bytes it will take. Every later stage obeys the plan.
+//! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and settles what happens to
+//! every tensor and how many bytes it will take. Later stages follow the plan.
 
 mod cache_scales;
 mod file;
@@ -38,7 +38,7 @@ use crate::{Error, Result};
 /// A named combination of method and scheme.
 #[derive(Debug)]
 pub struct Preset {
-    /// The name that `--preset` takes.
+    /// The name for `--preset`.
     pub name: &'static str,
     /// Its method.
     pub method: &'static str,
@@ -46,7 +46,7 @@ pub struct Preset {
     pub scheme: &'static str,
 }
 
-/// The presets this version knows; the first is the default.
+/// The presets; the first is the default.
 pub static PRESETS: &[Preset] = &[
     Preset { name: "awq-w4a16", method: "awq", scheme: "w4a16-g128" },
     Preset { name: "gptq-w4a16", method: "gptq", scheme: "w4a16-g128" },
@@ -58,32 +58,32 @@ pub static PRESETS: &[Preset] = &[
     Preset { name: "smoothquant-w8a8", method: "smoothquant", scheme: "w8a8-channel" },
 ];
 
-/// What the user asked for.
+/// The user's request.
 #[derive(Debug, Clone)]
 pub struct Recipe {
-    /// How the numbers are found.
+    /// The quantization method.
     pub method: Method,
-    /// The grid of every linear that no override names.
+    /// The scheme of every linear without an override.
     pub scheme: SchemeRequest,
-    /// The containers to write, each into a directory of its own where there are several.
+    /// The formats to write. Several formats are written to separate directories.
     pub containers: Vec<&'static dyn Container>,
     /// Linears that stay float.
     pub ignore: Vec<Pattern>,
-    /// Linears that get a scheme of their own; later ones win.
+    /// Linears with a scheme of their own; the last match wins.
     pub overrides: Vec<(Pattern, SchemeRequest)>,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// How transforms are run.
+    /// Settings of transforms.
     pub settings: TransformSettings,
-    /// How GPTQ is run, for methods that round with it.
+    /// Settings of GPTQ, for methods that round with it.
     pub gptq: GptqSettings,
-    /// The calibration text, a file or the name of a set, where the recipe names one.
+    /// The calibration text, if the recipe names one: a file or the name of a set.
     pub calibration: Option<String>,
 }
 
 impl Recipe {
-    /// The model that is going to be quantized: the given one, rotated or with its norms folded where the method does so. One that is quantized
-    /// already stays as it is.
+    /// The model to quantize: the given one, rotated or with folded norms if the method requires it. A model that is
+    /// already quantized does not change.
     ///
     /// # Errors
     /// As [`rotate`].
@@ -95,7 +95,7 @@ impl Recipe {
         }
     }
 
-    /// Whether a calibration text is looked at: by the method, or for grids of activations or of cached keys and values.
+    /// Whether a calibration text is needed: for the method, or for grids of activations or of cached keys and values.
     pub fn needs_text(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         let mut activations = schemes.map(|s| s.activations);
@@ -103,7 +103,7 @@ impl Recipe {
         cached || self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
     }
 
-    /// Whether some scheme has scales that are searched for: those of NVFP4.
+    /// Whether any scheme has scales that are searched for, as NVFP4 does.
     pub fn searches_scales(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         schemes.into_iter().any(|s| s.with_default_symmetry(true).has_global_scale())
@@ -112,7 +112,7 @@ impl Recipe {
     /// The recipe of a preset.
     ///
     /// # Errors
-    /// When there is none of that name; the message lists those there are.
+    /// When there is no such preset; the message lists all.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = PRESETS.iter().find(|p| p.name == name).ok_or_else(|| {
             let known: Vec<_> = PRESETS.iter().map(|p| p.name).collect();

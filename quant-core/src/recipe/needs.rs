@@ -1,4 +1,4 @@
-//! What a plan has to look at beside the weights, and whether its activations go with its method.
+//! What a plan needs in addition to the weights, and checks that its activations fit its method.
 
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};
@@ -7,42 +7,42 @@ use crate::transform::Outline;
 use crate::{Error, Result};
 
 impl Plan {
-    /// Whether a calibration text is looked at.
+    /// Whether a calibration text is needed.
     pub fn needs_text(&self) -> bool {
         self.method.needs_text(&self.settings) || self.has_static_activations() || self.calibrates_cache()
     }
 
-    /// Whether blocks are looked at, and not only their weights one by one.
+    /// Whether whole blocks are needed, and not only individual weights.
     pub(crate) fn needs_blocks(&self) -> bool {
         !self.transforms().is_empty() || self.needs_text()
     }
 
-    /// Whether the ranges of what linears read are looked at.
+    /// Whether the ranges of linears' inputs are needed.
     pub(crate) fn needs_ranges(&self) -> bool {
         let by_transforms = self.transforms().iter().any(|t| t.needs(&self.settings).ranges);
         by_transforms || self.has_static_activations()
     }
 
-    /// Whether static scales of cached keys and values are found.
+    /// Whether static scales of cached keys and values are computed.
     pub(crate) fn calibrates_cache(&self) -> bool {
         self.entries.iter().any(|entry| !entry.cache.is_empty())
     }
 
     fn has_static_activations(&self) -> bool {
-        // Of weights that are quantized already, scales of inputs are there.
+        // Weights that are already quantized have the scales of their inputs, too.
         self.entries
             .iter()
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations()))
     }
 
-    /// Whether scales of groups are searched for: those of NVFP4.
+    /// Whether group scales are searched for, as for NVFP4.
     pub(crate) fn searches_scales(&self) -> bool {
         self.entries
             .iter()
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_global_scale()))
     }
 
-    /// Fails where it is said which tokens experts are calibrated on, and no block that is looked at has any.
+    /// Fails if the tokens for calibrating experts are specified, and no block has experts.
     pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
         let has_experts = |graph: &BlockGraph| graph.nodes().iter().any(|n| n.op.selected_expert().is_some());
         let experts = self.sampling.experts;
@@ -55,7 +55,7 @@ impl Plan {
         }
     }
 
-    /// Fails where a step of the method makes no sense for what is asked.
+    /// Fails if a step of the method is meaningless for the request.
     pub(super) fn check_steps(&self, architecture: &Architecture) -> Result<()> {
         let rounds = |scheme: LinearScheme| scheme.activations != ActivationScheme::Float;
         let rounded_inputs = self.entries.iter().filter_map(|entry| match &entry.action {
@@ -78,7 +78,7 @@ impl Plan {
         self.transforms().iter().try_for_each(|transform| transform.check(&outline))
     }
 
-    /// Fails where activations are rounded that cannot be.
+    /// Fails if activations are to be quantized that cannot be.
     pub(super) fn check_activations(&self) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)

@@ -1,4 +1,4 @@
-//! A part of a plan: what a job does that covers some of the blocks.
+//! Parts of a plan, for jobs that each cover some of the blocks.
 
 use std::ops::Range;
 
@@ -6,18 +6,18 @@ use super::Plan;
 use crate::{Error, Result};
 
 impl Plan {
-    /// The blocks that it covers.
+    /// The blocks covered by the plan.
     pub fn blocks(&self) -> Range<usize> {
         self.blocks.clone()
     }
 
-    /// The part of this plan that covers `blocks`. What lies before the blocks (the embedding) belongs to the part
-    /// with the first of them, what lies after them (the last norm, the head) to the part with the last.
+    /// The part of this plan that covers `blocks`. Tensors before the blocks (the embedding) belong to the part with
+    /// the first block, tensors after them (the final norm, the head) to the part with the last.
     ///
-    /// The parts of a plan, each written by a job of its own, make what the whole plan makes, byte for byte.
+    /// If each part of a plan is written by a separate job, the result is that of the whole plan, byte for byte.
     ///
     /// # Errors
-    /// [`Error::Usage`] when `blocks` is empty or not among those of the plan.
+    /// [`Error::Usage`] when `blocks` is empty or not within the blocks of the plan.
     pub fn part(&self, blocks: Range<usize>) -> Result<Self> {
         let whole = self.blocks.clone();
         if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {

@@ -1,32 +1,32 @@
-//! Which passes the calibration batch makes through a block, what each looks at, and which of them moves the batch on
-//! to the next block.
+//! The passes that the calibration batch makes through a block: which states each uses, and which of them advances the
+//! batch to the next block.
 //!
-//! The run follows this plan, and the prediction of its memory reads it.
+//! The run follows this plan, and the memory estimate is based on it.
 //!
-//! The states of the float model are moved on by the float block itself, never by one that is rewritten: the two
-//! differ by rounding, and a resumed run has only the first. Exactly one pass does it. What comes after that pass
-//! looks at a copy from before it.
+//! The states of the float model are advanced by the original float block, never by a rewritten one: the two differ by
+//! rounding, and a resumed run only has the original. Exactly one pass advances them. Later passes use a copy from
+//! before that pass.
 
 use super::{Plan, Rounding};
 use crate::quantize::gptq::LayerInputs;
 
-/// Whose hidden states a pass looks at.
+/// The hidden states that a pass uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum States {
-    /// The float model's, which the pass moves on.
+    /// Those of the float model, which the pass advances.
     Float,
-    /// The float model's before the block, which stay as they are.
+    /// Those of the float model before the block, which do not change.
     Copy,
-    /// The quantized model's, which the pass moves on.
+    /// Those of the quantized model, which the pass advances.
     Quantized,
 }
 
-/// The pass of the float block that comes before all others.
+/// The pass of the float block before all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FirstPass {
-    /// Whether it gathers the ranges of what linears read.
+    /// Whether it gathers the ranges of linears' inputs.
     pub(crate) ranges: bool,
-    /// Whether it moves the float states on.
+    /// Whether it advances the float states.
     pub(crate) advance: bool,
 }
 
@@ -35,32 +35,32 @@ pub(crate) struct FirstPass {
 pub(crate) struct PassPlan {
     /// The pass before all others, if one is needed.
     pub(crate) first: Option<FirstPass>,
-    /// What the searches look at, where one of them looks at states: [`States::Float`] or [`States::Copy`].
+    /// The states for searches, if one of them needs any: [`States::Float`] or [`States::Copy`].
     pub(crate) search: Option<States>,
-    /// What the maxima of cached keys and values are found on, where they are: before the first pass on
-    /// [`States::Float`], which stay, or in the rewritten block on [`States::Copy`].
+    /// The states for the maxima of cached keys and values, if they are computed: [`States::Float`] before the first
+    /// pass, which do not change, or [`States::Copy`] in the rewritten block.
     pub(crate) cache: Option<States>,
-    /// What GPTQ looks at, where it rounds.
+    /// The states for GPTQ, if it is the rounding.
     pub(crate) gptq: Option<States>,
 }
 
-/// What a plan asks of the passes.
+/// What a plan requires of the passes.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
-    /// Transforms that follow on each other.
+    /// The number of consecutive transforms.
     transforms: usize,
-    /// Whether one of them looks at hidden states.
+    /// Whether one of them needs hidden states.
     searched: bool,
     /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
-    /// Whether the maxima of cached keys and values are found.
+    /// Whether the maxima of cached keys and values are computed.
     cache: bool,
-    /// Whose states GPTQ looks at, where it rounds.
+    /// The model whose states GPTQ uses, if it is the rounding.
     gptq: Option<LayerInputs>,
 }
 
 impl PassPlan {
-    /// The passes of every block of a plan; the maxima of what linears read may be kept beside.
+    /// The passes of every block of a plan. With `keeps_maxima`, the maxima of linears' inputs are kept as well.
     pub(crate) fn new(plan: &Plan, keeps_maxima: bool) -> Self {
         let transforms = plan.transforms();
         Self::of(Wanted {
@@ -74,19 +74,19 @@ impl PassPlan {
 
     fn of(wanted: Wanted) -> Self {
         let Wanted { transforms, searched, ranges, cache, gptq } = wanted;
-        // A single search has a pass of its own; several look at the same states one after the other.
+        // A single search advances the states itself; several consecutive ones use the same states.
         let search = match (searched, transforms, ranges) {
             (false, ..) => None,
             (true, 1, false) => Some(States::Float),
             (true, ..) => Some(States::Copy),
         };
-        // After transforms GPTQ looks at a rewritten block.
+        // After transforms, GPTQ uses a rewritten block.
         let gptq = gptq.map(|inputs| match inputs {
             LayerInputs::Quantized => States::Quantized,
             LayerInputs::Float if transforms == 0 => States::Float,
             LayerInputs::Float => States::Copy,
         });
-        // What a transform rewrites may be cached.
+        // Cached values may come from rewritten weights.
         let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
         let mut passes = Self { first: None, search, cache, gptq };
         let advance = !passes.look_at(States::Float);
@@ -96,27 +96,27 @@ impl PassPlan {
         passes
     }
 
-    /// Whether a pass after the first looks at such states.
+    /// Whether a pass after the first uses these states.
     fn look_at(&self, states: States) -> bool {
         self.search == Some(states) || self.gptq == Some(states)
     }
 
-    /// Whether the states of the float model are needed from block to block.
+    /// Whether the states of the float model are carried from block to block.
     pub(crate) fn follow_float(&self) -> bool {
         self.first.is_some() || self.look_at(States::Float)
     }
 
-    /// Whether those of the quantized model are.
+    /// Whether the states of the quantized model are carried from block to block.
     pub(crate) fn follow_quantized(&self) -> bool {
         self.look_at(States::Quantized)
     }
 
-    /// Whether a pass looks at a copy of the float model's states from before the block.
+    /// Whether a pass uses a copy of the float model's states from before the block.
     pub(crate) fn copy_float(&self) -> bool {
         self.look_at(States::Copy) || self.cache == Some(States::Copy)
     }
 
-    /// How many times the hidden states of the batch are in memory at once.
+    /// The number of copies of the batch's hidden states in memory at once.
     pub(crate) fn states_in_memory(&self) -> u64 {
         [self.follow_float(), self.follow_quantized(), self.copy_float()].map(u64::from).iter().sum()
     }
@@ -133,15 +133,15 @@ mod tests {
     const COPY: Option<States> = Some(States::Copy);
     const QUANTIZED: Option<States> = Some(States::Quantized);
 
-    /// Transforms, whether one looks at states, whether ranges are gathered, and what GPTQ is asked to look at; then
-    /// the first pass, what the searches and GPTQ look at, and how many states are in memory.
+    /// The inputs: transforms, whether one needs states, whether ranges are gathered, and the inputs of GPTQ. Then the
+    /// expectation: the first pass, the states of searches and GPTQ, and the number of states in memory.
     type Row =
         ((usize, bool, bool, Option<LayerInputs>), (Option<FirstPass>, Option<States>, Option<States>), u64);
 
     const ON_QUANTIZED: Option<LayerInputs> = Some(LayerInputs::Quantized);
     const ON_FLOAT: Option<LayerInputs> = Some(LayerInputs::Float);
 
-    /// Every combination there is. More transforms than two are as two.
+    /// Every combination. More than two transforms are equivalent to two.
     const ALL: [Row; 30] = [
         ((0, false, false, None), (None, None, None), 0),
         ((0, false, false, ON_QUANTIZED), (None, None, QUANTIZED), 1),
@@ -196,7 +196,8 @@ mod tests {
                 let moving =
                     [first, passes.search == FLOAT, passes.gptq == FLOAT].into_iter().filter(|m| *m).count();
                 assert_eq!(moving, usize::from(passes.follow_float()), "{passes:?}");
-                // What is cached is found on states from before the block, of the block as it will be written.
+                // Maxima of cached values are computed on states from before the block, with the block as it will be
+                // written.
                 assert_eq!(
                     passes.cache,
                     cache.then_some(if transforms == 0 { States::Float } else { States::Copy })

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// Selects modules by name, such as `model.layers.3.mlp.down_proj`.
 ///
 /// * `re:EXPRESSION` is a regular expression that must match the whole name;
-/// * a text with `*` or `?` is a glob over the whole name (`*` also crosses dots);
+/// * a text with `*` or `?` is a glob over the whole name (`*` also matches dots);
 /// * anything else is a name, or its last parts: `down_proj`, `mlp.down_proj`.
 ///
 /// A trailing `.weight` is ignored, so tensor names work too.
@@ -50,7 +50,7 @@ impl Pattern {
         Ok(Self { text: text.to_owned(), regex })
     }
 
-    /// The pattern as it was given.
+    /// The pattern as given.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -66,7 +66,7 @@ impl Pattern {
         let mut scored: Vec<(f64, String)> = names
             .iter()
             .map(|name| {
-                // Compared with as many trailing parts as the pattern has, and shown like that.
+                // Only as many trailing parts as the pattern has are compared and shown.
                 let tail: Vec<&str> = name.rsplit('.').take(parts).collect();
                 let tail = tail.into_iter().rev().collect::<Vec<_>>().join(".");
                 (strsim::jaro_winkler(&self.text, &tail), tail)

@@ -1,4 +1,4 @@
-//! The plan: every tensor's fate, settled before any compute.
+//! The plan: what happens to every tensor, settled before any compute.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -21,9 +21,9 @@ use quant_formats::Indivisible;
 /// What happens to a tensor of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Written as it is.
+    /// Copied without change.
     Copy,
-    /// Written float, but rewritten where the method folds scales into it.
+    /// Written as float, but changed if the method folds scales into it.
     Rewrite {
         /// Its block.
         layer: usize,
@@ -32,57 +32,56 @@ pub enum Action {
     },
     /// Quantized.
     Quantize {
-        /// Its linear in the block; `None` for what lies outside the blocks.
+        /// Its linear in the block; `None` outside the blocks.
         node: Option<NodeId>,
         /// The linear's name.
         module: String,
         /// The grid.
         scheme: LinearScheme,
-        /// The type scales are stored in.
+        /// The dtype of stored scales.
         scale_dtype: Dtype,
     },
-    /// Quantized already: the same codes, scales and zeros in another container.
+    /// Already quantized: the same codes, scales and zero points in another format.
     Repack {
         /// The linear's name.
         module: String,
         /// The grid in the input.
         from: LinearScheme,
-        /// The grid, as it is written.
+        /// The grid as written.
         scheme: LinearScheme,
-        /// The type scales are stored in.
+        /// The dtype of stored scales.
         scale_dtype: Dtype,
-        /// The tensors that hold it in the input.
+        /// The tensors of the input that contain it.
         sources: Vec<TensorSpec>,
     },
 }
 
-/// One tensor of the input, what happens to it, and what is written in its place.
+/// A tensor of the input, what happens to it, and the tensors that are written for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanEntry {
     /// Its name as a float tensor of the model.
     pub tensor: String,
-    /// The tensor of the input that holds it, where one does: another one for a head that is the
-    /// embedding there.
+    /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
+    /// embedding.
     pub stored: String,
     /// The block it belongs to.
     pub layer: Option<usize>,
-    /// Its type and shape in the input; for a weight that is repacked, the type of its scales and
-    /// its logical shape.
+    /// Its dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
     pub info: TensorInfo,
-    /// Whether its preparation has made another tensor of it than the input has.
+    /// Whether the preparation has modified the tensor.
     pub turned: bool,
-    /// Whether it is written as `[in, out]`, as it stands in the input, and not as it is seen.
+    /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
     pub by_columns: bool,
     /// What happens to it.
     pub action: Action,
-    /// What is written: the tensor, or what holds it, and then the scales of `cache`.
+    /// What is written: the tensor, or the tensors that represent it, followed by the scales of `cache`.
     pub outputs: Vec<TensorSpec>,
-    /// Static scales of keys and values that come from it.
+    /// Static scales of keys and values produced by it.
     pub cache: Vec<CacheScale>,
 }
 
 impl PlanEntry {
-    /// The tensors of the input that it is made from.
+    /// The tensors of the input from which it is made.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -92,12 +91,12 @@ impl PlanEntry {
         }
     }
 
-    /// Bytes that it takes in the input.
+    /// Its size in the input, in bytes.
     pub fn input_bytes(&self) -> u64 {
         self.sources().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// The linear and its scheme, where it is stored quantized.
+    /// The linear and its scheme, if it is stored quantized.
     pub fn quantized(&self) -> Option<(&str, LinearScheme)> {
         match &self.action {
             Action::Quantize { module, scheme, .. } | Action::Repack { module, scheme, .. } => {
@@ -107,13 +106,13 @@ impl PlanEntry {
         }
     }
 
-    /// The linear and its shape `[n, k]`, where it is stored quantized.
+    /// The linear and its shape `[n, k]`, if it is stored quantized.
     fn quantized_shape(&self) -> Option<(&str, [usize; 2])> {
         let (module, _) = self.quantized()?;
         Some((module, self.info.shape.as_slice().try_into().ok()?))
     }
 
-    /// Bytes that are written for it.
+    /// The number of bytes written for it.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
     }
@@ -139,15 +138,15 @@ impl FoldedNodes {
     }
 }
 
-/// A weight whose fate is known, before its tensors are.
+/// A weight with its scheme, before its output tensors are known.
 struct Draft {
     layer: Option<usize>,
     node: Option<NodeId>,
     module: String,
     shape: [usize; 2],
-    /// Where it stands in the input.
+    /// Its tensor in the input.
     stored: String,
-    /// Its name where it stays float.
+    /// Its name if it stays float.
     name: String,
     scheme: Option<SchemeRequest>,
     /// What happens to its weight if it is not quantized.
@@ -193,50 +192,49 @@ impl Draft {
     }
 }
 
-/// What every tensor gets, in the order of writing: tensors before the blocks, the blocks, the rest.
+/// What happens to every tensor, in the order of writing: tensors before the blocks, the blocks, the rest.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// How the numbers are found.
+    /// The quantization method.
     pub method: Method,
-    /// The container.
+    /// The format.
     pub container: &'static dyn Container,
     /// The calibration batch, for methods that need one.
     pub sampling: Sampling,
-    /// How transforms are run.
+    /// Settings of transforms.
     pub settings: TransformSettings,
-    /// How GPTQ is run, for methods that round with it.
+    /// Settings of GPTQ, for methods that round with it.
     pub gptq: GptqSettings,
     /// All tensors.
     pub entries: Vec<PlanEntry>,
-    /// The blocks that it covers.
+    /// The blocks covered by the plan.
     pub(super) blocks: Range<usize>,
-    /// A hash of the grids of all linears, also of those outside the blocks that it covers.
+    /// A hash of the grids of all linears, including those outside the covered blocks.
     pub(super) grids_sha256: String,
-    /// What the patterns of the recipe selected.
+    /// The modules that the patterns of the recipe selected.
     pub selectors: Vec<SelectorMatches>,
-    /// Linears that stay float, in model order, the head among them.
+    /// Linears that stay float, in model order, including the head.
     pub float_modules: Vec<String>,
-    /// Whether rotation parts the head from the embedding, which it is in the input.
+    /// Whether rotation unties the head from the embedding.
     pub(super) parts_head: bool,
     /// The head's module.
     pub(super) head: String,
-    /// Modules that readers have other names for, with these.
+    /// Modules that have other names for some readers, with those names.
     pub(super) aliases: Vec<(String, String)>,
     /// The embedding's module.
     pub(super) embedding: String,
-    /// Linears that engines run as one.
+    /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
-    /// What the decoder is a part of, where it is not the whole model.
+    /// The larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
 
 impl Plan {
-    /// Holds a recipe against a model, for one of its containers.
+    /// Plans a recipe for a model, for one of its formats.
     ///
     /// # Errors
-    /// When the model is quantized already, a pattern matches nothing, a group size does not divide
-    /// (all offenders are listed), the container cannot express a scheme, or nothing is left to
-    /// quantize.
+    /// When the model is already quantized, a pattern matches nothing, a group size does not divide a width (all
+    /// offenders are listed), the format cannot express a scheme, or nothing is left to quantize.
     pub fn new(model: &Model, recipe: &Recipe, container: &'static dyn Container) -> Result<Self> {
         model.require_float()?;
         let architecture = model.architecture();
@@ -285,7 +283,7 @@ impl Plan {
             drafts.push(Draft { layer, node, module, shape, stored, name, scheme, float });
         }
         let head_scheme = selection.outside(&head);
-        // A head that is quantized is no longer the embedding.
+        // A quantized head is no longer tied to the embedding.
         let shared = architecture.tied && head_scheme.is_none();
         let outer = |module: String, stored, name, scheme| {
             let (shape, float) = ([architecture.vocab, architecture.hidden], Action::Copy);
@@ -369,7 +367,7 @@ impl Plan {
         plan.complete(model, &folds)
     }
 
-    /// A plan for every container of the recipe.
+    /// A plan for every format of the recipe.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -377,7 +375,7 @@ impl Plan {
         recipe.containers.iter().map(|container| Self::new(model, recipe, *container)).collect()
     }
 
-    /// Adds what is not a linear's weight, and puts everything in order.
+    /// Adds all tensors except the weights of linears, and sorts the entries.
     pub(super) fn complete(mut self, model: &Model, folds: &FoldedNodes) -> Result<Self> {
         self.container.check(&self.module_schemes())?;
         self.add_float_tensors(model, folds)?;
@@ -407,12 +405,12 @@ impl Plan {
         sha256_hex(self.entries.iter().map(grid).collect::<String>())
     }
 
-    /// A hash of the grids of all linears of the plan that this is, or is a part of.
+    /// A hash of the grids of all linears of the whole plan, even if this is a part of it.
     pub(crate) fn grids_sha256(&self) -> &str {
         &self.grids_sha256
     }
 
-    /// Fails when two tensors would be written under one name.
+    /// Fails if two tensors would be written under one name.
     pub(super) fn check_names(&self, model: &Model) -> Result<()> {
         let mut writers: HashMap<&str, &PlanEntry> = HashMap::new();
         for entry in &self.entries {
@@ -430,7 +428,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Adds everything that no entry is made from: norms, biases, and tensors we know nothing of.
+    /// Adds all tensors that no entry uses: norms, biases, and unknown tensors.
     fn add_float_tensors(&mut self, model: &Model, folds: &FoldedNodes) -> Result<()> {
         let architecture = model.architecture();
         let mut rewritten = std::collections::BTreeMap::new();
@@ -439,7 +437,7 @@ impl Plan {
                 if !folds.contains(layer, node) {
                     continue;
                 }
-                // The weight of a linear has an entry already.
+                // The weight of a linear already has an entry.
                 let own = |name: &str| op.linear_shape().is_none() || name != "weight";
                 for parameter in op.parameters().into_iter().filter(|p| own(p.name)) {
                     let name = op.tensor_name(&parameter);
@@ -450,9 +448,10 @@ impl Plan {
         let sources = self.entries.iter().flat_map(PlanEntry::sources);
         let mut planned: std::collections::BTreeSet<String> =
             sources.map(|(name, _)| name.to_owned()).collect();
-        // Of a head that is the embedding there may be a copy, which goes when the two part.
+        // A tied checkpoint may contain a copy of the head, which is dropped when the head is untied.
         planned.extend(self.quantizes(&self.head).then(|| format!("{}.weight", self.head)));
-        // Engines that run parts of one matrix would find them beside parts that are quantized.
+        // Unread tensors are dropped: engines that fuse them with other linears would find them next to quantized
+        // parts.
         planned.extend(
             model.source().names().into_iter().filter(|n| architecture.is_unread(n)).map(str::to_owned),
         );
@@ -471,7 +470,7 @@ impl Plan {
             let outputs = vec![TensorSpec { name: name.to_owned(), info: info.clone() }];
             let layer = architecture.layer_of(name);
             if architecture.is_in_further_block(name) {
-                // Readers that run such blocks must know that their linears are not quantized.
+                // Readers that run such blocks must know that these linears are not quantized.
                 let module = name.strip_suffix(".weight").filter(|_| info.shape.len() == 2);
                 self.float_modules.extend(module.map(str::to_owned));
             } else if layer.is_none() && architecture.is_in_some_block(name) {
@@ -498,8 +497,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Blocks in order between what stands before and after them, so that a reader that streams
-    /// finds each block in one place.
+    /// Sorts blocks in order between the tensors before and after them, so that a streaming reader finds each block in
+    /// one place.
     fn sort(&mut self, model: &Model) {
         let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
@@ -516,20 +515,20 @@ impl Plan {
         self.entries.iter().flat_map(|e| e.outputs.iter().cloned()).collect()
     }
 
-    /// Bytes of all tensors of the input.
+    /// The size of all input tensors in bytes.
     pub fn input_bytes(&self) -> u64 {
-        // A head that rotation parts from the embedding is no tensor of the input.
+        // A head that rotation unties from the embedding is not a tensor of the input.
         let virtual_head = |e: &&PlanEntry| self.parts_head && e.stored == format!("{}.weight", self.head);
         let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
         sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
     }
 
-    /// Bytes of all tensors that will be written.
+    /// The size of all tensors that will be written, in bytes.
     pub fn output_bytes(&self) -> u64 {
         self.entries.iter().map(PlanEntry::output_bytes).sum()
     }
 
-    /// Bits that a quantized weight takes on average, scales and zeros included.
+    /// The average number of bits per quantized weight, including scales and zero points.
     pub fn bits_per_quantized_weight(&self) -> f64 {
         let quantized = || self.entries.iter().filter(|e| e.quantized().is_some());
         let weights: usize = quantized().map(|e| e.info.elements()).sum();
@@ -537,7 +536,7 @@ impl Plan {
         bytes as f64 * 8.0 / weights.max(1) as f64
     }
 
-    /// The schemes of all modules, as a container's configuration needs them.
+    /// The schemes of all modules, as needed for a format's configuration.
     pub fn module_schemes(&self) -> ModuleSchemes<'_> {
         let stored = |(module, scheme)| (module, self.container.stored_scheme(scheme));
         let quantized = || self.entries.iter().filter_map(PlanEntry::quantized).map(stored);
@@ -564,7 +563,7 @@ impl Plan {
         }
     }
 
-    /// What the container loses of the schemes, each sentence once.
+    /// The properties of the schemes that the format loses, without duplicates.
     pub fn losses(&self) -> Vec<String> {
         let mut losses: Vec<String> = Vec::new();
         for entry in &self.entries {
@@ -579,7 +578,7 @@ impl Plan {
         losses
     }
 
-    /// The linears that engines run as one with this one, itself among them; `None` where it runs alone.
+    /// The linears that engines fuse with this one, including itself; `None` if it is not fused.
     pub(crate) fn fused_with(&self, module: &str) -> Option<&[String]> {
         let parts = |fused: &&FusedLinears| fused.parts.iter().any(|part| part == module);
         self.fused.iter().find(parts).map(|fused| &fused.parts[..])
@@ -590,27 +589,27 @@ impl Plan {
         self.entries.iter().any(|e| e.quantized().is_some_and(|(quantized, _)| quantized == module))
     }
 
-    /// Whether the head is written apart from the embedding that it is in the input.
+    /// Whether the head is tied to the embedding in the input and written separately.
     pub fn unties(&self) -> bool {
         self.parts_head || self.quantizes(&self.head)
     }
 
-    /// Whether the decoder is a part of a larger model.
+    /// Whether the decoder is part of a larger model.
     pub fn is_wrapped(&self) -> bool {
         self.wrapper.is_some()
     }
 
-    /// The names of what is done before weights are rounded, in order.
+    /// The names of the steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         self.method.steps()
     }
 
-    /// What rewrites blocks, in order.
+    /// The transforms of blocks, in order.
     pub(crate) fn transforms(&self) -> Vec<&'static dyn Transform> {
         self.method.transforms.to_vec()
     }
 
-    /// Notes for the user: what readers cannot load, and what else is worth knowing.
+    /// Notes for the user, such as what readers cannot load.
     pub fn warnings(&self) -> Vec<String> {
         self.container.warnings(&self.module_schemes())
     }

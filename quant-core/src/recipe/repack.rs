@@ -1,5 +1,4 @@
-//! The plan for a checkpoint that is quantized already: every number is kept, only the container
-//! changes.
+//! The plan for a checkpoint that is already quantized: all values are kept, only the format changes.
 
 use std::borrow::Cow;
 
@@ -13,7 +12,7 @@ use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
-/// What a run that repacks is called in reports: no method found its numbers here.
+/// The method in reports of a run that repacks, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
     summary: "the numbers of a quantized checkpoint in another container",
@@ -24,15 +23,14 @@ pub static REPACK: Method = Method {
 };
 
 impl Plan {
-    /// Plans to write a quantized checkpoint in `container`, weight for weight the same numbers.
+    /// Plans to write a quantized checkpoint in the format `container`, with the same value for every weight.
     ///
-    /// Where the input stores zeros that all are the middle code, its grids are symmetric, and are
-    /// written so where the container knows the difference.
+    /// If all stored zero points of the input are the midpoint, its grids are symmetric, and are written so if the
+    /// format makes the distinction.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the model is float, or the container cannot express a grid; errors of
-    /// the input when zeros cannot be read. That scales fit the container's type is seen when they
-    /// are read.
+    /// [`Error::Usage`] when the model is float, or the format cannot express a grid; errors of the input when zero
+    /// points cannot be read. Whether scales fit the format's dtype is only checked when they are read.
     pub fn repack(model: &Model, container: &'static dyn Container) -> Result<Self> {
         if model.quant_method().is_none() {
             return Err(Error::usage(
@@ -57,10 +55,10 @@ impl Plan {
                 spec.info = model.source().require(&spec.name)?.clone();
             }
             let stored_dtype = model.packed_scale_dtype(&module)?;
-            // Products of two levels of scales have more digits than either.
+            // The product of two levels of scales needs more precision than either.
             let flattens = from.is_progressive() && !scheme.is_progressive();
             let stored = if flattens { Dtype::F32 } else { stored_dtype };
-            // Scales that are of no weight's type stay as they are.
+            // Scales whose dtype does not follow that of weights keep it.
             let scale_dtype = match scheme.float_format() {
                 Some(_) if scheme.fixed_scales() == from.fixed_scales() => stored_dtype,
                 _ => container.scale_dtype(scheme, stored),
@@ -81,7 +79,7 @@ impl Plan {
         if architecture.tied {
             float_modules.push(architecture.head.clone());
         }
-        // What else may be said of a cache stands in a key that is kept.
+        // Other cache settings are in a configuration key that is copied.
         let fp8_cache = model.kv_scheme().filter(|kv| *kv == KvScheme::Kvf8);
         let plan = Self {
             method: REPACK.clone(),
@@ -109,7 +107,7 @@ impl Plan {
     }
 }
 
-/// What a container says to a request for other grids; here the grids are what they are.
+/// Adapts a format's error to repacking, where grids cannot be chosen.
 fn unfit(error: Error) -> Error {
     match error {
         Error::Usage { message, .. } => {
@@ -119,7 +117,7 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Whether there are stored zeros, and all of them say what a symmetric grid implies.
+/// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
 fn has_only_middle_zeros(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {

@@ -1,7 +1,6 @@
 //! The JSON schema of recipe files, for editors that complete and check TOML.
 //!
-//! Names of containers, methods and widths come from the registries, so a new one is in the schema
-//! at once.
+//! Names of formats, methods and bit widths come from the registries, so the schema includes new ones automatically.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 use serde_json::Value;
@@ -53,7 +52,7 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     let bits: Vec<String> = WeightFormat::INT_BITS.iter().map(u8::to_string).collect();
     let granularity = "(-(g[1-9][0-9]*|channel))?";
     let symmetry = "(-a?sym)?";
-    // The two may stand in either order.
+    // Granularity and symmetry may be in either order.
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
     let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
     let weights = format!("{kv}{weights}{progressive}");
@@ -66,12 +65,12 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// The names of schemes of floating-point weights, with `kv` where that of the cache may stand.
+/// The pattern for schemes of floating-point weights; `kv` is the pattern for the cache.
 fn floats(kv: &str) -> String {
     let heads = ["wf8a16", "wf8af8", "wf4a16", "wf4af4"];
     let of_head = |head: &str| {
         let tails: Vec<&str> = FLOAT_SCHEMES.iter().filter_map(|name| name.strip_prefix(head)).collect();
-        // Where a row has one scale, nothing need be said of it.
+        // If a row has one scale, `-channel` is optional.
         let whole = if tails.contains(&"-channel") { "?" } else { "" };
         format!("^{head}{kv}({}){whole}$", tails.join("|"))
     };

@@ -1,4 +1,4 @@
-//! Which patterns of a recipe decide over which modules.
+//! Resolves which pattern of a recipe applies to which module.
 
 use super::{Pattern, Recipe};
 use crate::scheme::SchemeRequest;
@@ -7,27 +7,27 @@ use crate::{Error, Result};
 const IGNORE: &str = "ignore";
 const OVERRIDE: &str = "override";
 
-/// Which modules an `--ignore` or `--override` selected.
+/// The modules selected by an `--ignore` or `--override`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SelectorMatches {
-    /// The option and its value as given, without the pattern's scheme spelled out anew.
+    /// The name of the option.
     pub option: &'static str,
     /// The pattern.
     pub pattern: String,
-    /// What it leads to: `float`, or the scheme.
+    /// The result: `float`, or the scheme.
     pub outcome: String,
     /// The modules it selects, in model order.
     pub modules: Vec<String>,
 }
 
-/// The patterns of a recipe held against the modules of a model.
+/// The patterns of a recipe applied to the modules of a model.
 ///
-/// `--ignore` wins over all, then the last override that matches. What lies outside the blocks (the
-/// head, the embedding) stays float unless an override asks for it, and one asks for it only if it
-/// selects no linear of a block: `*=w8a16` is about the blocks.
+/// `--ignore` takes precedence, then the last override that matches. Modules outside the blocks (the head, the
+/// embedding) stay float unless an override selects them. An override selects them only if it matches no linear of a
+/// block, so `*=w8a16` applies to the blocks only.
 pub(super) struct Selection<'r> {
     recipe: &'r Recipe,
-    /// For every override, whether it selects a linear of a block.
+    /// For every override, whether it matches a linear of a block.
     in_blocks: Vec<bool>,
 }
 
@@ -38,7 +38,7 @@ impl<'r> Selection<'r> {
         Self { recipe, in_blocks: recipe.overrides.iter().map(|(p, _)| any(p)).collect() }
     }
 
-    /// The scheme of a linear of a block; `None` where it stays float.
+    /// The scheme of a linear of a block; `None` if it stays float.
     pub(super) fn in_block(&self, module: &str) -> Option<SchemeRequest> {
         match self.decisive(module, true) {
             None => Some(self.recipe.scheme),
@@ -46,7 +46,7 @@ impl<'r> Selection<'r> {
         }
     }
 
-    /// The scheme of a module outside the blocks, where one was asked for.
+    /// The scheme of a module outside the blocks, if an override selects it.
     pub(super) fn outside(&self, module: &str) -> Option<SchemeRequest> {
         self.decisive(module, false).and_then(|i| self.overriding(i))
     }
@@ -55,7 +55,7 @@ impl<'r> Selection<'r> {
         selector.checked_sub(self.recipe.ignore.len()).map(|i| self.recipe.overrides[i].1)
     }
 
-    /// Position of the selector that decides over a module, the ignored patterns first.
+    /// The index of the selector that applies to a module; ignored patterns come first.
     fn decisive(&self, module: &str, in_block: bool) -> Option<usize> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().position(|p| p.matches(module));
@@ -66,11 +66,10 @@ impl<'r> Selection<'r> {
         ignored.or_else(|| overridden().map(|i| i + ignore.len()))
     }
 
-    /// What each selector decides over. One that matches nothing, or whose every match is taken by
-    /// another, asks for something that would not happen.
+    /// The modules to which each selector applies. A selector that matches nothing, or only modules that other
+    /// selectors take, is an error, because it would have no effect.
     ///
-    /// `outside` are the modules beside the blocks. They stay float anyway, so ignoring one by name
-    /// is asking for what happens.
+    /// `outside` are the modules outside the blocks. They stay float anyway, but ignoring one by name is not an error.
     pub(super) fn matches(&self, linears: &[&str], outside: &[&str]) -> Result<Vec<SelectorMatches>> {
         let Recipe { ignore, overrides, .. } = self.recipe;
         let ignored = ignore.iter().map(|p| (IGNORE, p, "float".to_owned()));

@@ -1,5 +1,5 @@
-//! How long a plan will take: operations counted from shapes, over what this machine was seen to do
-//! in a tenth of a second.
+//! Estimates how long a plan will take: operations counted from shapes, divided by rates that are measured on this
+//! machine in a tenth of a second.
 
 use std::time::Instant;
 
@@ -12,10 +12,10 @@ use crate::quantize::{Rows, quantize_tensor};
 use crate::transform::Workload;
 use crate::{Error, Result};
 
-/// What reading, hashing, writing and reading back a byte costs beside hashing it once.
+/// The cost of reading, hashing, writing and reading back a byte, relative to that of hashing it once.
 const PASSES: f64 = 2.0;
 
-/// What this machine does in a second, on the threads of the current rayon pool.
+/// The rates of this machine per second, on the threads of the current rayon pool.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
     /// Floating-point operations of a large matrix product.
@@ -27,10 +27,10 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Measures them; takes about a tenth of a second.
+    /// Measures the rates, which takes about a tenth of a second.
     ///
     /// # Errors
-    /// Never but for a bug.
+    /// Only because of a bug.
     pub fn measure() -> Result<Self> {
         const SIDE: usize = 1024;
         const WEIGHTS: [usize; 2] = [SIDE, 2048];
@@ -58,7 +58,7 @@ impl Rates {
     }
 }
 
-/// Seconds of the quickest of some runs; the first warms up.
+/// The duration of the fastest of several runs, in seconds, after a warm-up run.
 fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     run()?;
     let mut best = f64::INFINITY;
@@ -71,14 +71,14 @@ fn best(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
 }
 
 impl Plan {
-    /// Seconds that one run of all these plans for a model will take, about: within a factor of two
-    /// on a machine that does nothing else and whose disk keeps up.
+    /// The estimated duration in seconds of one run of all these plans for a model: within a factor of two on an
+    /// otherwise idle machine whose disk keeps up.
     pub fn seconds(plans: &[Self], model: &Model, rates: Rates) -> f64 {
         let Some(first) = plans.first() else { return 0.0 };
         let mut operations = 0.0;
         let mut rounded = 0.0;
         if first.needs_text() {
-            // Ranges are gathered in a pass before those of searches.
+            // Ranges are gathered in a separate pass before those of searches.
             let looks = first.transforms().iter().any(|t| t.needs(&first.settings).states);
             let again = if first.needs_ranges() && looks { 2.0 } else { 1.0 };
             operations += again * first.forward_operations(model);
@@ -101,7 +101,8 @@ impl Plan {
         operations / rates.operations + rounded / rates.rounded + PASSES * bytes / rates.hashed
     }
 
-    /// Hessians, their factors, the solves; and what running a block in stages costs beyond one pass.
+    /// The operations for Hessians, their factors and the solves, and for running a block in stages instead of one
+    /// pass.
     fn gptq_operations(&self, model: &Model) -> f64 {
         let of_block = |work: &Workload<'_>| {
             let graph = work.graph;
@@ -112,7 +113,7 @@ impl Plan {
                 operations += n as f64 * (k as f64).powi(2);
             }
             for (&value, k) in &widths {
-                // In f64 the factor runs at half the rate.
+                // In f64, factorization has half the throughput.
                 operations += work.tokens() * work.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations
@@ -124,12 +125,12 @@ impl Plan {
         self.in_all_blocks(model, of_block) + again * self.forward_operations(model)
     }
 
-    /// The batch through all blocks.
+    /// The operations for running the batch through all blocks.
     fn forward_operations(&self, model: &Model) -> f64 {
         self.in_all_blocks(model, |work| work.block_operations())
     }
 
-    /// What the blocks that the plan covers take together.
+    /// The sum over the blocks that the plan covers.
     fn in_all_blocks(&self, model: &Model, of_block: impl Fn(&Workload<'_>) -> f64) -> f64 {
         let kinds = model.architecture().blocks.kinds_in(self.blocks());
         kinds.map(|kind| kind.layers as f64 * of_block(&self.workload(kind))).sum()

@@ -1,25 +1,22 @@
 //! AWQ: activation-aware weight quantization (Lin et al., MLSys 2024).
 //!
-//! A few input channels of a linear carry large activations, and the rounding error of their
-//! weights counts most. Multiplying a column by `s > 1` before rounding and dividing after shrinks
-//! its error; the division is folded into whatever produces the channel. For every fold group of
-//! the block the scales come from a one-parameter family,
+//! A few input channels of a linear carry large activations, and the rounding errors of their weights matter most.
+//! Multiplying a column by `s > 1` before rounding and dividing after shrinks its error; the division is folded into
+//! the producer of the channel. For every fold group of the block, the scales come from a one-parameter family,
 //!
 //! ```text
 //! s_c = a_c^r / (w_c^(1 − r) + 1e-4),   then s / √(max s · min s)
 //! ```
 //!
-//! with `a_c` the mean magnitude of the activations and `w_c` the mean over rows of the weights'
-//! magnitude relative to their group's largest ("duo scaling"), and the exponent `r` from a grid of
-//! 20, `0, 1/20 … 19/20`, by the error of the module's output (§3.2 of the paper; duo scaling as in
-//! AutoAWQ). No scaling at all is a candidate too, so the search never ends worse than it began.
-//! How candidates are compared is [`Search`]'s matter: all on the whole batch, or in a
-//! [race](super::race).
-//! Then each group's range is narrowed where that lowers the linear's own output error
+//! with `a_c` the mean magnitude of the activations and `w_c` the mean over rows of the weights' magnitude relative to
+//! their group's largest ("duo scaling"). The exponent `r` is chosen from a grid of 20, `0, 1/20 … 19/20`, by the error
+//! of the module's output (§3.2 of the paper; duo scaling as in AutoAWQ). No scaling is a candidate too, so the search
+//! never makes the error worse. [`Search`] determines how candidates are compared: all on the whole batch, or in a
+//! [race](super::race). Then each group's range is narrowed if that lowers the linear's own output error
 //! ([`clip`](super::clip)).
 //!
-//! Groups whose channels are repeated (values under grouped-query attention) are left alone, as in
-//! the reference.
+//! Groups whose channels are repeated (values under grouped-query attention) are not scaled, as in the reference
+//! implementation.
 
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
@@ -32,7 +29,7 @@ use crate::calibrate::HiddenStates;
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 use crate::{Error, Result};
 
-/// Points of the exponent's grid.
+/// The number of points of the exponent's grid.
 pub(super) const GRID: usize = 20;
 
 /// The AWQ search.
@@ -44,10 +41,10 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
 
-/// Share of the batch that a candidate of the fast search runs on, about: most leave early.
+/// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_SHARE: f64 = 1.0 / 8.0;
 
-/// What the search of scales keeps.
+/// The memory that the scale search needs, in bytes.
 fn memory(work: &Workload<'_>) -> u64 {
     let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
     let groups = work.graph.fold_groups();
@@ -64,9 +61,9 @@ fn memory(work: &Workload<'_>) -> u64 {
         (4 * values).saturating_mul(tokens).saturating_add(rounded(g))
     };
     match work.settings.search {
-        // One group after the other.
+        // Groups are searched one after the other.
         Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
-        // All are gathered in one pass; then the rows of a round are copied.
+        // All inputs are gathered in one pass; then the rows of a round are copied.
         Search::Fast => {
             let kept = |g: &FoldGroup| {
                 kept_bytes(work.graph, g, work.sampling, width(g.consumers[0]), SCALE_CANDIDATES)
@@ -78,7 +75,7 @@ fn memory(work: &Workload<'_>) -> u64 {
     }
 }
 
-/// What the search of scales takes.
+/// The operations of the scale search.
 fn scale_work(work: &Workload<'_>) -> SearchWork {
     let candidates = SCALE_CANDIDATES as f64;
     let mut all = SearchWork::default();
@@ -174,7 +171,7 @@ impl Transform for Awq {
             .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
             .collect();
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
-        // The reference search looks at the whole batch again.
+        // The reference search uses the whole batch again.
         let looks_again = first.settings.search == Search::Reference;
         let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !looks_again)?;
         let searched = tasks.iter().map(|task| scaled(task, &groups, &inputs, hidden));
@@ -187,8 +184,8 @@ impl Transform for Awq {
     }
 }
 
-/// Searches the scales of all groups and folds them. `hidden` is what enters the block where the
-/// search looks at the whole batch again.
+/// Searches the scales of all groups and folds them. `hidden` are the states that enter the block, for the reference
+/// search.
 fn scaled(
     task: &BlockTask<'_>,
     groups: &[FoldGroup],
@@ -199,7 +196,7 @@ fn scaled(
     let mut rewrite = Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
     let mut chosen = Vec::with_capacity(groups.len());
     for group in groups {
-        // All tokens, or those that went to the consumers' expert.
+        // The number of all tokens, or of those routed to the consumers' expert.
         let tokens = inputs.tokens.get(&group.consumers[0]).map_or(0, |&tokens| tokens as usize);
         let means = inputs.means[&group.input].means();
         let candidates = candidates(task, group, &means)?;
@@ -229,7 +226,7 @@ fn scaled(
     Ok(rewrite)
 }
 
-/// No scaling, and the points of the grid.
+/// No scaling, followed by the points of the grid.
 fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<Vec<Candidate>> {
     if let Some(channel) = means.iter().position(|m| !m.is_finite()) {
         return Err(Error::Calibration {
@@ -245,7 +242,7 @@ fn candidates(task: &BlockTask<'_>, group: &FoldGroup, means: &[f32]) -> Result<
     Ok(std::iter::once(Candidate { ratio: None, scales: vec![1.0; means.len()] }).chain(points).collect())
 }
 
-/// The record of a choice, and the scales; `None` where no scaling is best.
+/// The record of a choice, and the scales; `None` if no scaling is best.
 fn chosen_scales(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -269,7 +266,7 @@ fn chosen_scales(
         producer,
         consumers: group.consumers.iter().map(|&c| task.module(c)).collect(),
         unlisted_consumers: 0,
-        // Where attention and MLP read one norm, their outputs meet in the block's own.
+        // If attention and MLP read the same norm, the output is that of the block, whose name ends with a dot.
         inspected: task.module(group.inspected).trim_end_matches('.').to_owned(),
         ratio,
         error_before,
@@ -280,7 +277,7 @@ fn chosen_scales(
     Ok((record, scales))
 }
 
-/// The family of scales at exponent `ratio`, centred geometrically.
+/// The scales for exponent `ratio`, centered geometrically.
 fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
     let mut scales: Vec<f32> = means
         .iter()
@@ -299,7 +296,7 @@ fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
     scales
 }
 
-/// For every column, the mean over the rows of all consumers of `|w| / max |w| in its group`.
+/// For every column, the mean of `|w| / max |w| in its group` over the rows of all consumers.
 fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>> {
     const ROWS: usize = 256;
     let quantized = || group.consumers.iter().filter_map(|c| task.grids.get(c).map(|g| (*c, g)));

@@ -1,4 +1,4 @@
-//! What a scale search chooses from, and what it chose.
+//! The candidates of a scale search, and its choice.
 
 use std::str::FromStr;
 
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// One choice of scales for the channels of a fold group.
+/// One candidate: scales for the channels of a fold group.
 #[derive(Debug, Clone)]
 pub(super) struct Candidate {
-    /// The exponent they come from; `None` for no scaling.
+    /// The exponent from which they are computed; `None` for no scaling.
     pub(super) ratio: Option<f32>,
-    /// A factor for every channel.
+    /// A factor per channel.
     pub(super) scales: Vec<f32>,
 }
 
@@ -19,8 +19,8 @@ pub(super) struct Candidate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Search {
-    /// All candidates on a share of the batch, the better ones on more of it, until one is left or
-    /// the rest are as good; from the batch's Gram matrix where that is cheaper, and then exactly.
+    /// All candidates on a fraction of the batch, then the better ones on more of it, until one is left or the rest are
+    /// equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is exact.
     #[default]
     Fast,
     /// Every candidate on the whole batch, as in the reference algorithm.
@@ -39,43 +39,43 @@ impl FromStr for Search {
     }
 }
 
-/// A candidate as it was measured.
+/// A candidate with its measured error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct TriedScales {
     /// The exponent of the activations; `None` for no scaling.
     pub ratio: Option<f32>,
     /// Mean squared error of the inspected output with every consumer rounded.
     pub error: f64,
-    /// Tokens that it was measured on before it was given up, or at the end.
+    /// The number of tokens on which it was measured until it was eliminated, or in total.
     pub tokens: u64,
 }
 
 /// The outcome of a search.
 #[derive(Debug, Clone)]
 pub(super) struct Choice {
-    /// Position of the best candidate; the first is no scaling.
+    /// The index of the best candidate; the first is no scaling.
     pub(super) best: usize,
-    /// Error of no scaling, and of the best on the same tokens.
+    /// The errors of no scaling and of the best candidate, on the same tokens.
     pub(super) error_before: f64,
     pub(super) error_after: f64,
-    /// How many tokens these are.
+    /// The number of these tokens.
     pub(super) tokens: u64,
-    /// All that could be measured.
+    /// All candidates that could be measured.
     pub(super) tried: Vec<TriedScales>,
 }
 
 impl Choice {
-    /// No scaling, where there is nothing to compare candidates on: an expert that no token went to.
+    /// No scaling, for an expert to which no token was routed.
     pub(super) fn unsearched() -> Self {
         Self { best: 0, error_before: 0.0, error_after: 0.0, tokens: 0, tried: Vec::new() }
     }
 }
 
-/// Measures every candidate on all tokens and takes the best. The first is no scaling.
+/// Measures every candidate on all tokens and chooses the best. The first is no scaling.
 ///
 /// # Errors
-/// Those of `measure`, but for candidates whose scaled weights need a scale that its type cannot
-/// hold: these are not better. [`Error::Numeric`] when no error is finite.
+/// Those of `measure`, except for candidates whose scaled weights need a scale that its dtype cannot hold, which are
+/// not better. [`Error::Numeric`] when no error is finite.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,
@@ -92,7 +92,7 @@ pub(super) fn choose_exactly(
             continue;
         }
         tried.push(TriedScales { ratio: candidate.ratio, error, tokens: tokens as u64 });
-        // The earlier candidate wins ties.
+        // Ties go to the earlier candidate.
         if best.is_none_or(|(_, least)| error < least) {
             best = Some((index, error));
         }
@@ -106,7 +106,7 @@ pub(super) fn choose_exactly(
     }
 }
 
-/// The error that not even unscaled weights give finite outputs; the caller names the tensor.
+/// The error for outputs that are not finite even with unscaled weights; the caller adds the tensor's name.
 pub(super) fn not_finite() -> Error {
     Error::Numeric { tensor: String::new(), reason: "no candidate scale gives a finite output".into() }
 }

@@ -1,9 +1,8 @@
-//! The clip search: narrower ranges where they lower the error of a linear's own output.
+//! The clip search: narrows ranges where that lowers the error of a linear's own output.
 //!
-//! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of
-//! a bound is that of the group's own partial product over some 512 sampled tokens,
-//! `mean((x · Q(clip(w)) − x · w)²)`, as in the reference algorithm. Queries and keys are left
-//! alone: their error passes through a softmax.
+//! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of a bound is that of
+//! the group's own partial product over about 512 sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the
+//! reference algorithm. Queries and keys are not clipped, because their error passes through a softmax.
 
 use rayon::prelude::*;
 
@@ -17,19 +16,19 @@ use crate::model::{BlockGraph, NodeId};
 use crate::quantize::{fake_quantize_group, row_scales};
 use crate::{Error, Result};
 
-/// Tokens that the error is measured on, about.
+/// The approximate number of tokens on which errors are measured.
 pub(super) const TOKENS: usize = 512;
-/// Bounds tried for a group: `max |w|` times `1 − i/20`.
+/// The number of bounds tried per group: `max |w|` times `1 − i/20`.
 pub(super) const CANDIDATES: usize = 10;
 const STEPS: f32 = 20.0;
-/// Weights that one task rounds at a time, for every candidate.
+/// Weights that one task rounds at a time, for each candidate.
 const TASK_ELEMENTS: usize = 1 << 15;
 
-/// The clip search alone, of all linears whose output passes through no softmax.
+/// The clip search on its own, for all linears whose output does not pass through a softmax.
 #[derive(Debug, Clone, Copy)]
 pub struct Clip;
 
-/// What the search takes.
+/// The operations of the search.
 pub(super) fn work(work: &Workload<'_>) -> SearchWork {
     let mut all = SearchWork::default();
     for (id, _, [n, k], _) in work.graph.linears().filter(|(id, ..)| !work.graph.feeds_queries_or_keys(*id)) {
@@ -95,7 +94,7 @@ impl Transform for Clip {
     }
 }
 
-/// Adds the clip search to a rewrite of the block whose inputs were gathered.
+/// Adds the clip search to a rewrite of the block, using the gathered inputs.
 pub(super) fn clipped(
     task: &BlockTask<'_>,
     inputs: &InputStatistics,
@@ -103,7 +102,7 @@ pub(super) fn clipped(
 ) -> Result<Rewrite> {
     let graph = task.block.graph().clone();
     for (&node, &grid) in task.grids {
-        // Scales that rows share, or that are searched for when weights are rounded, have no bounds of their own.
+        // Scales that are shared by rows, or searched for during rounding, have no bounds of their own.
         if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
             continue;
         }
@@ -121,8 +120,8 @@ pub(super) fn clipped(
     Ok(rewrite)
 }
 
-/// Finds the bounds `[n, groups]` of a linear whose weight is rewritten and whose `input` is scaled
-/// already; `None` where no group is clipped.
+/// Finds the bounds `[n, groups]` of a linear with a rewritten weight; `input` must already be scaled. `None` if no
+/// group is clipped.
 fn search(
     task: &BlockTask<'_>,
     node: NodeId,
@@ -199,7 +198,7 @@ fn group_input(input: &SampledRows, k: usize, first: usize, group_size: usize) -
     Input::gram(sum, group_size)
 }
 
-/// Tries all bounds for one group of some rows `[rows, k]`, whose scales are given where there are two levels.
+/// Tries all bounds for one group of some rows `[rows, k]`. `row_scales` are given if there are two levels of scales.
 #[allow(clippy::too_many_arguments)]
 fn search_group(
     rows: &[f32],
@@ -243,12 +242,12 @@ fn search_group(
             }
             if error < best[row] {
                 best[row] = error;
-                // No bound at all where nothing is cut off.
+                // Infinite if nothing is clipped.
                 part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
             }
         }
     }
-    // In one order, so that the sums are equal where nothing is clipped.
+    // Added in a fixed order, so that the sums are equal if nothing is clipped.
     part.before += unclipped.iter().sum::<f64>();
     part.after += best.iter().sum::<f64>();
     Ok(())

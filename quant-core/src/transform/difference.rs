@@ -1,14 +1,13 @@
-//! What candidates cost, from differences in bfloat16: the race where the processor has
-//! `avx512bf16`.
+//! Computes the errors of candidates from differences in bfloat16, for the race on processors with `avx512bf16`.
 //!
-//! A candidate changes a weight by `D = Q(W · s) / s − W`, some percent of it. What it changes in a
-//! linear's output is `X Dᵀ`, and in the module's output `V (h − h₀)ᵀ`: `h₀` is what its last linear
-//! `V` reads, `h` the same with `X Dᵀ` added to the outputs of the consumers. Rounding `X`, `D`,
-//! `h − h₀` and `V` to bf16 is off by a part of the *difference*, 2⁻⁸ of each term, so errors of
-//! candidates keep their order as far as a race tells it; rounding `X` and `Q(W · s) / s` instead
-//! would bury the difference. What the float model puts out is computed in `f32`, once, from inputs
-//! and outputs of consumers that were rounded to bf16 before: candidates are compared at a point that
-//! lies 2⁻⁹ beside the model's own, the same for all, and what is kept of a batch takes half the room.
+//! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by
+//! `X Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h`
+//! the same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16
+//! causes an error relative to the *difference*, 2⁻⁸ of each term, so the order of candidates is preserved as far as a
+//! race can tell. Rounding `X` and `Q(W · s) / s` instead would cause errors larger than the difference. The outputs of
+//! the float model are computed once in `f32`, from inputs and outputs of consumers that are rounded to bf16.
+//! Candidates are thus compared at a point with a relative distance of 2⁻⁹ from the model's own, which is the same for
+//! all, and the kept part of a batch takes half the memory.
 
 use candle_core::{Device, Shape, Tensor};
 use quant_kernels_cpu::bf16::{Avx512Bf16, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
@@ -21,12 +20,12 @@ use super::shared::shared_scales;
 use crate::model::{CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
-/// Strips of the left operand that one task multiplies.
+/// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
-/// Multiplications of weights and tokens from which on packing pays.
+/// The number of products of weights and tokens from which packing pays off.
 const ENOUGH_WORK: u64 = 1 << 28;
 
-/// The kernel, where the processor has it, there is work enough for it, and a linear is watched.
+/// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
     task.block.graph().nodes()[group.inspected].op.linear_shape()?;
     let weights = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape());
@@ -34,19 +33,19 @@ pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> 
     Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)
 }
 
-/// The float module on some tokens, made ready for candidates.
+/// The float module on some tokens, prepared for candidates.
 pub(super) struct Prepared {
     token: Avx512Bf16,
-    /// What the consumers read.
+    /// The input of the consumers.
     x: LeftBf16,
-    /// `None` for a single linear, whose output is what is watched.
+    /// `None` for a single linear, whose output is the watched one.
     module: Option<Module>,
 }
 
 struct Module {
-    /// The consumers' float outputs, rounded, with their shapes `[windows, length, n]`.
+    /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
     outputs: Vec<(Rows, Shape)>,
-    /// What the watched linear reads when the consumers put out just that.
+    /// The input of the watched linear that results from these outputs.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,
 }
@@ -87,7 +86,7 @@ impl Prepared {
         Ok(Self { token, x: packed, module: Some(Module { outputs, read, starts }) })
     }
 
-    /// Appends the squared error of every token's watched output.
+    /// Appends the squared error of the watched output for every token.
     pub(super) fn errors(
         &self,
         task: &BlockTask<'_>,
@@ -130,15 +129,15 @@ impl Prepared {
     }
 }
 
-/// The node whose value the watched linear reads.
+/// The node that is the input of the watched linear.
 fn watched_input(task: &BlockTask<'_>, group: &FoldGroup) -> NodeId {
     task.block.graph().nodes()[group.inspected].inputs[0]
 }
 
-/// What a candidate changes in the consumers' weights; `None` where one stays float.
+/// The changes of the consumers' weights by a candidate; `None` for a consumer that stays float.
 pub(super) struct Differences<'a> {
     consumers: Vec<Option<RightBf16>>,
-    /// The watched linear, where it is not the only consumer.
+    /// The weight of the watched linear, unless it is the only consumer.
     watched: Option<&'a RightBf16>,
 }
 
@@ -146,7 +145,7 @@ impl<'a> Differences<'a> {
     /// Rounds the consumers under these scales.
     ///
     /// # Errors
-    /// [`Error::Numeric`] when a scaled weight needs a scale that its type cannot hold.
+    /// [`Error::Numeric`] when a scaled weight needs a scale that its dtype cannot hold.
     pub(super) fn new(
         task: &BlockTask<'_>,
         group: &FoldGroup,
@@ -169,7 +168,7 @@ impl<'a> Differences<'a> {
     }
 }
 
-/// The watched linear's float weight, where it is not the only consumer.
+/// The float weight of the watched linear, unless it is the only consumer.
 pub(super) fn watched_weight(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Option<RightBf16>> {
     if group.consumers.len() == 1 {
         return Ok(None);
@@ -185,7 +184,7 @@ fn pack_left(values: &[f32], k: usize) -> LeftBf16 {
     packed
 }
 
-/// Packs a weight whose rows `change` has turned into what is wanted of them, given the place of the first.
+/// Packs a weight after `change` was applied to its rows. `change` gets the index of the first row and the rows.
 fn pack_right(
     weight: &WeightBody,
     change: impl Fn(usize, &mut [f32]) -> Result<()> + Sync,
@@ -206,7 +205,7 @@ fn pack_right(
             Ok(())
         })
         .collect();
-    // The first in order, whatever thread was first.
+    // The first error in order, regardless of threads.
     results.into_iter().collect::<Result<()>>()?;
     Ok(packed)
 }

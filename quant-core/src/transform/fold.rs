@@ -1,20 +1,20 @@
-//! Folding: a producer's output channels divided by scales, every reader's columns multiplied.
+//! Folding: divides a producer's output channels by scales, and multiplies the columns of every reader.
 
 use super::{BlockTask, Rewrite};
 use crate::model::{FoldGroup, Op};
 use crate::{Error, Result};
 
-/// Folds `scales`, one a channel of the group's producer, into a rewrite. Where channels are repeated on their way,
-/// so is the scale; where they are squared, the producer is divided by its root.
+/// Folds `scales`, one per channel of the group's producer, into a rewrite. If channels are repeated on their way to
+/// the consumers, so are scales; if they are squared, the producer is divided by the square roots.
 ///
-/// A norm's weight is stored in a narrow type, so `γ / s` is rounded there. The consumers are
-/// therefore multiplied not by `s` but by `γ / round(γ / s)`: the rewrite stays an identity however
-/// narrow the type. Where `γ = 1 + w` and `w` is stored (Gemma), `w' = (1 + w) / s − 1` is. A norm's bias is divided by
-/// the same. Where a quotient underflows or overflows, the
-/// channel keeps its scale of 1.
+/// A norm's weight is stored in a narrow dtype, so `γ / s` is rounded. The consumers are therefore multiplied by
+/// `γ / round(γ / s)` instead of `s`, so that the rewrite stays an identity however narrow the dtype. If `γ = 1 + w`
+/// and `w` is stored (Gemma), the new weight is `w' = (1 + w) / s − 1`. A norm's bias is divided by the same scales. If
+/// a quotient underflows or overflows, the channel keeps a scale of 1.
 ///
 /// # Errors
-/// When there are not as many scales as channels, or one of them is not positive: what lies between producer and consumers need not let such pass.
+/// When there are not as many scales as channels, or one of them is not positive, because operations between producer
+/// and consumers need not commute with such a scale.
 pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scales: &[f32]) -> Result<()> {
     if let Some(scale) = scales.iter().find(|s| !(s.is_finite() && **s > 0.0)) {
         return Err(Error::Internal(format!("a scale of {scale} cannot be folded")));
@@ -50,7 +50,7 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                     let folded = dtype.round(gamma / s - offset);
                     let new = folded + offset;
                     if gamma == 0.0 {
-                        // With an offset the stored number is not 0, and no scale changes it.
+                        // With an offset, the stored value is not 0, and no scale changes it.
                         return if offset == 0.0 { folded } else { w };
                     }
                     let holds = new.is_normal() && (gamma / new).is_normal() && fits(c, gamma / new);

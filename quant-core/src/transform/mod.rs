@@ -1,12 +1,13 @@
-//! The fifth stage of the path: rewrites of float weights that leave the block's output unchanged
-//! (folding), or trade a little of it for less rounding error (clipping).
+//! The fifth stage of the pipeline: rewrites of float weights that leave the block's output unchanged (folding), or
+//! trade a little of its accuracy for less rounding error (clipping).
 //!
-//! A [`Transform`] looks at one float block and its inputs and returns a [`Rewrite`]; several follow on each other, each
-//! on the block that those before it have rewritten. A rewrite is orders of rows and columns, factors for
-//! columns, divisors for rows, new norm weights, clip bounds. Nothing is changed in place; the
+//! A [`Transform`] takes one float block and its inputs and returns a [`Rewrite`]. Several transforms are applied in
+//! sequence, each to the block as rewritten by the previous ones. A rewrite consists of orders of rows and columns,
+//! factors for columns, divisors for rows, new norm weights, and clip bounds. Nothing is changed in place; the
 //! quantizer applies the rewrite to each weight as it reads it.
 //!
-//! What concerns the whole model at once is no such thing: [`rotate`] and [`fold_norms`] make another model, before anything looks at it.
+//! Steps that concern the whole model are not transforms: [`rotate`] and [`fold_norms`] prepare a modified model before
+//! any transform runs.
 
 mod awq;
 mod candidates;
@@ -44,7 +45,7 @@ pub use smooth::{SmoothOutputs, SmoothQuant, SmoothRecord, SmoothSearch};
 pub use smooth_attention::{AttentionRecord, SmoothAttention};
 pub use work::{Outline, SearchWork, Workload};
 
-/// Scales that a search tries for a group: no scaling, and the points of the grid.
+/// The number of scales that a search tries per group: no scaling, and the points of the grid.
 const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
 use crate::calibrate::{ChannelRanges, HiddenStates};
@@ -53,20 +54,20 @@ use crate::model::{Block, BlockGraph, NodeId};
 use crate::scheme::LinearScheme;
 use crate::{CancelToken, Result};
 
-/// The grid that a linear's weight will be rounded to.
+/// The grid to which a linear's weight will be rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Bits, granularity, symmetry.
     pub scheme: LinearScheme,
-    /// The type scales are stored in.
+    /// The dtype of stored scales.
     pub scale_dtype: Dtype,
-    /// The first of the linears that engines run as one with it, where there are several: their weights may need a scale
-    /// in common.
+    /// The first of the linears that engines fuse with this one, if there are several; their weights may need a common
+    /// scale.
     pub fused: Option<NodeId>,
 }
 
 impl Grid {
-    /// Whether two linears have a scale in common.
+    /// Whether two linears have a common scale.
     pub(crate) fn shares_with(&self, other: &Self) -> bool {
         self.fused.is_some()
             && self.fused == other.fused
@@ -78,20 +79,19 @@ impl Grid {
 /// One block, as a [`Transform`] sees it.
 #[derive(Debug)]
 pub struct BlockTask<'a> {
-    /// Prefix of the block's modules, for messages and records.
+    /// The prefix of the block's modules, for messages and records.
     pub prefix: &'a str,
     /// The float block.
     pub block: &'a Block,
     /// The grids of the linears that will be quantized.
     pub grids: &'a BTreeMap<NodeId, Grid>,
-    /// The types that norms are stored in.
+    /// The dtypes in which norms are stored.
     pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
-    /// How transforms are run.
+    /// Settings of transforms.
     pub settings: &'a TransformSettings,
-    /// SmoothQuant's exponent of the family.
+    /// The family's default exponent for SmoothQuant.
     pub smoothing: f32,
-    /// The ranges of the values that linears read, in the block as the checkpoint has it, where some transform or grid
-    /// needs them.
+    /// The ranges of linears' inputs in the block as stored in the checkpoint, if some transform or grid needs them.
     pub ranges: &'a BTreeMap<NodeId, ChannelRanges>,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
@@ -104,88 +104,87 @@ impl BlockTask<'_> {
     }
 }
 
-/// What a transform looks at beside the block.
+/// What a transform needs in addition to the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
-    /// The ranges of what linears read.
+    /// The ranges of linears' inputs.
     pub ranges: bool,
     /// The hidden states of the batch before the block.
     pub states: bool,
 }
 
-/// A search for a rewrite of a block, with all that a run has to know of it: the settings that are its own, whether it makes
-/// sense, and what it takes. Nothing outside asks for a transform by its name.
+/// A search for a rewrite of a block, with everything that a run needs to know about it: its settings, whether it makes
+/// sense, and its costs. No other code refers to a transform by name.
 ///
-/// One that has settings of its own beyond [`TransformSettings`] holds them itself, and returns them from
+/// A transform with settings beyond [`TransformSettings`] stores them itself, and returns them from
 /// [`fingerprint`](Self::fingerprint).
 pub trait Transform: Debug + Send + Sync {
-    /// The name that recipes take.
+    /// The name in recipes.
     fn name(&self) -> &'static str;
 
-    /// One line for help and tables.
+    /// A one-line description for help and tables.
     fn summary(&self) -> &'static str;
 
-    /// Norms and linears whose stored parameters the search may change, beyond rounding.
+    /// Norms and linears whose stored parameters the search may change, apart from rounding.
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId>;
 
-    /// What it has to be given.
+    /// What it needs in addition to the block.
     fn needs(&self, settings: &TransformSettings) -> Needs;
 
-    /// The settings that act on this transform alone, by their names.
+    /// The names of settings that only affect this transform.
     fn settings(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The keys of [`StepSettings`] that act on it.
+    /// The keys of [`StepSettings`] that affect it.
     fn recipe_keys(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// Puts what a recipe file says of it into the settings.
+    /// Applies the keys of a recipe file to the settings.
     fn configure(&self, _said: StepSettings, _settings: &mut TransformSettings) {}
 
-    /// What a recipe file would say for these settings.
+    /// The keys of a recipe file that result in these settings.
     fn described(&self, _settings: &TransformSettings) -> StepSettings {
         StepSettings::default()
     }
 
-    /// Whether it narrows the ranges of weights, which no step after it may change.
+    /// Whether it narrows the ranges of weights, which later steps must not change.
     fn narrows_ranges(&self) -> bool {
         false
     }
 
-    /// How it is run: a run is resumed only where this is the same.
+    /// A fingerprint of its settings: a run is only resumed if it is the same.
     fn fingerprint(&self, _settings: &TransformSettings) -> Value {
         Value::Null
     }
 
-    /// Fails where it would have no effect on what is asked for, or undo another step.
+    /// Fails if the transform would have no effect on the request, or undo another step.
     ///
     /// # Errors
-    /// [`Error::Usage`](crate::Error::Usage) with what to ask for instead.
+    /// [`Error::Usage`](crate::Error::Usage) with the remedy.
     fn check(&self, _outline: &Outline<'_>) -> Result<()> {
         Ok(())
     }
 
-    /// Bytes that it keeps while it looks at a block, beside the block and the hidden states.
+    /// The memory in bytes that it needs while it searches a block, in addition to the block and the hidden states.
     fn memory(&self, _work: &Workload<'_>) -> u64 {
         0
     }
 
-    /// What its search in a block takes, beside one pass of the batch.
+    /// The operations of its search in a block, in addition to one pass of the batch.
     fn work(&self, _work: &Workload<'_>) -> SearchWork {
         SearchWork::default()
     }
 
-    /// Finds a rewrite of one block for each task. `hidden` is what enters the block, where the transform needs it;
-    /// with `advance` one that does moves it on to what comes out of the block while its weights are float.
+    /// Finds a rewrite of the block for each task. `hidden` are the states that enter the block, if the transform needs
+    /// them. With `advance`, a transform that needs them replaces them with the output of the float block.
     ///
-    /// Tasks are of the same block and differ in the grids of the same linears, as several
-    /// containers ask for them: what is gathered of the batch serves all. A task's rewrite does not
-    /// depend on the others.
+    /// Tasks have the same block and differ in the grids of the same linears, since a recipe may have several formats;
+    /// the statistics of the batch are shared. The rewrite of a task does not depend on the others.
     ///
     /// # Errors
-    /// When the block fails, numbers are not finite, or the token pulls.
+    /// When the block fails, numbers are not finite, or the run is cancelled.
     fn search(
         &self,
         tasks: &[BlockTask<'_>],

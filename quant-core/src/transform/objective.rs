@@ -1,10 +1,10 @@
-//! What a candidate costs on the whole batch: the error it leaves in the output that the search
-//! watches. The fast search is held to it.
+//! The error of a candidate on the whole batch, in the output that the search watches. The fast search is tested
+//! against it.
 //!
-//! Tokens that do not count (masked prompts, padding) are context and nothing else.
+//! Tokens that do not count (masked prompts, padding) are only context.
 //!
-//! Two objectives, as in the reference algorithm: where one linear reads the scaled channels, the
-//! error of its output; where several do, the error of the module in which they meet.
+//! There are two objectives, as in the reference algorithm: if one linear reads the scaled channels, the error of its
+//! output; if several do, the error of the module in which they meet.
 
 use std::sync::Arc;
 
@@ -20,13 +20,13 @@ use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, w
 use crate::quantize::{SharedScales, fake_quantize_within};
 use crate::{Error, Result};
 
-/// Rows of a weight that one task handles.
+/// Rows of a weight per task.
 const ROW_TILE: usize = 64;
 
-/// Mean squared error of the watched output for any candidate scales.
+/// The mean squared error of the watched output for given scales.
 pub(super) enum Objective {
-    /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, from `X` or, where tokens outnumber channels, from its
-    /// Gram matrix, which gives the same number: `tr(D XᵀX Dᵀ)`.
+    /// One linear: `mean((X (Ŵ − W)ᵀ)²)`, computed from `X` or, if there are more tokens than channels, from its Gram
+    /// matrix, which gives the same value: `tr(D XᵀX Dᵀ)`.
     Linear { node: NodeId, input: Arc<Input>, tokens: usize },
     /// A module: its output is recomputed with the candidate's weights.
     Module {
@@ -46,7 +46,7 @@ pub(super) struct Piece {
     y: Tensor,
 }
 
-/// What is known of a linear's input.
+/// The input of a linear.
 pub(super) enum Input {
     /// Rows `[tokens, k]`.
     Rows(Vec<f32>),
@@ -82,7 +82,7 @@ impl Input {
         Ok(Self::gram(sum, k))
     }
 
-    /// From the sum of [`gram`], whose upper triangle is filled in.
+    /// Fills in the upper triangle of a sum of [`gram`].
     pub(super) fn gram(mut sum: Vec<f32>, k: usize) -> Self {
         for i in 0..k {
             for j in i + 1..k {
@@ -123,7 +123,8 @@ impl Input {
 }
 
 impl Objective {
-    /// Prepares the objective of a group on the float block; `tokens` of the batch have a row in its input and count.
+    /// Prepares the objective of a group on the float block; `tokens` is the number of counted tokens with a row in its
+    /// input.
     pub(super) fn new(
         task: &BlockTask<'_>,
         hidden: &HiddenStates,
@@ -214,8 +215,8 @@ impl Objective {
     }
 }
 
-/// Lends the rows that count of a value: those of these tokens of a piece, or of all its tokens. `first` is the piece's
-/// first token.
+/// Passes the counted rows of a value to `work`. `tokens` are the tokens of its rows within a piece, or all if `None`.
+/// `first` is the first token of the piece.
 fn with_counted<T>(
     value: &Tensor,
     tokens: Option<&[u32]>,
@@ -232,7 +233,7 @@ fn with_counted<T>(
     with_values(value, |values| work(InputRows::new(values, channels, tokens, layout)?.counted_values()))
 }
 
-/// The block with the quantized consumers rounded as they would be under these scales.
+/// The block with its quantized consumers rounded under these scales.
 pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
     let mut block = task.block.routed();
     for &node in consumers {
@@ -249,7 +250,8 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
     Ok(block)
 }
 
-/// `w ← Q(w · s) / s` for rows `[rows, k]`, which begin at a row of a weight whose rows may share scales.
+/// `w ← Q(w · s) / s` for rows `[rows, k]`. `shared` contains the scales that rows of the whole weight share, and the
+/// index of the first row.
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],
@@ -273,7 +275,7 @@ pub(super) fn round_scaled(
     Ok(())
 }
 
-/// `Σ (a − b)²`, in fixed pieces added in order.
+/// `Σ (a − b)²`, summed in fixed pieces and in order.
 fn squared_distance(a: &[f32], b: &[f32]) -> Result<f64> {
     const PIECE: usize = 1 << 14;
     if a.len() != b.len() {

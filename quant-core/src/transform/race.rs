@@ -1,22 +1,20 @@
-//! The fast scale search: candidates race on growing shares of the batch.
+//! The fast scale search: candidates race on growing fractions of the batch.
 //!
-//! Errors of candidates on the same tokens differ far less than errors on different tokens, so a
-//! share of the batch tells most candidates apart. All start on some thousand tokens. After each
-//! round the best so far is compared with every other in pairs, unit by unit (a unit is a window of
-//! the batch, or a part of one): who is worse by more than chance explains is out, and so is who
-//! cannot be better by more than [`REGRET`]. Survivors go on to as many tokens again, up to
-//! a quarter of the batch. A batch of few windows, or little more than a thousand tokens, is used
-//! whole at once, and then the choice is that of the reference search.
+//! The errors of candidates on the same tokens differ far less than errors on different tokens, so a fraction of the
+//! batch distinguishes most candidates. All start on about a thousand tokens. After each round, the best candidate so
+//! far is compared with every other in pairs, unit by unit (a unit is a window of the batch, or part of one). A
+//! candidate is eliminated if it is worse by more than chance explains, or cannot be better by more than [`REGRET`].
+//! The others continue on as many tokens again, up to a quarter of the batch. A batch of few windows, or of little more
+//! than a thousand tokens, is used whole at once, and the choice is then that of the reference search.
 //!
-//! Where the watched output depends on a token's own input alone (an MLP, a single linear), rounds
-//! take every 16th token, then every 8th and so on, of all windows. The first tokens of a window,
-//! on which models are known to place outsized activations, are all taken and counted once, the
-//! others by the inverse of their share; where documents share a window, each has such first tokens.
-//! Through attention whole windows are taken, in an order that spreads over the batch. Tokens that do
-//! not count (masked prompts, padding) are context for attention there, and nothing elsewhere.
+//! If the watched output depends only on a token's own input (an MLP, a single linear), rounds use every 16th token,
+//! then every 8th and so on, of all windows. The first tokens of a window, where models are known to have outsized
+//! activations, are all used with a weight of one; the others are weighted by the inverse of their fraction. If
+//! documents share a window, each has such first tokens. If the output depends on attention, whole windows are used, in
+//! an order that spreads over the batch. Tokens that do not count (masked prompts, padding) are then context for
+//! attention, and are otherwise ignored.
 //!
-//! Where the processor has the instructions, candidates are compared by
-//! [differences in bfloat16](super::difference).
+//! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
 use candle_core::{Device, Tensor};
 use quant_kernels_cpu::bf16::{Avx512Bf16, RightBf16};
@@ -30,27 +28,27 @@ use super::sample::{FIRST_WINDOWS, Place, RaceShape, Sample, Share};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
-/// Standard errors that a difference must exceed, for many units.
+/// The number of standard errors that a difference must exceed, for many units.
 const SIGMAS: f64 = 3.0;
-/// A candidate that can be better by no more than this share of the error is given up.
+/// A candidate is eliminated if it can be better by no more than this fraction of the error.
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
-/// The same where differences are computed: the float outputs of a round are kept, and what comes of
-/// a piece of them should stay small beside that.
+/// The same number when differences are computed. The float outputs of a round are kept, and the results for a piece
+/// should be small in comparison.
 const PREPARED_TOKENS: usize = 512;
 
-/// A candidate on its way.
+/// The state of a candidate in the race.
 struct Lane {
     index: usize,
-    /// Squared errors by unit, of tokens at the start of a window and of the others.
+    /// Squared errors per unit, for tokens at the start of a window and for the others.
     heads: Vec<f64>,
     tails: Vec<f64>,
     /// The estimate for the whole batch after each round: the sum of squared errors.
     totals: Vec<f64>,
 }
 
-/// What has raced so far.
+/// The tokens used so far.
 struct Seen {
     units: Vec<bool>,
     heads: usize,
@@ -58,18 +56,17 @@ struct Seen {
 }
 
 impl Seen {
-    /// What a token after the head stands for.
+    /// The weight of a token that is not at the start of a window.
     fn weight(&self, tokens: usize) -> f64 {
         let tails = tokens.saturating_sub(self.heads);
         if self.tails == 0 { 0.0 } else { tails as f64 / self.tails as f64 }
     }
 }
 
-/// Lets candidates race; the first of them is no scaling.
+/// Runs a race of candidates, the first of which is no scaling.
 ///
 /// # Errors
-/// When the block fails, the token pulls, or no candidate gives finite outputs
-/// ([`Error::Numeric`]).
+/// When the block fails, the run is cancelled, or no candidate gives finite outputs ([`Error::Numeric`]).
 pub(super) fn choose(
     task: &BlockTask<'_>,
     group: &FoldGroup,
@@ -104,7 +101,7 @@ pub(super) fn choose(
         }
         seen_tokens.push((seen.heads + seen.tails) as u64);
         let weight = seen.weight(tokens);
-        // The errors of a candidate are added in the order of tokens, in however many batches these come.
+        // The errors of a candidate are summed in token order, so the number of batches does not change a bit.
         let piece = piece_tokens(sample, kernel);
         let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
         for rows in rows.chunks(sample.tokens_at_a_time(token_bytes, piece)) {
@@ -115,7 +112,7 @@ pub(super) fn choose(
                 task.cancel.check()?;
                 let candidate = &candidates[lane.index];
                 let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
-                    // Scaled weights may need a scale that its type cannot hold: then they are not better.
+                    // Scaled weights may need a scale that its dtype cannot hold; such a candidate is not better.
                     Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                     other => other?,
                 };
@@ -178,7 +175,7 @@ impl Lane {
     }
 }
 
-/// Divides lanes into those that may still win and those that are out.
+/// Splits lanes into those that may still win and those that are eliminated.
 fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> (Vec<Lane>, Vec<Lane>) {
     let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
     let n = units.len() as f64;
@@ -195,7 +192,7 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
         let differences = units.iter().zip(&reference).map(|(&u, r)| lane.unit(u, weight) - r);
         let sum: f64 = differences.clone().sum();
         let variance = differences.map(|d| (d - sum / n).powi(2)).sum::<f64>() / (n - 1.0);
-        // Few units estimate their own spread badly; the factor stands in for Student's t.
+        // With few units, the estimate of the variance is poor; the factor approximates Student's t.
         let margin = SIGMAS * (1.0 + 2.0 / (n - 1.0)) * (n * variance).sqrt();
         let worse = sum > margin;
         let no_better = margin - sum <= REGRET * least;
@@ -206,7 +203,7 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
     (keep, out)
 }
 
-/// Tokens that go through the watched module at a time: whole windows, or tokens that have nothing to do with each other.
+/// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
 fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
     let tokens = if kernel.is_some() { PREPARED_TOKENS } else { CHUNK_TOKENS };
     match sample.share {
@@ -215,7 +212,7 @@ fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
     }
 }
 
-/// Bytes that a token takes while a round compares candidates on it.
+/// The memory in bytes of a token while a round compares candidates on it.
 fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: bool) -> u64 {
     let graph = task.block.graph();
     let outputs = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape()[0]).sum();
@@ -224,11 +221,11 @@ fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: b
     shape.token_bytes(group.consumers.len() == 1, differences)
 }
 
-/// Rows of one round, ready for candidates.
+/// Rows of one round, prepared for candidates.
 enum Batch {
-    /// With the outputs of the float module: candidates are computed as a whole.
+    /// With the outputs of the float module, for computing the outputs of candidates.
     Whole(Vec<Chunk>),
-    /// In the form from which differences follow.
+    /// Prepared for computing differences.
     Differences(Vec<Prepared>),
 }
 
@@ -236,7 +233,7 @@ enum Batch {
 struct Chunk {
     x: Tensor,
     y: Tensor,
-    /// Where the segments of windows begin, if they have several.
+    /// The segment starts of windows, if they have several segments.
     starts: Option<Vec<u32>>,
 }
 
@@ -292,8 +289,8 @@ impl Batch {
         }
     }
 
-    /// The squared error of every token's output with every quantized consumer replaced by
-    /// `Q(W · s) / s`. `weight` is the watched linear's, where differences ask for it.
+    /// The squared error of every token's output with every quantized consumer replaced by `Q(W · s) / s`. `weight` is
+    /// that of the watched linear, if differences need it.
     fn errors(
         &self,
         task: &BlockTask<'_>,
@@ -328,7 +325,7 @@ fn watched(block: &Block, group: &FoldGroup, chunk: &Chunk, cancel: &CancelToken
     Ok(values?.swap_remove(0))
 }
 
-/// Appends `Σ (a − b)²` of every token.
+/// Appends `Σ (a − b)²` for every token.
 fn token_errors(a: &Tensor, b: &Tensor, errors: &mut Vec<f64>) -> Result<()> {
     let width = a.dim(candle_core::D::Minus1)?;
     let (a, b) = (a.flatten_all()?.to_vec1::<f32>()?, b.flatten_all()?.to_vec1::<f32>()?);
@@ -375,9 +372,9 @@ mod tests {
         let lanes = vec![
             lane(0, &with(|_, b| b + 60.0)),
             lane(1, &base),
-            // As good but for a trifle.
+            // Negligibly different.
             lane(2, &with(|_, b| b * 1.0001)),
-            // Better here, worse there.
+            // Better in some units, worse in others.
             lane(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
         ];
         let (keep, out) = eliminate(lanes, Vec::new(), &seen, 1.0);

@@ -1,13 +1,13 @@
-//! Activation-aware channel reordering (QServe, §4.3.4): channels that stand out share groups.
+//! Activation-aware channel reordering (QServe, §4.3.4): outlier channels share groups.
 //!
-//! A weight's group has one scale. Where an input channel is large its weights count most, and what they need of
-//! the scale is decided by neighbours that hardly count. Channels between two linears may stand in any order, if the
-//! rows of what makes them and the columns of what reads them move together, so they are sorted by the largest magnitude
-//! that the text drives them to, ascending: `order = argsort(max |X_j|)`. Nothing is left to do when the model runs.
+//! A group of weights has one scale. The weights of a large input channel matter most, but the scale that they need is
+//! determined by neighbors that hardly matter. Channels between two linears may be in any order, if the rows of the
+//! producer and the columns of the reader move together. So they are sorted by the largest magnitude on the text,
+//! ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
 //!
-//! `down_proj` is sorted with the rows of `up_proj` and `gate_proj`; `o_proj` with those of `v_proj`, each head by
-//! itself, and the query heads that share a key head alike. What stands between norms and linears stays: the residual
-//! stream has one order for all of the model.
+//! `down_proj` is sorted with the rows of `up_proj` and `gate_proj`; `o_proj` with those of `v_proj`, each head
+//! separately, and the query heads that share a key head in the same way. Channels between norms and linears are not
+//! sorted, because the residual stream has one order for the whole model.
 
 use super::{BlockTask, Needs, Rewrite, Transform, TransformSettings};
 use crate::calibrate::HiddenStates;
@@ -74,9 +74,9 @@ fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
     Ok(rewrite)
 }
 
-/// The orders of the producers' rows and of the consumer's columns, by the largest magnitudes of the latter.
+/// The orders of the producers' rows and of the consumer's columns, sorted by the largest magnitudes of the columns.
 fn orders(group: &OrderGroup, maxima: &[f32]) -> (Vec<u32>, Vec<u32>) {
-    // Sorting keeps the order of equals, so the same text gives the same order.
+    // The sort is stable, so the same text gives the same order.
     let ascending = |keys: &[f32]| {
         let mut order: Vec<u32> = (0..keys.len() as u32).collect();
         order.sort_by(|&a, &b| keys[a as usize].total_cmp(&keys[b as usize]));
@@ -115,7 +115,7 @@ mod tests {
         let (rows, columns) = orders(&group(None, 1), &maxima);
         assert_eq!(rows, [4, 1, 2, 3, 0, 6, 7, 5]);
         assert_eq!(columns, rows);
-        // Heads of 2, two query heads to a key head: (3, 1) with (2, 2), then (0.5, 9) with (7, 7).
+        // Heads of 2 channels, two query heads per key head: (3, 1) with (2, 2), then (0.5, 9) with (7, 7).
         let (rows, columns) = orders(&group(Some(2), 2), &maxima);
         assert_eq!(rows, [1, 0, 2, 3]);
         assert_eq!(columns, [1, 0, 3, 2, 4, 5, 6, 7]);

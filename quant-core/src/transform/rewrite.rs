@@ -1,4 +1,4 @@
-//! What a transform decided for one block, and its application to weights as they are read.
+//! The result of a transform for one block, and its application to weights as they are read.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -13,39 +13,38 @@ use crate::calibrate::ChannelRanges;
 use crate::model::{Block, BlockGraph, Linear, NodeId, Norm, WeightBody, WeightRows};
 use crate::{Error, Result};
 
-/// The decision of a scale search for one fold group.
+/// The result of a scale search for one fold group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FoldRecord {
     /// The norm or linear that is divided.
     pub producer: String,
     /// The linears that are multiplied; in the report of a tensor, only the [first few](MAX_LISTED_CONSUMERS).
     pub consumers: Vec<String>,
-    /// How many more there are than `consumers` lists.
+    /// The number of consumers not listed.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub unlisted_consumers: usize,
     /// The module whose output the search watched.
     pub inspected: String,
-    /// The exponent of the activations that won, or `None` where no scaling was best.
+    /// The best exponent of the activations, or `None` if no scaling was best.
     pub ratio: Option<f32>,
-    /// Mean squared error of the inspected output with every consumer rounded and no scaling.
+    /// The mean squared error of the watched output with every consumer rounded and no scaling.
     pub error_before: f64,
-    /// The same with the scales that won.
+    /// The mean squared error with the best scales.
     pub error_after: f64,
-    /// Tokens of the batch that both errors were measured on.
+    /// The number of tokens on which both errors were measured.
     pub tokens: u64,
     /// All candidates, no scaling first.
     pub tried: Vec<TriedScales>,
-    /// How far the consumers' largest input channel stands out; absent where at least half of the
-    /// channels are dead.
+    /// The outlier ratio of the consumers' input channels; absent if at least half of the channels are dead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outlier: Option<ChannelOutlier>,
 }
 
-/// Consumers that the report of one tensor lists. A norm that feeds 256 experts has 513, and each of them carries the
-/// record: the whole list in every one would make the report grow with the square of the number of experts.
+/// The maximum number of consumers listed in the report of one tensor. A norm that feeds 256 experts has 513 consumers,
+/// each of which carries the record: full lists would make the report grow with the square of the number of experts.
 pub const MAX_LISTED_CONSUMERS: usize = 8;
 
-/// Shortens a list of consumers for a report; gives the number of those left out.
+/// Shortens a list of consumers for a report; returns the number of those left out.
 pub(super) fn shorten(consumers: &mut Vec<String>) -> usize {
     let unlisted = consumers.len().saturating_sub(MAX_LISTED_CONSUMERS);
     consumers.truncate(MAX_LISTED_CONSUMERS);
@@ -58,24 +57,24 @@ pub(super) fn is_zero(count: &usize) -> bool {
 }
 
 impl FoldRecord {
-    /// The record as the report of one tensor holds it.
+    /// The record as it appears in the report of one tensor.
     pub fn shortened(mut self) -> Self {
         self.unlisted_consumers += shorten(&mut self.consumers);
         self
     }
 }
 
-/// The mean magnitude of the largest channel over that of the median channel.
+/// The mean magnitude of the largest channel divided by that of the median channel.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ChannelOutlier {
     /// With no scaling.
     pub before: f64,
-    /// With the scales that won.
+    /// With the best scales.
     pub after: f64,
 }
 
 impl ChannelOutlier {
-    /// Of channels with these mean magnitudes, which `scales` divide if there are any.
+    /// For channels with these mean magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
         let before = stands_out(means.to_vec())?;
         let after = match scales {
@@ -86,7 +85,7 @@ impl ChannelOutlier {
     }
 }
 
-/// Entry `i` is what entry `order[i]` was.
+/// Reorders values: new entry `i` is old entry `order[i]`.
 pub(super) fn ordered<T: Copy>(values: &[T], order: &[u32]) -> Vec<T> {
     order.iter().map(|&from| values[from as usize]).collect()
 }
@@ -102,51 +101,50 @@ fn stands_out(mut means: Vec<f32>) -> Option<f64> {
 pub struct ClipRecord {
     /// The linear.
     pub module: String,
-    /// Groups whose range was narrowed.
+    /// The number of groups whose range was narrowed.
     pub clipped_groups: u64,
     /// All groups.
     pub groups: u64,
-    /// Mean squared error of the groups' partial outputs without clipping.
+    /// The mean squared error of the groups' partial outputs without clipping.
     pub error_before: f64,
-    /// The same with the bounds that won.
+    /// The mean squared error with the best bounds.
     pub error_after: f64,
 }
 
-/// What to do to one block's float weights before they are rounded.
+/// The changes to one block's float weights before they are rounded.
 #[derive(Debug, Clone, Default)]
 pub struct Rewrite {
-    /// How many tokens that count the search saw go through each linear.
+    /// The number of counted tokens that went through each linear in the search.
     pub tokens: BTreeMap<NodeId, u64>,
-    /// New weights of norms, exact in the type they are stored in.
+    /// New weights of norms, exact in the dtype in which they are stored.
     pub norms: BTreeMap<NodeId, Vec<f32>>,
-    /// New biases of norms; as those of linears, they are rounded to their type when they are written.
+    /// New biases of norms. Like those of linears, they are rounded to their dtype when they are written.
     pub norm_biases: BTreeMap<NodeId, Vec<f32>>,
-    /// Where the rows, and bias, of linears stood before: row `i` is what row `order[i]` was. Divisors are those of the
-    /// new order.
+    /// The order of the rows, and bias, of linears: new row `i` is old row `order[i]`. Divisors are in the new order.
     pub row_order: BTreeMap<NodeId, Vec<u32>>,
-    /// The same of columns and their factors.
+    /// The order of columns; factors are in the new order, too.
     pub column_order: BTreeMap<NodeId, Vec<u32>>,
     /// Factors for the columns of linears.
     pub columns: BTreeMap<NodeId, Vec<f32>>,
     /// Divisors for the rows, and bias, of linears.
     pub rows: BTreeMap<NodeId, Vec<f32>>,
-    /// Bounds `[rows, groups]` that weights are clamped to, after factors and divisors.
+    /// Bounds `[rows, groups]` to which weights are clamped, after factors and divisors.
     pub clips: BTreeMap<NodeId, Vec<f32>>,
     /// How the scales were chosen.
     pub folds: Vec<FoldRecord>,
     /// How the bounds were chosen.
     pub clip_records: Vec<ClipRecord>,
-    /// What SmoothQuant and the smoothing of outputs did.
+    /// The records of SmoothQuant and output smoothing.
     pub smooth: Vec<SmoothRecord>,
-    /// What SmoothAttention did.
+    /// The records of SmoothAttention.
     pub attention: Vec<AttentionRecord>,
 }
 
 impl Rewrite {
-    /// Some rows of a linear's rewritten weight, before clipping: `out` is `[rows.len(), k]`.
+    /// Computes some rows of a linear's rewritten weight, before clipping; `out` is `[rows.len(), k]`.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not fit each other.
+    /// When the parts of a quantized weight are inconsistent.
     ///
     /// # Panics
     /// When `out` has another length.
@@ -191,10 +189,10 @@ impl Rewrite {
         Ok(())
     }
 
-    /// This rewrite, and then one that was found on the block that it makes.
+    /// Combines this rewrite with a later one, which was found on the rewritten block.
     ///
     /// # Errors
-    /// When this one clips: what follows would change the weights that the bounds are of.
+    /// When this one clips, because the later one would change the weights to which the bounds apply.
     pub fn then(mut self, next: Self) -> Result<Self> {
         let Self { tokens, norms, norm_biases, row_order, column_order, columns, rows, .. } = next;
         let Self { clips, folds, clip_records, smooth, attention, .. } = next;
@@ -236,24 +234,24 @@ impl Rewrite {
         Ok(self)
     }
 
-    /// Whether a linear's weight is another one, clipping aside.
+    /// Whether a linear's weight changes, apart from clipping.
     pub fn changes(&self, node: NodeId) -> bool {
         self.columns.contains_key(&node) || self.rows.contains_key(&node) || self.reorders(node)
     }
 
-    /// Whether a linear's rows or columns stand in another order.
+    /// Whether a linear's rows or columns are reordered.
     pub fn reorders(&self, node: NodeId) -> bool {
         self.row_order.contains_key(&node) || self.column_order.contains_key(&node)
     }
 
-    /// The ranges of what linears read once everything is rewritten, from those before.
+    /// The ranges of linears' inputs after the rewrite, from those before.
     pub fn ranges(
         &self,
         graph: &BlockGraph,
         mut ranges: BTreeMap<NodeId, ChannelRanges>,
     ) -> BTreeMap<NodeId, ChannelRanges> {
         for (&value, range) in &mut ranges {
-            // All that read a value are rewritten alike.
+            // All readers of a value are rewritten alike.
             let Some((reader, ..)) = graph.linears().find(|(id, ..)| graph.nodes()[*id].inputs[0] == value)
             else {
                 continue;
@@ -292,11 +290,10 @@ impl Rewrite {
         bias
     }
 
-    /// The block with everything but clipping applied, in `f32`: equal to the original in real
-    /// arithmetic.
+    /// The block with everything except clipping applied, in `f32`: equal to the original in real arithmetic.
     ///
     /// # Errors
-    /// When a weight cannot be had.
+    /// When a weight cannot be read.
     pub fn apply(&self, block: &Block) -> Result<Block> {
         let mut rewritten = block.clone();
         let tensor = |values: &[f32]| Tensor::from_slice(values, values.len(), &Device::Cpu);

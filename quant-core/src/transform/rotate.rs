@@ -1,23 +1,21 @@
-//! Rotation: what stands out in a few channels of the residual stream is spread over all of them (QuaRot, §4; QServe,
-//! §4.3.1).
+//! Rotation: spreads outliers in a few channels of the residual stream over all channels (QuaRot, §4; QServe, §4.3.1).
 //!
-//! The residual stream `h` is only ever added to, normed and multiplied. With `H` orthonormal, `|H h| = |h|`, so a
-//! root-mean-square norm without a weight norms `H h` to `H` of what it makes of `h`, and everything that reads the
-//! stream can be turned back by its own weight:
+//! The residual stream `h` is only added to, normalized and multiplied. With `H` orthonormal, `|H h| = |h|`, so an RMS
+//! norm without a weight commutes with `H`, and the weights that read the stream can undo the rotation:
 //!
 //! ```text
 //! embedding   E  → E Hᵀ                        rows of the table
-//! norm        γ  → 1                           and into what reads it
+//! norm        γ  → 1                           and into the weights that read it
 //! reads       W  → W diag(γ) Hᵀ                queries, keys, values, gate, up; the head, by the last norm
 //! writes      W  → H W,  b → H b               attention's and MLP's output projection
 //! ```
 //!
-//! It is done to the checkpoint and not to blocks: [`rotate`] gives a [`Model`] whose tensors are the rotated ones, each
-//! made when it is read, in `f32`, and rounded to the type that it is stored in. Everything after it sees a model like any other.
-//! A head that is the embedding is so no longer, unless no norm stands before it.
+//! It is applied to the checkpoint and not to blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated
+//! ones, each computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages see a
+//! model like any other. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
 //!
-//! A norm that subtracts the mean does not commute with `H`, and one on what is written keeps it from being turned
-//! there: families with such blocks are refused.
+//! A norm that subtracts the mean does not commute with `H`, and a norm after an output projection prevents rotating
+//! its output. Families with such blocks are rejected.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,14 +27,14 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_finite_bytes};
 use crate::model::{Architecture, BlockGraph, Model, NodeId, Op, Preparation};
 use crate::{Error, Result};
 
-/// Columns of a matrix that are turned at a time.
+/// Columns of a matrix that are rotated at a time.
 const COLUMNS: usize = 64;
 
-/// The model with its residual stream rotated: equal to it in real arithmetic, tensors rounded to the types that they are
-/// stored in.
+/// The model with its residual stream rotated: equal to the original in real arithmetic, with tensors rounded to the
+/// dtypes in which they are stored.
 ///
 /// # Errors
-/// [`Error::Usage`] when the family's blocks or the hidden size do not allow it, with the reason;
+/// [`Error::Usage`] with the reason, when the family's blocks or the hidden size do not allow it;
 /// [`Error::AlreadyQuantized`]; errors of the checkpoint.
 pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
@@ -48,12 +46,12 @@ pub fn rotate(model: &Model) -> Result<Model> {
     prepared(model, Preparation::Rotate, Some(hadamard))
 }
 
-/// The model with the weights of its norms moved into the linears that read them, and 1 in their place: equal to it in
-/// real arithmetic. It is the part of [`rotate`] that needs no matrix, for sizes that have none and for readers that
-/// leave norms' weights aside.
+/// The model with the weights of its norms moved into the linears that read them and replaced by 1: equal to the
+/// original in real arithmetic. It is the part of [`rotate`] that needs no matrix, for sizes without a Hadamard matrix
+/// and for readers that ignore the weights of norms.
 ///
 /// # Errors
-/// As [`rotate`], but for the size.
+/// As [`rotate`], except for the size.
 pub fn fold_norms(model: &Model) -> Result<Model> {
     prepared(model, Preparation::FoldNorms, None)
 }
@@ -88,15 +86,15 @@ fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error 
 
 /// The nodes of a block that touch the residual stream.
 struct Stream {
-    /// Norms of it.
+    /// Norms of the stream.
     norms: Vec<NodeId>,
-    /// Linears that read it, each with the norm between.
+    /// Linears that read it, each with the norm in between.
     reads: Vec<(NodeId, NodeId)>,
-    /// Linears that are added to it.
+    /// Linears whose outputs are added to it.
     writes: Vec<NodeId>,
 }
 
-/// Fails where what lies outside the blocks does not allow it.
+/// Checks that the tensors outside the blocks allow the preparation.
 fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     let refuse = |reason: &str| Err(refused(architecture, by, reason));
     if let Some(wrapper) = architecture.wrapper.as_ref().filter(|_| by == Preparation::Rotate) {
@@ -165,28 +163,28 @@ impl Stream {
 const NORMED: &str = "norms with weights of their own stand between its linears and the sum with its hidden states, and a rotation does not commute with these";
 const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is, and may add a bias that linears cannot take";
 
-/// What becomes of a tensor.
+/// How a tensor is modified.
 #[derive(Debug, Clone)]
 enum Turn {
-    /// A norm's weight, which is folded into what reads it, and is stored as this afterwards: 1, or 0 where it is
-    /// centered at 0.
+    /// A norm's weight, which is folded into its readers and replaced by this value: 1, or 0 if it is stored as an
+    /// offset from 1.
     Norm(f32),
-    /// Rows are multiplied by a norm's weight, where there is one, and turned.
+    /// Rows are multiplied by a norm's weight, if there is one, and rotated.
     Rows(Option<Arc<Vec<f32>>>),
-    /// Columns, or a vector, are turned.
+    /// Columns, or a vector, are rotated.
     Columns,
 }
 
-/// A tensor that is another one in the rotated model.
+/// A tensor of the rotated model.
 struct Turned {
-    /// Where it stands in the checkpoint.
+    /// Its name in the checkpoint.
     stored: String,
     info: TensorInfo,
-    /// `None` where it is the same.
+    /// `None` if it is not modified.
     turn: Option<Turn>,
 }
 
-/// Everything that the rotated model has.
+/// All tensors of the rotated model.
 fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
     let (architecture, source) = (model.architecture(), model.source());
     check_outside(architecture, by)?;
@@ -252,22 +250,22 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
             }
         }
     }
-    // A copy of the head beside the embedding that it is goes when neither is what it was.
+    // The checkpoint may contain a copy of the tied head, which would no longer match the rotated embedding.
     if architecture.tied && !parts && turns {
         tensors.remove(&head);
     }
     Ok(tensors)
 }
 
-/// The checkpoint, turned as it is read.
+/// The checkpoint, rotated as it is read.
 struct Rotated {
     source: Arc<dyn TensorSource>,
     tensors: BTreeMap<String, Turned>,
-    /// `None` where norms are only folded.
+    /// `None` if norms are only folded.
     hadamard: Option<Hadamard>,
     hidden: usize,
     isa: IsaToken,
-    /// The last tensor whose columns were turned: all of it is needed for any part.
+    /// The most recent tensor with rotated columns: any part of it requires the whole tensor.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
 
@@ -284,7 +282,7 @@ impl Rotated {
         }
     }
 
-    /// Rows of a matrix, from the file's bytes to those of the rotated one.
+    /// Rotates rows of a matrix, from the file's bytes to those of the rotated tensor.
     fn turn_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut values = vec![0.0; bytes.len() / dtype.size()];
         dtype.widen(bytes, &mut values);
@@ -297,7 +295,7 @@ impl Rotated {
         Ok(dtype.narrow(&values))
     }
 
-    /// A matrix `[n, k]`, or a vector of `n`, whose columns are turned.
+    /// Rotates the columns of a matrix `[n, k]`, or a vector of `n` values.
     fn turn_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
         let (n, size) = (self.hidden, info.dtype.size());
         let k = info.elements() / n.max(1);
@@ -323,7 +321,7 @@ impl Rotated {
         Ok(out)
     }
 
-    /// All of a tensor whose columns are turned, kept until another is asked for.
+    /// A whole tensor with rotated columns, cached until another one is requested.
     fn whole(&self, name: &str, turned: &Turned) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, bytes)) = &*last
@@ -338,7 +336,7 @@ impl Rotated {
         Ok(bytes)
     }
 
-    /// What is not finite would be spread over all of a row: it is told where it stands.
+    /// A value that is not finite would spread over a whole row, so it is reported at its original position.
     fn finite(&self, turned: &Turned, bytes: Vec<u8>) -> Result<Vec<u8>> {
         let path = self.source.location(&turned.stored);
         require_finite_bytes(path, &turned.stored, turned.info.dtype, &bytes).map_err(|e| {

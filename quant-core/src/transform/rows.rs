@@ -1,4 +1,4 @@
-//! Values that a race keeps for long, at the width in which they are read, in memory or in a file.
+//! Values that a race keeps for a long time, in the precision in which they are used, in memory or in a file.
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use crate::Result;
 use crate::calibrate::{Spill, SpillFile};
 
-/// Bytes that are gathered before they are written.
+/// Bytes that are buffered before a write.
 const BUFFER: usize = 1 << 20;
 
 /// A list of values, kept in `f32` or rounded to bfloat16 (half to even).
@@ -14,11 +14,11 @@ const BUFFER: usize = 1 << 20;
 pub(super) enum Rows {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
-    /// In a file, in one of these types.
+    /// In a file, in either type.
     Spilled(SpilledRows),
 }
 
-/// Values in a file, and the last of them that are not written yet.
+/// Values in a file, with a buffer of values that are not written yet.
 #[derive(Debug)]
 pub(super) struct SpilledRows {
     file: SpillFile,
@@ -28,7 +28,7 @@ pub(super) struct SpilledRows {
 }
 
 impl Rows {
-    /// An empty list: in a file where there is a place for one, else with room for so many values.
+    /// An empty list, in a file if `spill` is given, otherwise in memory with capacity for `values`.
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -43,7 +43,7 @@ impl Rows {
         })
     }
 
-    /// All of these in memory, rounded.
+    /// A list of these values in memory, rounded to bfloat16.
     pub(super) fn rounded(values: &[f32]) -> Self {
         let mut rows = vec![bf16::ZERO; values.len()];
         rows.convert_from_f32_slice(values);
@@ -143,7 +143,7 @@ impl SpilledRows {
 mod tests {
     use super::*;
 
-    /// Rows in a file are those in memory, written or not.
+    /// Rows in a file equal rows in memory, whether they are still buffered or not.
     #[test]
     fn spilled_rows_are_the_same() {
         let directory = tempfile::tempdir().unwrap();

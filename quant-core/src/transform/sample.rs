@@ -1,39 +1,38 @@
-//! What of a batch races: which tokens, and in which round.
+//! Selects the tokens of a batch for a race, and assigns them to rounds.
 //!
-//! The rule is told at the head of [`race`](super::race).
+//! The rule is described in [`race`](super::race).
 
 use super::rows::Rows;
 use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// Share of the batch that a race uses at most…
+/// A race uses at most one in this many tokens of the batch…
 const SHARE: usize = 4;
-/// …unless that is less than so many tokens.
+/// …unless that is less than this number of tokens.
 const ENOUGH_TOKENS: usize = 4096;
-/// Tokens of the first round, at least.
+/// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
-/// Windows of the first round, at least, where whole windows are taken.
+/// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
-/// Windows that are used at least, where whole windows are taken; no more are used at once.
+/// The minimum number of windows used, if whole windows are used. A batch with no more is used at once.
 const ENOUGH_WINDOWS: usize = 8;
-/// Positions at the start of a window that are always taken.
+/// Positions at the start of a window that are always used.
 const HEAD: usize = 4;
-/// Units that chance is estimated from, at least.
+/// The minimum number of units for estimating the variance.
 const UNITS: usize = 16;
 
-/// Whether what a search watches mixes tokens.
+/// Whether the watched output mixes tokens.
 pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
     graph.mixes_tokens(group.input, group.inspected)
 }
 
-/// Which tokens race in which round.
+/// The assignment of tokens to rounds.
 #[derive(Debug, Clone)]
 pub(super) enum Share {
-    /// The rank of every window, and how many windows have raced after each round.
+    /// The rank of every window, and the number of windows used after each round.
     Windows { ranks: Vec<usize>, until: Vec<usize> },
-    /// Every `stride`-th token after the head in the first round, and half that stride after each
-    /// round more.
+    /// Every `stride`-th token after the head in the first round; each further round halves the stride.
     Tokens { stride: usize, rounds: usize, units_per_window: usize },
 }
 
@@ -45,16 +44,16 @@ pub(super) struct Sample {
     pub(super) share: Share,
     rows: Rows,
     pub(super) places: Vec<Place>,
-    /// Bytes that a round may take of memory, where rows are in a file.
+    /// The memory in bytes that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
-    /// Tokens that count and were added.
+    /// The number of counted tokens added.
     counted: usize,
-    /// The window of the last token that was added, and how many of it after heads were before.
+    /// The window of the last token added, and how many counted tokens after heads preceded in it.
     window: usize,
     tails: usize,
 }
 
-/// Where a kept token belongs.
+/// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
     /// Its position in the batch.
@@ -62,17 +61,16 @@ pub(super) struct Place {
     round: usize,
     pub(super) unit: usize,
     pub(super) head: bool,
-    /// Whether its error is measured; attention needs the others too.
+    /// Whether its error is measured; attention also needs tokens that do not count.
     pub(super) counts: bool,
 }
 
 impl Sample {
-    /// A sample, empty yet, of an input with `channels` features of such a batch. It is `rounded` to
-    /// bfloat16 where the race reads no more than that of it. Of all tokens, the share `of_tokens` have a row, about:
-    /// less than 1 inside an expert.
+    /// An empty sample of an input with `channels` features. It is `rounded` to bfloat16 if the race needs no more
+    /// precision. About the fraction `of_tokens` of all tokens has a row in the input: less than 1 inside an expert.
     ///
     /// # Errors
-    /// When a file for it cannot be created.
+    /// When its file cannot be created.
     pub(super) fn new(
         layout: BatchLayout,
         channels: usize,
@@ -90,7 +88,7 @@ impl Sample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // A list that grew as it is filled would hold the old and the new at times.
+        // Allocated at once, because growing a list holds the old and the new buffer at the same time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -100,7 +98,8 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Tokens that a sample takes of a batch, about, and at most where windows are cut from a stream.
+    /// The approximate number of tokens that a sample takes from a batch; an upper bound if windows are cut from a
+    /// stream.
     pub(super) fn most_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
         let (windows, length) = (batch.samples as u64, batch.length as u64);
         if mixes_tokens {
@@ -114,7 +113,7 @@ impl Sample {
         let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
         let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
         let heads = match batch.packing {
-            // Documents have heads of their own; they are taken to be of 32 tokens at least.
+            // Each document has its own head; documents are assumed to have at least 32 tokens.
             Packing::Documents => tokens / (32 / HEAD as u64),
             Packing::Auto | Packing::Stream => 0,
         };
@@ -122,7 +121,7 @@ impl Sample {
         (tokens / stride).saturating_add(heads).min(tokens)
     }
 
-    /// Where the next token belongs, if it is wanted.
+    /// The assignment of the next token, if it is used.
     fn place(&mut self, token: usize) -> Option<Place> {
         let length = self.layout.length();
         let (window, position) = (token / length, token % length);
@@ -151,7 +150,7 @@ impl Sample {
         }
     }
 
-    /// Tokens that count of those that had a row, whether the sample kept it or not.
+    /// The number of counted tokens that had a row, whether or not the sample kept them.
     pub(super) fn counted(&self) -> usize {
         self.counted
     }
@@ -170,7 +169,7 @@ impl Sample {
         }
     }
 
-    /// The rows of a round, by their positions in the sample.
+    /// The rows of a round, as positions in the sample.
     pub(super) fn round(&self, round: usize) -> Vec<usize> {
         (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
     }
@@ -185,8 +184,8 @@ impl Sample {
         Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
     }
 
-    /// How many tokens may be compared at a time where each takes so many bytes: all of them where rows are in memory,
-    /// else what fits, in whole pieces.
+    /// How many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory, otherwise
+    /// as many multiples of `piece` as fit, and at least one.
     pub(super) fn tokens_at_a_time(&self, token_bytes: u64, piece: usize) -> usize {
         let Some(bytes) = self.round_bytes else { return usize::MAX };
         let pieces = bytes / token_bytes.saturating_mul(piece as u64).max(1);
@@ -207,8 +206,8 @@ impl Statistic for Sample {
     }
 }
 
-/// The widths of what a race compares: of the input, of the outputs of all consumers together, of what the watched linear
-/// reads, and of what is watched.
+/// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched linear,
+/// and the watched output.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RaceShape {
     pub(super) k: usize,
@@ -218,8 +217,8 @@ pub(super) struct RaceShape {
 }
 
 impl RaceShape {
-    /// Bytes that a token takes while candidates are compared on it: its row, and what is kept of the float module, whole
-    /// or as a point from which [differences](super::difference) are taken.
+    /// The memory in bytes of a token while candidates are compared on it: its row, and the float module's values, either
+    /// its output or the values from which [differences](super::difference) are computed.
     pub(super) fn token_bytes(self, one_consumer: bool, differences: bool) -> u64 {
         let Self { k, outputs, read, inspected } = self;
         let kept = match (differences, one_consumer) {
@@ -233,7 +232,7 @@ impl RaceShape {
 
 impl Share {
     fn windows(windows: usize) -> Self {
-        // Counting with reversed bits, so that any beginning of the order spreads over the batch.
+        // Bit-reversed counting, so that any prefix of the order spreads over the batch.
         let bits = windows.next_power_of_two().trailing_zeros();
         let reversed = |i: usize| if bits == 0 { 0 } else { i.reverse_bits() >> (usize::BITS - bits) };
         let mut ranks = vec![0; windows];
@@ -268,7 +267,7 @@ mod tests {
     use super::*;
     use crate::model::TokenRows;
 
-    /// A sample of one channel, all tokens added.
+    /// A sample of one channel with all tokens added.
     fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
         let tokens = layout.tokens();
         let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false, 1.0, None).unwrap();
@@ -294,15 +293,15 @@ mod tests {
     fn tokens_double_up_to_a_quarter() {
         let rounds = rounds(&sample(BatchLayout::plain(32, 512), false));
         let counts: Vec<usize> = rounds.iter().map(Vec::len).collect();
-        // The heads come on top of the first.
+        // The first round also contains the heads.
         assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
         let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
         assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
-    /// Which tokens race does not depend on how rows arrive; of a value that has rows for some tokens only, those
-    /// that race are among them, and so are their rows.
+    /// The choice of tokens does not depend on how rows arrive. If a value has rows for some tokens only, only those
+    /// are chosen, with their own rows.
     #[test]
     fn rows_race_for_their_own_tokens() {
         use crate::calibrate::TokenUse::{Context, Counted};
@@ -362,8 +361,8 @@ mod tests {
         assert_eq!(taken.concat().len(), 8 * 13);
     }
 
-    /// Of a batch whose prompts are masked, and whose windows hold several documents, as many tokens
-    /// are taken as count; every document has a head, and no token comes that does not count.
+    /// If prompts are masked and windows have several documents, the number of chosen tokens depends on those that
+    /// count, every document has a head, and tokens that do not count are not chosen.
     #[test]
     fn masked_tokens_do_not_race() {
         use crate::calibrate::TokenUse::{Context, Counted};
@@ -385,7 +384,7 @@ mod tests {
         let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
         assert!(tokens.places.len() as u64 <= most);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
-        // Attention needs what stands before.
+        // Attention needs the tokens before.
         let whole = sample(layout, true);
         assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
     }

@@ -1,4 +1,4 @@
-//! What a user may say about transforms.
+//! Settings of transforms.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -11,24 +11,24 @@ use crate::model::KvScheme;
 use crate::quantize::ScaleSearch;
 use crate::{Error, Result};
 
-/// How transforms are run; each looks at its own part.
+/// Settings of all transforms; each uses its own part.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TransformSettings {
     /// AWQ: how candidates are compared.
     pub search: Search,
     /// SmoothQuant.
     pub smooth: SmoothSettings,
-    /// The exponent of the smoothing of outputs; what is usual for the granularity where nothing is said.
+    /// The exponent for smoothing outputs; the default depends on the granularity.
     pub outputs: Option<Alpha>,
-    /// The exponent of SmoothAttention; searched where nothing is said.
+    /// The exponent of SmoothAttention; searched if `None`.
     pub attention: Option<Alpha>,
-    /// How keys and values are going to be cached, where not as floats.
+    /// How keys and values will be cached; `None` for floats.
     pub kv: Option<KvScheme>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub scale_search: ScaleSearch,
 }
 
-/// What a recipe file may say of a step.
+/// The keys that a recipe file may set for a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepSettings {
     /// `search`
@@ -40,7 +40,7 @@ pub struct StepSettings {
 }
 
 impl StepSettings {
-    /// Keys, and whether they are there.
+    /// The keys, and whether they are set.
     pub fn keys(&self) -> [(&'static str, bool); 3] {
         [
             ("search", self.search.is_some()),
@@ -50,24 +50,24 @@ impl StepSettings {
     }
 }
 
-/// How SmoothQuant is run.
+/// Settings of SmoothQuant.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SmoothSettings {
-    /// The exponent of the activations; the family's where nothing is said.
+    /// The exponent of the activations; the family's default if `None`.
     pub alpha: Option<Alpha>,
     /// Which producers are divided.
     pub producers: Producers,
-    /// Maxima that were gathered before; from the calibration batch without.
+    /// Channel maxima from a file; if `None`, they are gathered from the calibration batch.
     pub maxima: Option<Arc<ChannelMaxima>>,
 }
 
-/// SmoothQuant's exponent: how much of the outliers moves from the activations into the weights.
+/// SmoothQuant's exponent: how much of the outliers is moved from the activations into the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "alpha is a number from 0 to 1, or \"auto\"")]
 pub enum Alpha {
-    /// The same for all.
+    /// The same exponent for all producers.
     Fixed(f32),
-    /// For every producer the one that leaves the least error in its block's output.
+    /// For each producer, the exponent with the least error in the block's output.
     Auto(Automatic),
 }
 
@@ -80,7 +80,7 @@ pub enum Automatic {
 }
 
 impl Alpha {
-    /// Fails when it is outside 0 to 1.
+    /// Checks that the exponent is between 0 and 1.
     ///
     /// # Errors
     /// [`Error::Usage`].
@@ -110,14 +110,14 @@ impl FromStr for Alpha {
     }
 }
 
-/// What SmoothQuant divides by its scales.
+/// The producers that SmoothQuant divides by its scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Producers {
-    /// Norms, as the paper does.
+    /// Norms, as in the paper.
     #[default]
     Norms,
-    /// Linears too, whose outputs reach the next linear channel by channel: up_proj before down_proj, v_proj before
+    /// Also linears whose outputs reach the next linear channel by channel: up_proj before down_proj, v_proj before
     /// o_proj.
     All,
 }

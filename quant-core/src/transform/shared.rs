@@ -1,5 +1,5 @@
-//! The scales that rows of a weight share, for candidates of a search: from the weight as a candidate scales it, and
-//! from those that engines run as one with it.
+//! Scales that rows of a weight share, for candidates of a search: computed from the weight as scaled by a candidate,
+//! and from the weights that engines fuse with it.
 
 use super::BlockTask;
 use crate::Result;
@@ -7,10 +7,10 @@ use crate::model::NodeId;
 use crate::quantize::{RowsError, ScaleContext, SharedExtents, SharedScales};
 use crate::scheme::{Granularity, LinearScheme};
 
-/// The scales that rows of `node`'s weight share when its columns are multiplied by `scales`.
+/// The scales that rows of `node`'s weight share if its columns are multiplied by `scales`.
 ///
 /// # Errors
-/// When a weight cannot be read, or a scale overflows its type.
+/// When a weight cannot be read, or a scale overflows its dtype.
 pub(super) fn shared_scales(task: &BlockTask<'_>, node: NodeId, scales: &[f32]) -> Result<SharedScales> {
     let grid = task.grids[&node];
     let Some(extents) = extents(task, node, scales)? else { return Ok(SharedScales::None) };

@@ -1,24 +1,24 @@
-//! SmoothAttention (QServe, §4.2.2): outliers of keys move into queries, so that keys can be stored in 4 bits.
+//! SmoothAttention (QServe, §4.2.2): moves outliers of keys into queries, so that keys can be stored in 4 bits.
 //!
-//! A key head has a few channels that are ten times as large as the others, the same for all tokens, and all share one
-//! scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`: with
+//! A key head has a few channels that are ten times as large as the others, the same ones for all tokens, and all
+//! channels share one scale. Scores are products of queries and keys, so `Q Λ · (K Λ⁻¹)ᵀ = Q Kᵀ`. With
 //!
 //! ```text
 //! λ_i = max |K_i|^α                                       i a channel of a key head, over the text
-//! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 where keys are turned, and the rotation mixes i and j
+//! λ_i = λ_j = max(max |K_i|, max |K_j|)^α                 if the rotary embedding rotates i and j as a pair
 //! ```
 //!
-//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, biases too; the query heads that share a
-//! key head share its `λ`. Keys are looked at as the cache holds them, turned to their positions.
+//! rows of `q_proj` are multiplied by `λ` and rows of `k_proj` divided, including biases; the query heads that share a
+//! key head share its `λ`. Keys are measured as they are cached, after the rotary embedding.
 //!
-//! Where queries and keys are normed after their linears (Qwen3), the weights of the norms take it. All heads share
-//! those, and so one `λ`; it is rounded to powers of two there, which norms of any type hold exactly: rounded to
-//! different values, the two channels that are turned into each other would no longer have the same. Channels whose
-//! parameters would leave that type's range keep their scale.
+//! If queries and keys are normalized after their linears (Qwen3), `λ` is folded into the weights of these norms. All
+//! heads share the weights, and thus one `λ`. It is rounded to powers of two, which norms of any dtype hold exactly:
+//! with other values, rounding could give different scales to the two channels of a rotated pair. Channels whose
+//! parameters would leave the dtype's range keep their scale.
 //!
-//! The paper takes `α = 0.5`. By default it is searched among 0, 0.1 … 1: the one that leaves the least squared error in
-//! the scores, with keys on the cache's grid. Of keys `k`, rounded to `k + e`, and all queries `q` of the heads that
-//! read them, that is `Σ (q · e)² = Σ eᵀ (Σ q qᵀ) e`.
+//! The paper uses `α = 0.5`. By default, it is searched among 0, 0.1 … 1 for the least squared error of the scores with
+//! keys on the cache's grid. For keys `k`, rounded to `k + e`, and all queries `q` of the heads that read them, the
+//! error is `Σ (q · e)² = Σ eᵀ (Σ q qᵀ) e`.
 
 use quant_kernels_cpu::attention::{dequantize_head, quantize_head};
 use serde::{Deserialize, Serialize};
@@ -31,21 +31,21 @@ use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, KvScheme, NodeId, QueryKey};
 use crate::{Error, Result};
 
-/// Tokens whose queries and keys a search looks at.
+/// The number of tokens whose queries and keys a search uses.
 const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
-/// The cache where a plan says nothing of it.
+/// The default cache for plans that do not specify one.
 const USUAL: KvScheme = KvScheme::Kv4;
 
-/// What SmoothAttention did to an attention.
+/// The result of SmoothAttention for an attention layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AttentionRecord {
-    /// What makes the keys, and is divided.
+    /// The producer of the keys, which is divided.
     pub keys: String,
-    /// The exponent; 0 where nothing is moved.
+    /// The exponent; 0 if nothing is moved.
     pub alpha: f32,
-    /// All exponents that were tried: mean squared error of a score. Empty without a search.
+    /// The exponents tried, with the mean squared error of a score. Empty without a search.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tried: Vec<TriedScales>,
 }
@@ -121,10 +121,10 @@ impl Transform for SmoothAttention {
     }
 }
 
-/// Queries and keys of one attention.
+/// Queries and keys of one attention layer.
 struct Seen {
     pair: QueryKey,
-    /// Of the tokens that count, every so many are in keys and sums.
+    /// Every `stride`-th counted token is in keys and sums.
     stride: usize,
     /// `max |k|` of every channel of every key head.
     maxima: Vec<f32>,
@@ -132,7 +132,7 @@ struct Seen {
     keys: Vec<f32>,
     /// `Σ q qᵀ` of the same tokens, `[kv_heads, head_dim, head_dim]`.
     grams: Vec<f64>,
-    /// Queries in the sums, of one key head.
+    /// The number of queries in the sums, per key head.
     queries: usize,
 }
 
@@ -161,7 +161,7 @@ impl Seen {
         self.maxima.len() / self.pair.head_dim
     }
 
-    /// The width of the norm that makes keys, where one does.
+    /// The width of the norm that produces keys, if there is one.
     fn norm_width(&self, task: &BlockTask<'_>) -> Option<usize> {
         task.block.graph().nodes()[self.pair.producers[1]].op.stored_norm().map(|(_, width, _)| width)
     }
@@ -187,7 +187,7 @@ impl Seen {
             }
         }
         let scales = largest.iter().map(|&max| match max.powf(alpha) {
-            // A channel without keys keeps its scale.
+            // A channel whose keys are always 0 keeps its scale.
             scale if max > 0.0 && scale.is_normal() && (1.0 / scale).is_normal() => scale,
             _ => 1.0,
         });
@@ -199,7 +199,7 @@ impl Seen {
         Ok(scales)
     }
 
-    /// Sets to 1 the powers of two whose products the narrow type of a norm's parameters does not hold.
+    /// Sets powers of two to 1 if their products do not fit the narrow dtype of a norm's parameters.
     fn leave_what_norms_cannot_hold(&self, task: &BlockTask<'_>, scales: &mut [f32]) -> Result<()> {
         let (d, shared) = (self.pair.head_dim, self.pair.head_dim * self.pair.repeat);
         let [queries, keys] = self.pair.producers;
@@ -220,7 +220,7 @@ impl Seen {
                 }
             }
         }
-        // A norm of single heads stands for all of them, and what is turned together is scaled together.
+        // A norm over single heads applies to all heads, and the channels of a rotated pair have the same scale.
         let one_head = self.norm_width(task) == Some(d);
         for (at, scale) in scales.iter_mut().enumerate() {
             let (head, channel) = if one_head { (0, at % d) } else { (at / d * d, at % d) };
@@ -244,7 +244,7 @@ impl Seen {
         ] {
             match &nodes[node].op {
                 op if op.linear_shape().is_some() => {
-                    // Rows are divided.
+                    // Rewrites divide rows.
                     let divisors = (0..width).map(|row| 1.0 / scale(row)).collect();
                     rewrite.rows.insert(node, divisors);
                 }
@@ -267,7 +267,7 @@ impl Seen {
         Ok(())
     }
 
-    /// Tries all exponents. Of equally good ones the first is taken, which moves least.
+    /// Tries all exponents. Ties go to the smallest, which moves least.
     fn search(&self, task: &BlockTask<'_>) -> Result<(f32, Vec<TriedScales>)> {
         let bits = u32::from(task.settings.kv.unwrap_or(USUAL).bits());
         let mut tried = Vec::new();
@@ -282,7 +282,7 @@ impl Seen {
         Ok((best.and_then(|b| b.ratio).unwrap_or(0.0), tried))
     }
 
-    /// The mean squared error of a score of these tokens, all with all.
+    /// The mean squared error of a score, over all pairs of these queries and keys.
     fn error(&self, scales: &[f32], bits: u32) -> f64 {
         let d = self.pair.head_dim;
         let (mut scaled, mut codes, mut rounded) = (vec![0.0; d], vec![0; d], vec![0.0; d]);
@@ -291,7 +291,7 @@ impl Seen {
             for (head, (key, scales)) in key.chunks_exact(d).zip(scales.chunks_exact(d)).enumerate() {
                 scaled.iter_mut().zip(key).zip(scales).for_each(|((s, k), scale)| *s = k / scale);
                 let grid = quantize_head(&scaled, bits, &mut codes);
-                // What the cache would refuse is worse than anything.
+                // Values that the cache cannot hold are worse than any error.
                 let Ok(()) = grid.and_then(|grid| dequantize_head(&codes, grid, &mut rounded)) else {
                     return f64::INFINITY;
                 };
@@ -311,12 +311,12 @@ impl Seen {
 }
 
 impl Seen {
-    /// Nothing seen yet of an attention, of whose tokens that count every `stride`-th is looked at by the search.
+    /// The statistic of an attention layer before any token; every `stride`-th counted token is used for the search.
     fn new(pair: QueryKey, stride: usize) -> Self {
         Self { pair, stride, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 }
     }
 
-    /// Adds a query and the key of the same token to what a search looks at.
+    /// Adds the query and the key of a token to the data for the search.
     fn add(&mut self, query: &[f32], key: &[f32]) {
         let d = self.pair.head_dim;
         self.keys.extend_from_slice(key);
@@ -336,7 +336,7 @@ impl AttentionStatistic for Seen {
         self.grams.resize(keys.channels() * self.pair.head_dim, 0.0);
         for ((rank, key), (_, query)) in keys.counted().zip(queries.counted()) {
             for (max, k) in self.maxima.iter_mut().zip(key) {
-                // What is not a number must not vanish in a comparison.
+                // Comparisons would skip NaN.
                 *max = if k.is_nan() { f32::INFINITY } else { max.max(k.abs()) };
             }
             if rank.is_multiple_of(self.stride) {

@@ -1,4 +1,4 @@
-//! What the searches of scales and of clip bounds need of a block's inputs, gathered in one pass of the float block.
+//! Statistics of a block's inputs for the searches of scales and clip bounds, gathered in one pass of the float block.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,32 +12,32 @@ use crate::calibrate::{
 };
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 
-/// What is wanted of a pass.
+/// What a pass should gather.
 pub(super) struct Wanted<'a> {
     /// The groups whose scales are searched.
     pub(super) groups: &'a [FoldGroup],
-    /// Scales that are tried for each.
+    /// The number of scales tried for each.
     pub(super) candidates: usize,
-    /// Tokens of the inputs of clipped linears, about.
+    /// The approximate number of tokens for the inputs of clipped linears.
     pub(super) clip_tokens: usize,
 }
 
 /// Statistics of the inputs of a block's linears.
 pub(super) struct InputStatistics {
-    /// Of the inputs of groups, by the node whose value the consumers read.
+    /// Means of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,
     /// For the clip search.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
     /// For races.
     pub(super) samples: BTreeMap<NodeId, Sample>,
-    /// For what is judged by its input's Gram matrix.
+    /// For linears that are judged by their input's Gram matrix.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
-    /// How many tokens that count went through each linear.
+    /// The number of counted tokens that went through each linear.
     pub(super) tokens: BTreeMap<NodeId, u64>,
 }
 
 impl InputStatistics {
-    /// Gathers them, and moves the states on to what comes out of the block if `advance` is set.
+    /// Gathers the statistics, and replaces the states with the output of the block if `advance` is set.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled.
@@ -76,13 +76,13 @@ fn means(task: &BlockTask<'_>, wanted: &Wanted<'_>) -> BTreeMap<NodeId, AbsMean>
     wanted.groups.iter().map(|g| (g.input, AbsMean::new(shape(task, g.consumers[0])[1]))).collect()
 }
 
-/// Of the inputs of all linears that may be clipped.
+/// Samples for the inputs of all linears that may be clipped.
 fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> BTreeMap<NodeId, SampledRows> {
     let graph = task.block.graph();
     let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
     let rows = |&node: &NodeId| {
         let input = graph.nodes()[node].inputs[0];
-        // Of a value that has rows for a share of the tokens, more of them are kept.
+        // If a value has rows for a fraction of the tokens, a larger part of them is kept.
         let tokens = (wanted.clip_tokens as f64 / task.block.share_of_tokens(input)) as usize;
         (input, SampledRows::new(shape(task, node)[1], layout.counted(), tokens))
     };
@@ -116,8 +116,8 @@ fn kept(
     Ok((samples, grams))
 }
 
-/// Bytes that the fast search keeps of a group's input on such a batch. `[n, k]` is the shape of the
-/// group's first linear, for which so many scales are tried.
+/// The number of bytes that the fast search keeps of a group's input. `[n, k]` is the shape of the group's first
+/// linear, and `candidates` the number of scales tried for it.
 pub(crate) fn kept_bytes(
     graph: &BlockGraph,
     group: &FoldGroup,
@@ -133,7 +133,7 @@ pub(crate) fn kept_bytes(
         .unwrap_or(0)
 }
 
-/// The same where this share of all tokens has a row in the input.
+/// The number of bytes if this fraction of all tokens has a row in the input.
 fn kept_of_share(
     graph: &BlockGraph,
     group: &FoldGroup,
@@ -143,19 +143,19 @@ fn kept_of_share(
 ) -> u64 {
     let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
     let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
-    // A sample of a few tokens takes all of them.
+    // If there are few tokens, a sample contains all of them.
     let most = most.min((2.0 * tokens as f64 * share) as u64);
     let rows = most.saturating_mul(4 * k);
     let work = Work { tokens: tokens as f64 * share, n: n as f64, k: k as f64 };
     if group.consumers.len() == 1 && work.gram_is_cheaper(candidates) {
-        // How many tokens count is not known yet, and with few of them it is a race after all.
+        // The number of counted tokens is not known yet, and if it is small, there will be a race after all.
         let all_count = batch.mask == Mask::None && batch.packing != Packing::Documents;
         return if all_count { 4 * k * k } else { (4 * k * k).max(rows) };
     }
     rows
 }
 
-/// The size of a search: a single linear `[n, k]` and so many tokens of its input.
+/// The size of a search: a single linear `[n, k]`, and the number of tokens of its input.
 struct Work {
     tokens: f64,
     n: f64,
@@ -163,9 +163,9 @@ struct Work {
 }
 
 impl Work {
-    /// Whether so many candidates are judged with fewer operations by the input's Gram matrix than
-    /// by a race. Both are estimates: the matrix costs `t k²`, a candidate then `2 n k²`; a race runs
-    /// every candidate on an eighth of the tokens, about, at `2 n k` each.
+    /// Whether judging candidates by the input's Gram matrix takes fewer operations than a race. Both are estimates:
+    /// the matrix costs `t k²`, and then each candidate `2 n k²`; a race runs every candidate on about an eighth of the
+    /// tokens, at `2 n k` each.
     fn gram_is_cheaper(&self, candidates: usize) -> bool {
         let Self { tokens: t, n, k } = *self;
         let candidates = candidates as f64;

@@ -1,5 +1,5 @@
-//! What a transform is going to look at, known from shapes alone: what predictions of memory and time are made from, and
-//! what says whether a step makes sense.
+//! The workload of a transform, derived from shapes alone: the basis for estimates of memory and time, and for checking
+//! whether a step makes sense.
 
 use std::collections::BTreeMap;
 
@@ -8,48 +8,48 @@ use crate::model::{Architecture, BlockGraph, NodeId, Reach};
 use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
 
-/// A block, and the batch that a transform looks at.
+/// A block, and the batch that a transform uses.
 #[derive(Debug, Clone)]
 pub struct Workload<'a> {
     /// The block.
     pub graph: &'a BlockGraph,
     /// The batch.
     pub sampling: Sampling,
-    /// How transforms are run.
+    /// Settings of transforms.
     pub settings: &'a TransformSettings,
     /// The schemes of the block's linears that are quantized.
     pub schemes: BTreeMap<NodeId, LinearScheme>,
 }
 
-/// What a search will take.
+/// The operations of a search.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SearchWork {
     /// Floating-point operations of matrix products.
     pub operations: f64,
-    /// Weights that are rounded, each as often as it is.
+    /// Weights rounded, counted once per rounding.
     pub rounded: f64,
 }
 
 impl Workload<'_> {
-    /// Tokens of the batch.
+    /// The number of tokens in the batch.
     pub fn tokens(&self) -> f64 {
         self.sampling.samples as f64 * self.sampling.length as f64
     }
 
-    /// The share of all tokens that a value is computed for while the block is watched; experts that few tokens are routed
-    /// to are taken to be few.
+    /// The fraction of all tokens for which a value is computed when statistics are gathered. Experts with few routed
+    /// tokens are assumed to be rare.
     pub fn share_of_tokens(&self, id: usize) -> f64 {
         self.sampling.experts.shares(self.graph.share_of_tokens(id))[0]
     }
 
-    /// Operations of the batch on its way through the block.
+    /// The operations for running the batch through the block.
     pub fn block_operations(&self) -> f64 {
         let length = self.sampling.length as f64;
         let nodes = self.graph.nodes().iter().enumerate();
         nodes.map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(id), length)).sum()
     }
 
-    /// Operations of what mixes the tokens of the whole batch.
+    /// The operations of nodes that mix tokens, for the whole batch.
     pub fn mixing_operations(&self) -> f64 {
         let attentions = self.graph.nodes().iter().filter(|node| node.op.reach() == Reach::Window);
         let length = self.sampling.length as f64;
@@ -72,15 +72,15 @@ impl Workload<'_> {
     }
 }
 
-/// What a plan asks for, as a step judges it.
+/// The request of a plan, as checked by a step.
 pub struct Outline<'a> {
     /// The model.
     pub architecture: &'a Architecture,
-    /// What the method is called.
+    /// The name of the method.
     pub method: &'a str,
     /// All steps of the method, in order.
     pub steps: Vec<&'static str>,
-    /// How transforms are run.
+    /// Settings of transforms.
     pub settings: &'a TransformSettings,
     /// The schemes of all weights that are quantized.
     pub schemes: Vec<LinearScheme>,
@@ -88,6 +88,6 @@ pub struct Outline<'a> {
     pub rounded_inputs: std::collections::BTreeSet<(usize, NodeId)>,
     /// Whether the inputs of any weight in a block are rounded.
     pub rounds_in_blocks: bool,
-    /// Whether static scales of cached keys and values are found.
+    /// Whether static scales of cached keys and values are computed.
     pub calibrates_cache: bool,
 }

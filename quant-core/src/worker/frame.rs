@@ -1,22 +1,22 @@
-//! Frames between a process and its worker: a length and so many bytes.
+//! Frames between a process and its worker: a length, followed by as many bytes.
 //!
-//! Neither side trusts a length: bytes are taken as they come, so that a false one costs nothing, and whoever reads
-//! says how long a frame may be.
+//! Neither side trusts a length. Bytes are read in pieces, so a false length costs no memory, and the reader specifies
+//! the maximum length of a frame.
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// Bytes that are read at once.
+/// The number of bytes read at once.
 const PIECE: usize = 1 << 20;
 
-/// A message in parts, of which large ones are borrowed.
+/// A message in parts; large parts are borrowed.
 #[derive(Debug, Default)]
 pub(super) struct Frame<'a> {
     parts: Vec<Cow<'a, [u8]>>,
 }
 
 impl<'a> Frame<'a> {
-    /// Adds bytes that are kept elsewhere.
+    /// Adds bytes that are stored elsewhere.
     pub(super) fn borrow(&mut self, bytes: &'a [u8]) {
         self.parts.push(Cow::Borrowed(bytes));
     }
@@ -29,12 +29,12 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Its bytes, without the length before them.
+    /// The number of bytes, without the length prefix.
     pub(super) fn len(&self) -> u64 {
         self.parts.iter().map(|part| part.len() as u64).sum()
     }
 
-    /// All of it in one piece.
+    /// The contents as contiguous bytes.
     #[cfg(test)]
     pub(super) fn concat(&self) -> Vec<u8> {
         self.parts.concat()
@@ -42,7 +42,7 @@ impl<'a> Frame<'a> {
 
     /// Writes it.
     pub(super) fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
-        // The length goes along with what is small, in one write.
+        // The length and a small first part share one write.
         let mut head = self.len().to_le_bytes().to_vec();
         let mut parts = &self.parts[..];
         if let Some((first @ Cow::Owned(_), rest)) = parts.split_first() {
@@ -54,7 +54,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Reads a frame of at most `most` bytes; nothing at the end of the input.
+/// Reads a frame of at most `most` bytes; `None` at the end of the input.
 pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; 8];
     let mut have = 0;

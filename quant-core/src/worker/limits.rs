@@ -1,7 +1,7 @@
-//! What a worker process may take, by what is asked of it.
+//! The resource limits of a worker process, which depend on the questions asked.
 //!
-//! Tokenizing takes some hundred bytes and about a microsecond for each byte of text, so the limits grow with the text,
-//! and an honest one never meets them. What remains is bounded by the machine.
+//! Tokenizing takes about a hundred bytes and about a microsecond per byte of text. The limits grow with the text, so
+//! legitimate texts never reach them. The growth is bounded by the resources of the machine.
 
 use std::time::Duration;
 
@@ -13,20 +13,20 @@ use super::{Content, Question};
 /// Limits of a worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of address space, whatever is asked.
+    /// Base limit on address space, in bytes.
     pub memory: u64,
-    /// Bytes more for each byte of the file that is loaded.
+    /// Additional bytes for each byte of the loaded file.
     pub memory_of_loaded_byte: u64,
-    /// Bytes more for each byte of the longest question.
+    /// Additional bytes for each byte of the longest question.
     pub memory_of_asked_byte: u64,
-    /// Processor time, whatever is asked.
+    /// Base limit on processor time.
     pub time: Duration,
-    /// Time more for each byte of the file that is loaded, and of every question.
+    /// Additional time for each byte of the loaded file and of every question.
     pub time_of_byte: Duration,
 }
 
 impl Default for Limits {
-    /// 2 GiB and 10 seconds, and for each byte of text 256 bytes and 20 microseconds.
+    /// 2 GiB and 10 seconds, plus 256 bytes and 20 microseconds per byte of text.
     fn default() -> Self {
         Self {
             memory: 2 << 30,
@@ -38,21 +38,21 @@ impl Default for Limits {
     }
 }
 
-/// What a process has been granted so far.
+/// The limits granted to a process so far.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Granted {
     limits: Limits,
     loaded: u64,
     longest: u64,
     time: Duration,
-    /// The machine's memory, or what the process that started it has for itself.
+    /// A limit derived from the machine's memory, and the limit of this process.
     most: Option<u64>,
     inherited: Option<u64>,
     set: Option<(u64, u64)>,
 }
 
 impl Granted {
-    /// For a process that loads a file, on `threads` threads with stacks of so many bytes.
+    /// The limits of a process that loads a file; `stacks` is the total size of its thread stacks in bytes.
     pub(super) fn for_loading(limits: Limits, loadable: &Loadable, stacks: u64) -> Self {
         let loaded = match &loadable.content {
             Content::Tokenizer(json) => json.len(),
@@ -65,7 +65,7 @@ impl Granted {
         Self { limits, loaded, longest: 0, time, most: machine, inherited, set: None }
     }
 
-    /// Adds what a question may take.
+    /// Adds the limits for a question.
     pub(super) fn add(&mut self, question: &Question<'_>) {
         let (bytes, repeated) = match question {
             Question::Encode { texts, .. } => (texts.iter().map(|t| t.len() as u64).sum(), 1),
@@ -75,7 +75,7 @@ impl Granted {
             Question::Render { chats, .. } => {
                 let bytes = |value: &serde_json::Value| value.to_string().len() as u64;
                 let of_chat = |c: &super::Chat| c.messages.iter().map(bytes).sum::<u64>() + bytes(&c.tools);
-                // What the assistant wrote is found by rendering once a message.
+                // Finding the assistant's text renders a conversation once per message.
                 let messages = chats.iter().map(|c| c.messages.len() as u64).max().unwrap_or(0);
                 (chats.iter().map(|c| of_chat(c)).sum(), 2 + messages / 8)
             }
@@ -86,7 +86,7 @@ impl Granted {
         self.time = self.time.saturating_add(time).saturating_add(OF_A_QUESTION);
     }
 
-    /// Bytes of address space, and whether it is our limit rather than that of the machine or of whoever started us.
+    /// The limit on address space in bytes, and whether it is ours rather than that of the machine or an inherited one.
     pub(super) fn memory(&self) -> (u64, bool) {
         let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
@@ -96,19 +96,19 @@ impl Granted {
         (ours.min(least), ours <= least)
     }
 
-    /// Seconds of processor time.
+    /// The limit on processor time in seconds.
     pub(super) fn seconds(&self) -> u64 {
         self.time.as_secs() + 1
     }
 
-    /// Sets the limits of the process where they have changed.
+    /// Sets the limits of the process if they have changed.
     pub(super) fn set(&mut self, process: Pid) {
         let wanted = (self.memory().0, self.seconds());
         if self.set == Some(wanted) {
             return;
         }
         if self.set.is_none() {
-            // No core file of what a crash leaves, and no file at all.
+            // Neither core dumps nor any other files.
             let none = Rlimit { current: Some(0), maximum: Some(0) };
             lower(process, Resource::Core, none);
             lower(process, Resource::Fsize, none);
@@ -122,7 +122,7 @@ impl Granted {
     }
 }
 
-/// A system that does not let us leaves the process without this limit; its crashes are still not ours.
+/// Lowers a limit of a process. If the system refuses, the process runs without it; its crashes still do not affect us.
 fn lower(process: Pid, resource: Resource, limit: Rlimit) {
     if let Err(error) = prlimit(Some(process), resource, limit) {
         tracing::debug!("{resource:?} of the text worker is not limited: {error}");
@@ -134,7 +134,7 @@ fn of_bytes(each: Duration, bytes: u64) -> Duration {
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-/// Bytes of memory that the machine has.
+/// The machine's memory in bytes.
 fn machine_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;

@@ -1,8 +1,8 @@
-//! What a model's files make us execute or expand, and where that happens.
+//! Isolates what a model's files make us execute or expand.
 //!
-//! A chat template is a program, and a `tokenizer.json` can be made to grow a text without bound, to
-//! recurse, or to run an expression that never ends. No check beforehand tells which will. So the rest of the crate
-//! never runs either: it asks a [`TextWorker`], which a [`TextWorkers`] has loaded.
+//! A chat template is a program, and a crafted `tokenizer.json` can expand a text without bound, recurse, or run a
+//! regular expression that never ends. No check can predict this. So the rest of the crate never runs either: it asks a
+//! [`TextWorker`], which a [`TextWorkers`] has loaded.
 //!
 //! ```text
 //! TextTokenizer ─┐            ┌─► calibrate::InProcess        here: nothing to start, nothing bounded but steps
@@ -10,8 +10,8 @@
 //!                             └─► ProcessWorkers ── frames ──► serve (a child) ─────┘
 //! ```
 //!
-//! Who embeds this crate chooses: in this process (the default), in a child of [`ProcessWorkers`], whose program
-//! calls [`serve`], or in a worker of their own. The answers are the same.
+//! Programs that embed this crate choose where it runs: in their own process (the default), in a child process of
+//! [`ProcessWorkers`], whose program calls [`serve`], or in a worker of their own. The answers are the same.
 
 mod frame;
 #[cfg(target_os = "linux")]

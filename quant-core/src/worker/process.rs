@@ -1,8 +1,8 @@
-//! Workers in processes of their own: one for each file, limited in memory, stack and time.
+//! Workers in processes of their own: one per file, limited in memory, stack and time.
 //!
-//! The file's contents go through a socket once the limits are set. A process that ends, whatever the file made of it,
-//! is an error of that file; one that does not end is killed when the run is cancelled. It is never waited for
-//! otherwise, and it ends with us: its standard input closes then.
+//! The file's contents are sent through a socket after the limits are set. If the process ends, for whatever reason,
+//! that is an error of the file; if it hangs, it is killed when the run is cancelled. Otherwise, it is never waited
+//! for, and it ends with this program, because its standard input then closes.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -23,17 +23,17 @@ use super::wire::{longest_answer, read_answer, write_load, write_question};
 use super::{Answer, Content, Fault, Loadable, Question, TextWorker, TextWorkers};
 use crate::{CancelToken, Category, Error, Result};
 
-/// The first argument of a process that is a worker.
+/// The first argument of a worker process.
 pub const WORKER_ARGUMENT: &str = "__text-worker";
-/// How often a wait looks whether the run was cancelled.
+/// How often a wait checks whether the run was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long a process that has closed its socket may take to end.
+/// The time that a process may take to end after it has closed its socket.
 const ENDING: Duration = Duration::from_secs(2);
-/// More threads than this gain little on batches.
+/// More threads gain little on batches.
 const MOST_THREADS: usize = 16;
 
-/// Starts a process for each file: a program with the argument [`WORKER_ARGUMENT`], which calls
-/// [`serve`](super::serve) on its standard output, a socket.
+/// Starts a process per file: a program with the argument [`WORKER_ARGUMENT`], which calls [`serve`](super::serve) on
+/// its standard output, a socket.
 #[derive(Debug, Clone)]
 pub struct ProcessWorkers {
     program: PathBuf,
@@ -45,13 +45,13 @@ pub struct ProcessWorkers {
 }
 
 impl ProcessWorkers {
-    /// Workers of this very executable, on so many threads; the token ends them.
+    /// Workers that run this executable on `threads` threads; cancelling `cancel` ends them.
     pub fn of_this_program(threads: usize, cancel: CancelToken) -> Self {
-        // The link leads to the file that runs, even after an upgrade has replaced it under its path.
+        // The link refers to the running file, even after an upgrade has replaced its path.
         Self::of(Path::new("/proc/self/exe"), threads, cancel)
     }
 
-    /// Workers of another executable.
+    /// Workers that run another executable.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
         let threads = threads.clamp(1, MOST_THREADS);
         Self {
@@ -64,17 +64,17 @@ impl ProcessWorkers {
         }
     }
 
-    /// The same with arguments before [`WORKER_ARGUMENT`], for a program that serves as a worker only with them.
+    /// Adds arguments before [`WORKER_ARGUMENT`], for a program that needs them to act as a worker.
     pub fn with_arguments(self, arguments: Vec<OsString>) -> Self {
         Self { arguments, ..self }
     }
 
-    /// The same with other limits.
+    /// Sets other limits.
     pub fn with_limits(self, limits: Limits) -> Self {
         Self { limits, ..self }
     }
 
-    /// The same with what takes over on systems that do not let processes be started at all; a warning says so.
+    /// Sets a fallback for systems on which no process can be started. Using it logs a warning.
     pub fn or_else(self, instead: Arc<dyn TextWorkers>) -> Self {
         Self { instead: Some(instead), ..self }
     }
@@ -85,14 +85,15 @@ impl ProcessWorkers {
         ours.set_write_timeout(Some(LOOK))?;
         let mut command = Command::new(&self.program);
         if self.arguments.is_empty() {
-            // An interpreter finds itself by that name.
+            // Not set for interpreters, which find their installation by this name.
             command.arg0("quant-text-worker");
         } else {
-            // Its allocator reserves address space for each thread, which counts against the limit.
+            // An interpreter's allocator reserves address space for each thread, which counts against the limit.
             command.env("MALLOC_ARENA_MAX", "2");
         }
         command.args(&self.arguments).arg(WORKER_ARGUMENT).env("RUST_BACKTRACE", "0");
-        // In a group of its own no key of the terminal reaches it: what ends it is decided here.
+        // In a process group of its own, it does not receive signals from the terminal; only this process decides when
+        // it ends.
         command.process_group(0).stdin(Stdio::piped()).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
         Ok(Running { child: command.spawn()?, socket: ours, granted: None })
     }
@@ -120,14 +121,14 @@ impl TextWorkers for ProcessWorkers {
     }
 }
 
-/// Whether the system has too little of something, and would let a process be started at another time.
+/// Whether the error is a lack of resources, so that a process might start at another time.
 fn is_shortage(error: &io::Error) -> bool {
     const TOO_MANY_FILES: [i32; 2] = [23, 24];
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory)
         || error.raw_os_error().is_some_and(|code| TOO_MANY_FILES.contains(&code))
 }
 
-/// A worker whose process is started again when it was killed.
+/// A worker whose process is restarted after it was killed.
 #[derive(Debug)]
 struct ProcessWorker {
     workers: ProcessWorkers,
@@ -135,7 +136,7 @@ struct ProcessWorker {
     running: Mutex<Option<Running>>,
 }
 
-/// A process that lives; it ends when this is dropped.
+/// A running process; dropping this kills it.
 #[derive(Debug)]
 struct Running {
     child: Child,
@@ -149,14 +150,14 @@ enum Failure {
     Cancelled,
     /// The process has closed its socket.
     Ended,
-    /// It said more than an answer may be long.
+    /// The process sent more bytes than an answer may have.
     TooLong,
-    /// What it said is no answer.
+    /// The process sent something that is not an answer.
     Malformed,
 }
 
 impl ProcessWorker {
-    /// Brings a process to the point where it can be asked.
+    /// Waits until a process is ready, sets its limits, and makes it load the file.
     fn start(&self, mut running: Running) -> Result<Running> {
         let mut ready = [0];
         let mut socket = Watched::new(&running.socket, &self.workers.cancel);
@@ -196,13 +197,13 @@ impl ProcessWorker {
         }
     }
 
-    /// What a process that gave no answer means.
+    /// The error for a process that gave no answer.
     fn failed(&self, mut running: Running, failure: &Failure) -> Error {
         if matches!(failure, Failure::Cancelled) {
             return Error::Interrupted;
         }
         let status = running.end();
-        // Whoever ends all our processes means us.
+        // These signals are usually sent to all our processes, so they also apply to this one.
         let signal = status.signal();
         if [Signal::TERM, Signal::INT, Signal::HUP].iter().any(|s| signal == Some(s.as_raw())) {
             return Error::Interrupted;
@@ -283,7 +284,7 @@ impl TextWorker for ProcessWorker {
 }
 
 impl Running {
-    /// Waits for the end of a process that is ending, and ends one that is not.
+    /// Waits for a process that is about to end, and kills it if it does not.
     fn end(&mut self) -> ExitStatus {
         let started = Instant::now();
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -308,7 +309,7 @@ impl Drop for Running {
     }
 }
 
-/// A socket on which waits end when the run is cancelled.
+/// A socket whose reads and writes end when the run is cancelled.
 struct Watched<'a> {
     socket: &'a UnixStream,
     cancel: &'a CancelToken,
@@ -321,8 +322,8 @@ impl<'a> Watched<'a> {
         Self { socket, cancel, since: None, is_cancelled: false }
     }
 
-    /// Repeats an operation until it does something. What takes a moment is let finish, so that a cancelled answer
-    /// of a chat costs no process.
+    /// Retries an operation until it makes progress. After cancellation, it gets a short time to finish, so that
+    /// cancelling a chat answer does not cost a process.
     fn wait<T>(&mut self, mut operation: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
         loop {
             if self.cancel.is_cancelled() {

@@ -1,4 +1,4 @@
-//! The other side: a process that holds one file of a model and answers questions about it.
+//! The worker side: a process that holds one file of a model and answers questions about it.
 
 use std::io::{Read, Write};
 
@@ -7,14 +7,15 @@ use super::wire::{read_load, read_question, write_answer};
 use super::{Answer, Fault, TextWorkers};
 use crate::{Error, Result};
 
-/// Bytes of stack for whatever the file makes us do. What goes deeper ends the process, which is what it is for.
+/// The stack size in bytes for processing the file. Deeper recursion ends the process, which is why it is a separate
+/// one.
 pub(super) const STACK: usize = 16 << 20;
-/// The byte that says that all is there to begin.
+/// The byte that signals that the worker is ready.
 pub(super) const READY: u8 = b'r';
 
 /// Reads what to load and then questions from `input`, and writes answers to `output`, until the input ends.
 ///
-/// A host calls this in the process that [`ProcessWorkers`](super::ProcessWorkers) starts, with what runs tokenizers
+/// A program calls this in the process that [`ProcessWorkers`](super::ProcessWorkers) starts. `workers` run tokenizers
 /// and templates there: [`calibrate::InProcess`](crate::calibrate::InProcess).
 ///
 /// # Errors
@@ -41,7 +42,7 @@ fn no_thread(error: impl std::fmt::Display) -> Error {
 
 fn answer_all(input: &mut dyn Read, output: &mut dyn Write, workers: &dyn TextWorkers) -> Result<()> {
     let failed = |e| Error::io("read or write", "the pipe of the text worker", e);
-    // Whoever started us learns that what ends us from here on is the file's doing.
+    // From here on, the parent process attributes a crash to the file.
     output.write_all(&[READY]).map_err(failed)?;
     let Some(first) = read_frame(input, u64::MAX).map_err(failed)? else { return Ok(()) };
     let loaded = match read_load(&first) {

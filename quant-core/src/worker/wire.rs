@@ -1,4 +1,4 @@
-//! Questions and answers as bytes. All integers are little-endian; a list is its length and its items.
+//! Questions and answers as bytes. All integers are little-endian; a list is its length followed by its items.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::frame::Frame;
 use super::{Answer, Chat, ChatForm, Content, Encoded, Fault, Loadable, Question, RenderedText};
 
-/// Both sides must speak the same.
+/// The version of the protocol, which must be the same on both sides.
 const VERSION: u64 = 1;
 
 /// Adds values to a frame.
@@ -36,7 +36,7 @@ impl<'a> Put<'a> for Frame<'a> {
     }
 }
 
-/// Takes values from a message; nothing where it does not hold one.
+/// Takes values from a message; `None` if the message does not contain one.
 struct Take<'a>(&'a [u8]);
 
 impl<'a> Take<'a> {
@@ -77,7 +77,7 @@ impl<'a> Take<'a> {
         Some(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// A list of items that take at least a byte each, so that a false length ends soon.
+    /// A list of items that have at least one byte each, so that a false length is detected early.
     fn list<T>(&mut self, mut item: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
         let len = self.len()?;
         if len > self.0.len() {
@@ -86,13 +86,13 @@ impl<'a> Take<'a> {
         (0..len).map(|_| item(self)).collect()
     }
 
-    /// The value, if nothing is left behind it.
+    /// The value, if the message ends after it.
     fn whole<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }
 }
 
-/// The first message: what is loaded, and how many threads may work on it.
+/// The first message: what to load, and how many threads may work on it.
 pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     let mut frame = Frame::default();
     frame.number(VERSION);
@@ -116,7 +116,7 @@ pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     frame
 }
 
-/// As [`write_load`] wrote it.
+/// Reads the message of [`write_load`].
 pub(super) fn read_load(bytes: &[u8]) -> Option<(Loadable, usize)> {
     let mut take = Take(bytes);
     if take.number()? != VERSION {
@@ -232,7 +232,7 @@ fn take_fault(take: &mut Take<'_>) -> Option<Fault> {
     Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.to_owned() })
 }
 
-/// An answer, or what is wrong with the file.
+/// An answer, or a fault of the file.
 pub(super) fn write_answer(answer: &Result<Answer, Fault>) -> Frame<'_> {
     let mut frame = Frame::default();
     match answer {
@@ -313,10 +313,10 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
     take.whole(answer)
 }
 
-/// The longest message that is taken for the answer to a question.
+/// The longest message accepted as the answer to a question, in bytes.
 ///
-/// A text has at most 16 tokens a byte, which is more than any tokenizer makes of a character that is taken apart to
-/// bytes; what a template writes is bounded where it runs.
+/// A text has at most 16 tokens per byte, which is more than any tokenizer produces for a character that is split into
+/// bytes. The output of a template is limited where it runs.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
     const TOKENS_OF_A_BYTE: u64 = 16;

@@ -1,5 +1,5 @@
-//! Messages come back as they were sent; what is no message, cut short or has a false length is refused without
-//! panicking, and without memory for what it only claims.
+//! Messages are read back as they were sent. Malformed and truncated messages and false lengths are rejected without
+//! panicking, and without allocating memory for the claimed length.
 
 use std::borrow::Cow;
 use std::io::Cursor;
@@ -43,7 +43,7 @@ fn answers() -> Vec<Result<Answer, Fault>> {
     ]
 }
 
-/// What a frame is once it has gone through a pipe.
+/// The payload of a frame after it has gone through a pipe.
 fn sent(frame: &Frame<'_>) -> Vec<u8> {
     let mut pipe = Vec::new();
     frame.write_to(&mut pipe).unwrap();
@@ -100,7 +100,7 @@ fn an_answer_belongs_to_its_question() {
 
 #[test]
 fn false_lengths_cost_nothing() {
-    // A frame that claims to have 2^60 bytes, and one whose list claims as many items.
+    // A frame that claims a length of 2^60 bytes, and one with a list that claims as many items.
     let mut endless = (1_u64 << 60).to_le_bytes().to_vec();
     endless.extend([0; 100]);
     assert!(read_frame(&mut Cursor::new(&endless), 1 << 20).is_err());

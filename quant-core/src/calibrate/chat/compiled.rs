@@ -1,5 +1,5 @@
-//! A chat template that is compiled and run here, as transformers would run it, but within bounds: it comes with the
-//! model, and is a program.
+//! A chat template, compiled and run as transformers runs it, but with limits: it comes with the model, and is a
+//! program.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -16,15 +16,15 @@ use crate::checkpoint::printable;
 use crate::worker::{Answer, Chat, Question, TextWorker};
 use crate::{Error, Result};
 
-/// Steps that rendering one conversation may take.
+/// The maximum number of steps for rendering one conversation.
 const FUEL: u64 = 10_000_000;
-/// Macros and blocks in each other.
+/// The maximum nesting depth of macros and blocks.
 const DEPTH: usize = 200;
 
-/// A compiled chat template with the special tokens that it may write.
+/// A compiled chat template, with the special tokens that it may write.
 #[derive(Debug)]
 pub(in crate::calibrate) struct Compiled {
-    /// The template without marks, and with them where it has generation blocks.
+    /// The template without marks, and with marks if it has generation blocks.
     pub(super) environment: Environment<'static>,
     pub(super) marks_generation: bool,
     pub(super) tokens: Vec<(String, String)>,
@@ -39,7 +39,7 @@ impl Compiled {
     /// Compiles a template; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line of the template that is no template.
+    /// [`Error::InputFile`] with the line of the syntax error in the template.
     pub(in crate::calibrate) fn new(
         source: String,
         tokens: Vec<(String, String)>,
@@ -78,17 +78,17 @@ impl TextWorker for Compiled {
     }
 }
 
-/// The filter of generation blocks where nothing is marked. As long as the other, so that nothing
-/// else differs.
+/// The filter of generation blocks in the form without marks. Its name is as long as that of the other filter, so that
+/// nothing else differs.
 const UNMARKED: &str = "quant_unmarked__";
 
-/// A block's tag takes the white space before it and the line's end after it.
+/// A block tag removes the white space before it and the newline after it.
 fn whitespace() -> SyntaxConfig {
-    // Nothing but delimiters can be refused.
+    // Building fails only for invalid delimiters, which are the defaults here.
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().unwrap_or_default()
 }
 
-/// What transformers makes of Jinja, with bounds.
+/// Jinja as transformers configures it, with limits.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_syntax(whitespace());
@@ -104,7 +104,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// What an error of the template library says, with its causes, without the place.
+/// The message of an error of the template library, with its causes but without its position.
 pub(super) fn describe(error: &minijinja::Error) -> String {
     let mut text = match error.detail() {
         Some(detail) if detail.starts_with(super::python::RAISED) => detail.to_owned(),

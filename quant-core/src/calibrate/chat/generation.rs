@@ -1,17 +1,17 @@
-//! `{% generation %}` blocks of a template: what stands in them is the assistant's.
+//! `{% generation %}` blocks of a template, which contain the assistant's text.
 //!
-//! The tag is transformers' own. Here its name is exchanged for that of a filter block, which has the
-//! same rules for white space, and whose filter sets marks around the text. The marks are
-//! noncharacters, which no text in a file should hold.
+//! The tag is an extension of transformers. Here its name is replaced by that of a filter block, which has the same
+//! rules for white space, and whose filter places marks around the text. The marks are noncharacters, which no text in
+//! a file should contain.
 
 use std::ops::Range;
 
 /// Marks the beginning and the end of a block's text.
 pub(super) const MARKS: [char; 2] = ['\u{fdd0}', '\u{fdd1}'];
-/// The filter that sets the marks.
+/// The filter that places the marks.
 pub(super) const FILTER: &str = "quant_generation";
 
-/// The template with each `generation` tag replaced by a filter block, and how many there were.
+/// Returns the template with each `generation` tag replaced by a filter block, and the number of such tags.
 pub(super) fn replace_tags(source: &str) -> (String, usize) {
     let mut out = String::with_capacity(source.len());
     let (mut rest, mut found) = (source, 0);
@@ -34,7 +34,7 @@ pub(super) fn replace_tags(source: &str) -> (String, usize) {
             }
             Some("endgeneration") => out.push_str(&tag.replacen("endgeneration", "endfilter", 1)),
             Some("raw") => {
-                // What is raw is text, tags and all.
+                // Tags in a raw block are text.
                 out.push_str(tag);
                 let end = raw_len(rest);
                 out.push_str(&rest[..end]);
@@ -47,12 +47,12 @@ pub(super) fn replace_tags(source: &str) -> (String, usize) {
     (out, found)
 }
 
-/// The identifier that a text begins with.
+/// The identifier at the start of a text.
 fn word(text: &str) -> &str {
     text.split(|c: char| !(c.is_alphanumeric() || c == '_')).next().unwrap_or("")
 }
 
-/// Bytes of a tag up to its end, which does not stand in a string.
+/// The number of bytes up to the end of the tag. Strings are skipped.
 fn expression_len(tag: &str, end: &str) -> usize {
     let mut quote = None;
     let mut escaped = false;
@@ -70,7 +70,7 @@ fn expression_len(tag: &str, end: &str) -> usize {
     tag.len()
 }
 
-/// Bytes up to the tag that ends what is raw.
+/// The number of bytes up to the tag that ends a raw block.
 fn raw_len(text: &str) -> usize {
     let mut at = 0;
     while let Some(tag) = text[at..].find("{%") {
@@ -83,10 +83,10 @@ fn raw_len(text: &str) -> usize {
     text.len()
 }
 
-/// Takes the marks out of a text: what is left, and where the marked parts lie in it, in bytes.
+/// Removes the marks from a text. Returns the remaining text, and the byte ranges of the marked parts in it.
 ///
 /// # Errors
-/// When marks do not stand in pairs.
+/// When marks are not paired.
 pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), String> {
     let mut text = String::with_capacity(marked.len());
     let mut spans = Vec::new();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a template holds, nothing is lost, and nothing panics.
+        /// For any template, nothing is lost and nothing panics.
         #[test]
         fn any_text_goes_through(source in "[{}%#'\"a \\-ré]{0,60}") {
             let (found, tags) = replace_tags(&source);

@@ -1,5 +1,5 @@
-//! Conversations become text through the model's own chat template, and of that text it is known
-//! what the assistant wrote.
+//! Renders conversations with the model's own chat template, and identifies which parts of the text the assistant
+//! wrote.
 
 mod compiled;
 mod generation;
@@ -19,14 +19,14 @@ use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};
 use crate::worker::Chat;
 use crate::{CancelToken, Error, Result};
 
-/// More messages of one conversation are refused: finding what the assistant wrote renders it once a
+/// Conversations with more messages are rejected: finding the assistant's text renders the conversation once per
 /// message.
 const MOST_MESSAGES: usize = 1024;
-/// Conversations that are rendered between two looks at the token that stops a run.
+/// The number of conversations rendered between two checks of the cancel token.
 const AT_ONCE: usize = 64;
 
-/// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally
-/// with the `tools` that its template is given.
+/// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with the `tools`
+/// that are passed to the template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conversation {
     line: usize,
@@ -34,10 +34,10 @@ pub struct Conversation {
 }
 
 impl Conversation {
-    /// From a line's object.
+    /// Builds a conversation from the JSON object of a line.
     ///
     /// # Errors
-    /// What is wrong with it, fit for a message that names the line.
+    /// A description of the fault, for a message that names the line.
     pub fn new(line: usize, object: Value) -> Result<Self, String> {
         let Value::Object(mut fields) = object else { return Err("is no JSON object".into()) };
         let messages = match fields.remove("messages") {
@@ -60,7 +60,7 @@ impl Conversation {
         Ok(Self { line, chat: Chat { messages, tools } })
     }
 
-    /// From messages that a program holds, each with a string `role`; errors name line 1.
+    /// Builds a conversation from messages in memory, each with a string `role`; errors name line 1.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -68,7 +68,7 @@ impl Conversation {
         Self::new(1, serde_json::json!({ "messages": messages }))
     }
 
-    /// Its line in the file, counted from 1.
+    /// The line in the file, counted from 1.
     pub fn line(&self) -> usize {
         self.line
     }
@@ -79,21 +79,20 @@ impl Conversation {
 pub struct RenderedChat {
     /// The text, with the special tokens that the template writes.
     pub text: String,
-    /// What the assistant wrote, in bytes of the text, in order and without overlap; nothing unless it
-    /// was asked for.
+    /// The byte ranges of the text that the assistant wrote, in order and without overlap; empty unless requested.
     pub assistant: Vec<Range<usize>>,
 }
 
 impl TokenWindows {
-    /// Samples windows of conversations by the rule of [`sample`](Self::sample); `origin` names their
-    /// file in messages.
+    /// Samples windows from conversations by the rule of [`sample`](Self::sample); `origin` names their file in
+    /// messages.
     ///
-    /// [`Packing::Auto`] means [`Packing::Documents`] here. The template writes the special tokens, so
-    /// the tokenizer adds none.
+    /// [`Packing::Auto`] means [`Packing::Documents`] here. The template writes the special tokens, so the tokenizer
+    /// adds none.
     ///
     /// # Errors
-    /// When the template or the tokenizer fails on a conversation, there are fewer windows than asked
-    /// for, the token pulls, or prompts are masked and no assistant wrote anything.
+    /// When the template or the tokenizer fails on a conversation, there are fewer windows than requested, the run is
+    /// cancelled, or prompts are masked and no assistant wrote anything.
     pub fn sample_chats(
         tokenizer: &TextTokenizer,
         template: &ChatTemplate,
@@ -134,8 +133,8 @@ impl TokenWindows {
 }
 
 impl RenderedChat {
-    /// The tokens of the text, and which of them the assistant wrote: a token is the assistant's if any
-    /// of its text is, and so are those between two such tokens of one answer.
+    /// Returns the tokens of the text, and which of them the assistant wrote: a token belongs to the assistant if any
+    /// of its text does, or if it lies between two such tokens of one answer.
     ///
     /// # Errors
     /// When the tokenizer fails on the text.
@@ -148,7 +147,7 @@ impl RenderedChat {
         let mut assistant = vec![false; tokens.len()];
         let mut after = 0;
         for span in &self.assistant {
-            // Spans and tokens stand in order; a token may reach into two spans.
+            // Spans and tokens are in order; a token may extend into two spans.
             let within = |(_, at): &(u32, Range<usize>)| at.start < span.end && span.start < at.end;
             let Some(first) = tokens[after..].iter().position(within).map(|i| after + i) else { continue };
             let beyond = tokens[first..].iter().position(|(_, at)| at.start >= span.end);

@@ -1,18 +1,18 @@
-//! What chat templates expect of Python: its JSON, its dates, its exceptions.
+//! The parts of Python that chat templates rely on: JSON, dates, exceptions.
 
 use minijinja::value::Kwargs;
 use minijinja::{Error, ErrorKind, Value};
 use serde_json::Value as Json;
 
-/// The day that a template finds when it asks for today: results must not depend on the calendar.
-/// Llama 3.2's own template falls back on the same.
+/// The date that templates see as today, fixed because results must not depend on the calendar. Llama 3.2's own
+/// template uses the same date as its fallback.
 pub(super) const TODAY: &str = "2024-07-26";
 
 fn invalid(reason: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, reason.into())
 }
 
-/// The prefix of an error that the template itself raised.
+/// The prefix of an error raised by the template itself.
 pub(super) const RAISED: &str = "the template refuses it: ";
 
 /// `raise_exception(message)`.
@@ -20,7 +20,7 @@ pub(super) fn raise_exception(message: &str) -> Result<Value, Error> {
     Err(invalid(format!("{RAISED}{message}")))
 }
 
-/// `strftime_now(format)`, but for midnight of [`TODAY`], a Friday.
+/// `strftime_now(format)`, fixed at midnight of [`TODAY`], a Friday.
 pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
     let mut text = String::new();
     let mut rest = format.chars();
@@ -65,7 +65,7 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
     Ok(text)
 }
 
-/// `json.dumps` with the options that transformers hands through; not escaped for HTML.
+/// `json.dumps` with the options that transformers passes through; not escaped for HTML.
 pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<String, Error> {
     let json = serde_json::to_value(value).map_err(|e| invalid(format!("cannot be written as JSON: {e}")))?;
     let ensure_ascii = match ensure_ascii {
@@ -107,7 +107,7 @@ impl Writer<'_> {
             Json::String(text) => self.string(text),
             Json::Number(number) => {
                 let text = number.to_string();
-                // Python writes at least two digits of an exponent, and its sign.
+                // Python writes the sign of an exponent and at least two digits.
                 match text.split_once('e') {
                     Some((digits, exponent)) => {
                         let (sign, exponent) = match exponent.strip_prefix('-') {

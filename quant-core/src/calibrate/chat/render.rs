@@ -1,9 +1,9 @@
-//! A conversation goes through a template, and what the assistant wrote is found in the text.
+//! Renders a conversation with a template, and finds the assistant's text in the result.
 //!
-//! Where the template has `{% generation %}` blocks, they say it. Where it has none, the conversation
-//! is rendered up to each answer with the beginning of an answer asked for, and again with the answer:
-//! what the second adds to the first is the assistant's, with what ends its turn. That holds only if
-//! each text is the beginning of the next one, which is checked.
+//! If the template has `{% generation %}` blocks, they mark that text. Otherwise, the conversation is rendered up to
+//! each answer with the generation prompt added, and again with the answer. The text that the second rendering adds is
+//! the assistant's, including the end of its turn. This holds only if each rendering is a prefix of the next one, which
+//! is checked.
 
 use std::io::{self, Write};
 use std::ops::Range;
@@ -18,17 +18,16 @@ use super::template::REMEDY;
 use crate::calibrate::guard_panics;
 use crate::worker::{Chat, ChatForm, Fault, RenderedText};
 
-/// A longer text of one conversation is refused.
+/// Conversations whose text is longer are rejected.
 const LONGEST_TEXT: usize = 16 << 20;
 /// The role whose messages a model learns to write.
 const ASSISTANT: &str = "assistant";
 
 impl Compiled {
-    /// The text of a conversation in a form.
+    /// Renders a conversation in a form.
     ///
     /// # Errors
-    /// When the template refuses it, goes beyond its bounds, or does not let the assistant's text be told from the
-    /// rest.
+    /// When the template rejects it, exceeds its limits, or does not separate the assistant's text from the rest.
     pub(super) fn render(&self, chat: &Chat, form: ChatForm) -> Result<RenderedText, Fault> {
         let one = One { template: self, chat };
         let text = one.text(PLAIN, &chat.messages, form == ChatForm::Prompt)?;
@@ -41,7 +40,7 @@ impl Compiled {
     }
 }
 
-/// One conversation on its way through a template.
+/// One conversation being rendered by a template.
 struct One<'a> {
     template: &'a Compiled,
     chat: &'a Chat,
@@ -89,7 +88,7 @@ impl One<'_> {
         }
     }
 
-    /// By the template's own generation blocks.
+    /// Finds the assistant's text by the template's own generation blocks.
     fn marked(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         if text.contains(MARKS) {
             let remedy = "remove it from the conversation";
@@ -103,7 +102,7 @@ impl One<'_> {
         Ok(spans)
     }
 
-    /// By rendering the conversation up to each answer, and with it.
+    /// Finds the assistant's text by rendering the conversation up to each answer, and with it.
     fn by_prefixes(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         let messages = &self.chat.messages;
         let mut spans: Vec<Range<usize>> = Vec::new();
@@ -129,7 +128,7 @@ impl One<'_> {
                 let reason = format!("the text up to message {} changes with later ones", i + 1);
                 return Err(self.unmaskable(&reason));
             }
-            // Where an answer follows on another, the first may end with what the second begins with.
+            // If two answers are consecutive, the end of the first may overlap the beginning of the second.
             let start = before.len().max(spans.last().map_or(0, |s| s.end));
             if start < with.len() {
                 spans.push(start..with.len());
@@ -147,7 +146,7 @@ impl One<'_> {
     }
 }
 
-/// The kind of the error that the others are about.
+/// The kind of the innermost error.
 fn innermost(error: &minijinja::Error) -> ErrorKind {
     let mut kind = error.kind();
     let mut cause = std::error::Error::source(error);
@@ -158,7 +157,7 @@ fn innermost(error: &minijinja::Error) -> ErrorKind {
     kind
 }
 
-/// Takes so many bytes and no more.
+/// Accepts up to a fixed number of bytes.
 struct Bounded {
     bytes: Vec<u8>,
     full: bool,

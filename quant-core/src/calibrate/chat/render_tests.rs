@@ -1,4 +1,4 @@
-//! Templates in the styles that models have, hostile ones, and what the assistant wrote in each.
+//! Templates in the styles of real models, malicious ones, and the assistant's text in each.
 
 use std::path::{Path, PathBuf};
 
@@ -9,14 +9,14 @@ use crate::calibrate::Mask;
 use crate::calibrate::chat::{ChatTemplate, Conversation, RenderedChat};
 use crate::{Error, Result};
 
-/// Turns between two marks, as ChatML has it.
+/// Turns between two marks, as in ChatML.
 const CHATML: &str = "\
 {% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}{% endfor %}
 {% if add_generation_prompt %}
 {{ '<|im_start|>assistant\\n' }}{% endif %}
 ";
-/// Headers before each turn, a day and a default system prompt, as in Llama 3.
+/// A header before each turn, a date and a default system prompt, as in Llama 3.
 const HEADERS: &str = "\
 {{- bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -32,7 +32,7 @@ const HEADERS: &str = "\
 {%- if add_generation_prompt %}
     {{- '<|header|>assistant<|/header|>\\n\\n' }}
 {%- endif %}";
-/// Instructions in brackets, strict about turns, as in Mistral.
+/// Instructions in brackets, with a strict order of turns, as in Mistral.
 const BRACKETS: &str = "\
 {{ bos_token }}{% for message in messages %}
 {% if (message['role'] == 'user') != (loop.index0 is even) %}
@@ -40,7 +40,7 @@ const BRACKETS: &str = "\
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}
 {{ ' ' + message['content'].rstrip() + eos_token }}{% endif %}
 {% endfor %}";
-/// One with blocks that say what the model generates, and a macro, a namespace, tools.
+/// A template with generation blocks, a macro, a namespace and tools.
 const GENERATION: &str = "\
 {%- macro turn(role) -%}<{{ role }}>{%- endmacro -%}
 {%- set ns = namespace(count=0) -%}
@@ -107,7 +107,7 @@ fn answers_are_found_in_every_style() {
     let (text, spans) = written(GENERATION, &thinking);
     assert_eq!(text, "<user>Hé?<end><assistant>Yes.<end>#2");
     assert_eq!(spans, ["Yes.<end>"]);
-    // Who asks for no mask need not have answers in order.
+    // Without a mask, the order of answers does not matter.
     let prompt = chat(&[("user", "only")]);
     assert_eq!(written(BRACKETS, &prompt).1, Vec::<String>::new());
 }
@@ -120,7 +120,7 @@ fn tools_reach_the_template() {
     assert_eq!(rendered.text, "tools: [{\"name\": \"f\", \"z\": 1, \"a\": 2}]\n<user>x<end>#1");
 }
 
-/// What a fault is told as: the file of conversations and its line, the template, what, and what next.
+/// An error names the file of conversations and its line, the template, the fault, and the remedy.
 #[track_caller]
 fn refused(source: &str, conversation: &Conversation, mask: Mask, says: &[&str]) {
     let error = render(source, conversation, mask).unwrap_err();
@@ -172,17 +172,17 @@ fn hostile_templates_end() {
 #[test]
 fn answers_that_cannot_be_told_are_refused() {
     let says = ["does not let prompts be told from answers", "‹mask=none›", "{% generation %}"];
-    // The last turn alone is shown in full.
+    // Only the last turn is rendered in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";
     refused(last, &chat(&TURNS), Mask::Prompts, &[&says[..], &["message 2"]].concat());
-    // What comes last stands first.
+    // The order of turns is reversed.
     let reversed = "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}";
     refused(reversed, &chat(&TURNS), Mask::Prompts, &[&says[..], &["changes with"]].concat());
-    // An answer to nothing.
+    // A conversation that begins with an answer.
     let first = chat(&[("assistant", "x")]);
     refused("{{ messages[0].content.strip() }}", &first, Mask::Prompts, &says);
-    // Marks in what is rendered, blocks in each other, blocks whose text is used otherwise.
+    // Marks in the conversation, nested blocks, and blocks whose text is used otherwise.
     let marked = chat(&[("user", "\u{fdd0}"), ("assistant", "x")]);
     refused(GENERATION, &marked, Mask::Prompts, &["noncharacter"]);
     let nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}";

@@ -1,4 +1,4 @@
-//! A model's chat template, asked through a worker: it comes with the model, and is a program.
+//! A model's chat template, accessed through a worker: it comes with the model, and is a program.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -13,13 +13,13 @@ use crate::worker::{Answer, ChatForm, Content, Loadable, Question, RenderedText,
 use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
-/// Longer templates are refused; real ones have some kilobytes.
+/// Longer templates are rejected; real ones have a few kilobytes.
 const LARGEST_TEMPLATE: u64 = 1 << 20;
-/// What helps where a template cannot be used.
+/// The remedy for a template that cannot be used.
 pub(super) const REMEDY: &str = "correct the model's chat template, or put another one as \
                                  chat_template.jinja beside it, which is taken first";
 
-/// A chat template with the special tokens that it may write.
+/// A chat template, with the special tokens that it may write.
 #[derive(Debug)]
 pub struct ChatTemplate {
     worker: Box<dyn TextWorker>,
@@ -27,12 +27,12 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a model: `chat_template.jinja` beside it, or else `chat_template` in its
-    /// `tokenizer_config.json`, a text or a list of named ones of which `default` is taken. Special
-    /// tokens come from `tokenizer_config.json`. It is run by the directory's workers.
+    /// The template of a model: `chat_template.jinja` next to it, or else `chat_template` in its
+    /// `tokenizer_config.json`, which is a string or a list of named templates, from which `default` is taken. Special
+    /// tokens come from `tokenizer_config.json`. The template is run by the directory's workers.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when there is none, or it or the settings cannot be read.
+    /// [`Error::InputFile`] when there is no template, or it or the settings cannot be read.
     pub fn open(directory: &ModelDirectory) -> Result<Self> {
         let settings = TokenizerSettings::open(directory)?;
         let tokens = settings.special_tokens()?;
@@ -72,18 +72,20 @@ impl ChatTemplate {
         }
     }
 
-    /// A template from its source, with special tokens by name, run in this process; `path` is for messages.
+    /// Compiles a template from its source, with special tokens by name, and runs it in this process; `path` is for
+    /// messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line of the template that is no template.
+    /// [`Error::InputFile`] with the line of the syntax error in the template.
     pub fn compile(source: String, tokens: Vec<(&'static str, String)>, path: PathBuf) -> Result<Self> {
         Self::load(None, source, tokens, path)
     }
 
-    /// The same, run by workers, or without them in this process.
+    /// Compiles a template like [`compile`](Self::compile) and runs it with `workers`, or in this process if they are
+    /// `None`.
     ///
     /// # Errors
-    /// As [`compile`](Self::compile), and when no worker can be had.
+    /// As [`compile`](Self::compile), and when no worker can be started.
     pub fn load(
         workers: Option<&dyn TextWorkers>,
         source: String,
@@ -96,25 +98,25 @@ impl ChatTemplate {
         Ok(Self { worker, path })
     }
 
-    /// The file that it comes from.
+    /// The path of the template file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The text of a conversation, and with [`Mask::Prompts`] the spans that the assistant wrote. `origin`
-    /// is its file, for messages.
+    /// Returns the text of a conversation and, with [`Mask::Prompts`], the spans that the assistant wrote. `origin` is
+    /// its file, for messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the conversation's line when the template refuses it, goes beyond its
-    /// bounds, or does not let the assistant's text be told from the rest.
+    /// [`Error::InputFile`] with the conversation's line when the template rejects it, exceeds its limits, or does not
+    /// separate the assistant's text from the rest.
     pub fn render(&self, conversation: &Conversation, mask: Mask, origin: &Path) -> Result<RenderedChat> {
         self.only(self.render_all(std::slice::from_ref(conversation), mask, origin)?)
     }
 
-    /// [`render`](Self::render) of several conversations. Of several faults the first is reported.
+    /// [`render`](Self::render) for several conversations. If several fail, the first error is returned.
     ///
     /// # Errors
-    /// As there.
+    /// As [`render`](Self::render).
     pub fn render_all(
         &self,
         conversations: &[Conversation],
@@ -128,7 +130,7 @@ impl ChatTemplate {
         self.ask(conversations, form, origin)
     }
 
-    /// The text of a conversation and the beginning of the assistant's answer to it: the prompt of the next answer.
+    /// Returns the text of a conversation followed by the generation prompt, ready for the assistant's next answer.
     /// `origin` says in messages where the conversation comes from.
     ///
     /// # Errors
@@ -176,7 +178,7 @@ pub(super) fn fault(path: &Path, reason: String) -> Error {
     Error::InputFile { path: path.to_owned(), line: None, reason, remedy: REMEDY.into() }
 }
 
-/// The template that a configuration holds.
+/// The template in `tokenizer_config.json`.
 fn configured(config: &Map<String, Json>) -> Result<Option<String>, String> {
     match config.get("chat_template") {
         None | Some(Json::Null) => Ok(None),

@@ -1,5 +1,5 @@
-//! Families as llama.cpp has them: its name for the architecture, its names for tensors, and what it expects of their
-//! values. No such name stands elsewhere.
+//! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values. These names
+//! appear nowhere else.
 
 mod table;
 
@@ -7,107 +7,108 @@ use crate::model::Activation;
 
 pub(super) use table::FAMILIES;
 
-/// A family that llama.cpp computes.
+/// A family that llama.cpp supports.
 #[derive(Debug)]
 pub(super) struct GgufFamily {
-    /// The family, as `model::arch` names it.
+    /// The family's name in `model::arch`.
     pub(super) family: &'static str,
     /// `general.architecture`.
     pub(super) arch: &'static str,
-    /// The class that `architectures` of a `config.json` names.
+    /// The class in `architectures` of `config.json`.
     pub(super) class: &'static str,
-    /// Modules of a block, and what they are called in the file.
+    /// Modules of a block, and their names in the file.
     pub(super) modules: &'static [&'static [(&'static str, &'static str)]],
-    /// Tensors of a block whose names or rows in the file are not those of their modules.
+    /// Tensors of a block whose names or rows in the file differ from those of their modules.
     pub(super) tensors: &'static [(&'static str, How)],
-    /// Modules of experts: what their names begin with, and the linears of one.
+    /// The prefix of expert modules, and the linears of an expert.
     pub(super) experts: Option<(&'static str, &'static [(&'static str, &'static str)])>,
-    /// Whether rotation pairs neighbouring channels, where the checkpoint pairs halves: rows of queries and keys are in
-    /// another order.
+    /// Whether llama.cpp rotates pairs of adjacent channels where the checkpoint pairs halves, so that the rows of
+    /// queries and keys are reordered.
     pub(super) pairs_neighbours: bool,
-    /// Whether it computes sliding windows.
+    /// Whether llama.cpp supports sliding windows for the family.
     pub(super) has_windows: bool,
     /// Whether values of models with 80 layers get more bits in some mixtures.
     pub(super) favours_values_of_80_layers: bool,
-    /// The function between the linears of an MLP.
+    /// The activation function of the MLP.
     pub(super) activation: Activation,
-    /// Of every so many layers, all but one have windows, where it computes them.
+    /// With sliding windows, one layer of each period of this length has none.
     pub(super) window_period: usize,
-    /// Which of them has none.
+    /// The index of the layer without a window in its period.
     pub(super) full_layer: usize,
     /// Linears that may have biases, by their names in the file.
     pub(super) biases: &'static [&'static str],
-    /// Whether there is no other head than the embedding.
+    /// Whether the head is always tied to the embedding.
     pub(super) head_is_embedding: bool,
     /// Whether norms subtract the mean.
     pub(super) layer_norms: bool,
-    /// Whether none of these biases may be missing.
+    /// Whether all linears in `biases` must have a bias.
     pub(super) biases_due: bool,
-    /// Whether the file has factors of embeddings, scores, residuals and logits.
+    /// Which multipliers of embeddings, scores, residuals and logits the file has.
     pub(super) multipliers: Multipliers,
-    /// Of every so many layers, the last turns no queries and keys.
+    /// The last layer of each period of this length does not rotate queries and keys.
     pub(super) unturned: Option<usize>,
-    /// Whether it may turn a part of each head only.
+    /// Whether only a part of each head may be rotated.
     pub(super) turns_parts: bool,
     /// Whether the weights of a token's experts are divided by their sum.
     pub(super) normalizes_experts: bool,
-    /// Blocks of the model whose scores are scaled otherwise, if there is one.
+    /// The number of blocks of the one model whose scores are scaled differently, if there is one.
     pub(super) layers_of_largest: Option<u64>,
-    /// Whether heads of values of delta nets are not in the checkpoint's order.
+    /// Whether the value heads of delta nets are reordered.
     pub(super) tiles_heads: bool,
-    /// Whether the first blocks may have an MLP where the others have experts.
+    /// Whether the first blocks may have an MLP instead of experts.
     pub(super) dense_first: bool,
-    /// Whether there must be as many heads of keys as of queries.
+    /// Whether the numbers of key heads and query heads must be equal.
     pub(super) keys_as_wide: bool,
     /// Whether blocks have heads of two kinds (Gemma 4).
     pub(super) has_two_kinds: bool,
-    /// Whether what attention puts out is multiplied by a gate.
+    /// Whether the output of attention is multiplied by a gate.
     pub(super) gates_attention: bool,
-    /// What files say of experts beside their number.
+    /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
-    /// Whether the file of a vision-language model that holds it is the same but for the vision part.
+    /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
+    /// part.
     pub(super) is_text_of_larger: bool,
 }
 
-/// How a tensor goes into the file, by its name there after that of the block.
+/// How a tensor is written. The strings are its names in the file, without the prefix of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
     /// As it is.
     Named(&'static str),
-    /// Its rows are those of a delta net's heads of values.
+    /// Its rows are the value heads of a delta net.
     Heads(&'static str),
-    /// Such rows come after those of queries and keys.
+    /// Its rows are queries and keys, followed by value heads.
     Mixed(&'static str),
-    /// Its columns are those of such heads.
+    /// Its columns are value heads.
     OfHeads(&'static str),
-    /// A logarithm of each such head becomes minus what it is the logarithm of.
+    /// A logarithm per value head, `x`, is stored as `−eˣ`.
     Decays(&'static str),
-    /// By key heads: queries, keys and values become one tensor, their gates another.
+    /// Split by key head: queries, keys and values become one tensor, and their gates another.
     ByKeyHead([&'static str; 2]),
-    /// Of latent attention: rows of keys, transposed, and rows of values.
+    /// Latent attention: rows of keys, transposed, and rows of values.
     Latent([&'static str; 2]),
 }
 
-/// What files of a family say of how tokens are routed.
+/// Which keys for routing files of a family have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoutingKeys {
-    /// Nothing: it follows from the family.
+    /// None: routing follows from the family.
     Implied,
-    /// All of it.
+    /// All keys.
     Full,
 }
 
-/// Which factors a file of a family may hold.
+/// Which multipliers files of a family may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Multipliers {
     None,
-    /// Of logits: they are multiplied by it.
+    /// A multiplier of logits.
     Logits,
-    /// Of embeddings, scores and residuals; and what logits are divided by.
+    /// Multipliers of embeddings, scores and residuals, and a divisor of logits.
     All,
 }
 
-/// The table, the projection and the norm of blocks' own inputs.
+/// The table, the projection and the norm of per-layer inputs.
 pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
 pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
 pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
@@ -115,14 +116,14 @@ pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const FINAL_NORM: &str = "output_norm";
 pub(super) const HEAD: &str = "output";
-/// Divisors of the rotary frequencies.
+/// Frequency divisors of rotary embeddings.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
-/// Divisors for texts that are no longer than those of the first training, and for longer ones.
+/// Frequency divisors for texts up to the original context length, and for longer ones.
 pub(super) const ROPE_SHORT: &str = "rope_factors_short.weight";
 pub(super) const ROPE_LONG: &str = "rope_factors_long.weight";
 
 impl GgufFamily {
-    /// The name of a module of a block, in the file.
+    /// The name of a block's module in the file.
     pub(super) fn module(&self, name: &str) -> Option<&'static str> {
         self.modules.iter().copied().flatten().find(|(known, _)| *known == name).map(|(_, stored)| *stored)
     }
@@ -133,7 +134,7 @@ impl GgufFamily {
         stored.is_some_and(|stored| self.biases.contains(&stored))
     }
 
-    /// The expert that a module belongs to, and what the tensor that holds the module for all experts is called.
+    /// The expert to which a module belongs, and the name of the file's tensor for all experts.
     pub(super) fn expert(&self, name: &str) -> Option<(usize, &'static str)> {
         let (prefix, linears) = self.experts?;
         let (expert, linear) = name.strip_prefix(prefix)?.strip_prefix('.')?.split_once('.')?;
@@ -142,24 +143,24 @@ impl GgufFamily {
     }
 }
 
-/// Whether scores are divided by the root of a head's share of the residual stream, not by that of its width: what
-/// llama.cpp does for the largest model of a family, which it knows by the number of blocks.
+/// Whether scores are divided by the square root of `hidden / heads` instead of that of the head's width. llama.cpp
+/// does this for the largest model of a family, which it recognizes by the number of blocks.
 pub(super) fn scales_by_width(family: &GgufFamily, layers: u64) -> bool {
     family.layers_of_largest == Some(layers)
 }
 
-/// The entry of one of our families.
+/// The entry of a family by our name.
 pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
     FAMILIES.iter().find(|f| f.family == name)
 }
 
-/// The entry for an architecture of a file; `scores` is what it says of the scores of experts.
+/// The entry for an architecture of a file; `scores` is the file's `expert_gating_func`.
 pub(super) fn architecture(
     arch: &str,
     has_experts: bool,
     scores: Option<u64>,
 ) -> Option<&'static GgufFamily> {
-    // Gemma 4 has experts beside its MLP, or has not.
+    // Gemma 4 has one entry, with or without experts.
     let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
     let mut known = FAMILIES.iter().filter(is_of);
     match (arch, scores) {

@@ -1,4 +1,4 @@
-//! The families, an entry each: what is not said is as in Llama, or in [`PLAIN`].
+//! The families, one entry each. Fields that are not given are those of Llama or [`PLAIN`].
 
 use super::{GgufFamily, How, Multipliers, RoutingKeys};
 use crate::model::Activation;
@@ -21,7 +21,7 @@ const SANDWICH: &[(&str, &str)] = &[
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
-/// As Llama's second norm, under another name.
+/// Llama's norms, with another name for the second one.
 const PRE_ATTENTION_NORM: &[(&str, &str)] =
     &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")];
 const POST: &[(&str, &str)] =
@@ -48,7 +48,7 @@ const SHARED_EXPERT: &[(&str, &str)] = &[
     ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
 ];
-/// A router, and a shared expert, or several as one.
+/// A router and a shared expert, or several shared experts as one.
 const SHARED_EXPERTS: &[(&str, &str)] = &[
     ("mlp.gate", "ffn_gate_inp"),
     ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
@@ -56,7 +56,7 @@ const SHARED_EXPERTS: &[(&str, &str)] = &[
     ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
 ];
 const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
-/// What is added to the scores that experts are chosen by.
+/// The bias that is added to scores for the choice of experts.
 const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
 
 const LLAMA: GgufFamily = GgufFamily {
@@ -90,8 +90,8 @@ const LLAMA: GgufFamily = GgufFamily {
     is_text_of_larger: false,
 };
 
-/// The families that are written and read. Of several with one `arch`, the first is what a file is read as, unless it
-/// has experts.
+/// The families that can be written and read. If several have the same `arch`, a file is read as the first one, unless
+/// it has experts.
 pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     LLAMA,
     GgufFamily { family: "mistral", class: "MistralForCausalLM", ..LLAMA },
@@ -410,11 +410,11 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     GgufFamily { family: "ernie4_5", arch: "ernie4_5", class: "Ernie4_5ForCausalLM", ..PLAIN },
 ];
 
-/// A family of plain blocks whose rows stay in their order.
+/// A family of plain blocks without reordered rows.
 const PLAIN: GgufFamily =
     GgufFamily { biases: &[], pairs_neighbours: false, favours_values_of_80_layers: false, ..LLAMA };
 
-/// Attention with gates, and delta nets.
+/// Gated attention and delta nets.
 const QWEN_DELTA: GgufFamily = GgufFamily {
     tensors: &[
         ("linear_attn.in_proj_qkv.weight", How::Mixed("attn_qkv.weight")),
@@ -433,7 +433,7 @@ const QWEN_DELTA: GgufFamily = GgufFamily {
     ..PLAIN
 };
 
-/// Latent attention, experts of groups beside a shared one.
+/// Latent attention, and groups of experts with a shared expert.
 const DEEPSEEK: GgufFamily = GgufFamily {
     arch: "deepseek2",
     modules: &[

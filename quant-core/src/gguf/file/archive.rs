@@ -1,4 +1,4 @@
-//! The archive: one file for a whole model.
+//! GGUF as an archive: one file, or several parts, for a whole model.
 
 use std::fs::File;
 use std::io::BufReader;
@@ -20,24 +20,25 @@ use crate::{Error, Result};
 pub struct GgufArchive {
     /// The file's name.
     pub file_name: String,
-    /// Its metadata, in order. Which program wrote it is added.
+    /// Its metadata, in order. An entry for the program that wrote it is added.
     pub metadata: Vec<(String, Value)>,
-    /// Whether there are several files where one would be too large.
+    /// Whether to write several files if one would be too large.
     pub in_parts: bool,
 }
 
 impl GgufArchive {
-    /// A tensor of a block type.
+    /// The specification of a tensor of a block type.
     ///
     /// # Errors
-    /// [`Error::Internal`] when its rows are no whole number of blocks.
+    /// [`Error::Internal`] when the row length is not a multiple of the block size.
     pub fn spec(name: &str, kind: &'static BlockType, shape: &[usize]) -> Result<TensorSpec> {
         let bytes = Described { name, shape, kind }.bytes()?;
         Ok(TensorSpec::new(name, dtype(kind, bytes)?, shape))
     }
 }
 
-/// How the writer names a block type: by an element type where there is one, else by a name and a number of bytes.
+/// The dtype for a block type: an element type if there is one, otherwise an opaque type with a name and a number of
+/// bytes.
 fn dtype(kind: &'static BlockType, bytes: u64) -> Result<Dtype> {
     if *kind == blocks::F32 {
         return Ok(Dtype::F32);
@@ -63,7 +64,7 @@ fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
     Ok(PlacedTensor { name: tensor.name, info, offset: tensor.offset })
 }
 
-/// Tensors by file, in their order, each with at most so many bytes of them where it holds more than one.
+/// Splits tensors into files in order. A file with more than one tensor has at most `most` bytes of tensor data.
 fn divided(tensors: &[TensorSpec], most: u64) -> Vec<&[TensorSpec]> {
     let (mut groups, mut first, mut bytes) = (Vec::new(), 0, 0_u64);
     for (i, tensor) in tensors.iter().enumerate() {
@@ -80,7 +81,8 @@ fn divided(tensors: &[TensorSpec], most: u64) -> Vec<&[TensorSpec]> {
 }
 
 impl GgufArchive {
-    /// One file. Of several, the first has all metadata, and the others say which they are.
+    /// Lays out one file. If there are several, the first one has all metadata, and the others only their part's
+    /// entries.
     fn file(&self, tensors: &[TensorSpec], part: Option<Part>) -> Result<ShardFile> {
         let described = tensors
             .iter()
@@ -106,12 +108,12 @@ impl GgufArchive {
         Ok(ShardFile { name, header, tensors: placed.collect(), bytes })
     }
 
-    /// The file's name without its ending.
+    /// The file's name without its extension.
     fn stem(&self) -> &str {
         self.file_name.strip_suffix(".gguf").unwrap_or(&self.file_name)
     }
 
-    /// The file that a model is read by: the only one, or the first that is there of several.
+    /// The file from which a model is read: the only one, or the first part found.
     fn first(&self, directory: &Path) -> Result<PathBuf> {
         let whole = directory.join(&self.file_name);
         if !self.in_parts || whole.exists() {

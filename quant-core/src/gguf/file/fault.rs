@@ -1,13 +1,13 @@
-//! Why a file cannot be read.
+//! Reasons why a file cannot be read.
 
 use std::fmt;
 
-/// A rule that a file breaks, or what of it this version does not read.
+/// A rule that a file breaks, or a feature that this version does not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GgufFault {
-    /// It is not as the format says: damaged, incomplete, or made to mislead.
+    /// The file violates the format: it is damaged, incomplete or malicious.
     Damaged(String),
-    /// It may be sound, and holds what is not read.
+    /// The file may be valid, but uses a feature that is not read.
     Unread(String),
 }
 

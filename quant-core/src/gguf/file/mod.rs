@@ -1,7 +1,8 @@
 //! GGUF files: typed metadata and tensors in blocks, one file for a whole model.
 //!
-//! `docs/formats/gguf.md` draws the bytes. The reader is strict, because files come from anywhere: every length is held
-//! against what is left of the file before anything is allocated, and every error names the field and the offset.
+//! `docs/formats/gguf.md` shows the byte layout. The reader is strict, because files come from anywhere: every length
+//! is checked against the remaining bytes of the file before anything is allocated, and every error names the field and
+//! the offset.
 
 mod archive;
 mod fault;
@@ -24,11 +25,11 @@ pub(crate) use write::write_file;
 pub const MAGIC: [u8; 4] = *b"GGUF";
 /// The version that is written.
 const VERSION: u32 = 3;
-/// Tensor data begins at multiples of this where `general.alignment` says nothing.
+/// The alignment of tensor data if `general.alignment` is missing.
 const DEFAULT_ALIGNMENT: u64 = 32;
-/// The key that says otherwise.
+/// The key of the alignment.
 const ALIGNMENT_KEY: &str = "general.alignment";
-/// Bytes of a tensor's name, less the NUL that llama.cpp keeps behind it.
+/// The maximum number of bytes in a tensor's name, without the NUL that llama.cpp appends.
 const MAX_NAME: usize = 63;
-/// Dimensions of a tensor.
+/// The maximum number of dimensions of a tensor.
 const MAX_DIMS: usize = 4;

@@ -1,4 +1,4 @@
-//! Files that are open: one, or all parts of a model as one.
+//! Open files: a single one, or all parts of a model.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,15 +11,15 @@ use super::read::{GgufHeader, GgufTensor};
 use crate::checkpoint::{open_regular, printable, read_exact_at};
 use crate::{Error, Result};
 
-/// A file whose header was read, with the files that belong to it.
+/// A file whose header was read, with the other parts of the model.
 #[derive(Debug)]
 pub struct GgufFile {
-    /// The first of them, as it was named.
+    /// The path of the first file, as given.
     path: PathBuf,
     files: Vec<(PathBuf, File)>,
-    /// Bytes of all files.
+    /// The size of all files in bytes.
     bytes: u64,
-    /// Of the first file, with the tensors of all.
+    /// The header of the first file, with the tensors of all.
     header: GgufHeader,
     places: HashMap<String, usize>,
 }
@@ -40,11 +40,11 @@ impl GgufFile {
         Ok(Self { files: vec![(path.clone(), file)], path, bytes, header, places })
     }
 
-    /// The same with all files of a model in parts, of which `path` is the first. The others lie beside it.
+    /// Opens all parts of a model, of which `path` is the first. The others are expected in the same directory.
     ///
     /// # Errors
-    /// As [`open`](Self::open), for each of them; [`Error::InputFile`] when it is not the first, or they do not belong
-    /// together.
+    /// As [`open`](Self::open), for each part; [`Error::InputFile`] when `path` is not the first part, or parts do not
+    /// belong together.
     pub fn open_model(path: &Path) -> Result<Self> {
         let mut first = Self::open(path)?;
         let Some(part) = Part::of(&first.header).map_err(|fault| Self::broken(path, fault))? else {
@@ -82,7 +82,7 @@ impl GgufFile {
         }
     }
 
-    /// Takes over the tensors of another file.
+    /// Adds the tensors of another file.
     fn join(&mut self, other: Self) -> Result<()> {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();
@@ -98,7 +98,7 @@ impl GgufFile {
         Ok(())
     }
 
-    /// The error that a file breaks a rule.
+    /// The error for a file that breaks a rule.
     pub(crate) fn broken(path: &Path, fault: impl Into<GgufFault>) -> Error {
         match fault.into() {
             GgufFault::Unread(reason) => Self::unread(path, reason),
@@ -108,17 +108,17 @@ impl GgufFile {
         }
     }
 
-    /// The error that a file holds what is not read, whether or not it is sound.
+    /// The error for a file that uses a feature which is not read, whether or not the file is valid.
     pub(crate) fn unread(path: &Path, reason: String) -> Error {
         Self::refused(path, reason, "give the Hugging Face directory of the model")
     }
 
-    /// The error that a file cannot be used, with what to do about it.
+    /// The error for a file that cannot be used, with a remedy.
     pub(crate) fn refused(path: &Path, reason: String, remedy: &str) -> Error {
         Error::InputFile { path: path.to_owned(), line: None, reason, remedy: remedy.into() }
     }
 
-    /// The file, or the first of a model in parts.
+    /// The path of the file, or of the first part.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -128,25 +128,25 @@ impl GgufFile {
         self.files.iter().map(|(path, _)| path.as_path())
     }
 
-    /// Bytes of all files.
+    /// The size of all files in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What the file says of itself; of a model in parts, with the tensors of all.
+    /// The header of the file; for a model in parts, with the tensors of all.
     pub fn header(&self) -> &GgufHeader {
         &self.header
     }
 
-    /// A tensor, if there is one of this name.
+    /// A tensor by its name.
     pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
         self.places.get(name).map(|&i| &self.header.tensors[i])
     }
 
-    /// Fills `buffer` with a tensor's bytes from `offset` on.
+    /// Fills `buffer` with a tensor's bytes, starting at `offset`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the range leaves the tensor; [`Error::Io`].
+    /// [`Error::Internal`] when the range exceeds the tensor; [`Error::Io`].
     pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let (path, file) = self
             .files

@@ -1,4 +1,4 @@
-//! Models in several files: their names, what each says of itself, and all of them as one.
+//! Models in several files: their names, and the metadata that identify each part.
 
 use std::path::{Path, PathBuf};
 
@@ -6,21 +6,21 @@ use super::fault::GgufFault;
 use super::read::GgufHeader;
 use super::value::Value;
 
-/// The number of a file among those of its model, from 0 on.
+/// The number of a part, counted from 0.
 pub(super) const NUMBER: &str = "split.no";
-/// How many files the model has.
+/// The number of parts.
 pub(super) const COUNT: &str = "split.count";
-/// How many tensors all of them hold.
+/// The number of tensors in all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
-/// Files of a model, at most: numbers have 16 bits.
+/// The maximum number of parts: their numbers have 16 bits.
 pub(super) const MOST: usize = u16::MAX as usize;
 
-/// The name of file `number`, from 0 on, of `count`, in llama.cpp's way.
+/// The name of part `number`, counted from 0, of `count`, as in llama.cpp.
 pub(super) fn file_name(stem: &str, number: usize, count: usize) -> String {
     format!("{stem}-{:05}-of-{count:05}.gguf", number + 1)
 }
 
-/// What a file says of itself.
+/// The metadata of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) number: usize,
@@ -29,7 +29,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// What the header of a file says; `None` where it is a whole model.
+    /// The part that a header describes; `None` if the file is a whole model.
     pub(super) fn of(header: &GgufHeader) -> Result<Option<Self>, GgufFault> {
         let number = |key: &str| match header.get(key) {
             None => Ok(None),
@@ -51,9 +51,9 @@ impl Part {
         Ok(Some(part))
     }
 
-    /// The entries that say so.
+    /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
-        // At most `MOST` files; tensors are fewer than a header may describe.
+        // There are at most `MOST` files, and fewer tensors than a header may describe.
         [
             (NUMBER.to_owned(), Value::U16(self.number as u16)),
             (COUNT.to_owned(), Value::U16(self.count as u16)),
@@ -61,7 +61,7 @@ impl Part {
         ]
     }
 
-    /// The files after the first, by the name of that one.
+    /// The paths of the other parts, given that of the first.
     pub(super) fn others(self, first: &Path) -> Result<Vec<PathBuf>, GgufFault> {
         let name = first.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let ending = file_name("", 0, self.count);

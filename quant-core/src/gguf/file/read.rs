@@ -1,4 +1,4 @@
-//! A file's header, checked against the file.
+//! Reads a file's header and checks it against the file.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -9,23 +9,23 @@ use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME};
 use crate::blocks::{BlockType, block_type_of, unread_type};
 use crate::checkpoint::printable;
 
-/// Entries of metadata, at most.
+/// The maximum number of metadata entries.
 const MAX_ENTRIES: u64 = 1 << 16;
-/// Tensors, at most.
+/// The maximum number of tensors.
 const MAX_TENSORS: u64 = 1 << 20;
-/// Bytes of a text, at most. Chat templates have some tens of thousands.
+/// The maximum length of a string in bytes. Chat templates have some tens of thousands.
 const MAX_STRING: u64 = 64 << 20;
-/// Elements of all lists together, at most. Vocabularies have some hundred thousand.
+/// The maximum number of elements in all lists together. Vocabularies have some hundreds of thousands.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
-/// What a file says of itself before its data.
+/// The header of a file.
 #[derive(Debug, Clone)]
 pub struct GgufHeader {
-    /// 2 or 3, which differ in nothing that is read here.
+    /// 2 or 3. The versions do not differ in anything that is read here.
     pub version: u32,
-    /// Metadata, in the order of the file.
+    /// Metadata, in file order.
     pub metadata: Vec<(String, Value)>,
-    /// The tensors, in the order of the file.
+    /// The tensors, in file order.
     pub tensors: Vec<GgufTensor>,
 }
 
@@ -36,25 +36,25 @@ pub struct GgufTensor {
     pub name: String,
     /// Dimensions, outermost first: the reverse of the order in the file.
     pub shape: Vec<usize>,
-    /// How its rows are stored.
+    /// The encoding of its rows.
     pub kind: &'static BlockType,
-    /// Its first byte, counted from the start of the file.
+    /// The offset of its first byte from the start of the file.
     pub offset: u64,
-    /// Bytes of its data.
+    /// The size of its data in bytes.
     pub bytes: u64,
-    /// Which of a model's files holds it: 0 but in models in parts.
+    /// The part that contains it, counted from 0; always 0 for a model in a single file.
     pub part: usize,
 }
 
 impl GgufTensor {
-    /// Elements of a row, the innermost dimension.
+    /// The number of elements per row, the innermost dimension.
     pub fn columns(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
     }
 }
 
 impl GgufHeader {
-    /// Reads the header of a file of `len` bytes from its start. The data is not looked at.
+    /// Reads the header of a file of `len` bytes from its start. Tensor data is not read.
     ///
     /// # Errors
     /// The rule that the header breaks, with field and offset.
@@ -72,7 +72,7 @@ struct Cursor<R> {
     reader: R,
     at: u64,
     len: u64,
-    /// Of all lists so far.
+    /// The number of elements of all lists so far.
     elements: u64,
 }
 
@@ -121,7 +121,7 @@ impl<R: Read> Cursor<R> {
         Ok(GgufHeader { version, metadata, tensors: found })
     }
 
-    /// The next bytes, of the field `what`.
+    /// Reads the next bytes, which belong to the field `what`.
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], String> {
         let mut bytes = [0; N];
         self.fill(what, &mut bytes)?;
@@ -137,7 +137,7 @@ impl<R: Read> Cursor<R> {
         Ok(())
     }
 
-    /// Fails unless the file has so many more bytes.
+    /// Checks that at least `bytes` bytes of the file remain.
     fn require(&self, what: &str, bytes: u64) -> Result<(), String> {
         let left = self.len.saturating_sub(self.at);
         if bytes > left {
@@ -151,7 +151,7 @@ impl<R: Read> Cursor<R> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A number of things of at least `least` bytes each.
+    /// Reads a number of items that have at least `least` bytes each.
     fn count(&mut self, what: &str, most: u64, least: u64) -> Result<u64, String> {
         let at = self.at;
         let count = self.u64(what)?;
@@ -168,7 +168,7 @@ impl<R: Read> Cursor<R> {
     fn string(&mut self, what: &str) -> Result<String, String> {
         let at = self.at;
         let len = self.count(what, MAX_STRING, 1)?;
-        // At most what is left of the file.
+        // Bounded by the remaining bytes of the file.
         let mut bytes = vec![0; len as usize];
         self.fill(what, &mut bytes)?;
         String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not UTF-8", printable(what)))
@@ -257,7 +257,7 @@ impl<R: Read> Cursor<R> {
         (0..count).map(|_| Ok(read(self.array(key)?))).collect()
     }
 
-    /// The description of tensor `i`; its offset still counts from the start of the data.
+    /// Reads the description of tensor `i`. Its offset is still relative to the start of the data.
     fn tensor(&mut self, i: u64) -> Result<GgufTensor, GgufFault> {
         let at = self.at;
         let name = self.string(&format!("name of tensor {i}"))?;
@@ -314,8 +314,8 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
     }
 }
 
-/// Tensors follow on each other in the order of their descriptions, each at a multiple of the alignment, and all of
-/// them are in the file.
+/// Checks that tensors follow each other in the order of their descriptions, each at a multiple of the alignment, and
+/// that all are within the file. Makes their offsets relative to the start of the file.
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
     let mut due = 0_u64;
     for tensor in tensors {

@@ -1,4 +1,4 @@
-//! Files as they are written and read, and files that were made to mislead.
+//! Files that are written and read back, and malicious files.
 
 use proptest::prelude::*;
 
@@ -68,7 +68,7 @@ fn a_file_that_is_cut_anywhere_is_refused() {
     }
 }
 
-/// A header of version 3 with so many tensors and entries, and what follows.
+/// A header of version 3 with these numbers of tensors and entries, followed by `rest`.
 fn crafted(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {
     let mut bytes = b"GGUF\x03\0\0\0".to_vec();
     bytes.extend(tensors.to_le_bytes());
@@ -144,7 +144,7 @@ fn what_is_not_read_is_told_from_damage() {
     assert!(is_unread(b"GGUF\0\0\0\x03"));
     assert!(is_unread(b"GGUF\x01\0\0\0"));
     assert!(is_unread(&crafted(1, 0, &tensor("t", &[256], 16, 0))));
-    // Names are the file's, and may end in any words.
+    // Names come from the file, and may end in any words.
     assert!(!is_unread(&crafted(1, 0, &tensor("which is not read", &[4], 4, 0))));
     assert!(!is_unread(&crafted(1, 0, &tensor("t", &[1, 1, 1, 1, 1], 0, 0))));
 }

@@ -1,6 +1,6 @@
-//! The values of metadata.
+//! Metadata values.
 
-/// A value of metadata.
+/// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Value {
@@ -37,7 +37,7 @@ pub enum Array {
     F64(Vec<f64>),
 }
 
-/// Numbers of types in a file.
+/// The type numbers used in files.
 pub(super) mod kinds {
     pub(in super::super) const U8: u32 = 0;
     pub(in super::super) const I8: u32 = 1;
@@ -55,7 +55,7 @@ pub(super) mod kinds {
 }
 
 impl Value {
-    /// The number of its type in a file.
+    /// The type number used in files.
     pub(super) fn kind(&self) -> u32 {
         match self {
             Self::U8(_) => kinds::U8,
@@ -79,7 +79,7 @@ impl Value {
         Self::String(text.into())
     }
 
-    /// The text, if it is one.
+    /// The string, if the value is one.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::String(text) => Some(text),
@@ -87,7 +87,7 @@ impl Value {
         }
     }
 
-    /// The integer, if it is one that is not negative.
+    /// The integer, if the value is a nonnegative one.
     pub fn as_u64(&self) -> Option<u64> {
         match *self {
             Self::U8(v) => Some(v.into()),
@@ -102,7 +102,7 @@ impl Value {
         }
     }
 
-    /// The number, if it is a float.
+    /// The number, if the value is a float.
     pub fn as_f64(&self) -> Option<f64> {
         match *self {
             Self::F32(v) => Some(v.into()),
@@ -111,7 +111,7 @@ impl Value {
         }
     }
 
-    /// The flag, if it is one.
+    /// The flag, if the value is one.
     pub fn as_bool(&self) -> Option<bool> {
         match *self {
             Self::Bool(v) => Some(v),
@@ -119,7 +119,7 @@ impl Value {
         }
     }
 
-    /// The texts, if it is a list of them.
+    /// The strings, if the value is a list of them.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
             Self::Array(Array::String(texts)) => Some(texts),
@@ -127,7 +127,7 @@ impl Value {
         }
     }
 
-    /// The floats, if it is a list of them.
+    /// The floats, if the value is a list of them.
     pub fn as_f32s(&self) -> Option<&[f32]> {
         match self {
             Self::Array(Array::F32(values)) => Some(values),
@@ -135,7 +135,7 @@ impl Value {
         }
     }
 
-    /// The flags, if it is a list of them.
+    /// The flags, if the value is a list of them.
     pub fn as_bools(&self) -> Option<&[bool]> {
         match self {
             Self::Array(Array::Bool(flags)) => Some(flags),
@@ -143,7 +143,7 @@ impl Value {
         }
     }
 
-    /// The integers, if it is a list of them.
+    /// The integers, if the value is a list of them.
     pub fn as_integers(&self) -> Option<Vec<i64>> {
         match self {
             Self::Array(Array::U8(v)) => Some(v.iter().map(|&v| v.into()).collect()),
@@ -160,7 +160,7 @@ impl Value {
 }
 
 impl Array {
-    /// The number of its elements' type in a file.
+    /// The type number of the elements used in files.
     pub(super) fn kind(&self) -> u32 {
         match self {
             Self::U8(_) => kinds::U8,
@@ -178,7 +178,7 @@ impl Array {
         }
     }
 
-    /// How many elements it has.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         match self {
             Self::U8(v) => v.len(),
@@ -196,7 +196,7 @@ impl Array {
         }
     }
 
-    /// Whether it has none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,23 +1,23 @@
-//! The bytes before the data, from metadata and tensors.
+//! Builds the bytes before the tensor data from metadata and tensors.
 
 use super::value::{Array, Value};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, VERSION};
 use crate::blocks::BlockType;
 use crate::{Error, Result};
 
-/// The key that names the program and its version: a file that has it may be replaced by another run.
+/// The key for the program that wrote the file, with its version. Another run may replace a file that has it.
 pub(super) const WRITER_KEY: &str = "quant.version";
 
 /// A tensor as the header describes it.
 pub(super) struct Described<'a> {
     pub(super) name: &'a str,
-    /// Outermost first, as everywhere but in the file.
+    /// Outermost first, as everywhere except in the file.
     pub(super) shape: &'a [usize],
     pub(super) kind: &'static BlockType,
 }
 
 impl Described<'_> {
-    /// Bytes of its data.
+    /// The size of its data in bytes.
     pub(super) fn bytes(&self) -> Result<u64> {
         let fault = |reason: &str| Error::Internal(format!("output tensor `{}` {reason}", self.name));
         if self.name.is_empty() || self.name.len() > MAX_NAME {
@@ -33,8 +33,8 @@ impl Described<'_> {
     }
 }
 
-/// What stands before the data, and the offset of each tensor from the start of the file; the last is the file's
-/// length.
+/// Returns the bytes before the tensor data, and the offset of each tensor from the start of the file, followed by the
+/// file's length.
 pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) -> Result<(Vec<u8>, Vec<u64>)> {
     let set = metadata.iter().find(|(key, _)| key == ALIGNMENT_KEY).and_then(|(_, value)| value.as_u64());
     let alignment = set.unwrap_or(DEFAULT_ALIGNMENT);
@@ -72,7 +72,7 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     Ok((bytes, placed.ok_or_else(|| Error::Internal("the size of the output overflows".into()))?))
 }
 
-/// A whole file whose tensors are at hand, such as an importance matrix: name, shape and values of each.
+/// A whole file whose tensors are in memory, such as an importance matrix: name, shape and values of each.
 pub(crate) fn write_file(
     metadata: &[(String, Value)],
     tensors: &[(String, Vec<usize>, Vec<f32>)],

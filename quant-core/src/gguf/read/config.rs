@@ -1,4 +1,4 @@
-//! Metadata as the fields of a `config.json`.
+//! Converts metadata to the fields of a `config.json`.
 
 use serde_json::{Map, Value as Json, json};
 
@@ -8,10 +8,10 @@ use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, RO
 use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
-/// Channels of a head that divisors are read for, at most.
+/// The maximum number of channels per head for which divisors are read.
 const WIDEST: u64 = 8192;
 
-/// The configuration that a file's metadata and tensors imply.
+/// The configuration implied by a file's metadata and tensors.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let (file, family) = (about.file, about.family);
     let has = |tensor: &str| file.tensor(tensor).is_some();
@@ -95,7 +95,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     if !family.has_two_kinds {
         rope(about, rotary_heads, &mut set)?;
     }
-    // Graphs without windows must not get the family's default.
+    // Set explicitly, because graphs without windows must not get the family's default.
     match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {
         Some(window) => set("sliding_window", json!(window)),
         None => set("sliding_window", Json::Null),
@@ -116,12 +116,12 @@ fn missing(file: &GgufFile, tensor: &str) -> crate::Error {
     GgufFile::broken(file.path(), format!("tensor `{tensor}` is missing"))
 }
 
-/// A number that was rounded to `f32`, as the shortest decimal that rounds to it: 1e-5, not 9.999999747378752e-6.
+/// The shortest decimal that rounds to the same `f32`: 1e-5, not 9.999999747378752e-6.
 pub(super) fn shortest(value: f64) -> f64 {
     format!("{:e}", value as f32).parse().unwrap_or(value)
 }
 
-/// The divisors of frequencies that a tensor holds, one for each pair of the channels that turn.
+/// Reads a tensor of frequency divisors, one per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if turned > WIDEST || count as u64 != turned / 2 {
@@ -150,14 +150,14 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     if let Some(theta) = about.float("rope.freq_base_swa")? {
         set("rope_local_base_freq", json!(theta));
     }
-    // The older of the keys counts where the newer one is missing, and 0 stands for no factor.
+    // The older key is used if the newer one is missing. 0 means no factor.
     let factor = match about.float("rope.scaling.factor")? {
         None => about.float("rope.scale_linear")?,
         newer => newer,
     };
     let factor = factor.filter(|factor| *factor != 0.0);
     let key = format!("{}.rope.scaling.type", about.family.arch);
-    // llama.cpp divides positions by a factor that has no type.
+    // If the scaling type is missing, llama.cpp divides positions by the factor.
     let kind = match about.text(&key)? {
         Some(kind) => kind,
         None if factor.is_some_and(|factor| factor != 1.0) => "linear",
@@ -165,7 +165,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     };
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
         ("yarn", None) => specials::yarn(about, factor)?,
-        // Its family has one by default.
+        // The family scales by default.
         ("none", None) if about.family.family == "gpt_oss" => json!({ "rope_type": "default" }),
         ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
             (Some(short), Some(long)) => {
@@ -183,7 +183,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
         ("none", Some(tensor)) => {
             let divisors = divisors(about, tensor, turned)?;
             let positions = about.require("context_length")?;
-            // The numbers that the divisors follow from are not in the file; the divisors themselves do as well.
+            // The file does not have the parameters of the divisors, but the divisors are sufficient.
             json!({
                 "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
                 "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": positions,

@@ -7,10 +7,10 @@ use super::config::{divisors, shortest};
 use crate::Result;
 use crate::gguf::families::ROPE_FACTORS;
 
-/// Divisors from here on stand for pairs that do not turn.
+/// Pairs with divisors from this value on are not rotated.
 const NEVER: f32 = 1e29;
 
-/// What of it other families do not have.
+/// The fields that other families do not have.
 pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let blocks = about.blocks()?;
     let key = "attention.sliding_window_pattern";

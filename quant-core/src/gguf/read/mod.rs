@@ -1,8 +1,8 @@
-//! A GGUF file as a model directory would be: tensors under the names of the checkpoint, as floats, a configuration,
-//! a tokenizer.
+//! A GGUF file presented as a model directory: tensors under the checkpoint's names, as floats, a configuration, and a
+//! tokenizer.
 //!
-//! What blocks stand for is exact in `f32`, and so are the tensors that are read. What a writer changed is undone:
-//! rows of queries and keys go back to their order, norms lose what was added, experts are apart again.
+//! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
+//! their original order, offsets of norms are subtracted, and experts are separate tensors again.
 
 mod config;
 mod gemma4;
@@ -27,8 +27,8 @@ pub use tensors::GgufSource;
 /// Opens a file as a model.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, holds an importance matrix or a later part of a model, or is of
-/// an architecture that is not read; [`Error::Io`].
+/// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
+/// architecture that is not read; [`Error::Io`].
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -52,7 +52,7 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     Ok(if kinds.is_empty() { directory } else { directory.with_rounded(kinds.join(", ")) })
 }
 
-/// Whether a path names a file of this kind, by how it begins.
+/// Whether a path is a GGUF file, judged by its first bytes.
 pub fn is_gguf(path: &Path) -> bool {
     use std::io::Read;
     let mut magic = [0; 4];
@@ -86,7 +86,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// A value by its key, behind the architecture's name.
+    /// A value by its key without the architecture's prefix.
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.file.header().get(&format!("{}.{key}", self.family.arch))
     }
@@ -99,15 +99,15 @@ impl<'a> About<'a> {
         GgufFile::unread(self.file.path(), format!("`{}.{key}` {reason}", self.family.arch))
     }
 
-    /// An integer; of a list with one for every block, the one that all have.
+    /// An integer. A list with one value per block is accepted if all are equal.
     fn integer(&self, key: &str) -> Result<Option<u64>> {
         integer(self.file, &format!("{}.{key}", self.family.arch))
     }
 
-    /// Integers of all blocks: those of a list, or one for all.
+    /// One integer per block, from a list or a single value.
     fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
         let Some(list) = self.get(key).and_then(Value::as_integers) else {
-            // No more than tensors, of which each block has some.
+            // Bounded by the number of tensors, since each block has some.
             let most = self.file.header().tensors.len() as u64;
             return match blocks <= most && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
@@ -125,7 +125,7 @@ impl<'a> About<'a> {
         self.integer(key)?.ok_or_else(|| self.broken(key, "is missing"))
     }
 
-    /// Blocks of the file that predict further tokens, after the others.
+    /// The number of blocks for multi-token prediction, which follow the others.
     fn further_blocks(&self) -> Result<usize> {
         let (all, further) =
             (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
@@ -135,12 +135,12 @@ impl<'a> About<'a> {
         }
     }
 
-    /// Blocks that are run.
+    /// The number of blocks that are run.
     fn blocks(&self) -> Result<u64> {
         Ok(self.require("block_count")? - self.further_blocks()? as u64)
     }
 
-    /// Heads of queries.
+    /// The number of query heads.
     fn heads(&self) -> Result<u64> {
         match self.require("attention.head_count")? {
             0 => Err(self.broken("attention.head_count", "is 0")),
@@ -148,7 +148,7 @@ impl<'a> About<'a> {
         }
     }
 
-    /// Channels of a head of queries or keys.
+    /// Channels per head of queries or keys.
     fn head_width(&self) -> Result<u64> {
         let own = self.integer("attention.key_length")?;
         own.map_or_else(|| Ok(self.require("embedding_length")? / self.heads()?), Ok)
@@ -162,28 +162,28 @@ impl<'a> About<'a> {
         }
     }
 
-    /// A value by its whole key.
+    /// A value by its full key.
     fn global(&self, key: &str) -> Option<&'a Value> {
         self.file.header().get(key)
     }
 
-    /// A value of this type by its whole key.
+    /// A value of this type by its full key.
     fn typed<T>(&self, key: &str, what: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
         typed(self.file, key, what, read)
     }
 
-    /// A text by its whole key.
+    /// A string by its full key.
     fn text(&self, key: &str) -> Result<Option<&'a str>> {
         self.typed(key, "text", Value::as_str)
     }
 
-    /// A flag by its whole key.
+    /// A flag by its full key.
     fn flag(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "flag", Value::as_bool)
     }
 }
 
-/// The value of a key, which is of another type only by mistake.
+/// The value of a key. Another type is an error.
 fn typed<'a, T>(
     file: &'a GgufFile,
     key: &str,
@@ -195,7 +195,7 @@ fn typed<'a, T>(
     read(value).map(Some).ok_or_else(fault)
 }
 
-/// An integer by its whole key; of a list with one for every block, the one that all have.
+/// An integer by its full key. A list with one value per block is accepted if all are equal.
 fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     let Some(list) = file.header().get(key).and_then(Value::as_integers) else {
         return typed(file, key, "integer", Value::as_u64);
@@ -210,7 +210,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error that no family is read under this name, with or without experts.
+/// The error for an architecture that is not read, or not with or without experts.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {

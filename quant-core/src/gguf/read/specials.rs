@@ -9,7 +9,7 @@ use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
 use crate::gguf::specials::ROTATIONS;
 
-/// Latent attention; gives the features of a head that turn.
+/// Sets the fields of latent attention; returns the number of rotated features per head.
 pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<Option<u64>> {
     if !about.family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_))) {
         return Ok(None);
@@ -32,7 +32,7 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     Ok(Some(rotary))
 }
 
-/// How tokens are routed, where files of the family say so.
+/// Sets how tokens are routed, if files of the family describe it.
 pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let family = about.family;
     if family.routing != RoutingKeys::Full {
@@ -53,7 +53,7 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
     set("n_shared_experts", json!(about.integer("expert_shared_count")?.unwrap_or(0)));
     set("first_k_dense_replace", json!(about.integer("leading_dense_block_count")?.unwrap_or(0)));
-    // 0 stands for no factor.
+    // 0 means no factor.
     let scale = about.float("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0);
     set("routed_scaling_factor", json!(shortest(scale)));
     set("norm_topk_prob", json!(flag("expert_weights_norm")?.unwrap_or(false)));
@@ -71,7 +71,7 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     Ok(())
 }
 
-/// Delta nets, and which blocks have them.
+/// Sets the delta nets, and which blocks have them.
 pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     if !about.family.gates_attention {
         return Ok(());
@@ -92,7 +92,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
         set("full_attention_interval", json!(about.integer("full_attention_interval")?.unwrap_or(4)));
         return Ok(());
     };
-    // Blocks that predict further tokens come last.
+    // Blocks for multi-token prediction come last.
     let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
     let flags = flags.ok_or_else(|| {
         about.broken("attention.recurrent_layers", &format!("is no list of flags of {blocks} blocks"))
@@ -105,7 +105,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     Ok(())
 }
 
-/// YaRN, of this factor.
+/// YaRN with this factor.
 pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     let float = |key: &str, default: f64| Ok::<_, crate::Error>(about.float(key)?.unwrap_or(default));
     let factor = factor.ok_or_else(|| about.broken("rope.scaling.factor", "is missing"))?;

@@ -1,7 +1,7 @@
-//! Tensors of a file under the names, and in the order of rows, that checkpoints have.
+//! Tensors of a file under the names, and with the row order, of checkpoints.
 //!
-//! Which tensors there are, and how each came into the file, follows from the model that the metadata describe: the table
-//! is that of the writer (`layout`), read from the other side.
+//! Which tensors exist, and how each was written, follows from the model that the metadata describe. The table is that
+//! of the writer (`layout`), applied in reverse.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,41 +20,41 @@ use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
 use crate::{Error, Result};
 
-/// More experts are refused, before there is an entry for each.
+/// More experts are rejected before any is allocated.
 const MAX_EXPERTS: u64 = 4096;
 
-/// The tensors of a GGUF file as a checkpoint's.
+/// Presents the tensors of a GGUF file as those of a checkpoint.
 #[derive(Debug)]
 pub struct GgufSource {
     file: Arc<GgufFile>,
     tensors: BTreeMap<String, Place>,
-    /// The last transposed matrix that was read.
+    /// The most recently read transposed matrix.
     last: Mutex<Option<Transposed>>,
 }
 
-/// A tensor, which of its matrices, and that one's values.
+/// The name of a tensor, the index of one of its matrices, and the values of that matrix.
 type Transposed = (String, usize, Arc<Vec<f32>>);
 
-/// A matrix, or a vector, of the checkpoint.
+/// A matrix or vector of the checkpoint.
 #[derive(Debug)]
 struct Place {
     info: TensorInfo,
-    /// The tensors of the file that its rows are in.
+    /// The tensors of the file that contain its rows.
     pieces: Vec<Piece>,
 }
 
 #[derive(Debug, Clone)]
 struct Piece {
     tensor: GgufTensor,
-    /// The first of its rows.
+    /// Its first row in the file's tensor.
     first_row: usize,
     view: View,
-    /// Columns of a row in the file.
+    /// Columns per row in the file.
     columns: usize,
 }
 
 impl GgufSource {
-    /// Fails where there are more experts than are read.
+    /// Checks the number of experts.
     pub(super) fn check_experts(about: &About<'_>) -> Result<()> {
         match about.integer("expert_count")?.unwrap_or(0) {
             experts if experts > MAX_EXPERTS => {
@@ -64,10 +64,10 @@ impl GgufSource {
         }
     }
 
-    /// The tensors of a file that holds this model.
+    /// The tensors of a file that contains this model.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when a tensor is missing, the family has no such tensor, or its shape makes no sense.
+    /// [`Error::InputFile`] when a tensor is missing, the family has no such tensor, or a shape is invalid.
     pub(super) fn new(file: Arc<GgufFile>, about: &About<'_>, a: &Architecture) -> Result<Self> {
         let mut source = Self { file, tensors: BTreeMap::new(), last: Mutex::default() };
         let mut seen: BTreeSet<String> =
@@ -92,7 +92,7 @@ impl GgufSource {
             let block = layout::of_block(a, about.family, layer)?;
             let names: BTreeSet<String> = block.iter().map(|placed| placed.name(layer)).collect();
             if names.iter().any(|name| source.file.tensor(name).is_none()) {
-                // One that is there under another name says more than one that is not.
+                // An unexpected tensor makes a better message than a missing one.
                 let prefix = format!("blk.{layer}.");
                 let mut of_block =
                     source.file.header().tensors.iter().filter(|t| t.name.starts_with(&prefix));
@@ -118,14 +118,14 @@ impl GgufSource {
         }
     }
 
-    /// The error that the family has no tensor of this name.
+    /// The error for a tensor that the family does not have.
     fn unknown(&self, name: &str, about: &About<'_>) -> Error {
         let (name, arch) = (printable(name), about.family.arch);
         let reason = format!("tensor `{name}` is none of those of {arch} that are read");
         GgufFile::unread(self.file.path(), reason)
     }
 
-    /// A tensor outside the blocks, if it is there.
+    /// Adds a tensor outside the blocks, if the file has it.
     fn add_whole(&mut self, name: &str, stored: &str, view: View, seen: &mut BTreeSet<String>) -> Result<()> {
         seen.insert(stored.to_owned());
         let Some(tensor) = self.file.tensor(stored).cloned() else { return Ok(()) };
@@ -136,7 +136,7 @@ impl GgufSource {
         Ok(())
     }
 
-    /// A tensor of a block, or a part of one.
+    /// Adds a tensor of a block, or a part of one.
     fn add(&mut self, placed: &Placed, stored: &str, about: &About<'_>) -> Result<()> {
         let broken = |reason: String| GgufFile::broken(self.file.path(), reason);
         let Some(tensor) = self.file.tensor(stored).cloned() else {
@@ -156,7 +156,7 @@ impl GgufSource {
             }
             due.insert(0, tensor.shape[0]);
         }
-        // Dimensions of one may be left out in front.
+        // Leading dimensions of one may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
         if plain(&tensor.shape) != plain(&due) {
             return Err(broken(format!(
@@ -176,7 +176,7 @@ impl GgufSource {
     }
 
     fn insert(&mut self, name: &str, shape: Vec<usize>, piece: Piece) {
-        // Floats stay what they are, unless something is taken from them.
+        // Floats keep their type, unless their values change.
         let dtype = match piece.tensor.kind {
             kind if piece.view.change == Change::None && *kind == F16 => Dtype::F16,
             kind if piece.view.change == Change::None && *kind == BF16 => Dtype::Bf16,
@@ -196,7 +196,7 @@ impl GgufSource {
         }
     }
 
-    /// Types of blocks that are read as floats, each once.
+    /// The distinct types of quantized blocks.
     pub(super) fn kinds(&self) -> Vec<&'static str> {
         let mut kinds = Vec::new();
         let pieces = self.tensors.values().flat_map(|place| &place.pieces);
@@ -208,7 +208,7 @@ impl GgufSource {
         kinds
     }
 
-    /// The values of one row of the file.
+    /// The values of one row in the file.
     fn file_row(&self, piece: &Piece, row: usize) -> Result<Vec<f32>> {
         let bytes = self.stored_bytes(piece, row)?;
         let mut values = vec![0.0; piece.columns];
@@ -225,7 +225,8 @@ impl GgufSource {
         Ok(bytes)
     }
 
-    /// A row of the checkpoint that is a column of a transposed matrix; `None` where it comes from elsewhere.
+    /// A row of the checkpoint that is a column of a transposed matrix; `None` if the matrix is not transposed, or does
+    /// not contain the row.
     fn column(&self, piece: &Piece, row: usize) -> Result<Option<Vec<f32>>> {
         let RowOrder::Transposed { period, width, depth } = piece.view.order else { return Ok(None) };
         let (which, column) = (row / period, row % period);
@@ -249,7 +250,7 @@ impl GgufSource {
         Ok(Some((0..depth).map(|row| values[row * width + column]).collect()))
     }
 
-    /// The bytes of one row, as the checkpoint has them.
+    /// Appends the bytes of one row of the checkpoint.
     fn row(&self, place: &Place, row: usize, out: &mut Vec<u8>) -> Result<()> {
         for piece in &place.pieces {
             let values = match self.column(piece, row)? {
@@ -278,7 +279,7 @@ impl GgufSource {
 }
 
 impl Place {
-    /// Rows of this many elements; of a vector whose elements are reordered, of one.
+    /// The number of elements per row; 1 for a vector whose elements are reordered.
     fn columns(&self) -> usize {
         let ordered = self.pieces.iter().any(|piece| piece.view.order != RowOrder::AsStored);
         match (ordered, self.info.shape.as_slice()) {
@@ -309,7 +310,7 @@ impl TensorSource for GgufSource {
         if buffer.is_empty() {
             return Ok(());
         }
-        // Both lie within the tensor, which lies within the address space.
+        // The casts are lossless: the range lies within the tensor, which lies within the address space.
         let (start, end) = (offset as usize, end as usize);
         let row_bytes = place.columns() * place.info.dtype.size();
         let mut row = Vec::with_capacity(row_bytes);

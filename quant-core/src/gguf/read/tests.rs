@@ -1,4 +1,4 @@
-//! Files that were made to mislead, each with one thing that is not as it should be.
+//! Malformed files, each with a single fault.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 type Metadata = Vec<(String, Value)>;
 type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
-/// A Llama of one block: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
+/// A one-block Llama: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
 fn model() -> (Metadata, Tensors) {
     let metadata = [
         ("general.architecture", Value::string("llama")),
@@ -49,7 +49,7 @@ fn model() -> (Metadata, Tensors) {
     (metadata, tensors)
 }
 
-/// A tensor whose values all differ.
+/// A tensor with distinct values.
 fn tensor(name: &str, shape: &[usize], first: f32) -> (String, Vec<usize>, Vec<f32>) {
     let count = shape.iter().product::<usize>();
     (name.to_owned(), shape.to_vec(), (0..count).map(|i| first + i as f32 / 1024.0).collect())
@@ -72,7 +72,7 @@ fn read((metadata, tensors): &(Metadata, Tensors)) -> (tempfile::TempDir, Result
     (directory, read)
 }
 
-/// The message, with the remedy behind it, of a file with these entries in place of its own.
+/// The message, followed by the remedy, for a file in which these entries replace its own.
 fn refused(entries: &[(&str, Value)]) -> String {
     let mut model = model();
     for (key, value) in entries {
@@ -107,7 +107,7 @@ fn heads_as_a_list_count_as_heads() {
     const QUERIES: &str = "model.layers.0.self_attn.q_proj.weight";
     let (_scratch, plain) = read(&model());
     let plain = plain.unwrap();
-    // Row 1 of the checkpoint is what stands third in a head of 4.
+    // Row 1 of the checkpoint is the third row of a head of 4 in the file.
     assert_eq!(values(&plain, QUERIES)[8], 3.0 + 16.0 / 1024.0);
     for list in [Array::I32(vec![2]), Array::U32(vec![2]), Array::U64(vec![2])] {
         let mut listed = model();
@@ -217,7 +217,7 @@ fn numbers_that_make_no_sense_are_refused() {
     let outside = ("tokenizer.ggml.bos_token_id", Value::U32(6));
     let says_so = ["`tokenizer.ggml.bos_token_id` is 6", "6 tokens"];
     says(&refused(&[outside.clone(), ("tokenizer.ggml.add_bos_token", Value::Bool(true))]), &says_so);
-    // A SentencePiece text begins with it unless the file says otherwise.
+    // SentencePiece adds a BOS token unless the file disables it.
     says(&refused(std::slice::from_ref(&outside)), &says_so);
     let mut unused = model();
     set(&mut unused.0, outside.0, outside.1);
@@ -278,7 +278,7 @@ fn remedies_fit_what_is_wrong() {
     says(&refused(&mixed), &["`gemma2.expert_count` is 4"]);
 }
 
-/// The model in two files, the second with these entries; `change` is done to them.
+/// The model in two files, the second with these entries; `change` is applied to the tensors of both.
 fn parts(
     second: &[(&str, Value)],
     names: [&str; 2],
@@ -345,7 +345,7 @@ fn models_in_parts_are_read_as_one() {
     says(&refused(&good, NAMES, &fewer), &["11 tensors, and the files hold 8"]);
 }
 
-/// A Qwen3.5 of two blocks, one with a delta net of 2 key heads and 4 value heads.
+/// A two-block Qwen3.5, one block with a delta net of 2 key heads and 4 value heads.
 fn hybrid() -> (Metadata, Tensors) {
     let (mut metadata, mut tensors) = model();
     metadata.retain(|(key, _)| !key.starts_with("llama."));
@@ -409,16 +409,17 @@ fn heads_of_delta_nets_go_back_to_their_groups() {
     let (_scratch, model) = read(&hybrid());
     let model = model.unwrap();
     let of = |name: &str| values(&model, &format!("model.layers.0.linear_attn.{name}"));
-    // In the file heads come as 0, 2, 1, 3 of the checkpoint: those of a group are apart.
+    // The file has heads 0, 2, 1, 3 of the checkpoint: it separates the heads of a group.
     let steps: Vec<f32> = [0.0, 2.0, 1.0, 3.0].iter().map(|i| i / 1024.0).collect();
     assert_eq!(of("dt_bias"), steps);
-    // Rows of queries and keys stay; then heads of two rows, by their first elements.
+    // Rows of queries and keys keep their places; heads of two rows follow. Rows are identified by their first
+    // elements.
     let mixed: Vec<usize> =
         of("in_proj_qkv.weight").chunks(8).map(|row| (row[0] * 1024.0) as usize / 8).collect();
     assert_eq!(mixed, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
     let columns: Vec<usize> = of("out_proj.weight")[..8].iter().map(|v| (v * 1024.0) as usize).collect();
     assert_eq!(columns, [0, 1, 4, 5, 2, 3, 6, 7]);
-    // What was minus an exponential is a logarithm, and norms lose the 1 that was added, but for the gated one.
+    // A negated exponential becomes a logarithm again, and norms lose the added 1, except for the gated one.
     for (found, stored) in of("A_log").iter().zip(&steps) {
         assert!((found - (2.0 - stored).ln()).abs() < 1e-6, "{found}");
     }
@@ -444,7 +445,7 @@ fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
         Value::U32(1),
         &["tensor `blk.0.attn_qkv.weight` is none of those of qwen35"],
     );
-    // Blocks that predict further tokens are left alone.
+    // Blocks for multi-token prediction are ignored.
     let mut further = hybrid();
     set(&mut further.0, "qwen35.block_count", Value::U32(3));
     set(&mut further.0, "qwen35.nextn_predict_layers", Value::U32(1));
@@ -485,7 +486,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
 }
 
 proptest::proptest! {
-    /// Of whatever bytes a model's file is made, it is refused or read, and what is read can be read to the end.
+    /// Whatever the bytes of a file, it is rejected or read; if it is read, all its tensors can be read.
     #[test]
     fn changed_bytes_of_models_are_refused_or_read(
         changes in proptest::collection::vec((0_usize..1 << 16, proptest::prelude::any::<u8>()), 1..4),

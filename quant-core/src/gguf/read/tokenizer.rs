@@ -1,4 +1,4 @@
-//! The tokenizer of a file as the files that a model directory has.
+//! Converts the tokenizer of a file to the files of a model directory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use crate::gguf::file::{GgufFile, Value};
 use crate::gguf::tokenizer::{kinds, pre_tokenizer};
 use crate::{Error, Result};
 
-/// Bytes of a token that merges are sought for, at most: all its splits are tried. Published vocabularies have some
-/// hundred at most.
+/// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Published
+/// vocabularies have some hundred at most.
 const LONGEST: usize = 1024;
-/// Merges for each token, on average, at most. Published vocabularies have two or three.
+/// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
-/// Tokens and what they are.
+/// Tokens and their types.
 struct Vocabulary<'a> {
     tokens: &'a [String],
     types: Vec<i64>,
 }
 
-/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or why the tokenizer is not read.
+/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or the reason why the tokenizer is not read.
 pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let Some(model) = about.text("tokenizer.ggml.model")? else {
         return Ok(Err("the file has no tokenizer".into()));
@@ -82,7 +82,7 @@ impl Vocabulary<'_> {
         self.types[id] == i64::from(kind)
     }
 
-    /// Tokens of the trained vocabulary, and those that are added to it.
+    /// The vocabulary, and the added tokens.
     fn parts(&self) -> (Map<String, Json>, Vec<Json>) {
         let (mut vocab, mut added) = (Map::new(), Vec::new());
         for (id, token) in self.tokens.iter().enumerate() {
@@ -96,14 +96,14 @@ impl Vocabulary<'_> {
                     "normalized": false, "special": special,
                 }));
             }
-            // Added tokens have numbers of their own only if the vocabulary has them, whatever their place in it.
+            // Added tokens keep their IDs only if the vocabulary contains them, too.
             vocab.insert(token.clone(), json!(id));
         }
         (vocab, added)
     }
 }
 
-/// A post-processor that adds what texts begin and end with.
+/// A post-processor that adds the BOS and EOS tokens.
 fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Result<Json> {
     let token = |name: &str, by_default: bool| -> Result<Option<usize>> {
         let id = special(about, name)?;
@@ -134,7 +134,7 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
     }))
 }
 
-/// The id of a special token, as the file has it; negative, or outside the vocabulary, where there is none.
+/// The ID of a special token as stored in the file; it may be negative or outside the vocabulary if there is none.
 fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     about.typed(&format!("tokenizer.ggml.{name}_token_id"), "integer", |value| match *value {
         Value::I32(v) if v < 0 => Some(v.into()),
@@ -149,7 +149,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
     let merges = about.global(MERGES).and_then(Value::as_strings);
     let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or no list of texts"))?;
     let pair = |merge: &String| {
-        // The first space after the first character parts the two.
+        // The first space after the first character separates the two parts.
         let from = merge.chars().next().map_or(0, char::len_utf8);
         let at = merge[from..].find(' ').map(|at| from + at);
         let at = at.ok_or_else(|| broken(about, MERGES, "holds a text without a space"))?;
@@ -204,7 +204,7 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     }))
 }
 
-/// All pairs of tokens that make a token, the best first: by the score of what they make.
+/// All pairs of tokens whose concatenation is a token, in descending order of its score.
 fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
     let most = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());

@@ -1,4 +1,4 @@
-//! Added tokens: those beside the trained vocabulary.
+//! Added tokens, which are not part of the trained vocabulary.
 
 use serde_json::Value as Json;
 
@@ -25,8 +25,7 @@ pub(super) fn added(json: &Json) -> Result<Vec<Added<'_>>, String> {
 }
 
 impl Added<'_> {
-    /// Whether it controls rather than says something: it is marked so, or looks like tokens that are, in models that
-    /// do not mark them.
+    /// Whether it is a control token: it is marked as special, or looks like one, since some models do not mark them.
     fn controls(&self) -> bool {
         let t = self.content;
         let between = |begin: &str, end: &str| t.starts_with(begin) && t.ends_with(end);
@@ -37,7 +36,7 @@ impl Added<'_> {
             || between("<unused", ">")
     }
 
-    /// Puts it into a vocabulary. A text of the user's has spaces where the vocabulary has `▁`.
+    /// Adds it to a vocabulary. In user-defined tokens, `▁` becomes a space.
     pub(super) fn put(&self, vocabulary: &mut Vocabulary) -> Result<(), String> {
         match self.controls() {
             true => vocabulary.set(self.id, self.content, kinds::CONTROL),

@@ -1,11 +1,11 @@
-//! Byte-level BPE: the vocabulary and merges of `tokenizer.json` go over as they are.
+//! Byte-level BPE: the vocabulary and merges of `tokenizer.json` are copied.
 
 use serde_json::Value as Json;
 
 use super::added::added;
 use super::{Vocabulary, kinds, list, pre};
 
-/// What kind of tokenizer a `tokenizer.json` is.
+/// The kind of tokenizer in a `tokenizer.json`.
 pub(super) enum Kind {
     ByteLevel,
     SentencePiece,
@@ -13,10 +13,10 @@ pub(super) enum Kind {
 
 impl Kind {
     /// # Errors
-    /// When it is of a kind that is not written.
+    /// When the kind cannot be written.
     pub(super) fn of(json: &Json) -> Result<Self, String> {
         let model = json.get("model").ok_or("`model` is missing")?;
-        // Old files do not name the type.
+        // Old files have no type.
         let named = model.get("type").and_then(Json::as_str);
         let kind = named.unwrap_or(if model.get("merges").is_some() { "BPE" } else { "unknown" });
         if kind != "BPE" {
@@ -33,7 +33,7 @@ impl Kind {
     }
 }
 
-/// The vocabulary, for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
+/// Reads the vocabulary for an embedding of `rows`; `pre` is the name of the pre-tokenizer, and how it was found.
 pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vocabulary, String> {
     let mut vocabulary = Vocabulary::unused("gpt2", rows);
     vocabulary.pre = Some(pre);
@@ -49,7 +49,7 @@ pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vo
     Ok(vocabulary)
 }
 
-/// The merges, each as its two parts. A space within a part is written as the byte alphabet writes it.
+/// The merges as pairs. A space within a part is replaced by its symbol in the byte-level alphabet.
 pub(super) fn merges(json: &Json) -> Result<Vec<[String; 2]>, String> {
     let merges = list(json.get("model").unwrap_or(&Json::Null), "merges")?;
     let one = |(i, merge): (usize, &Json)| {

@@ -5,7 +5,7 @@
 //! tokenizer.model, or tokenizer.json (▁ BPE) ─► sentencepiece ─► tokens, types, scores
 //! ```
 //!
-//! What texts begin and end with is asked of the tokenizer itself, not read off its settings.
+//! The tokens added at the start and end of texts are found by running the tokenizer, not from its settings.
 
 mod added;
 mod bpe;
@@ -23,13 +23,13 @@ use crate::calibrate::TextTokenizer;
 use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
-/// Larger files are refused.
+/// The largest file that is read, in bytes.
 const LARGEST: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// In place of a pre-tokenizer's name: the file gets no vocabulary.
+/// Replaces the name of a pre-tokenizer: the file gets no vocabulary.
 const NO_VOCABULARY: &str = "none";
 
-/// Types of tokens.
+/// Token types.
 pub(super) mod kinds {
     pub(in crate::gguf) const NORMAL: i32 = 1;
     pub(in crate::gguf) const UNKNOWN: i32 = 2;
@@ -39,7 +39,7 @@ pub(super) mod kinds {
     pub(in crate::gguf) const BYTE: i32 = 6;
 }
 
-/// What was made of a tokenizer.
+/// A converted tokenizer.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Vocabulary {
     /// `tokenizer.ggml.model`.
@@ -53,16 +53,16 @@ pub(super) struct Vocabulary {
     adds_space: Option<bool>,
 }
 
-/// Metadata of a tokenizer, and what a user should know of it.
+/// Metadata of a tokenizer, and notes for the user.
 pub(super) struct TokenizerMetadata {
     pub(super) entries: Vec<(String, Value)>,
     pub(super) notes: Vec<String>,
 }
 
-/// The metadata of a model's tokenizer, for an embedding of `rows`; `pre` names the pre-tokenizer where the user does.
+/// The metadata of a model's tokenizer, for an embedding of `rows`; `pre` is the pre-tokenizer, if the user names one.
 ///
 /// # Errors
-/// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that is not written.
+/// [`Error::Tokenizer`] when files are malformed, do not fit the model, or are of a kind that cannot be written.
 pub(super) fn metadata(
     directory: &ModelDirectory,
     rows: usize,
@@ -120,7 +120,7 @@ fn without_vocabulary() -> (String, Value) {
     ("tokenizer.ggml.model".to_owned(), Value::string(NO_VOCABULARY))
 }
 
-/// Tokens of the same text would end llama.cpp's loader: all but the first are renamed.
+/// Renames duplicate tokens except for the first, because llama.cpp's loader aborts on them.
 fn make_distinct(tokens: &mut [String]) {
     let mut seen = std::collections::HashSet::new();
     for (id, token) in tokens.iter_mut().enumerate() {
@@ -132,7 +132,7 @@ fn make_distinct(tokens: &mut [String]) {
 }
 
 impl Vocabulary {
-    /// `rows` tokens that stand for nothing yet.
+    /// `rows` unused placeholder tokens.
     fn unused(model: &'static str, rows: usize) -> Self {
         Self {
             model,
@@ -168,7 +168,7 @@ impl Vocabulary {
     }
 }
 
-/// An array of a JSON object; empty where it is missing or `null`.
+/// An array of a JSON object; empty if it is missing or `null`.
 fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
     match json.get(key) {
         None | Some(Json::Null) => Ok(&[]),

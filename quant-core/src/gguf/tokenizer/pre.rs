@@ -1,8 +1,8 @@
-//! Which of llama.cpp's pre-tokenizers a byte-level BPE has.
+//! Finds which of llama.cpp's pre-tokenizers a byte-level BPE uses.
 //!
-//! llama.cpp has pre-tokenizers built in, by name. Its converter finds the name by a hash of what a tokenizer makes of
-//! one text, which recognizes published vocabularies; of others, the steps of `tokenizer.json` are held against those
-//! that a name stands for.
+//! llama.cpp has built-in pre-tokenizers, identified by name. Its converter finds the name by the hash of the tokens of
+//! one text, which recognizes published vocabularies. For others, the steps in `tokenizer.json` are compared with those
+//! of known names.
 
 use std::path::Path;
 
@@ -79,11 +79,11 @@ const HASHES: &[(&str, &str)] = &[
 /// A step of a pre-tokenizer.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Matches of the expression are pieces of their own.
+    /// Matches of the regular expression are separate pieces.
     Split(String),
-    /// Every digit is a piece of its own.
+    /// Every digit is a separate piece.
     Digits,
-    /// Bytes, with GPT-2's expression or without.
+    /// Maps bytes to the byte-level alphabet, optionally splitting by GPT-2's regular expression first.
     ByteLevel { splits: bool },
 }
 
@@ -91,8 +91,8 @@ const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The name for these steps; `whole` says whether pieces that are in the vocabulary are taken whole, whatever the
-/// merges say.
+/// The name of a pre-tokenizer with these steps; `whole` is `ignore_merges`: whether pieces in the vocabulary are taken
+/// whole, whatever the merges.
 fn by_steps(steps: &[Step], whole: bool) -> Option<&'static str> {
     match steps {
         [Step::ByteLevel { splits: true }] if !whole => Some("gpt-2"),
@@ -108,8 +108,8 @@ fn by_steps(steps: &[Step], whole: bool) -> Option<&'static str> {
     }
 }
 
-/// The pre-tokenizer of a name as `tokenizer.json` has it, and whether pieces that are in the vocabulary are taken whole;
-/// `None` where the name is not read.
+/// A pre-tokenizer by its name in the form of `tokenizer.json`, and whether pieces in the vocabulary are taken whole;
+/// `None` if the name is not read.
 pub(in crate::gguf) fn pre_tokenizer(name: &str) -> Option<(Json, bool)> {
     let bytes = |splits: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": splits });
     let split = |expression: &str| {
@@ -132,7 +132,7 @@ pub(in crate::gguf) fn pre_tokenizer(name: &str) -> Option<(Json, bool)> {
     })
 }
 
-/// The steps of a pre-tokenizer; none where one of them is of another kind.
+/// The steps of a pre-tokenizer; `None` if one of them is of another kind.
 fn steps(json: &Json) -> Option<Vec<Step>> {
     let flag = |key: &str| json.get(key).and_then(Json::as_bool);
     match json.get("type")?.as_str()? {
@@ -155,13 +155,13 @@ fn steps(json: &Json) -> Option<Vec<Step>> {
     }
 }
 
-/// Whether a pre-tokenizer or a decoder, or a part of it, is byte-level.
+/// Whether a pre-tokenizer or decoder is byte-level, or has a part that is.
 pub(super) fn has_byte_level(json: &Json) -> bool {
     let parts = ["pretokenizers", "decoders"].into_iter().filter_map(|key| json.get(key)?.as_array());
     json.get("type").and_then(Json::as_str) == Some("ByteLevel") || parts.flatten().any(has_byte_level)
 }
 
-/// Whether the normalizer leaves texts as they are, or brings them to a form that most have already.
+/// Whether the normalizer does not change text, or only normalizes it to NFC.
 fn leaves_text(json: &Json) -> bool {
     match json.get("normalizer") {
         None | Some(Json::Null) => true,
@@ -169,7 +169,7 @@ fn leaves_text(json: &Json) -> bool {
     }
 }
 
-/// The name and how it was found: by hash of the tokens of [`PROBE`], or by structure.
+/// The name and how it was found: by the hash of the tokens of [`PROBE`], or by the steps.
 pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     let ids: Vec<String> = probe.iter().map(u32::to_string).collect();
     let hash = sha256_hex(format!("[{}]", ids.join(", ")));
@@ -182,7 +182,7 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     Some((name.to_owned(), "recognized by its steps".into()))
 }
 
-/// The error that a pre-tokenizer is none that is known.
+/// The error for a pre-tokenizer that is not recognized.
 pub(super) fn unrecognized(path: &Path) -> Error {
     Error::InputFile {
         path: path.to_owned(),

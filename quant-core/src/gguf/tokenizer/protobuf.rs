@@ -1,5 +1,4 @@
-//! What of `tokenizer.model` is read: pieces, their scores and types. It is a Protocol Buffers message, of which fields
-//! that are not known are passed over.
+//! Reads pieces, scores and types from `tokenizer.model`, a Protocol Buffers message. Unknown fields are skipped.
 
 /// A piece of a SentencePiece model.
 #[derive(Debug, Clone, PartialEq)]
@@ -14,7 +13,7 @@ pub(super) struct Piece {
 #[derive(Debug, Default)]
 pub(super) struct SentencePieceModel {
     pub(super) pieces: Vec<Piece>,
-    /// Whether texts begin with a space.
+    /// Whether a space is added at the start of texts.
     pub(super) adds_space: Option<bool>,
     /// 1 unigram, 2 BPE, 3 words, 4 characters.
     pub(super) algorithm: u64,
@@ -58,7 +57,7 @@ impl<'a> Fields<'a> {
         Ok(part)
     }
 
-    /// The next field's number and value.
+    /// The number and value of the next field.
     fn next(&mut self) -> Result<Option<(u64, Field<'a>)>, String> {
         if self.at == self.bytes.len() {
             return Ok(None);
@@ -87,7 +86,7 @@ impl<'a> Fields<'a> {
 /// Reads a model.
 ///
 /// # Errors
-/// The reason that it cannot be read, with an offset within the message that is broken.
+/// The reason why it cannot be read, with an offset within the malformed message.
 pub(super) fn read(bytes: &[u8]) -> Result<SentencePieceModel, String> {
     let mut model = SentencePieceModel { algorithm: 1, ..SentencePieceModel::default() };
     let mut fields = Fields { bytes, at: 0 };
@@ -144,7 +143,7 @@ mod tests {
 
     #[test]
     fn pieces_scores_and_settings() {
-        // Two pieces, a trainer that says BPE, a normalizer that adds no space.
+        // Two pieces, a trainer with BPE, a normalizer that adds no space.
         let mut bytes = vec![0x0a, 10, 0x0a, 3, 0xe2, 0x96, 0x81, 0x15, 0, 0, 0x80, 0xbf];
         bytes.extend([0x0a, 6, 0x0a, 2, b'<', b'>', 0x18, 3]);
         bytes.extend([0x12, 2, 0x18, 2, 0x1a, 2, 0x18, 0]);

@@ -1,7 +1,7 @@
-//! SentencePiece BPE: pieces with scores, where a merge is better the higher the score of what it makes.
+//! SentencePiece BPE: pieces with scores, where the merge whose result has the highest score comes first.
 //!
-//! With `tokenizer.model`, pieces and scores are in it. Without, `tokenizer.json` lists merges in order, and the score
-//! of a piece is minus the rank of the first merge that makes it, so that scores order merges as ranks do.
+//! `tokenizer.model` contains pieces and scores. Without it, the merges in `tokenizer.json` are ordered, and the score
+//! of a piece is minus the rank of the first merge that produces it, so that scores give the same order as ranks.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -15,12 +15,12 @@ use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
 const MODEL: &str = "tokenizer.model";
-/// Of tokens that no merge makes.
+/// The score of tokens that no merge produces.
 const ADDED_SCORE: f32 = -1000.0;
-/// Of ids without a token.
+/// The score of IDs without a token.
 const UNUSED_SCORE: f32 = -10_000.0;
 
-/// The vocabulary, for an embedding of `rows`.
+/// Reads the vocabulary for an embedding of `rows`.
 pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Result<Vocabulary> {
     let fault = |path: &Path, reason: String| Error::Tokenizer { path: path.to_owned(), reason };
     let mut vocabulary = Vocabulary::unused("llama", rows);
@@ -37,7 +37,7 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
     let put_added = |vocabulary: &mut Vocabulary| -> Result<(), String> {
         for token in added(json)? {
             let place = token.id as usize;
-            // The unknown token and bytes are added tokens in some files, and keep what they are.
+            // In some files, the unknown token and byte tokens are added tokens, too. They keep their types.
             let keeps =
                 vocabulary.types.get(place).is_some_and(|k| matches!(*k, kinds::UNKNOWN | kinds::BYTE));
             if keeps && vocabulary.tokens[place] == token.content {
@@ -51,7 +51,7 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
         Ok(())
     };
     put_added(&mut vocabulary).map_err(|reason| fault(&json_path, reason))?;
-    // llama.cpp ends where a text has a byte that is no token.
+    // llama.cpp aborts if a text contains a byte without a token.
     let bytes = vocabulary.types.iter().filter(|kind| **kind == kinds::BYTE).count();
     if bytes != 256 {
         return Err(fault(
@@ -109,7 +109,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
         };
         vocabulary.set(id, text, kind)?;
         if let Some(scores) = &mut vocabulary.scores {
-            // A piece of one character is made by no merge, and takes part in none as the result.
+            // No merge produces a single character, so the score of such a piece is never used.
             scores[id as usize] = match kind {
                 kinds::NORMAL => ranks.get(text).map_or(ADDED_SCORE, |rank| -(*rank as f32)),
                 _ => 0.0,
@@ -126,7 +126,7 @@ fn is_byte(text: &str) -> bool {
     digits.is_some_and(|d| d.len() == 2 && u8::from_str_radix(d, 16).is_ok())
 }
 
-/// Whether a text gets a space before its first word: by a `Prepend` or a `Metaspace`.
+/// Whether a space is added at the start of a text, by a `Prepend` or a `Metaspace`.
 fn adds_space(json: &Json) -> bool {
     fn within(json: &Json) -> bool {
         let parts = ["normalizers", "pretokenizers"].into_iter().filter_map(|key| json.get(key)?.as_array());

@@ -8,7 +8,7 @@ use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::gguf::file::{Array, Value};
 use crate::{Error, Result};
 
-/// Names of special tokens: in settings, and in keys of the file.
+/// Names of special tokens in tokenizer settings, and in keys of the file.
 const NAMES: [(&str, &str); 6] = [
     ("bos", "bos"),
     ("eos", "eos"),
@@ -21,7 +21,7 @@ const TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
 const LARGEST_TEMPLATE: u64 = 1 << 20;
 
-/// Ids of special tokens, and which of them texts begin and end with.
+/// The IDs of special tokens, and which of them are added at the start and end of texts.
 pub(super) fn read(
     directory: &ModelDirectory,
     json: &Json,
@@ -37,7 +37,7 @@ pub(super) fn read(
         let added = added.iter().find(|token| token.content == text).map(|token| token.id as u32);
         added.or_else(|| vocabulary.id(text))
     };
-    // A list of ids, as some models have for the end, names no single one.
+    // Some models have a list of EOS tokens, which is skipped.
     let of_config = |name: &str| {
         let id = directory.config().get(&format!("{name}_token_id")).and_then(Json::as_u64);
         id.filter(|id| *id < vocabulary.tokens.len() as u64).map(|id| id as u32)
@@ -51,7 +51,7 @@ pub(super) fn read(
     for (key, id) in [("bos", first), ("eos", last)] {
         let Some(id) = id else { continue };
         match ids.iter_mut().find(|(known, _)| *known == key) {
-            // What texts really begin and end with.
+            // The token that the tokenizer actually adds takes precedence.
             Some(known) => known.1 = id,
             None => ids.push((key, id)),
         }
@@ -64,7 +64,7 @@ pub(super) fn read(
     Ok(entries)
 }
 
-/// The tokens that the tokenizer adds before and behind every text.
+/// The tokens that the tokenizer adds before and after every text.
 fn ends(tokenizer: &TextTokenizer) -> Result<(Option<u32>, Option<u32>)> {
     const TEXT: &str = "a";
     let with = tokenizer.encode(TEXT)?;

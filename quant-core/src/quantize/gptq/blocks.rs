@@ -1,8 +1,9 @@
-//! GPTQ onto the blocks of GGUF files: scales of a block are found when its first column is reached, of what the
-//! columns before have made of its weights; then its codes are chosen one after the other.
+//! GPTQ for the blocks of GGUF files. The scales of a block are computed when its first column is reached, from weights
+//! that include the updates of earlier columns. Then its codes are chosen one after the other.
 //!
-//! A tile holds some rows. Columns go in runs of 256: inside a run every error moves on at once, to the columns after
-//! it by a matrix product. Columns come in the order of the file, for blocks are made of neighbours.
+//! A tile consists of some rows. Columns are processed in runs of 256: within a run, each error is propagated
+//! immediately; the errors of a run are propagated to the columns after it by one matrix product. Columns stay in file
+//! order, because blocks consist of adjacent columns.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -13,16 +14,16 @@ use super::factor::Ratios;
 use crate::blocks::BlockType;
 use crate::vector::vectorized;
 
-/// Rows of a tile.
+/// Rows per tile.
 const TILE: usize = 32;
-/// Columns of a run: a whole number of blocks of every type.
+/// Columns per run: a multiple of the block size of every type.
 const RUN: usize = 256;
 
 /// Encodes rows `[n, k]` as blocks, with the factor of their inputs' Hessian for columns in ascending order.
-/// `importance` weighs the errors that scales are chosen by. Rows of types without blocks are only rounded.
+/// `importance` weights the errors by which scales are chosen. Types without blocks are only rounded.
 ///
 /// # Panics
-/// When the lengths do not agree, or the factor is of another width or order.
+/// When lengths are inconsistent, or the factor has another width or order.
 pub fn encode_blocks(
     rows: &[f32],
     k: usize,

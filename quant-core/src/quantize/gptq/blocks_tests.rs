@@ -1,4 +1,4 @@
-//! Blocks that GPTQ encodes, held to plain rounding and to the definition.
+//! Compares blocks encoded by GPTQ with plain rounding and with the definition.
 
 use half::f16;
 
@@ -6,7 +6,7 @@ use super::{Factor, Hessian, encode_blocks};
 use crate::blocks::{BLOCK_TYPES, Q4_0, Q4_K, Q6_K};
 use crate::random::SplitMix64;
 
-/// Neither a whole number of tiles nor, of columns, of runs alone.
+/// The number of rows is not a multiple of a tile.
 const ROWS: usize = 37;
 const COLUMNS: usize = 768;
 
@@ -15,7 +15,7 @@ fn values(random: &mut SplitMix64, len: usize) -> Vec<f32> {
     (0..len).map(|_| (0..6).map(|_| uniform()).sum::<f32>() - 3.0).collect()
 }
 
-/// A Hessian of inputs of which each channel is much like those before.
+/// A Hessian of inputs in which each channel is strongly correlated with the one before.
 fn correlated(random: &mut SplitMix64, k: usize) -> Hessian {
     let mut hessian = Hessian::new(k);
     for _ in 0..2 * k {
@@ -37,7 +37,7 @@ fn importance(hessian: &Hessian) -> Vec<f32> {
     hessian.diagonal().iter().map(|d| *d as f32).collect()
 }
 
-/// `tr(E H Eᵀ)` of the errors of a tensor.
+/// `tr(E H Eᵀ)` for the errors `E` of a tensor.
 fn output_error(rows: &[f32], back: &[f32], hessian: &Hessian) -> f64 {
     let k = hessian.channels();
     let mut sum = 0.0;
@@ -107,7 +107,7 @@ fn inputs_that_know_nothing_of_each_other_leave_the_search_as_it_is() {
     }
 }
 
-/// What columns before leave is moved as the definition says, in double precision: every code is then the nearest.
+/// Errors are propagated here as in the definition, in double precision; every code must then be the nearest one.
 #[test]
 fn codes_are_the_nearest_to_what_the_columns_before_have_made_of_the_weights() {
     let mut random = SplitMix64(9);

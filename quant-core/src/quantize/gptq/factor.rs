@@ -1,11 +1,11 @@
-//! `H⁻¹ = Uᵀ U`: what the solver needs of a Hessian.
+//! `H⁻¹ = Uᵀ U`: the factor of a Hessian that the solver needs.
 //!
-//! The textbook chain factors `H`, inverts it, and factors the inverse. With rows and columns in reverse order one
-//! factorization and the inverse of a triangle do: `J H J = L Lᵀ` (`J` the reversal) makes `R = J L J` upper
-//! triangular with `H = R Rᵀ`, so `U = R⁻¹ = J L⁻¹ J`. It is half the work, and nothing is squared on the way.
+//! The textbook chain factors `H`, inverts it, and factors the inverse. With rows and columns in reverse order, one
+//! factorization and the inverse of a triangle are enough: `J H J = L Lᵀ` (`J` the reversal) makes `R = J L J` upper
+//! triangular with `H = R Rᵀ`, so `U = R⁻¹ = J L⁻¹ J`. This halves the work, and no matrix is squared on the way.
 //!
-//! Both steps run on blocks of fixed size, each product by one sequential call of faer, so the bits do not depend
-//! on the number of threads.
+//! Both steps run on blocks of fixed size, each product as one sequential call of faer, so results do not depend on the
+//! number of threads.
 
 use std::ops::Range;
 
@@ -19,14 +19,14 @@ use rayon::prelude::*;
 
 use super::Hessian;
 
-/// Rows and columns of a block.
+/// The size of a block, in rows and columns.
 const BLOCK: usize = 256;
-/// What damping is multiplied by after a failure.
+/// The factor by which damping grows after a failure.
 const STEP: f64 = 10.0;
-/// Failures after which there is no factor.
+/// The maximum number of attempts.
 const ATTEMPTS: u32 = 8;
 
-/// Why a Hessian has no factor.
+/// The reason why a Hessian has no factor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FactorError {
@@ -36,13 +36,13 @@ pub enum FactorError {
         /// The first such channel.
         channel: usize,
     },
-    /// No damping made it positive definite.
+    /// No damping up to the maximum made it positive definite.
     #[error(
         "its Hessian is not positive definite, not even with a damping of {damping:e} of its mean: ask for more damping, or give \
              more calibration text"
     )]
     Indefinite {
-        /// The last damping that was tried.
+        /// The last damping tried.
         damping: f64,
     },
 }
@@ -63,9 +63,10 @@ pub struct Factor {
 impl Factor {
     /// Factors a Hessian for columns that are rounded in this order.
     ///
-    /// `damping` times the mean of the diagonal is added to it; where that does not make the matrix positive
-    /// definite, ten times more, and so on. A *dead* channel, whose input was always 0, counts in no mean and gets
-    /// it in place of its 0: its column is rounded to nearest, for nothing can make up for it, nor needs to.
+    /// `damping` times the mean of the diagonal is added to the diagonal. If the matrix is still not positive definite,
+    /// the damping is multiplied by ten, repeatedly. A *dead* channel, whose input was always 0, is excluded from the
+    /// mean, which replaces its 0 on the diagonal. Its column is rounded to nearest, since its errors neither can nor
+    /// need to be compensated.
     ///
     /// # Errors
     /// When inputs were not finite, or no damping helps.
@@ -81,11 +82,11 @@ impl Factor {
             false => live.iter().sum::<f64>() / live.len() as f64,
         };
         let dead = k - live.len();
-        // The rounding errors of a factorization in f32 are a share of the trace that grows with the width.
+        // The rounding errors of a factorization in f32 are a fraction of the trace that grows with the width.
         let floor = if Hessian::is_f64(k) { 0.0 } else { 8.0 * k as f64 * f64::from(f32::EPSILON) };
         let mut damping = damping.max(floor);
         for escalations in 0..ATTEMPTS {
-            // In units of the mean, so that no scale of the inputs leaves the range of the numbers.
+            // In units of the mean, so that elements are in range whatever the scale of the inputs.
             let element = |i: usize, j: usize| {
                 let (a, b) = (columns[k - 1 - i], columns[k - 1 - j]);
                 match a == b {
@@ -101,7 +102,7 @@ impl Factor {
                 }
             };
             if let Some((ratios, diagonal)) = inverse {
-                // Back from units of the mean: the inverse is so much smaller.
+                // Undoes the scaling by the mean, by which the inverse is smaller.
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
                 return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }
@@ -125,23 +126,23 @@ impl Factor {
         &self.weights
     }
 
-    /// The damping that was used, as a share of the mean of the diagonal.
+    /// The damping used, as a fraction of the mean of the diagonal.
     pub fn damping(&self) -> f64 {
         self.damping
     }
 
-    /// How often the Hessian was not positive definite, and got [ten times](Self::new) more damping.
+    /// How often the Hessian was not positive definite and the damping was [multiplied by ten](Self::new).
     pub fn escalations(&self) -> u32 {
         self.escalations
     }
 
-    /// Channels whose input was always 0.
+    /// The number of channels whose input was always 0.
     pub fn dead(&self) -> usize {
         self.dead
     }
 }
 
-/// The numbers that a factorization runs in.
+/// The precision of a factorization.
 trait Real: RealField + Copy + Into<f64> {
     const ZERO: Self;
     const MINUS_ONE: Self;
@@ -157,18 +158,18 @@ impl Real for f64 {
     const MINUS_ONE: Self = -1.0;
 }
 
-/// A lower triangle in blocks: `blocks[i][j]` for `j ≤ i`. On the diagonal the upper half means nothing.
+/// A lower triangle in blocks: `blocks[i][j]` for `j ≤ i`. The upper halves of diagonal blocks are unused.
 struct Triangle<T> {
     blocks: Vec<Vec<Mat<T>>>,
 }
 
-/// Rows of block `i` of a matrix of width `k`.
+/// The number of rows of block `i` in a matrix of width `k`.
 fn height(k: usize, i: usize) -> usize {
     BLOCK.min(k - i * BLOCK)
 }
 
 impl<T: Real> Triangle<T> {
-    /// From its elements, `element(i, j)` for `j ≤ i`.
+    /// Builds the triangle from `element(i, j)` for `j ≤ i`.
     fn new(k: usize, element: impl Fn(usize, usize) -> T + Sync) -> Self {
         let row = |i: usize| -> Vec<Mat<T>> {
             let block = |j: usize| {
@@ -183,11 +184,11 @@ impl<T: Real> Triangle<T> {
         Self { blocks: (0..k.div_ceil(BLOCK)).into_par_iter().map(row).collect() }
     }
 
-    /// `L⁻¹` of the factor `L Lᵀ`; `None` where the matrix is not positive definite.
+    /// `L⁻¹` of the factor `L Lᵀ`; `None` if the matrix is not positive definite.
     fn inverse_factor(mut self) -> Option<Self> {
         self.factor()?;
         let inverse = self.inverted();
-        // A pivot that is tiny beside its column leaves no finite inverse.
+        // If a pivot is tiny relative to its column, the inverse is not finite.
         let regular = inverse.diagonal().map(Into::into).all(|d: f64| d.is_finite() && d > 0.0);
         regular.then_some(inverse)
     }
@@ -196,7 +197,7 @@ impl<T: Real> Triangle<T> {
         self.blocks.iter().filter_map(|row| row.last()).flat_map(|d| (0..d.nrows()).map(|i| d[(i, i)]))
     }
 
-    /// Replaces the matrix by its Cholesky factor, block column after block column.
+    /// Replaces the matrix by its Cholesky factor, one block column at a time.
     fn factor(&mut self) -> Option<()> {
         for b in 0..self.blocks.len() {
             let (above, below) = self.blocks.split_at_mut(b + 1);
@@ -207,7 +208,7 @@ impl<T: Real> Triangle<T> {
             cholesky_in_place(pivot.as_mut(), Default::default(), Par::Seq, stack, Default::default())
                 .ok()?;
             let pivot = &*pivot;
-            // X Lᵀ = A, as L Xᵀ = Aᵀ.
+            // Solves `X Lᵀ = A` as `L Xᵀ = Aᵀ`.
             let mut panel: Vec<Mat<T>> = below
                 .par_iter_mut()
                 .map(|row| {
@@ -231,7 +232,7 @@ impl<T: Real> Triangle<T> {
         Some(())
     }
 
-    /// The inverse of a lower triangular matrix, row of blocks after row of blocks.
+    /// The inverse of a lower triangular matrix, one block row at a time.
     fn inverted(self) -> Self {
         let mut inverse: Vec<Vec<Mat<T>>> = Vec::with_capacity(self.blocks.len());
         for (i, row) in self.blocks.into_iter().enumerate() {
@@ -255,8 +256,9 @@ impl<T: Real> Triangle<T> {
         Self { blocks: inverse }
     }
 
-    /// The matrix with rows and columns in reverse order, which is upper triangular, each row divided by its
-    /// diagonal element; and the diagonal. Blocks go as their rows are taken, so that both never stand in memory whole.
+    /// The matrix with rows and columns in reverse order, which is upper triangular. Each row is divided by its diagonal
+    /// element. Also returns the diagonal. Blocks are freed as their rows are converted, so memory never holds both
+    /// matrices in full.
     fn upper(mut self, k: usize) -> (Ratios, Vec<f64>) {
         let (mut bands, mut diagonal) = (Vec::with_capacity(k.div_ceil(BLOCK)), Vec::with_capacity(k));
         for first in (0..k).step_by(BLOCK) {

@@ -1,31 +1,31 @@
-//! The Hessian of a linear's output error, summed as the batch comes by.
+//! The Hessian of a linear's output error, accumulated over the batch.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-/// Tokens that are multiplied at once, in `f32`; their product is added to the sum.
+/// Tokens per matrix product in `f32`, which is then added to the sum.
 const PANEL: usize = 2048;
-/// Rows of the sum that one task computes.
+/// Rows of the sum per task.
 const TILE: usize = 256;
-/// Up to this width the sum is `f64`, and so is what is computed of it. It does not depend on the machine, so
-/// neither does the result.
+/// Up to this width, the sum and everything computed from it are `f64`. The limit does not depend on the machine, so
+/// results do not either.
 const WIDEST_F64: usize = 8192;
 
 /// `2/N · Σ x xᵀ` over the `N` tokens that went through a linear.
 ///
-/// Only the lower triangle is computed. Tokens are taken in panels of fixed size and each tile of the sum by one
-/// task, so neither the number of threads nor the pieces in which tokens arrive change a bit.
+/// Only the lower triangle is computed. Tokens are processed in panels of fixed size, and each tile of the sum by one
+/// task, so the result is bit-identical for any number of threads and for any pieces in which tokens arrive.
 #[derive(Debug, Clone)]
 pub struct Hessian {
     channels: usize,
     tokens: u64,
     sum: Sum,
-    /// Rows that do not make a panel yet.
+    /// Rows that do not fill a panel yet.
     pending: Vec<f32>,
 }
 
-/// The tiles of the lower triangle: [`TILE`] rows each, row-major, up to the last column of the tile on the diagonal.
+/// The lower triangle in tiles of [`TILE`] rows, row-major. A tile ends at the last column of its diagonal block.
 #[derive(Debug, Clone)]
 enum Sum {
     F64(Vec<Vec<f64>>),
@@ -47,7 +47,7 @@ fn values(channels: u64) -> u64 {
 }
 
 impl Hessian {
-    /// Nothing seen yet of an input with so many channels.
+    /// The Hessian of an input with `channels` features before any token.
     pub fn new(channels: usize) -> Self {
         let sum = match Self::is_f64(channels) {
             true => Sum::F64(zeros(channels)),
@@ -61,28 +61,28 @@ impl Hessian {
         channels <= WIDEST_F64
     }
 
-    /// Bytes of a number of its sum.
+    /// The size in bytes of an element of the sum.
     fn number(channels: u64) -> u64 {
         if channels <= WIDEST_F64 as u64 { 8 } else { 4 }
     }
 
-    /// Bytes that a Hessian of this width takes while the batch comes by.
+    /// The size in bytes of a Hessian of this width while it is accumulated, with the pending panel of tokens.
     pub fn kept_bytes(channels: u64) -> u64 {
         values(channels).saturating_mul(Self::number(channels)).saturating_add(4 * PANEL as u64 * channels)
     }
 
-    /// Bytes that it and its factor take at the peak: the triangles of both, or the sum and a panel of tokens.
+    /// The peak memory in bytes of a Hessian and its factor: both triangles, or the sum and the pending panel.
     pub fn peak_bytes(channels: u64) -> u64 {
         let triangles = values(channels).saturating_mul(2 * Self::number(channels));
         triangles.max(Self::kept_bytes(channels))
     }
 
-    /// Width of the input.
+    /// The width of the input.
     pub fn channels(&self) -> usize {
         self.channels
     }
 
-    /// Tokens that were added.
+    /// The number of tokens added.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
@@ -112,7 +112,7 @@ impl Hessian {
         }
     }
 
-    /// Adds what is left over. To be called when all tokens were added.
+    /// Adds the remaining rows. Must be called after all tokens were added.
     pub fn finish(&mut self) {
         let rest = std::mem::take(&mut self.pending);
         if !rest.is_empty() {
@@ -120,7 +120,7 @@ impl Hessian {
         }
     }
 
-    /// The element in row `i` and column `j`, in either triangle. Of a batch without tokens all are 0.
+    /// The element in row `i` and column `j`, in either triangle. 0 if no token was added.
     #[inline(always)]
     pub fn at(&self, i: usize, j: usize) -> f64 {
         let (row, column) = (i.max(j), i.min(j));
@@ -145,7 +145,7 @@ impl Hessian {
 }
 
 impl Sum {
-    /// Adds `xᵀx` of at most a panel of rows to the tiles on and below the diagonal.
+    /// Adds `xᵀx` of at most one panel of rows to the tiles on and below the diagonal.
     fn add(&mut self, x: &[f32], channels: usize) {
         let x = MatRef::from_row_major_slice(x, x.len() / channels, channels);
         match self {
@@ -168,14 +168,14 @@ impl Sum {
     }
 }
 
-/// The tiles of a sum, each with its first row.
+/// The tiles of a sum, each with the index of its first row.
 fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
-    // The last ones are the longest.
+    // In reverse order, since the last tiles have the most columns.
     let tiles = sum.par_iter_mut().enumerate().map(|(i, rows)| (i * TILE, &mut rows[..]));
     tiles.rev().with_max_len(1)
 }
 
-/// `tile (+)= x[:, first..]ᵀ x`, as much of it as the tile holds.
+/// `tile (+)= x[:, first..]ᵀ x`, restricted to the size of the tile.
 fn multiply(tile: MatMut<'_, f32>, accum: Accum, x: MatRef<'_, f32>, first: usize) {
     let (height, width) = (tile.nrows(), tile.ncols());
     matmul(tile, accum, x.subcols(first, height).transpose(), x.subcols(0, width), 1.0_f32, Par::Seq);

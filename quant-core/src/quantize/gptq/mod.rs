@@ -1,8 +1,8 @@
-//! GPTQ: codes that make up for each other's rounding (Frantar et al., ICLR 2023).
+//! GPTQ: codes that compensate each other's rounding errors (Frantar et al., ICLR 2023).
 //!
-//! Rounding to nearest minimizes the error of every weight. What a linear is there for is its output, whose
-//! error over the batch is `tr((W − Ŵ) H (W − Ŵ)ᵀ) / 2` with the [`Hessian`] `H = 2/N · Σ x xᵀ`. GPTQ takes the
-//! columns one after the other, rounds each to its grid, and moves what is left of the row to where that costs
+//! Rounding to nearest minimizes the error of every weight. What matters is the error of a linear's output, which over
+//! the batch is `tr((W − Ŵ) H (W − Ŵ)ᵀ) / 2` with the [`Hessian`] `H = 2/N · Σ x xᵀ`. GPTQ processes columns one after
+//! the other, rounds each to its grid, and adjusts the remaining weights of the row such that the output error grows
 //! least (eqs. 2 and 3 of the paper):
 //!
 //! ```text
@@ -11,9 +11,9 @@
 //! w_j ← w_j − (w_c − q) · U_cj / U_cc         for every later column j
 //! ```
 //!
-//! [`solve`] does it in blocks of columns whose updates of all later columns are one matrix product, for rows in
-//! tiles of fixed size: rows do not know of each other. `docs/gptq.md` says where this differs from other
-//! implementations, and why.
+//! [`solve`] does this in blocks of columns whose updates to all later columns are one matrix product, for rows in
+//! tiles of fixed size, as rows are independent. `docs/gptq.md` describes the differences from other implementations,
+//! and the reasons.
 
 mod blocks;
 #[cfg(test)]

@@ -5,7 +5,7 @@ use super::ActOrder;
 impl ActOrder {
     /// The columns in the order in which they are rounded, for a Hessian with this diagonal.
     ///
-    /// Columns that weigh the same keep their order; dead ones come last.
+    /// Columns with equal diagonal elements keep their order; dead ones come last.
     pub fn columns(self, diagonal: &[f64], group_size: usize) -> Vec<usize> {
         let heaviest_first = |columns: &mut [usize], weight: &dyn Fn(usize) -> f64| {
             columns.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)));
@@ -18,7 +18,7 @@ impl ActOrder {
                 for group in columns.chunks_mut(group_size.max(1)) {
                     heaviest_first(group, &|c| diagonal[c]);
                 }
-                // The first of each group is its heaviest now.
+                // Each group is sorted, so its first column has the largest element.
                 let mut groups: Vec<&[usize]> = columns.chunks(group_size.max(1)).collect();
                 groups.sort_by(|a, b| diagonal[b[0]].total_cmp(&diagonal[a[0]]));
                 columns = groups.concat();

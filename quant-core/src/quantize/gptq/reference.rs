@@ -1,5 +1,5 @@
-//! GPTQ as the paper has it: one row and one column at a time, in `f64`, with the textbook chain of
-//! factorizations. What [`solve`](super::solve) is held to.
+//! A reference implementation of GPTQ as in the paper: one row and one column at a time, in `f64`, with the textbook
+//! chain of factorizations. [`solve`](super::solve) is tested against it.
 
 use super::super::grid::{Extent, Grid, GridRule};
 use super::{ActOrder, Hessian};
@@ -66,7 +66,7 @@ pub(super) fn damped(hessian: &Hessian, columns: &[usize], damping: f64) -> Vec<
     h
 }
 
-/// What decides over one row.
+/// The inputs for quantizing one row.
 pub(super) struct Row<'a> {
     pub(super) weights: &'a [f32],
     pub(super) rule: GridRule,
@@ -77,23 +77,22 @@ pub(super) struct Row<'a> {
     pub(super) upper: &'a [f64],
 }
 
-/// What became of a row.
+/// The result for one row.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) codes: Vec<u8>,
     pub(super) scales: Vec<f32>,
     pub(super) zeros: Vec<u8>,
     pub(super) loss: f64,
-    /// How far the worst code that was prescribed is from what the weight would have been rounded to, in steps
-    /// beyond a half.
+    /// The largest distance of a prescribed code from the weight that it rounds, in steps beyond one half.
     pub(super) beyond: f64,
-    /// How far the worst scale that was prescribed is from the own one, relative to it.
+    /// The largest relative deviation of a prescribed scale from the one computed here.
     pub(super) scale_off: f64,
 }
 
 impl Row<'_> {
-    /// Quantizes the row. Where codes and grids are `prescribed` it follows them, so that it comes by the weights
-    /// that another solver should have come by, and notes how far from nearest they are.
+    /// Quantizes the row. If codes and grids are `prescribed`, it follows them, so that its intermediate weights are
+    /// those that the other solver should have had, and records how far the codes are from the nearest ones.
     pub(super) fn quantize(&self, prescribed: Option<(&[u8], &[f32], &[u8])>) -> Outcome {
         let (k, size) = (self.weights.len(), self.group_size);
         let mut w: Vec<f64> = self.columns.iter().map(|&c| f64::from(self.weights[c])).collect();

@@ -1,4 +1,4 @@
-//! What may be chosen.
+//! Settings of GPTQ.
 
 use std::str::FromStr;
 
@@ -7,26 +7,26 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// In which order columns are rounded, and when the grids of groups are found.
+/// The order in which columns are rounded, and when the grids of groups are computed.
 ///
-/// Whatever the order, groups are runs of neighbouring columns, so no container needs an index of groups.
+/// Groups always consist of adjacent columns, whatever the order, so no format needs an index of groups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActOrder {
-    /// From the first to the last. A group's grid is found when its first column is reached, from what its weights
-    /// have become by then.
+    /// Ascending order. A group's grid is computed when its first column is reached, from weights that include the
+    /// updates of earlier columns.
     None,
-    /// The columns with the largest activations first (`desc_act` with `static_groups`; llm-compressor's `static`).
-    /// Grids are found before, from the float weights.
+    /// Columns in descending order of their activations (`desc_act` with `static_groups`; llm-compressor's `static`).
+    /// Grids are computed beforehand, from the float weights.
     #[default]
     StaticGroups,
-    /// The groups with the largest activation first, and in each its columns by theirs (GPTQModel's
-    /// `act_group_aware`). Grids are found as without an order.
+    /// Groups in descending order of their largest activation, and the columns of a group in descending order of theirs
+    /// (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
     GroupAware,
 }
 
 impl ActOrder {
-    /// The name that options and recipes take.
+    /// The name in options and recipes.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -51,20 +51,20 @@ impl FromStr for ActOrder {
     }
 }
 
-/// Whose outputs are the inputs that a linear is judged on.
+/// The model whose activations are the inputs of linears: the quantized or the float model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LayerInputs {
-    /// Everything before the linear is quantized already, as it will be when the model runs (`true_sequential`, in
-    /// blocks and from block to block): a linear makes up for what those before it lost.
+    /// All earlier layers are quantized, as they will be at inference (`true_sequential`, within blocks and from block
+    /// to block): a linear compensates the errors of those before it.
     #[default]
     Quantized,
-    /// Everything before it is float: one pass of the float model serves all linears of a block.
+    /// All earlier layers are float: one pass of the float model serves all linears of a block.
     Float,
 }
 
 impl LayerInputs {
-    /// The name that options and recipes take.
+    /// The name in options and recipes.
     pub fn name(self) -> &'static str {
         match self {
             Self::Quantized => "quantized",
@@ -83,27 +83,27 @@ impl FromStr for LayerInputs {
     }
 }
 
-/// How GPTQ is run.
+/// Settings of GPTQ.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GptqSettings {
-    /// What is added to the diagonal of the Hessian, as a share of its mean.
+    /// The value added to the diagonal of the Hessian, as a fraction of the diagonal's mean.
     pub damping: f64,
-    /// Columns whose updates of later ones are one matrix product.
+    /// The number of columns whose updates to later columns are one matrix product.
     pub block_size: usize,
     /// The order of columns.
     pub act_order: ActOrder,
-    /// What linears are judged on.
+    /// The model whose activations are the inputs of linears.
     pub inputs: LayerInputs,
 }
 
 impl GptqSettings {
-    /// Larger blocks only cost time.
+    /// Larger blocks only take more time.
     const LARGEST_BLOCK: usize = 4096;
 
-    /// Whether these can be used.
+    /// Checks the ranges of settings.
     ///
     /// # Errors
-    /// [`Error::Usage`] naming what cannot.
+    /// [`Error::Usage`] that names the setting.
     pub fn check(&self) -> Result<()> {
         if !(self.damping > 0.0 && self.damping <= 100.0) {
             return Err(Error::usage(
@@ -126,7 +126,8 @@ impl GptqSettings {
 }
 
 impl Default for GptqSettings {
-    /// A damping of 0.01, blocks of 128, largest activations first on static groups, inputs of the quantized model.
+    /// A damping of 0.01, blocks of 128 columns, largest activations first with static groups, inputs of the quantized
+    /// model.
     fn default() -> Self {
         Self {
             damping: 0.01,

@@ -1,10 +1,10 @@
-//! The blocked solve: rows in tiles, columns in blocks.
+//! The blocked solver: rows in tiles, columns in blocks.
 //!
-//! A tile stands transposed, a column of the weight after the other in the order in which they are rounded, so
-//! that what is done to a column is done to many rows at once. Columns are rounded in runs of 32; what a run
-//! leaves moves to the rest of its block by a matrix product, what a block leaves to the rest of the row.
-//! A group whose grid is found when it is reached never begins inside a run, nor inside a block that it leaves:
-//! all its weights are then what the columns before have made of them.
+//! A tile is stored transposed: the values of a column are contiguous, and columns are in the order of rounding, so
+//! that an operation on a column covers many rows. Columns are rounded in runs of 32. One matrix product propagates the
+//! errors of a run to the rest of its block, and another one the errors of a block to the rest of the row. If grids are
+//! computed when groups are reached, a group never starts in the middle of a run, nor in the middle of a block that
+//! does not contain all of it. Thus all its weights then include the updates of all earlier columns.
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
@@ -17,41 +17,40 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
-/// Rows of a tile.
+/// Rows per tile.
 const TILE: usize = 128;
-/// Columns of a run.
+/// Columns per run.
 const RUN: usize = 32;
 
-/// A weight that GPTQ quantized.
+/// A weight quantized by GPTQ.
 #[derive(Debug)]
 pub struct Solved {
-    /// Codes, scales and zeros.
+    /// Codes, scales and zero points.
     pub tensor: QuantizedTensor,
-    /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
-    /// adds to it.
+    /// The mean squared error of the linear's output over outputs and tokens, plus the contribution of damping.
     pub loss: f64,
 }
 
 type TileOutcome = Result<TileEnd, RowsError>;
 
-/// What a tile leaves beside codes and scales.
+/// The results of a tile in addition to codes and scales.
 struct TileEnd {
     zeros: Vec<u8>,
     losses: Vec<f64>,
-    /// Of progressive schemes, the scales of rows.
+    /// The row scales of progressive schemes.
     rows: Vec<f32>,
 }
 
 /// Quantizes a weight `[n, k]`, row-major, with the factor of its input's Hessian.
 ///
 /// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
-/// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are found. Weights beyond saturate, and
-///   others make up for it.
+/// * `clip`: bounds `[n, k / group_size]` on the ranges from which grids are computed. Weights beyond them saturate,
+///   and others compensate for it.
 ///
 /// The factor's columns must be in the order of `settings.act_order`.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its type.
+/// When the group size does not divide `k`, a weight is or becomes NaN or infinite, or a scale overflows its dtype.
 pub fn solve(
     rows: Rows<'_>,
     shape: [usize; 2],
@@ -64,7 +63,7 @@ pub fn solve(
     solve_within(rows, shape, (scheme, scale_dtype), (clip, ScaleContext::default()), factor, settings)
 }
 
-/// The same for a weight that shares a scale with others, or whose scales are chosen in another way.
+/// [`solve`] for a weight that shares a scale with others, or whose scales are chosen in another way.
 ///
 /// # Errors
 /// As [`solve`].
@@ -88,8 +87,8 @@ pub fn solve_within(
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
         return layout("clip bounds are not a magnitude a group");
     }
-    // Grids of floating-point numbers are those of the float weights, as if each were rounded to nearest: a scale that
-    // rows share, or that was searched for, is settled before the first column.
+    // Grids of floating-point codes are computed from the float weights, as for rounding to nearest: a scale that is
+    // shared by rows or searched for must be known before the first column.
     let settled = match rule.float_format() {
         Some(_) => Some(quantize_within(rows, shape, (scheme, scale_dtype), clip, context)?.0),
         None => None,
@@ -141,12 +140,12 @@ pub fn solve_within(
         loss += losses.iter().sum::<f64>();
     }
     tensor.levels = scheme.is_progressive().then(|| Levels::of(&tensor.scales, row_scales));
-    // Each is a sum over a row of (w − q)² / 2 in units of the inverse's diagonal: with H = 2/N Σ x xᵀ the mean
-    // squared error of the row's output.
+    // Each loss is the sum over a row of (w − q)² / 2, in units of the inverse's diagonal. With H = 2/N Σ x xᵀ, this is
+    // the mean squared error of the row's output.
     Ok(Solved { tensor, loss: loss / n.max(1) as f64 })
 }
 
-/// A checked request.
+/// The validated arguments.
 struct Work<'a> {
     rows: Rows<'a>,
     k: usize,
@@ -155,9 +154,9 @@ struct Work<'a> {
     clip: Option<&'a [f32]>,
     factor: &'a Factor,
     block: usize,
-    /// Whether grids come from the float weights.
+    /// Whether grids are computed from the float weights.
     is_static: bool,
-    /// The scales `[n, groups]`, where they are settled before.
+    /// The scales `[n, groups]`, if they are computed beforehand.
     settled: Option<&'a [f32]>,
 }
 
@@ -166,7 +165,7 @@ impl Work<'_> {
         self.k / self.group_size
     }
 
-    /// The first level's scale of a row as it was before any of its columns moved, where there are two.
+    /// The first-level scale of a row, computed before any of its columns change; `None` if there is only one level.
     fn row_scale(&self, row: &[f32], at: usize) -> Result<Option<f32>, RowsError> {
         if !self.rule.is_progressive() {
             return Ok(None);
@@ -180,8 +179,8 @@ impl Work<'_> {
         self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
 
-    /// Where the run or block of at most `most` columns that begins at `at` ends. Where groups come one after the
-    /// other, it holds whole groups or a part of one.
+    /// The end of the run or block that starts at `at` and has at most `most` columns. If grids are computed when
+    /// groups are reached, it consists of whole groups, or is part of one group.
     fn step(&self, at: usize, most: usize, end: usize) -> usize {
         let step = match self.is_static {
             true => most,
@@ -192,31 +191,32 @@ impl Work<'_> {
     }
 }
 
-/// Some rows on their way. What is `[k, r]` or `[groups, r]` has a column's or group's `r` rows side by side.
+/// The state of some rows. In arrays `[k, r]` or `[groups, r]`, the values of a column or group for the `r` rows are
+/// contiguous.
 #[derive(Default)]
 struct Tile {
-    /// The first row, and how many.
+    /// The first row, and the number of rows.
     first: usize,
     r: usize,
     /// `[k, r]`, in the order in which columns are rounded.
     weights: Vec<f32>,
     /// Alike.
     codes: Vec<u8>,
-    /// Errors of the columns of a block, `[block, r]`.
+    /// The errors of a block's columns, `[block, r]`.
     errors: Vec<f32>,
-    /// Grids, `[groups, r]`: scale, and the steps of the lowest and the highest code from 0.
+    /// Grids, `[groups, r]`: the scale, and the lowest and the highest code in steps from 0.
     scales: Vec<f32>,
     lows: Vec<f32>,
     highs: Vec<f32>,
     zeros: Vec<u8>,
-    /// The first level's scales of the rows, where there are two.
+    /// The first-level scales of rows, if there are two levels.
     rows: Vec<Option<f32>>,
-    /// Of every row.
+    /// One per row.
     losses: Vec<f64>,
 }
 
 impl Tile {
-    /// Takes rows up.
+    /// Loads rows.
     fn start(&mut self, work: &Work<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);
@@ -276,7 +276,7 @@ impl Tile {
         Ok(())
     }
 
-    /// Finds the grids of a group from what stands in these places.
+    /// Computes the grids of a group from the weights at these places.
     fn find_grids(
         &mut self,
         work: &Work<'_>,
@@ -320,7 +320,7 @@ impl Tile {
         Ok(())
     }
 
-    /// Rounds a run of columns of the block that begins at `block`; what each leaves moves on within the run.
+    /// Rounds a run of columns of the block that starts at `block`, and propagates each column's errors within the run.
     fn round(&mut self, work: &Work<'_>, block: usize, run: std::ops::Range<usize>) -> Result<(), RowsError> {
         let (r, size) = (self.r, work.group_size);
         let factor = work.factor;
@@ -371,7 +371,8 @@ impl Tile {
         Ok(())
     }
 
-    /// Moves what some columns of the block that begins at `block` left to the columns between them and `end`.
+    /// Propagates the errors of `columns`, which are in the block that starts at `block`, to the columns after them, up
+    /// to `end`.
     fn update(&mut self, work: &Work<'_>, columns: std::ops::Range<usize>, block: usize, end: usize) {
         let r = self.r;
         let (depth, width) = (columns.len(), end - columns.end);
@@ -388,7 +389,7 @@ impl Tile {
         });
     }
 
-    /// Writes codes and scales in their own order, and gives the zeros back.
+    /// Writes codes and scales in their original order, and returns the zero points.
     fn store(&self, work: &Work<'_>, codes: &mut [u8], scales: &mut [f32]) -> Vec<u8> {
         let (k, r, groups) = (work.k, self.r, work.groups());
         for (i, row) in codes.chunks_exact_mut(k).enumerate() {

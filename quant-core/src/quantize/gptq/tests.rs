@@ -1,4 +1,4 @@
-//! The fast solver held to the definition.
+//! Compares the fast solver with the definition.
 
 use proptest::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::quantize::grid::GridRule;
 use crate::quantize::{QuantizedTensor, Rows, RowsError, fake_quantize, quantize_rtn};
 use crate::scheme::{LinearScheme, ScaleFormat, WeightFormat};
 
-/// Values in −1 to 1.
+/// Values from −1 to 1.
 fn noise(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     move || {
@@ -18,7 +18,7 @@ fn noise(seed: u64) -> impl FnMut() -> f32 {
     }
 }
 
-/// Inputs whose channels hang together and differ in size; some may be dead.
+/// Inputs with correlated channels of different magnitudes; some may be dead.
 fn inputs(tokens: usize, k: usize, seed: u64, dead: &[usize]) -> Vec<f32> {
     let mut next = noise(seed);
     let mut x = Vec::with_capacity(tokens * k);
@@ -52,8 +52,8 @@ fn factor(hessian: &Hessian, settings: GptqSettings, group_size: usize) -> Facto
 
 const ORDERS: [ActOrder; 3] = [ActOrder::None, ActOrder::StaticGroups, ActOrder::GroupAware];
 
-/// Holds one solve to the definition: every code is the nearest to what the codes before it leave, but for
-/// rounding of the order of `k` roundings in `f32`, and the loss is the definition's.
+/// Checks a solve against the definition: every code is the nearest one to the weight after the updates of earlier
+/// columns, up to an error of about `k` roundings in `f32`, and the loss is that of the definition.
 fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dead: &[usize]) {
     let scheme: LinearScheme = scheme.parse().unwrap();
     let group_size = scheme.granularity.group_size(k);
@@ -73,9 +73,9 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
         let (order, columns) = (settings.act_order, factor.columns());
         let row = Row { weights: row, rule, group_size, order, columns, upper: &upper };
         let outcome = row.quantize(Some(prescribed));
-        // Between two codes the distance is off by an error of the weight over the scale. Weights carry at most k
-        // rounded updates, codes at most 2^bits steps. A group whose weights the updates cancel has a small scale, and
-        // errors of the size that its weights had before.
+        // The distance from the nearest code is off by the weight's error divided by the scale. Weights have at most k
+        // rounded updates, codes at most 2^bits steps. If updates cancel the weights of a group, its scale is small,
+        // but errors are relative to the weights before.
         let largest = row.weights.iter().fold(0.0_f32, |max, w| max.max(w.abs()));
         let narrowest = prescribed.1.iter().fold(f32::INFINITY, |min, s| min.min(*s));
         let cancelled = (2.0 * largest / (narrowest * f32::from(scheme.max_code()))).max(1.0);
@@ -85,7 +85,7 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
         assert!(outcome.scale_off <= bound, "{scheme} {settings:?}: scale off by {}", outcome.scale_off);
         exact += outcome.loss / n as f64;
     }
-    // Where next to nothing is lost, what is left is the rounding of the weights themselves.
+    // If the loss is close to 0, what remains is the rounding of the weights themselves.
     let diagonal = h.diagonal();
     let energy: f64 = w.iter().enumerate().map(|(i, w)| f64::from(*w).powi(2) * diagonal[i % k]).sum();
     let rounding = (4.0 * k as f64 * f64::from(f32::EPSILON)).powi(2) * energy / n as f64;
@@ -104,7 +104,7 @@ fn every_code_is_the_nearest_that_the_definition_leaves() {
             let settings = GptqSettings { act_order, ..GptqSettings::default() };
             held(130, 256, scheme, settings, 1, &[]);
         }
-        // Groups that no block or run divides, and blocks that no group does.
+        // Group sizes that are no multiple of blocks or runs, and block sizes that are no multiple of groups.
         for block_size in [1, 7, 100, 4096] {
             let settings = GptqSettings { act_order, block_size, ..GptqSettings::default() };
             held(5, 240, "w4a16-g48-asym", settings, 2, &[0, 100, 239]);
@@ -154,7 +154,7 @@ fn the_factor_is_the_textbook_s() {
 
 #[test]
 fn wide_inputs_are_factored_in_f32() {
-    // The path itself on a small matrix would be f64: only the width decides, so this one is wide and flat.
+    // Only the width matters, so a small matrix cannot test the f32 path.
     assert!(Hessian::is_f64(8192) && !Hessian::is_f64(8193));
 }
 
@@ -206,7 +206,7 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-/// `Σ over tokens of ‖(W − Ŵ) x‖²`, over outputs and tokens.
+/// `Σ over tokens of ‖(W − Ŵ) x‖²`, divided by the numbers of outputs and tokens.
 fn output_error(x: &[f32], w: &[f32], rounded: &[f32], k: usize) -> f64 {
     let mut sum = 0.0;
     for (w, r) in w.chunks_exact(k).zip(rounded.chunks_exact(k)) {
@@ -235,7 +235,7 @@ fn it_leaves_less_output_error_than_rounding() {
                 solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
             let error = output_error(&x, &w, &solved.tensor.dequantize().unwrap(), k);
             assert!(error < 0.7 * rtn, "{scheme} {act_order:?}: {error} for {rtn}");
-            // What it reports is that, where damping adds nothing to speak of.
+            // The reported loss is this error if damping is negligible.
             assert!((solved.loss / error - 1.0).abs() < 0.02, "{} reported, {error} left", solved.loss);
         }
     }
@@ -243,7 +243,7 @@ fn it_leaves_less_output_error_than_rounding() {
 
 #[test]
 fn without_correlation_it_is_rounding_to_nearest() {
-    // One token a channel: the Hessian is diagonal, and nothing can make up for anything.
+    // One token per channel: the Hessian is diagonal, so no column can compensate another.
     let (n, k) = (9, 64);
     let mut x = vec![0.0; k * k];
     (0..k).for_each(|c| x[c * k + c] = 1.0 + c as f32);
@@ -265,7 +265,7 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
     let nearest = quantize_rtn("m", &w, [n, k], scheme, Dtype::F16, None).unwrap();
     for act_order in ORDERS {
         let settings = GptqSettings { act_order, ..GptqSettings::default() };
-        // No channel lives, with tokens and without.
+        // All channels are dead, with and without tokens.
         for x in [vec![0.0; 5 * k], Vec::new()] {
             let factor = factor(&hessian(&x, k), settings, 32);
             assert_eq!(factor.dead(), k);
@@ -273,7 +273,7 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
                 solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &factor, settings).unwrap();
             assert_eq!(solved.tensor, nearest);
         }
-        // A dead channel among others keeps its weight: rounded on its group's grid, and not set to 0.
+        // A dead channel among others is rounded on its group's grid, and not set to 0.
         let dead = [3, 40];
         let factor_of = factor(&hessian(&inputs(100, k, 11, &dead), k), settings, 32);
         assert_eq!(factor_of.dead(), 2);
@@ -286,7 +286,7 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
             let inside = w.abs() <= 7.0 * scale;
             assert!(!inside || (w - v).abs() <= 0.5001 * scale, "{w} became {v} in steps of {scale}");
         }
-        // One token: a Hessian of rank one, which damping makes definite.
+        // One token: a Hessian of rank one, which damping makes positive definite.
         let one = factor(&hessian(&inputs(1, k, 12, &[]), k), settings, 32);
         let solved = solve(Rows::Floats(&w), [n, k], scheme, Dtype::F16, None, &one, settings).unwrap();
         assert!(solved.loss.is_finite() && solved.tensor.scales.iter().all(|s| s.is_finite()));
@@ -295,7 +295,7 @@ fn dead_channels_and_batches_of_one_token_are_defined() {
 
 #[test]
 fn indefinite_hessians_get_more_damping() {
-    // All channels alike, and less damping than an f64 beside 1 can hold.
+    // All channels are identical, and the damping is lost when added to 1 in f64.
     let k = 8;
     let x = vec![1.0_f32; 500 * k];
     let h = hessian(&x, k);
@@ -394,13 +394,13 @@ proptest! {
     }
 }
 
-/// Floating-point codes: without correlations GPTQ rounds to nearest, and with them it does better than that.
+/// Floating-point codes: without correlations, GPTQ rounds to nearest; with them, its loss is lower.
 #[test]
 fn floating_point_codes() {
     let schemes =
         ["wf8a16-channel", "wf8a16-tensor", "wf8a16-b128", "wf4a16-g16-nv", "wf4a16-g32-mx", "wf8a16-g32-mx"];
     for (scheme, act_order) in schemes.iter().flat_map(|scheme| ORDERS.map(|order| (scheme, order))) {
-        // Rows that share scales lie in several tiles.
+        // Rows that share scales are in several tiles.
         let (n, k) = (if scheme.ends_with("b128") { 200 } else { 24 }, 96);
         let w = weights(n, k, 5);
         let scheme: LinearScheme = scheme.parse().unwrap();

@@ -1,25 +1,25 @@
-//! SmoothQuant: outliers of activations move into the weights (Xiao et al., ICML 2023).
+//! SmoothQuant: moves outliers of activations into the weights (Xiao et al., ICML 2023).
 //!
-//! A few input channels of a linear carry values that dwarf the others, and a grid that has to reach them leaves the
-//! others no codes. Dividing a channel by `s` and multiplying the matching column of the weight by it changes nothing
-//! in real arithmetic; the division is folded into the norm that makes the channel. With `X` the inputs and `W` the
-//! weights of all linears that read them (§4 of the paper, equation 4):
+//! A few input channels of a linear have values that dwarf the others, and a grid that covers them leaves few codes for
+//! the rest. Dividing a channel by `s` and multiplying the matching column of the weight by it changes nothing in real
+//! arithmetic; the division is folded into the norm that produces the channel. With `X` the inputs and `W` the weights
+//! of all linears that read them (§4 of the paper, equation 4):
 //!
 //! ```text
 //! s_j = max |X_j|^α / max |W_j|^(1 − α)          both maxima at least 1e-5
 //! ```
 //!
-//! `α` is given, the family's, or searched: of 0.40, 0.45 … 0.95 and no smoothing at all, the one that leaves the least
-//! squared error in the output of the whole block when its linears are on their grids and their inputs on theirs,
-//! producer after producer in order of evaluation.
+//! `α` is given, the family's default, or searched. The search tries 0.40, 0.45 … 0.95 and no smoothing, and takes the
+//! one with the least squared error in the output of the whole block when its linears and their inputs are quantized,
+//! one producer after the other in evaluation order.
 //!
-//! A channel that the text never wakes keeps its scale: the published code divides the norm by 1e-5 there, which
-//! leaves half-precision types.
+//! A channel that is always 0 on the text keeps its scale: the published code divides the norm by 1e-5 there, which
+//! exceeds the range of half-precision types.
 //!
-//! [`SmoothOutputs`] does the same between linears only (QServe, §4.3.3): the outputs of a block's modules, what
-//! `down_proj` and `o_proj` read, are divided where `up_proj` and `v_proj` make them. There `α` is near 0: what is to
-//! be evened out is the weights' columns. It is 0.3 where weights have groups and 0.1 where a row has one scale, what
-//! deepcompressor takes for Llama-3-8B, or searched among 0, 0.05 … 0.55.
+//! [`SmoothOutputs`] does this between linears only (QServe, §4.3.3): the inputs of `down_proj` and `o_proj` are
+//! divided by folding into `up_proj` and `v_proj`. There, `α` is close to 0, because the goal is to even out the
+//! columns of the weights. It is 0.3 if weights have groups and 0.1 if a row has one scale, as deepcompressor uses for
+//! Llama-3-8B, or searched among 0, 0.05 … 0.55.
 
 mod planned;
 
@@ -43,20 +43,20 @@ use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
 
-/// The least that a maximum counts for.
+/// The lower bound of maxima.
 const LEAST: f32 = 1e-5;
 /// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
-/// Those of outputs.
+/// The exponents that a search of outputs tries, in twentieths.
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
-/// The exponent of outputs that are read by weights in groups, and by weights with a scale per row.
+/// The default exponents for outputs that are read by weights in groups, and by weights with a scale per row.
 const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
-/// What a search tries for a producer: the exponents, and no smoothing.
+/// The number of candidates per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
-/// Tokens that a search looks at, about.
+/// The approximate number of tokens that a search uses.
 const SEARCH_TOKENS: usize = 2048;
 
-/// What SmoothQuant did to a producer and its consumers.
+/// The result of SmoothQuant for a producer and its consumers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SmoothRecord {
     /// The norm or linear that is divided.
@@ -64,36 +64,36 @@ pub struct SmoothRecord {
     /// The linears that are multiplied; in the report of a tensor, only the
     /// [first few](super::MAX_LISTED_CONSUMERS).
     pub consumers: Vec<String>,
-    /// How many more there are than `consumers` lists.
+    /// The number of consumers not listed.
     #[serde(default, skip_serializing_if = "super::rewrite::is_zero")]
     pub unlisted_consumers: usize,
-    /// The exponent; absent where no smoothing was best.
+    /// The exponent; absent if no smoothing was best.
     pub alpha: Option<f32>,
-    /// The largest magnitude of any channel over that of the median channel; absent where at least half of the
+    /// The largest magnitude of any channel divided by that of the median channel; absent if at least half of the
     /// channels are dead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outlier: Option<ChannelOutlier>,
-    /// The search, where there was one.
+    /// The search, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub search: Option<SmoothSearch>,
 }
 
-/// How an exponent was found.
+/// The search for an exponent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SmoothSearch {
-    /// All candidates, no smoothing first: mean squared error of the block's output.
+    /// All candidates, no smoothing first, with the mean squared error of the block's output.
     pub tried: Vec<TriedScales>,
 }
 
-/// The transform of what norms make, and of the outputs of linears where it is asked to.
+/// Smooths the outputs of norms and, if requested, of linears.
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothQuant;
 
-/// The transform of the outputs of linears.
+/// Smooths the outputs of linears.
 #[derive(Debug, Clone, Copy)]
 pub struct SmoothOutputs;
 
-/// What is smoothed, and how strongly.
+/// The producers to smooth, and the exponent.
 #[derive(Debug, Clone, Copy)]
 struct Smoothing {
     producers: Smoothed,
@@ -140,7 +140,7 @@ impl Smoothing {
         matches!(self.alpha, Some(Alpha::Auto(_)))
     }
 
-    /// The exponent where nothing is said.
+    /// The default exponent.
     fn usual(self, task: &BlockTask<'_>) -> f32 {
         match self.producers {
             Smoothed::Linears => {
@@ -152,7 +152,7 @@ impl Smoothing {
         }
     }
 
-    /// What a search tries.
+    /// The exponents that a search tries.
     fn exponents(self) -> impl Iterator<Item = f32> {
         let twentieths = match self.producers {
             Smoothed::Linears => TWENTIETHS_OF_OUTPUTS,
@@ -161,7 +161,7 @@ impl Smoothing {
         twentieths.map(|twentieth| f32::from(twentieth) / 20.0)
     }
 
-    /// Whether a linear gains from it. What multiplies float activations gains nothing from smooth ones.
+    /// Whether smoothing helps a linear. SmoothQuant does not help linears with float activations.
     fn is_for(self, task: &BlockTask<'_>, node: NodeId) -> bool {
         task.grids.get(&node).is_some_and(|grid| {
             self.producers == Smoothed::Linears || grid.scheme.activations != ActivationScheme::Float
@@ -310,12 +310,12 @@ impl Transform for SmoothOutputs {
     }
 }
 
-/// A producer, and what its scales are found from.
+/// A producer, and the maxima from which its scales are computed.
 struct Migration {
     group: FoldGroup,
     /// `max |x|` of the producer's channels.
     activations: Vec<f32>,
-    /// `max |w|` of the same over all rows of the linears that read them and are quantized.
+    /// `max |w|` of the same channels, over all rows of the quantized linears that read them.
     weights: Vec<f32>,
 }
 
@@ -363,14 +363,14 @@ impl Migration {
 }
 
 impl SmoothRecord {
-    /// The record as the report of one tensor holds it.
+    /// The record as it appears in the report of one tensor.
     pub fn shortened(mut self) -> Self {
         self.unlisted_consumers += super::rewrite::shorten(&mut self.consumers);
         self
     }
 }
 
-/// `max |x|` of the columns of a group's consumers: as they were seen, or as a file has them.
+/// `max |x|` of the columns of a group's consumers, as observed or from a file.
 fn maxima(task: &BlockTask<'_>, group: &FoldGroup, k: usize) -> Result<Vec<f32>> {
     if let Some(file) = &task.settings.smooth.maxima {
         return Ok(file.of(&task.module(group.consumers[0]), k)?.to_vec());
@@ -415,16 +415,16 @@ fn folded(task: &BlockTask<'_>, migrations: &[Migration], alphas: &[Option<f32>]
     Ok(rewrite)
 }
 
-/// The block on a piece of the batch, for any exponents.
+/// The search in a block, on a piece of the batch.
 struct BlockSearch<'a> {
     task: &'a BlockTask<'a>,
     hidden: &'a HiddenStates,
     migrations: &'a [Migration],
-    /// The first token of the piece, what enters the block, and what the float block makes of it.
+    /// The first token of the piece, the input of the block, and the output of the float block.
     first: usize,
     x: Tensor,
     y: Vec<f32>,
-    /// Linears on their grids that no candidate has changed since.
+    /// Quantized linears, each with the exponents for which it was quantized.
     rounded: BTreeMap<NodeId, (Vec<Option<f32>>, crate::model::Linear)>,
 }
 
@@ -439,7 +439,7 @@ impl<'a> BlockSearch<'a> {
         Ok(search)
     }
 
-    /// What a block makes of the tokens that count.
+    /// The output of a block for the counted tokens.
     fn output(&self, block: &Block) -> Result<Vec<f32>> {
         let segments = self.hidden.segments(self.first, &self.x);
         let y = block.routed().forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
@@ -450,7 +450,7 @@ impl<'a> BlockSearch<'a> {
         })
     }
 
-    /// Mean squared error of the block's output.
+    /// The mean squared error of the block's output.
     fn error(&mut self, alphas: &[Option<f32>]) -> Result<f64> {
         let task = self.task;
         let rewrite = folded(task, self.migrations, alphas)?;
@@ -458,7 +458,7 @@ impl<'a> BlockSearch<'a> {
         let ranges = rewrite.ranges(task.block.graph(), task.ranges.clone());
         for (&node, &grid) in task.grids {
             task.cancel.check()?;
-            // What its weights depend on: the exponents of the groups that it is in.
+            // The weights depend on the exponents of the groups that contain the linear.
             let touches = |m: &Migration| m.group.producer == node || m.group.consumers.contains(&node);
             let key: Vec<_> =
                 self.migrations.iter().zip(alphas).filter(|(m, _)| touches(m)).map(|(_, a)| *a).collect();
@@ -472,7 +472,8 @@ impl<'a> BlockSearch<'a> {
             let shape = linear.weight().shape();
             let values = linear.weight().to_f32()?;
             let tensor = format!("{}.weight", task.module(node));
-            // Alone: what it shares with others changes little, and the search compares like with like.
+            // Quantized without scales shared with other linears: sharing changes little, and all candidates are
+            // treated alike.
             let context = ScaleContext { search: task.settings.scale_search, amax: None };
             let target = (grid.scheme, grid.scale_dtype);
             let (mut quantized, _) = quantize_within(Rows::Floats(&values), shape, target, None, context)
@@ -485,11 +486,11 @@ impl<'a> BlockSearch<'a> {
         let output = self.output(&block)?;
         let squares = output.iter().zip(&self.y).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         let error = squares / self.y.len().max(1) as f64;
-        // An output that is no number is worse than any that is.
+        // An output that is not finite is worse than any error.
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
-    /// Settles the exponent of a group, the others as they are.
+    /// Chooses the exponent of a group; the others stay as they are.
     fn choose(
         &mut self,
         alphas: &mut [Option<f32>],
@@ -502,25 +503,25 @@ impl<'a> BlockSearch<'a> {
             alphas[group] = ratio;
             tried.push(TriedScales { ratio, error: self.error(alphas)?, tokens });
         }
-        // Of equally good ones the first, which moves least.
+        // Ties go to the first, which moves least.
         let best = tried.iter().min_by(|a, b| a.error.total_cmp(&b.error));
         alphas[group] = best.and_then(|b| b.ratio);
         Ok(SmoothSearch { tried })
     }
 }
 
-/// How many tokens of a piece count.
+/// The number of counted tokens in a piece.
 fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
     let [_, length] = hidden.shape();
     hidden.layout().count(TokenRows::range(first, x.dim(0).unwrap_or(0) * length))
 }
 
 impl BlockTask<'_> {
-    /// What is calibrated of a linear's input: its grid, where that is the same for all tokens, or of NVFP4 its global
-    /// scale; from the ranges of what linears read once everything is rewritten.
+    /// The calibrated parameters of a linear's input: its grid, if that is the same for all tokens, or its global scale
+    /// for NVFP4. They are computed from the ranges of linears' inputs after all rewrites.
     ///
     /// # Errors
-    /// When the input was not looked at.
+    /// When the ranges of the input were not gathered.
     pub fn input_grid(
         &self,
         node: NodeId,

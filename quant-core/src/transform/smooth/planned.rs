@@ -1,11 +1,11 @@
-//! Before a run: whether smoothing makes sense, and what its searches take.
+//! Checks before a run whether smoothing makes sense, and the cost of its searches.
 
 use super::{CANDIDATES, SEARCH_TOKENS, Smoothing};
 use crate::model::NodeId;
 use crate::transform::{Outline, Producers, SearchWork, Workload};
 use crate::{Error, Result};
 
-/// Fails for schemes whose scales follow outliers by themselves.
+/// Fails for schemes whose scales adapt to outliers by themselves.
 pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     let Some(scheme) = outline.schemes.iter().find(|scheme| scheme.fixed_scales().is_some()) else {
         return Ok(());
@@ -20,7 +20,7 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     ))
 }
 
-/// Fails where SmoothQuant has no effect, does what another step does, or is given maxima of another model.
+/// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of another model.
 pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
@@ -47,8 +47,8 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))
 }
 
-/// Fails where a file of channel maxima lacks those of a linear that SmoothQuant would look up in block `layer`, or has
-/// another number of them.
+/// Fails if a file of channel maxima lacks a linear that SmoothQuant would look up in block `layer`, or has another
+/// width for it.
 fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
     let Some(file) = &outline.settings.smooth.maxima else { return Ok(()) };
     let graph = outline.architecture.graph(layer);
@@ -64,12 +64,12 @@ fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// The block of a candidate, and the one before it of which parts are taken.
+    /// Room for a candidate's block, and for the previous one, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }
 
-    /// The blocks that the search for exponents runs.
+    /// The operations of running the block for all exponents.
     pub(super) fn work(self, work: &Workload<'_>) -> SearchWork {
         if !self.is_searched() {
             return SearchWork::default();
