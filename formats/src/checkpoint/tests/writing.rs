@@ -1,4 +1,4 @@
-//! The writer: promises about the target, the job directory, resuming and locking.
+//! The writer's guarantees on the target, the job directory, resuming and locking.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -95,7 +95,7 @@ fn published_is_complete_and_listed() {
     let index: Value =
         serde_json::from_slice(&fs::read(target.join("model.safetensors.index.json")).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], 32 + 5 + 24 + 14);
-    // The same permissions as any file has that is created here.
+    // The same permissions as any new file here.
     fs::write(dir.path().join("probe"), "").unwrap();
     let mode = |p: PathBuf| fs::metadata(p).unwrap().permissions().mode();
     assert_eq!(mode(target.join("config.json")), mode(dir.path().join("probe")));
@@ -128,7 +128,7 @@ fn existing_target_needs_force() {
 fn force_replaces_only_what_was_written_here() {
     let (_dir, target) = place();
     fs::create_dir(&target).unwrap();
-    // An original model is worth more than anything made of it.
+    // An original model must never be replaced.
     fs::write(target.join("config.json"), "{}").unwrap();
     fs::write(target.join("model.safetensors"), "years of work").unwrap();
     assert!(usage_message(create(&target, forced())).contains("was not written by quant"));
@@ -146,7 +146,7 @@ fn force_replaces_only_what_was_written_here() {
     fs::create_dir(target.join("more")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `more`"));
     fs::remove_dir(target.join("more")).unwrap();
-    // A directory in the place of a file that is listed.
+    // A directory in place of a listed file.
     fs::remove_file(target.join("config.json")).unwrap();
     fs::create_dir(target.join("config.json")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `config.json`"));
