@@ -4,12 +4,12 @@ use std::error::Error;
 
 use quant_core::model::Decoder;
 
-/// A model that an engine runs, scored by the logits that it gives: with the same windows, statistics and gate as ours.
+/// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a [`Decoder`].
 ///
 /// ```
 /// use quant_evaluator::LogitsModel;
 ///
-/// /// Thinks that every token is followed by the next one.
+/// /// Predicts that every token is followed by the next one of the vocabulary.
 /// struct Successor;
 ///
 /// impl LogitsModel for Successor {

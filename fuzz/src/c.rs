@@ -7,7 +7,7 @@ use quant_kernels::*;
 /// A zeroed structure with `struct_size` set.
 macro_rules! empty {
     ($of:ty) => {{
-        // SAFETY: the structures of the C interface hold only numbers and nullable pointers, for which zero bits are valid.
+        // SAFETY: C structures hold only numbers and nullable pointers, for which zero bits are valid.
         let mut it: $of = unsafe { core::mem::zeroed() };
         it.struct_size = size_of::<$of>() as u32;
         it

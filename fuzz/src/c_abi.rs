@@ -89,7 +89,7 @@ pub fn c_abi(data: &[u8]) {
         true => (input.word(), input.word()),
         false => (0, layout.panels as usize),
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     fair(unsafe { qz1_pack(&weights, &layout, first, panels, packed.as_mut_ptr(), len, on, &message) });
 
     let (m, isa) = (input.below(6), u32::from(input.byte() % 10));
@@ -133,7 +133,7 @@ pub fn c_abi(data: &[u8]) {
     let mut channels_out = vec![0.0; if progressive { n } else { 0 }];
     let (mut codes_out, mut scales_out, mut zeros_out) =
         (vec![0; parts.0], vec![0.0; parts.1], zeros.as_ref().map(|_| vec![0; parts.1]));
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let (mut rows, mut floats) = (null_mut(), null_mut());
         assert!(fair(qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null())));

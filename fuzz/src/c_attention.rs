@@ -62,7 +62,7 @@ pub fn c_attention(data: &[u8]) {
     let lists_len = if input.rarely(4) { input.below(kv + 1) } else { kv };
     let on = threads(1 + u32::from(input.byte() % 9));
     let on = if input.flag() { &raw const on } else { core::ptr::null() };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let at = pages.as_mut_ptr();
         let appended = fair(qz1_kv_append(

@@ -121,7 +121,7 @@ fn non_finite_weights_are_counted_across_tasks() {
     weights[at[0]] = f32::NAN;
     weights[at[1]] = f32::INFINITY;
     weights[at[2]] = f32::NEG_INFINITY;
-    weights[k] = 1e30; // an overflow as well: what is reported are the non-finite ones
+    weights[k] = 1e30; // also overflows; non-finite weights are reported first
     let expected = RowsError::NonFinite { count: 3, first_index: at[0] as u64 };
     let clip = vec![1.0; n * 4];
     for clip in [None, Some(&clip[..])] {
