@@ -1,12 +1,12 @@
-//! Text to calibrate and evaluate with when the user names none, and a model to try things on.
+//! Default texts for calibration and evaluation, and a small model to experiment with.
 //!
 //! * [`CORPUS`]: original text over several domains, the default calibration set;
-//! * [`HELDOUT`]: more of the kind, never calibrated on, for quick perplexities;
-//! * [`public_sets`]: the public sets that can be asked for by name, from `manifest.toml`;
+//! * [`HELDOUT`]: more text of the same kind, never used for calibration, for quick perplexities;
+//! * [`public_sets`]: the public sets that can be selected by name, from `manifest.toml`;
 //! * [`demo_model`]: a small trained Llama model.
 //!
-//! A text file holds documents separated by lines that hold only `%%`. Everything but the public
-//! sets is embedded, so nothing here reads a file or the network.
+//! A text file holds documents separated by lines that contain only `%%`. Everything but the public sets is embedded,
+//! so nothing here reads a file or the network.
 #![forbid(unsafe_code)]
 
 use serde::Deserialize;
@@ -16,7 +16,7 @@ use serde::Deserialize;
 pub struct Domain {
     /// `narrative`, `code`, `numbers` …
     pub name: &'static str,
-    /// Its documents, separated by lines that hold only `%%`.
+    /// Its documents, separated by lines that contain only `%%`.
     pub text: &'static str,
 }
 
@@ -31,7 +31,7 @@ pub static CORPUS: &[Domain] = domains!(
     "corpus": "narrative", "exposition", "dialogue", "instructions", "code", "numbers", "languages",
 );
 
-/// Text of the same authors that no calibration sees.
+/// Text by the same authors that is never used for calibration.
 pub static HELDOUT: &[Domain] = domains!("heldout": "narrative", "exposition", "mixed");
 
 /// One document: a story, an article, a question with its answer, a source file.
@@ -39,12 +39,12 @@ pub static HELDOUT: &[Domain] = domains!("heldout": "narrative", "exposition", "
 pub struct Document {
     /// The domain it belongs to.
     pub domain: &'static str,
-    /// Its text, without empty lines around it.
+    /// Its text, without leading and trailing empty lines.
     pub text: &'static str,
 }
 
-/// The documents of a set, always in the same order: the domains take turns, so that a prefix of
-/// any length is as mixed as it can be, and those with more documents go on alone at the end.
+/// Returns the documents of a set in a fixed order: the domains alternate, so that a prefix of any length is as mixed
+/// as possible. Domains with more documents follow alone at the end.
 pub fn documents(set: &[Domain]) -> impl Iterator<Item = Document> + use<> {
     let mut queues: Vec<_> = set.iter().map(|d| (d.name, split(d.text))).collect();
     let mut ordered = Vec::new();
@@ -86,7 +86,7 @@ fn split(text: &'static str) -> impl Iterator<Item = &'static str> {
 pub struct PublicSet {
     /// The name that `--calibration` and `--text` take.
     pub name: String,
-    /// What it is, in a line.
+    /// A one-line description.
     pub summary: String,
     /// The data set's id on the hub, `owner/name`.
     pub hub_id: String,
@@ -98,14 +98,14 @@ pub struct PublicSet {
     pub field: String,
     /// The licence as the set's authors state it.
     pub licence: String,
-    /// SHA-256 of the file in lower-case hex; empty until a file has been fetched and hashed.
+    /// SHA-256 of the file in lower-case hex; empty if no file has been fetched and hashed yet.
     pub sha256: String,
 }
 
-/// The public sets, in the order of the manifest.
+/// Returns the public sets in the order of the manifest.
 ///
 /// # Errors
-/// When the manifest is malformed, which a test rules out for the one that is shipped.
+/// If the manifest is malformed; a test checks the embedded one.
 pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -118,7 +118,7 @@ pub fn public_sets() -> Result<Vec<PublicSet>, toml::de::Error> {
 /// A file of a model directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelFile {
-    /// Its name in the directory.
+    /// The file name in the directory.
     pub name: &'static str,
     /// Its contents.
     pub bytes: &'static [u8],
@@ -212,7 +212,7 @@ mod tests {
         let size = |name| demo_model().iter().find(|f| f.name == name).unwrap().bytes.len();
         let weights = demo_model()[2].bytes;
         let header = u64::from_le_bytes(weights[..8].try_into().unwrap());
-        // 6.8 M parameters of two bytes behind the header.
+        // 6.8 M two-byte parameters after the header.
         let data = weights.len() as u64 - 8 - header;
         assert_eq!(data, 2 * 6_819_072);
         assert!(weights.len() <= 14_000_000);

@@ -1,16 +1,16 @@
-//! How often the gate errs, on a real model: planted regressions that it must find, and equal models that
-//! it must not blame.
+//! Measures the error rates of the gate on a real model: planted regressions that it must find, and equal models that
+//! it must not fail.
 //!
 //! `cargo run --release -p quant-evaluator --example gate_trials -- MODEL TEXT` prints counts as JSON;
 //! `cargo xtask gate-trials` records them.
 //!
-//! Every trial draws its own windows from the text and asks the gate, with a margin of 0.5 % in
-//! perplexity, about the model now against the model before on these windows.
+//! Every trial draws its own windows from the text and compares the model now with the model before on these windows,
+//! with a margin of 0.5 % in perplexity.
 //!
-//! * Equal: "now" is the same model with every block's output off by up to 2⁻⁹ of itself, as another
-//!   kernel would have it.
-//! * Regressed: to one weight, chosen by the trial, normal noise is added, so much that the perplexity
-//!   rises by 1 % on windows spread over the text; what it rises by on the trial's windows is chance.
+//! * Equal: "now" is the same model with every block's output disturbed by up to 2⁻⁹ of itself, as a different kernel
+//!   would.
+//! * Regressed: normal noise is added to one weight, chosen by the trial, scaled so that the perplexity rises by 1 % on
+//!   windows spread over the text. The increase on the trial's own windows varies.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,15 +29,15 @@ use quant_evaluator::{
 
 const POLICY: &str = "schema = \"quant-gate-policy/1\"\n[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \
                       \"baseline\"\nmargin = 0.005\n";
-/// What a planted regression raises the perplexity by, and how near to that it must be.
+/// The perplexity increase of a planted regression, and its tolerance.
 const REGRESSION: f64 = 0.01;
 const NEAR: f64 = 0.03;
 const WINDOW: usize = 512;
-/// Windows of a trial.
+/// Windows per trial.
 const TRIAL_WINDOWS: usize = 40;
 const EQUAL_TRIALS: u64 = 1000;
 const REGRESSED_TRIALS: u64 = 100;
-/// Disturbed runs over the whole text, among which equal trials take turns.
+/// Number of disturbed runs over the whole text; equal trials use them in turn.
 const DISTURBED_RUNS: u64 = 25;
 
 /// A checkpoint with one tensor replaced.
@@ -71,7 +71,7 @@ impl TensorSource for Damaged {
     }
 }
 
-/// A nearly normal value with variance one: the sum of twelve uniform ones.
+/// An approximately normal value with variance one: the sum of twelve uniform ones.
 fn normal(random: &mut SplitMix64) -> f32 {
     let sum: f64 = (0..12).map(|_| (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64).sum();
     (sum - 6.0) as f32
@@ -101,7 +101,7 @@ impl Bench {
         Decoder::load(&model, self.text.longest_input(), &Silent, &self.cancel)
     }
 
-    /// Only these windows of the text.
+    /// Restricts a text to these windows.
     fn some(&self, numbers: &[usize]) -> EvaluationText {
         let windows = numbers.iter().map(|&n| self.text.windows[n].clone()).collect();
         EvaluationText { windows, ..self.text.clone() }
@@ -111,7 +111,7 @@ impl Bench {
         perplexity(decoder, text, &mut Journal::none(), &Silent, &self.cancel)
     }
 
-    /// The model with noise on one weight, so much that the perplexity rises as it should.
+    /// Returns the model with noise on one weight, scaled to the intended perplexity increase.
     fn regressed(
         &self,
         random: &mut SplitMix64,
@@ -137,7 +137,7 @@ impl Bench {
             if (rise / REGRESSION - 1.0).abs() < NEAR {
                 return Ok(decoder);
             }
-            // The loss grows about with the square of the noise.
+            // The loss grows approximately with the square of the noise.
             let factor = if rise > 0.0 { (REGRESSION / rise).sqrt().clamp(0.25, 4.0) } else { 4.0 };
             scale *= factor as f32;
         }
@@ -145,7 +145,7 @@ impl Bench {
     }
 }
 
-/// A result of some windows.
+/// Builds a result from some windows.
 fn evaluation(text: &EvaluationText, means: Vec<f64>) -> Evaluation {
     let tokens: Vec<usize> = text.windows.iter().map(|w| w.scored()).collect();
     let totals: Vec<f64> = means.iter().zip(&tokens).map(|(m, &n)| m * n as f64).collect();

@@ -1,7 +1,6 @@
-//! Where on its way through the blocks a model departs from its reference, and what its linears read.
+//! Where a model departs from its reference on the way through the blocks, and the inputs of its linears.
 //!
-//! Both models run block by block over a few windows, so that no more than the hidden states of one
-//! block are held of each.
+//! Both models run block by block over a few windows, so that only one block's hidden states are in memory for each.
 
 use std::collections::BTreeMap;
 
@@ -11,31 +10,31 @@ use quant_core::{CancelToken, Result};
 
 use crate::EvaluationText;
 
-/// Windows that are looked at, spread over the text.
+/// Number of windows to run, spread over the text.
 const WINDOWS: usize = 4;
 
-/// What is seen of two models between their blocks.
+/// Differences between two models, block by block.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Anatomy {
-    /// Windows that were looked at.
+    /// Number of windows that were run.
     pub windows: usize,
-    /// For each block, `‖h − h₀‖ / ‖h₀‖` of what leaves it, over all positions.
+    /// For each block, `‖h − h₀‖ / ‖h₀‖` of its output, over all positions.
     pub block_errors: Vec<f64>,
-    /// What linears read, block by block.
+    /// Inputs of the linears, in order of blocks.
     pub inputs: Vec<LinearInput>,
 }
 
-/// How uneven the channels of a linear's input are: the largest magnitude of the largest channel over
-/// that of the median channel.
+/// How uneven the channels of a linear's input are: the ratio of the largest channel's largest magnitude to the median
+/// channel's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearInput {
     /// The block.
     pub block: usize,
     /// The linear's name in the block.
     pub linear: String,
-    /// In the reference.
+    /// The ratio in the reference.
     pub reference: f64,
-    /// In the model.
+    /// The ratio in the model.
     pub model: f64,
 }
 
@@ -64,10 +63,10 @@ impl Magnitudes {
     }
 }
 
-/// Looks at both models on some of the windows.
+/// Runs both models on some of the windows.
 ///
 /// # Errors
-/// When a model fails, the two have different blocks, or the token pulls.
+/// When a model fails, the models have different blocks, or when cancelled.
 pub fn anatomy(
     reference: &Decoder,
     model: &Decoder,
@@ -86,7 +85,7 @@ pub fn anatomy(
             cancel.check()?;
             let [before, now] = &mut seen[block];
             hidden = [reference.advance(block, &hidden[0], before)?, model.advance(block, &hidden[1], now)?];
-            // What travels beside the hidden states is no error of this block.
+            // Columns after the hidden states carry other data; they are no error of this block.
             let states = |t: &Tensor| t.narrow(D::Minus1, 0, reference.width())?.contiguous();
             let [r, m] = [states(&hidden[0])?, states(&hidden[1])?];
             let [r, m] = [r.flatten_all()?.to_vec1::<f32>()?, m.flatten_all()?.to_vec1::<f32>()?];

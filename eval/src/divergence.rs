@@ -1,5 +1,5 @@
-//! A model against its reference, position by position: paired, so that what both find hard
-//! cancels out.
+//! Compares a model with its reference, position by position. The comparison is paired, so that text that is difficult
+//! for both cancels out.
 
 use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Observer, Result};
@@ -9,14 +9,14 @@ use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::statistics::{Histogram, Quantile, quantiles};
 use crate::{Estimate, EvaluationText, Journal, LogitsModel, Position, Scored, Scores, StoredReference};
 
-/// Where the reference's confidence is divided.
+/// Boundaries of the confidence buckets.
 const CONFIDENCE: [f64; 6] = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0];
-/// A mean below so many times the noise floor says nothing of the model.
+/// A mean divergence below this multiple of the noise floor is not evidence of a difference.
 pub(crate) const AT_FLOOR: f64 = 3.0;
-/// The one-sided level that the smallest detectable difference is given for.
+/// The one-sided significance level of the smallest detectable difference.
 const LEVEL: f64 = 0.05;
 
-/// How far a model is from its reference.
+/// The divergence of a model from its reference.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Divergence {
@@ -24,30 +24,30 @@ pub struct Divergence {
     pub reference: Scores,
     /// Mean difference of negative log-likelihood, model minus reference, in nats per token.
     pub delta_nll: Estimate,
-    /// `exp` of it: the ratio of the perplexities.
+    /// `exp` of `delta_nll`: the ratio of the perplexities.
     pub perplexity_ratio: Estimate,
-    /// The smallest increase of the perplexity, as a share of the reference's, that this many windows
-    /// would show: at a one-sided level of 5 %, four times out of five.
+    /// The smallest detectable increase of the perplexity with this many windows, as a fraction of the reference's
+    /// perplexity, at a one-sided level of 5 % and 80 % power.
     pub minimum_detectable_increase: Option<f64>,
     /// `KL(reference ‖ model)` over the full vocabulary, in nats per token.
     pub kl: Estimate,
-    /// How it is spread over positions.
+    /// Quantiles of the divergence over positions.
     pub kl_quantiles: KlQuantiles,
-    /// The same as counts by size.
+    /// Histogram of the divergence over positions.
     pub kl_histogram: Histogram,
-    /// The same where the reference is sure and where it is not.
+    /// The divergence by the reference's confidence.
     pub kl_by_confidence: Vec<ConfidenceBucket>,
-    /// Each window's mean of it; with another model's on the same windows, differences are paired.
+    /// Each window's mean divergence; differences between two models on the same windows can be paired.
     pub window_kl: Vec<f64>,
-    /// Share of positions at which both find the same token most likely.
+    /// Fraction of positions at which both models have the same most likely token.
     pub top1_agreement: Estimate,
-    /// Share of the reference's five most likely tokens that are among the model's, averaged.
+    /// Fraction of the reference's five most likely tokens that are among the model's five, averaged.
     pub top5_overlap: Estimate,
-    /// Root of the mean square change of the probability of the token that follows.
+    /// Root mean square change of the probability of the next token.
     pub rms_delta_p: Estimate,
-    /// What a model of no difference would show, where it was measured.
+    /// The divergence of a numerically equivalent model, if it was measured.
     pub noise_floor: Option<NoiseFloor>,
-    /// Whether the mean divergence is below three times that: then it says nothing of the model.
+    /// Whether the mean divergence is below three times the noise floor, and therefore no evidence of a difference.
     pub at_noise_floor: Option<bool>,
 }
 
@@ -55,62 +55,63 @@ pub struct Divergence {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlQuantiles {
-    /// Half of all positions are below.
+    /// The 50th percentile.
     pub median: Quantile,
-    /// Nine of ten.
+    /// The 90th percentile.
     pub p90: Quantile,
     /// 99 of 100.
     pub p99: Quantile,
-    /// 999 of 1000.
+    /// The 99.9th percentile.
     pub p999: Quantile,
     /// All.
     pub max: Quantile,
 }
 
-/// Positions at which the reference is about as sure.
+/// Positions at which the reference has a similar confidence.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConfidenceBucket {
     /// The reference's largest probability is at least this,
     pub from: f64,
-    /// and below this, or 1.
+    /// and below this, or equal to 1.
     pub to: f64,
     /// Positions.
     pub positions: usize,
-    /// Their mean divergence; absent if there are none.
+    /// Their mean divergence; absent if there are no such positions.
     pub kl: Option<Estimate>,
 }
 
-/// How far the reference is from itself when every block's output is off by what bfloat16 rounds.
+/// The divergence of the reference from itself when every block's output is disturbed by the rounding error of
+/// bfloat16.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NoiseFloor {
     /// `KL(reference ‖ disturbed reference)`, in nats per token.
     pub kl: Estimate,
-    /// How it is spread over positions, as counts by size.
+    /// Histogram of this divergence over positions.
     pub kl_histogram: Histogram,
-    /// Windows that it was measured on, spread over the text.
+    /// Number of windows on which it was measured, spread over the text.
     pub windows: usize,
 }
 
-/// What a model is compared with.
+/// The reference of a comparison.
 #[derive(Clone, Copy)]
 pub enum Reference<'a> {
-    /// A model that runs beside it.
+    /// A model that runs in the same process.
     Model {
         /// The model.
         decoder: &'a Decoder,
-        /// Whether its noise floor is measured too.
+        /// Whether to measure its noise floor.
         floor: bool,
     },
-    /// What was kept of one, its noise floor included.
+    /// A stored reference, including its noise floor.
     Stored(&'a StoredReference),
-    /// A model that an engine runs beside it. Its noise floor is not measured.
+    /// A model that an engine runs. Its noise floor is not measured.
     Engine(&'a dyn LogitsModel),
 }
 
 impl<'a> Reference<'a> {
-    /// Panel of the reference and models.
+    /// Returns the panel of the reference and the models.
     fn with(self, models: &[Scored<'a>], windows: usize) -> Result<Panel<'a>> {
         let models = models.iter().map(|model| Origin::from(*model));
         match self {
@@ -123,7 +124,7 @@ impl<'a> Reference<'a> {
         }
     }
 
-    /// The noise floor that its positions show, or that was kept of it.
+    /// Returns the stored noise floor, or the one measured at these positions.
     fn floor(self, positions: &[Vec<Position>]) -> Option<NoiseFloor> {
         match self {
             Self::Stored(stored) => Some(stored.noise_floor().clone()),
@@ -132,11 +133,10 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// Runs a model and its reference over the same windows. The scores are the model's own.
+/// Runs a model and its reference over the same windows. The returned scores are the model's.
 ///
 /// # Errors
-/// When a model or the journal fails, the vocabularies differ, a number is not finite, or the token
-/// pulls.
+/// When a model or the journal fails, the vocabularies differ, a value is not finite, or when cancelled.
 pub fn compare<'a>(
     reference: Reference<'a>,
     model: impl Into<Scored<'a>>,
@@ -159,7 +159,7 @@ pub fn compare<'a>(
     summarize(text, &positions, reference.floor(&positions))
 }
 
-/// The same of several models, which go through the text together so that the reference runs once.
+/// Compares several models with one reference, which runs only once.
 ///
 /// # Errors
 /// As [`compare`].
@@ -192,7 +192,7 @@ pub fn compare_all<'a>(
 }
 
 impl NoiseFloor {
-    /// Of the windows at whose positions it was measured, if there are any.
+    /// Returns the noise floor of the windows at whose positions it was measured, if there are any.
     pub(crate) fn of<P>(windows: &[Vec<P>], floor: impl Fn(&P) -> Option<f64>) -> Option<Self> {
         let measured = windows.iter().map(|w| w.iter().filter_map(&floor).collect::<Vec<f64>>());
         let kl: Vec<Vec<f64>> = measured.filter(|w| !w.is_empty()).collect();

@@ -1,15 +1,15 @@
-//! Models that are scored: decoders of `quant-core`, and those of engines that run their own.
+//! Models to score: decoders of `quant-core`, and models that an engine runs itself.
 
 use std::error::Error;
 
 use quant_core::model::Decoder;
 
-/// A model that an engine runs, scored by the logits that it gives: with the same windows, statistics and gate as ours.
+/// A model that an engine runs, scored by its logits, with the same windows, statistics and gate as a [`Decoder`].
 ///
 /// ```
 /// use quant_evaluator::LogitsModel;
 ///
-/// /// Thinks that every token is followed by the next one.
+/// /// Predicts that every token is followed by the next one of the vocabulary.
 /// struct Successor;
 ///
 /// impl LogitsModel for Successor {
@@ -35,15 +35,14 @@ use quant_core::model::Decoder;
 /// assert_eq!(out.len(), 2 * 512);
 /// ```
 pub trait LogitsModel {
-    /// Tokens of the vocabulary, as many as each row of logits has.
+    /// Number of tokens in the vocabulary, which is the length of a row of logits.
     fn vocab(&self) -> usize;
 
-    /// Appends what the model says of the token after each of `tokens[first..]`, given all before it: logits
-    /// `[tokens.len() - first, vocab]`, row-major. Positions begin at 0 with the first token; nothing is kept from one
-    /// call to the next.
+    /// Appends the logits for the token after each of `tokens[first..]`, given all tokens before it:
+    /// `[tokens.len() - first, vocab]`, row-major. Positions begin at 0 with the first token; calls are independent of each other.
     ///
     /// # Errors
-    /// What the engine says; the evaluation ends with it.
+    /// Any error of the engine; it ends the evaluation.
     fn logits(
         &self,
         tokens: &[u32],
@@ -52,7 +51,7 @@ pub trait LogitsModel {
     ) -> Result<(), Box<dyn Error + Send + Sync>>;
 }
 
-/// What is scored.
+/// A model to score.
 #[derive(Clone, Copy)]
 pub enum Scored<'a> {
     /// A decoder of `quant-core`.

@@ -1,8 +1,8 @@
-//! What an evaluation has measured, kept in a file while it runs, so that a stopped one can go on.
+//! The measurements of an evaluation, written to a file while it runs, so that an interrupted run can resume.
 //!
-//! The first line says what is evaluated on what; each further line holds one window's results behind a
-//! checksum, written when a batch of windows is done. Whoever ends well removes the file. Numbers are written so that
-//! they are read back as the same bits.
+//! The first line identifies the evaluation; each further line holds one window's results after a checksum, written
+//! when a batch of windows is done. A run that completes removes the file. Numbers are written so that they are read
+//! back bit-identical.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
@@ -15,17 +15,17 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 const SCHEMA: &str = "quant-eval-journal/3";
-/// No line of ours is longer.
+/// Longer lines are invalid.
 const LONGEST_LINE: u64 = 1 << 30;
 
-/// What is measured of a position.
+/// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
-    /// Whether it can be what was measured: finite, and within its range.
+    /// Whether the value is plausible: finite, and within its range.
     fn is_sound(&self) -> bool;
 }
 
 impl Measured for f64 {
-    /// A negative log-likelihood, but for rounding.
+    /// A negative log-likelihood: at least zero, except for rounding.
     fn is_sound(&self) -> bool {
         self.is_finite() && *self >= -1e-6
     }
@@ -35,27 +35,27 @@ impl Measured for f64 {
 #[derive(Debug)]
 pub struct Journal<T> {
     known: Vec<Vec<T>>,
-    /// Windows in the file.
+    /// Number of windows in the file.
     written: usize,
     file: Option<(File, PathBuf)>,
 }
 
 impl<T: Measured> Journal<T> {
-    /// One that nothing is kept in.
+    /// Returns a journal that keeps nothing.
     pub fn none() -> Self {
         Self { known: Vec::new(), written: 0, file: None }
     }
 
-    /// Opens or begins a journal. `identity` says what is evaluated on what; `windows` how many scored
-    /// tokens each window has.
+    /// Opens or creates a journal. `identity` identifies the evaluation; `windows` holds the number of scored tokens
+    /// per window.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the file is the journal of another evaluation, or none;
-    /// [`Error::Io`] when it cannot be read or written.
+    /// [`Error::Usage`] when the file is the journal of another evaluation or not a journal; [`Error::Io`] when it
+    /// cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
         let fault = |e| Error::io("write", path, e);
-        // A pipe would block, a device swallow.
+        // Opening a pipe would block, and a device would discard what is written.
         if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
             return Err(other(path, "no file that a journal could be kept in"));
         }
@@ -68,7 +68,7 @@ impl<T: Measured> Journal<T> {
             Err(TryLockError::Error(e)) => return Err(fault(e)),
         }
         let (known, end) = read(path, &file, &head, windows)?;
-        // What a stopped run left of a line, or of a batch.
+        // Remove an incomplete line or batch of an interrupted run.
         file.set_len(end).map_err(fault)?;
         if end == 0 {
             file.write_all(format!("{head}\n").as_bytes()).map_err(fault)?;
@@ -76,12 +76,12 @@ impl<T: Measured> Journal<T> {
         Ok(Self { written: known.len(), known, file: Some((file, path.to_owned())) })
     }
 
-    /// The windows that were measured before, in order.
+    /// Takes the windows that were measured before, in order.
     pub fn take(&mut self) -> Vec<Vec<T>> {
         std::mem::take(&mut self.known)
     }
 
-    /// How many there are.
+    /// Returns their number.
     pub fn windows(&self) -> usize {
         self.known.len()
     }
@@ -99,13 +99,13 @@ impl<T: Measured> Journal<T> {
         file.write_all(lines.as_bytes()).map_err(|e| Error::io("write", path.as_path(), e))
     }
 
-    /// The file, which is to be removed when what was measured is in a safe place.
+    /// Returns the path of the file, which the caller removes once the results are stored elsewhere.
     pub fn finish(self) -> Option<PathBuf> {
         self.file.map(|(_, path)| path)
     }
 }
 
-/// What a line begins with: a flipped bit may still be a number, and a line may be missing or stand twice.
+/// The prefix of a line: a number with a flipped bit may still be valid, and a line may be missing or duplicated.
 fn checksum(window: usize, line: &str) -> String {
     let mut digest = sha256_hex(format!("{window} {line}"));
     digest.truncate(16);
@@ -119,7 +119,7 @@ fn other(path: &Path, what: &str) -> Error {
     )
 }
 
-/// The windows of whole batches, and where in the file they end.
+/// Reads the windows of complete batches, and the offset in the file where they end.
 fn read<T: Measured>(
     path: &Path,
     file: &File,
@@ -136,7 +136,7 @@ fn read<T: Measured>(
         let mut piece = std::io::Read::take(&mut reader, LONGEST_LINE);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
-            // The end, or a line that was being written.
+            // The end of the file, or an incomplete line.
             if at == 0 && read > 0 {
                 return Err(other("no journal of an evaluation"));
             }
@@ -197,7 +197,7 @@ mod tests {
         drop(journal);
         let text = std::fs::read_to_string(&path).unwrap();
 
-        // A window of a batch that was not finished, and half a line.
+        // A window of an incomplete batch, and half a line.
         let third = "[false,[1.0]]";
         std::fs::write(&path, format!("{text}{} {third}\n0 [true,[2.0", checksum(2, third))).unwrap();
         let mut journal = open(&identity).unwrap();
@@ -220,7 +220,7 @@ mod tests {
             &format!("{text}{} {long}\n", checksum(2, long)),
             &format!("{text}{long}\n"),
             &flipped,
-            // A line that is missing, and one twice.
+            // A missing line, and a duplicated one.
             &[lines[0], lines[2]].concat(),
             &[lines[0], lines[1], lines[1]].concat(),
         ] {

@@ -1,14 +1,13 @@
-//! The last stage of the path: what quantization cost, measured on a text, with an uncertainty.
+//! The last stage of the pipeline: measures the accuracy loss of quantization on a text, with its uncertainty.
 //!
 //! ```text
 //! documents ─► profile ─► windows ─► sums over the vocabulary ─► scores, divergence ─► result ─► gate, report
 //! ```
 //!
-//! A [`Profile`] fixes how a text becomes windows and which tokens are scored, so that two numbers
-//! with the same profile can be compared; [`perplexity()`] scores one model, [`compare`] a model
-//! against its reference on the same positions; [`statistics`] says how far the numbers can be
-//! trusted; [`Evaluation`] is the file they are kept in, and [`gate`] decides on such files whether a
-//! model has become worse, and [`report`] shows them to people.
+//! A [`Profile`] defines how a text is cut into windows and which tokens are scored, so that numbers with the same
+//! profile are comparable. [`perplexity()`] scores one model; [`compare`] compares a model with its reference on the
+//! same positions; [`statistics`] gives the uncertainty of the numbers. [`Evaluation`] is the file that stores them,
+//! [`gate`] decides on such files whether a model has become worse, and [`report`] renders them as HTML.
 //!
 //! Models are decoders of `quant-core`, or any that implement [`LogitsModel`]: an engine's own, scored the same way.
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Log-likelihoods of continuations: what multiple-choice tasks compare.
+//! Log-likelihoods of continuations, as multiple-choice tasks compare them.
 
 use quant_core::model::Decoder;
 use quant_core::{CancelToken, Error, Observer, Result};
@@ -6,7 +6,7 @@ use quant_core::{CancelToken, Error, Observer, Result};
 use crate::Window;
 use crate::score::{Origin, Panel, dropped, require_finite};
 
-/// How likely a model finds the scored tokens of a window.
+/// The likelihood of a window's scored tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Likelihood {
     /// The sum of the natural logarithms of their probabilities.
@@ -15,12 +15,12 @@ pub struct Likelihood {
     pub is_greedy: bool,
 }
 
-/// Scores windows of any lengths, each by itself: the tokens from [`Window::first`] on, given those before. Equally long
-/// windows run together; results are in the order of the windows.
+/// Scores windows of any lengths, each independently: the tokens from [`Window::first`] on, given those before. Windows
+/// of equal length run together; results are in the order of the windows.
 ///
 /// # Errors
 /// [`Error::Usage`] when a window scores no token, has none before them, or is longer than the decoder's positions;
-/// when a token is outside the vocabulary, the model fails, a likelihood is not finite, or the token pulls.
+/// also when a token is outside the vocabulary, the model fails, a likelihood is not finite, or when cancelled.
 pub fn log_likelihoods(
     decoder: &Decoder,
     windows: &[Window],
@@ -32,7 +32,7 @@ pub fn log_likelihoods(
             Error::usage(format!("request {number} {reason}"), "shorten the request, or give it a context")
         })?;
     }
-    // The longest first: what does not fit into memory shows at once.
+    // The longest first, so that insufficient memory shows at once.
     let mut order: Vec<usize> = (0..windows.len()).collect();
     order.sort_by_key(|&number| std::cmp::Reverse(windows[number].tokens.len()));
     let sorted: Vec<Window> = order.iter().map(|&number| windows[number].clone()).collect();

@@ -1,22 +1,21 @@
-//! The noise floor: how far a model is from itself when it is computed as well in another way.
+//! The noise floor: the divergence of a model from itself when it is computed equally well in another way.
 //!
-//! Another order of sums or another kernel rounds differently. That is imitated by multiplying every
-//! value that leaves a block by `1 + u · 2⁻⁹`, `u` uniform in `[−1, 1)`: about what rounding to
-//! bfloat16 does, which is 2⁻⁸ at most. A divergence near that between a model and its so disturbed self says nothing about the model
-//! it was measured on.
+//! A different order of summation or a different kernel rounds differently. This is simulated by multiplying every
+//! output value of a block by `1 + u · 2⁻⁹`, with `u` uniform in `[−1, 1)`. Rounding to bfloat16 has a similar error,
+//! at most 2⁻⁸. A divergence near that between a model and its disturbed copy is not evidence of a difference.
 
 use candle_core::{Device, Tensor};
 use quant_core::Result;
 use quant_core::random::mix;
 use rayon::prelude::*;
 
-/// The largest relative disturbance: half a unit in the last place of bfloat16, at most.
+/// The largest relative disturbance: at most half a unit in the last place of bfloat16.
 const SCALE: f32 = 1.0 / 512.0;
-/// Values that one task disturbs.
+/// Number of values that one task disturbs.
 const PIECE: usize = 1 << 14;
 
-/// Disturbs what leaves block `block` for windows from number `first` on: the same values for the same
-/// numbers, however windows are batched.
+/// Disturbs the output of block `block` for windows from number `first` on. The noise depends only on the window's
+/// number, not on how windows are batched.
 pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) -> Result<Tensor> {
     let (windows, length, width) = hidden.dims3()?;
     let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;
@@ -25,7 +24,7 @@ pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) ->
         window.par_chunks_mut(PIECE).enumerate().for_each(|(piece, values)| {
             for (i, value) in values.iter_mut().enumerate() {
                 let bits = mix(stream ^ (piece * PIECE + i) as u64);
-                // 24 bits make a uniform value in [−1, 1) exactly.
+                // 24 bits represent a uniform value in [−1, 1) exactly.
                 let uniform = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
                 *value *= 1.0 + uniform * SCALE;
             }

@@ -7,24 +7,24 @@ use serde::{Deserialize, Serialize};
 use crate::score::{Origin, Panel, dropped, require_finite};
 use crate::{Estimate, EvaluationText, Journal, Profile, Scored};
 
-/// How well a model predicts a text.
+/// Perplexity of a model on a text, and related measures.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
     /// `exp` of the mean negative log-likelihood.
     pub perplexity: Estimate,
     /// Mean negative log-likelihood in nats per token.
     pub nll: Estimate,
-    /// The same in bits per byte of the text that the scored tokens stand for: comparable across
-    /// tokenizers. Absent where they stand for none.
+    /// Mean negative log-likelihood in bits per byte of the text that the scored tokens cover, comparable across
+    /// tokenizers. Absent where they cover no bytes.
     pub bits_per_byte: Option<Estimate>,
-    /// `exp` of the nats a word, where the rule counts words: of whole documents.
+    /// `exp` of the nats per word, where the rule counts words: those of whole documents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub word_perplexity: Option<Estimate>,
-    /// `exp` of the nats a byte, where the rule tells it.
+    /// `exp` of the nats per byte, where the rule reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub byte_perplexity: Option<Estimate>,
-    /// The standard error of the perplexity as llama.cpp computes it, of tokens that are taken to be
-    /// independent; for comparison with its output, where its rule is used.
+    /// The standard error of the perplexity as llama.cpp computes it, which assumes independent tokens; for comparison
+    /// with its output, where its rule is used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_standard_error: Option<f64>,
     /// Each window's mean negative log-likelihood.
@@ -32,10 +32,10 @@ pub struct Scores {
 }
 
 impl Scores {
-    /// From every window's negative log-likelihoods.
+    /// Computes the scores from every window's negative log-likelihoods.
     ///
     /// # Errors
-    /// When one is not finite, or the perplexity is too large for a number.
+    /// When a value is not finite, or the perplexity overflows.
     pub(crate) fn new(text: &EvaluationText, nll: &[Vec<f64>]) -> Result<Self> {
         require_finite(nll.iter().flatten().copied())?;
         let totals: Vec<f64> = nll.iter().map(|w| w.iter().sum()).collect();
@@ -66,11 +66,11 @@ impl Scores {
     }
 }
 
-/// Scores a text by a model whose blocks' outputs are off by up to 2⁻⁹ of themselves, from a seed: as
-/// another kernel might compute it as well.
+/// Scores a text by a model whose blocks' outputs are disturbed by up to 2⁻⁹ of themselves, from a seed: as a different
+/// kernel might.
 ///
 /// # Errors
-/// When the model fails, a position's likelihood is not finite, or the token pulls.
+/// When the model fails, a position's likelihood is not finite, or when cancelled.
 pub fn disturbed_perplexity(
     decoder: &Decoder,
     text: &EvaluationText,
@@ -89,10 +89,10 @@ pub fn disturbed_perplexity(
     Scores::new(text, &nll)
 }
 
-/// Scores a text: the same bits for any number of threads, stopped and resumed or not.
+/// Scores a text. The result is bit-identical for any number of threads, and for resumed runs.
 ///
 /// # Errors
-/// When the model or the journal fails, a position's likelihood is not finite, or the token pulls.
+/// When the model or the journal fails, a position's likelihood is not finite, or when cancelled.
 pub fn perplexity<'a>(
     model: impl Into<Scored<'a>>,
     text: &EvaluationText,

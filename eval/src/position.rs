@@ -1,11 +1,11 @@
-//! What one position shows of a model and its reference.
+//! Measurements of a model and its reference at one position.
 
 use serde::{Deserialize, Serialize};
 
 use crate::journal::Measured;
 use crate::vocabulary::Sums;
 
-/// What one position shows of two models.
+/// Measurements of two models at one position.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     pub(crate) reference_nll: f64,
@@ -21,7 +21,7 @@ pub struct Position {
 }
 
 impl Position {
-    /// Of sums that were taken with the reference's.
+    /// Computes them from sums that were accumulated together with the reference's.
     pub(crate) fn new(reference: &Sums, model: &Sums, noise: Option<&Sums>) -> Self {
         let (r_top, m_top) = (reference.top(), model.top());
         let shared = r_top.iter().filter(|t| m_top.contains(t)).count();
@@ -40,7 +40,7 @@ impl Position {
         (-self.model_nll).exp() - (-self.reference_nll).exp()
     }
 
-    /// The numbers that must be finite.
+    /// The values that must be finite.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = f64> {
         [self.reference_nll, self.model_nll, self.kl].into_iter().chain(self.floor)
     }

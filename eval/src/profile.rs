@@ -1,36 +1,34 @@
 //! The rules by which a text becomes scored tokens. Every result names its rule.
 //!
-//! Perplexities differ by more between rules than between quantizations, so a number without its
-//! rule says nothing. All rules run a model on windows and score some of each window's tokens, given
-//! those before them in the window:
+//! Perplexities differ more between rules than between quantizations, so a number is meaningless without its rule. All
+//! rules run a model on windows and score some of each window's tokens, given those before them in the window:
 //!
 //! | profile | text | windows | scored |
 //! | --- | --- | --- | --- |
 //! | `gptq-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped | all but the first of each |
-//! | `llamacpp-L` | the same | the same; where the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 + 1` to `L − 1`, counted from 0 |
-//! | `hf-stride-L-S` | the same | up to `L` tokens, from 0, `S`, `2S` …, until the end is reached | those that no window before has scored; never the first of a window |
-//! | `lmeval-rolling-L` | each document by itself | see below | every token once |
+//! | `llamacpp-L` | tokenized once, with the tokenizer's own special tokens | `L` tokens, disjoint; the rest is dropped; if the tokenizer adds a first token (BOS), it overwrites the first of each | those after the middle: `L/2 + 1` to `L − 1`, counted from 0 |
+//! | `hf-stride-L-S` | tokenized once, with the tokenizer's own special tokens | up to `L` tokens, from 0, `S`, `2S` …, until the end is reached | those that no earlier window has scored; never the first of a window |
+//! | `lmeval-rolling-L` | each document separately | see below | every token once |
 //!
-//! `gptq` is the rule of the GPTQ paper's code, and `wt2-gptq-2048`, the headline of the literature, is
-//! `gptq-2048` on the rows of WikiText-2's raw test split, joined by two newlines. `llamacpp` is that
-//! of llama.cpp's `perplexity`; `wt2-llamacpp-512` is it on the file `wiki.test.raw` as it stands. The
-//! names with `wt2` are given to results on those very texts only, which their SHA-256 identifies.
+//! `gptq` is the rule of the GPTQ paper's code. `wt2-gptq-2048`, the headline number of the literature, is `gptq-2048`
+//! on the rows of WikiText-2's raw test split, joined by two newlines. `llamacpp` is the rule of llama.cpp's
+//! `perplexity`; `wt2-llamacpp-512` applies it to the file `wiki.test.raw` unchanged. Only results on exactly these
+//! texts, identified by their SHA-256, get a name with `wt2`.
 //!
-//! `hf-stride` is the sliding window of the Hugging Face documentation. Its program weighs a window's
-//! mean by one token less than it averages; here every token weighs the same.
+//! `hf-stride` is the sliding window of the Hugging Face documentation. Its program weights a window's mean by one
+//! token less than it averages; here every token has the same weight.
 //!
-//! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token:
-//! documents begin with a prefix, the token for the beginning of a text or else for its end. The first
-//! window is the prefix and the document's first `L` tokens; each further one scores the next `L`
-//! after a context of one, and the last, when it is shorter, has more context, so that the model reads
-//! `L` tokens. What the tokenizer adds at the start of a document is scored as well, as it is there:
-//! with a tokenizer that adds BOS, BOS is scored after BOS.
+//! `lmeval-rolling` is `loglikelihood_rolling` of lm-evaluation-harness with a context of one token: documents begin
+//! with a prefix, the BOS token or else the EOS token. The first window is the prefix and the document's first `L`
+//! tokens. Each further window scores the next `L` tokens after a context of one token; the last one, if it is shorter,
+//! has more context, so that the model reads `L` tokens. As in the harness, tokens that the tokenizer adds at the start
+//! of a document are scored too: with a tokenizer that adds BOS, BOS is scored after BOS.
 
 use quant_core::{Error, Result};
 
-/// Tokens from one window of `hf-stride` to the next, unless another number is asked for.
+/// Default distance between the windows of `hf-stride`, in tokens.
 const STRIDE: usize = 512;
-/// Longer windows are refused: some models say that they know endlessly many positions.
+/// Longer windows are rejected: some models claim a practically unlimited number of positions.
 const LONGEST: usize = 1 << 20;
 
 /// A rule for scoring a text.
@@ -38,48 +36,47 @@ const LONGEST: usize = 1 << 20;
 pub enum Profile {
     /// `gptq-L`.
     Gptq {
-        /// Tokens of a window.
+        /// Tokens per window.
         window: usize,
     },
     /// `llamacpp-L`.
     LlamaCpp {
-        /// Tokens of a window.
+        /// Tokens per window.
         window: usize,
     },
     /// `hf-stride-L-S`.
     HfStride {
-        /// Tokens of a window, at most.
+        /// Tokens per window, at most.
         window: usize,
-        /// Tokens from the beginning of a window to that of the next.
+        /// Distance between the beginnings of successive windows, in tokens.
         stride: usize,
     },
     /// `lmeval-rolling-L`.
     LmEvalRolling {
-        /// Tokens that the model reads of a window, at most.
+        /// Tokens that the model reads per window, at most.
         window: usize,
     },
 }
 
-/// How the names of rules are written.
+/// The syntax of rule names.
 const KNOWN: &str = "known profiles: wt2-gptq-2048 and gptq-L, wt2-llamacpp-512 and llamacpp-L, hf-stride-L-S, \
                      lmeval-rolling-L, with windows of L tokens (and S from one to the next)";
 
-/// A rule, and whether it is asked for on WikiText-2's own text.
+/// A rule, and whether it was requested for the text of WikiText-2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfileRequest {
     /// The rule.
     pub profile: Profile,
-    /// Whether no other text will do.
+    /// Whether only the text of WikiText-2 is valid.
     pub wikitext: bool,
 }
 
 impl ProfileRequest {
-    /// The rule of this name. `window` overrules the length that the name says; where neither says one,
-    /// it is `positions`, the model's own.
+    /// Returns the rule of this name. `window` overrides the length in the name; without either, it is `positions`, the
+    /// model's own.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a name that no rule has, and for windows that would score nothing, or
-    /// too long ones.
+    /// [`Error::Usage`] for an unknown name, and for windows that are too long or would score nothing.
     pub fn parse(name: &str, window: Option<usize>, positions: usize) -> Result<Self> {
         match name.strip_prefix("wt2-") {
             Some(rule) if rule.starts_with("lmeval") => Err(unknown(name)),
@@ -126,7 +123,7 @@ impl Profile {
         profile.check()
     }
 
-    /// The rule of the GPTQ paper with windows of this many tokens.
+    /// Returns the rule of the GPTQ paper with windows of this many tokens.
     ///
     /// # Errors
     /// [`Error::Usage`] when a window would score nothing, or is too long.
@@ -162,7 +159,7 @@ impl Profile {
         }
     }
 
-    /// Tokens of a window, at most.
+    /// Tokens per window, at most.
     pub fn window(self) -> usize {
         match self {
             Self::Gptq { window }
@@ -172,7 +169,7 @@ impl Profile {
         }
     }
 
-    /// The name of the rule, whatever the text.
+    /// The name of the rule, regardless of the text.
     pub fn name(self) -> String {
         match self {
             Self::Gptq { window } => format!("gptq-{window}"),

@@ -1,7 +1,7 @@
-//! An evaluation as a file: what was measured, on what, by what. The gate and the report read it.
+//! An evaluation as a file: what was measured, on what, and by which program. The gate and the report read it.
 //!
-//! A result that is read is checked as a whole before a number of it is used: a file that was cut,
-//! edited or made by a version with other rules stops whoever reads it.
+//! A result is validated completely before any of its numbers is used: a file that is truncated, edited or written by a
+//! version with other rules is an error.
 
 use std::path::Path;
 
@@ -16,31 +16,31 @@ use crate::divergence::AT_FLOOR;
 use crate::statistics::Quantile;
 use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 
-/// The version of the form of results.
+/// The schema version of results.
 pub const SCHEMA: &str = "quant-eval/4";
-/// Larger files are refused: read, a number takes some thirty times the room. Results of some fifty thousand
-/// windows fit.
+/// Larger files are rejected: a number takes some thirty times the memory once it is read. Results of some fifty
+/// thousand windows fit.
 const LARGEST: u64 = 4 << 20;
-/// How far a mean may be from what the windows say, relatively: the order of sums.
+/// Relative tolerance between a mean and the one recomputed from the windows: the order of summation may differ.
 const TOLERANCE: f64 = 1e-9;
 
-/// What was measured of a model on a text.
+/// The measurements of a model on a text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Evaluation {
     /// [`SCHEMA`].
     pub schema: String,
-    /// What measured it.
+    /// The program that measured it.
     pub tool: Tool,
-    /// What was measured.
+    /// The model that was measured.
     pub model: ModelIdentity,
-    /// What it was compared with.
+    /// The reference that it was compared with.
     pub reference: Option<ModelIdentity>,
     /// On what.
     pub text: TextIdentity,
     /// The rule of scoring.
     pub profile: String,
-    /// What stood before the text's own tokens.
+    /// The token before the text's own tokens.
     pub bos: BosPolicy,
     /// SHA-256 of `tokenizer.json`.
     pub tokenizer_sha256: String,
@@ -48,23 +48,23 @@ pub struct Evaluation {
     pub tokens_sha256: String,
     /// Windows.
     pub windows: usize,
-    /// Tokens that were scored.
+    /// Number of scored tokens.
     pub tokens_scored: usize,
-    /// Tokens that were scored of each window.
+    /// Number of scored tokens per window.
     pub window_tokens: Vec<usize>,
-    /// Positions whose numbers were not finite. There is no result with one.
+    /// Positions whose values were not finite; zero in every valid result.
     pub non_finite: usize,
     /// The model's scores.
     #[serde(flatten)]
     pub scores: Scores,
-    /// How far it is from the reference.
+    /// The comparison with the reference.
     pub comparison: Option<Divergence>,
-    /// Seconds that measuring took, in the last run where it was stopped and went on.
+    /// Duration of the measurement in seconds; for a resumed run, of the last part.
     pub seconds: f64,
-    /// Tokens that the model read in a second of it.
+    /// Tokens that the model read per second during that time.
     pub tokens_per_second: f64,
-    /// SHA-256 of all other fields but the two before, as compact JSON in this order: what was changed since it
-    /// was measured is not believed.
+    /// SHA-256 of all other fields except `seconds` and `tokens_per_second`, as compact JSON in this order. It detects
+    /// later changes.
     pub sha256: String,
 }
 
@@ -76,9 +76,9 @@ pub struct Tool {
     pub name: String,
     /// Its version.
     pub version: String,
-    /// SHA-256 of the executable file, where it can be read.
+    /// SHA-256 of the executable, if it can be read.
     pub sha256: Option<String>,
-    /// The processor's instruction sets that its kernels used.
+    /// The CPU instruction sets that its kernels used.
     pub isa: String,
 }
 
@@ -86,15 +86,15 @@ pub struct Tool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelIdentity {
-    /// Where it was, as it was given.
+    /// Its location, as the user gave it.
     pub path: String,
-    /// SHA-256 of the model: of what `sha256sum config.json *.safetensors` prints.
+    /// SHA-256 of the model: the hash of the output of `sha256sum config.json *.safetensors`.
     pub sha256: String,
     /// Bytes of its weight files.
     pub size_bytes: u64,
-    /// Weights quantized as a whole, in bits per weight, where it is quantized: by kind.
+    /// Its schemes, each with the number of linears that have it.
     pub schemes: Vec<SchemeShare>,
-    /// How it cached keys and values when it was measured; none as floats.
+    /// The format of its KV cache during the measurement; absent for floats.
     pub kv_cache: Option<KvScheme>,
 }
 
@@ -112,7 +112,7 @@ pub struct SchemeShare {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TextIdentity {
-    /// What it was called.
+    /// Its name.
     pub name: String,
     /// SHA-256 of its bytes.
     pub sha256: String,
@@ -121,7 +121,7 @@ pub struct TextIdentity {
 }
 
 impl Evaluation {
-    /// Puts a result together.
+    /// Assembles a result.
     pub fn new(
         tool: Tool,
         model: ModelIdentity,
@@ -153,7 +153,7 @@ impl Evaluation {
         Self { sha256: result.digest(), ..result }
     }
 
-    /// What [`sha256`](Self::sha256) must be. It protects from mistakes, not from those who mean to deceive.
+    /// Computes the expected value of [`sha256`](Self::sha256). It detects mistakes, not tampering.
     pub fn digest(&self) -> String {
         let mut value = serde_json::to_value(self).unwrap_or_default();
         if let Some(fields) = value.as_object_mut() {
@@ -164,16 +164,16 @@ impl Evaluation {
         sha256_hex(value.to_string())
     }
 
-    /// Reads a result and checks it as a whole.
+    /// Reads a result and validates it completely.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is no result of this form, cut, or does not agree with itself.
+    /// [`Error::InputFile`] when it is not a result of this schema, is truncated, or is inconsistent.
     pub fn read(path: &Path) -> Result<Self> {
         let value = read_json(path, "an evaluation")?;
         Self::from_value(value, path)
     }
 
-    /// The same of a value that was read from `path`.
+    /// Validates a value that was read from `path`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -186,7 +186,7 @@ impl Evaluation {
         Ok(result)
     }
 
-    /// Whether the parts of a result agree with each other; what does not, if not.
+    /// Checks that the parts of a result are consistent; the error names what is not.
     fn check(&self) -> Result<(), String> {
         if self.windows == 0 || self.tokens_scored == 0 {
             return Err("scores nothing: it has no windows".into());
@@ -239,13 +239,13 @@ impl Evaluation {
         Ok(())
     }
 
-    /// The name under which a result is known: that of its file, without its ending.
+    /// The name of a result: the name of its file without the extension.
     pub fn name(path: &Path) -> String {
         path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned())
     }
 }
 
-/// A JSON file of ours, of a bounded size.
+/// Reads a JSON file of this crate with a limited size.
 pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     let broken = |reason: String| fault(path, reason);
     let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
@@ -262,11 +262,11 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(broken("is empty".into()));
     }
-    // A key that stands twice means two things.
+    // A duplicate key is ambiguous.
     parse_strictly(&bytes).map_err(|e| broken(format!("is not {what}: {e}")))
 }
 
-/// Fails unless a value names this form.
+/// Fails unless a value names this schema.
 pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<()> {
     let reason = match value.get("schema").and_then(Value::as_str) {
         Some(found) if found == schema => return Ok(()),
@@ -287,14 +287,14 @@ fn fault(path: &Path, reason: String) -> Error {
 
 impl Scores {
     fn check(&self, place: &str, tokens: &[usize], text_bytes: u64) -> Result<(), String> {
-        // A likelihood near 1 may be rounded above it.
+        // Rounding can push the likelihood of a near-certain token above 1.
         agree(&format!("{place}nll"), self.nll, &self.window_nll, tokens, -1e-6)?;
         same(&format!("{place}perplexity"), self.perplexity, self.nll.exp())?;
         let nats = self.nll.mean * tokens.iter().sum::<usize>() as f64;
         if let Some(bits) = self.bits_per_byte {
             let name = format!("{place}bits_per_byte");
             check_estimate(&name, bits, 0.0)?;
-            // So many bytes make this number of these nats.
+            // The number of bytes that these nats and bits per byte imply.
             let bytes = nats / (bits.mean * std::f64::consts::LN_2);
             if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
                 return Err(format!("has `{name}` of {bytes} bytes of a text of {text_bytes}"));
@@ -340,10 +340,11 @@ impl Divergence {
         {
             return Err("has `comparison.kl_quantiles` with intervals that are none".into());
         }
-        // The mean cannot be more than its quantiles allow, nor a quantile more than the mean does.
+        // The mean has an upper bound that follows from its quantiles, and each quantile one that follows from the
+        // mean.
         let most =
             0.5 * rising[0] + 0.4 * rising[1] + 0.09 * rising[2] + 0.009 * rising[3] + 0.001 * rising[4];
-        // A share of positions is off by less than one of them at each of the quantiles.
+        // At each quantile, the fraction of positions is off by less than one position.
         let slack = 4.0 * rising[4] / count;
         let least = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
         let too_large =
@@ -382,7 +383,7 @@ impl Divergence {
     }
 }
 
-/// Whether an estimate is a number not below `least` with an error that is one.
+/// Checks that an estimate is finite and at least `least`, and that its standard error is valid.
 fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), String> {
     let error_fits = estimate.standard_error.is_none_or(|e| e.is_finite() && e >= 0.0);
     if estimate.mean.is_finite() && estimate.mean >= least && error_fits {
@@ -391,12 +392,12 @@ fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), Stri
     Err(format!("has a `{name}` that is no sound number: {} ± {:?}", estimate.mean, estimate.standard_error))
 }
 
-/// Whether a number is one that counts something, but for rounding.
+/// Whether a number is a count, except for rounding.
 fn whole(number: f64) -> bool {
     number.is_finite() && number > -0.5 && (number - number.round()).abs() <= 1e-6 * (1.0 + number.abs())
 }
 
-/// Whether an estimate is what another one says.
+/// Checks that two estimates agree.
 fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     check_estimate(name, found, 0.0)?;
     near(name, found.mean, expected.mean)?;
@@ -407,7 +408,7 @@ fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     }
 }
 
-/// Whether an estimate is what the windows' means say, none of which is below `least`.
+/// Checks that an estimate agrees with the windows' means, each of which must be at least `least`.
 fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least: f64) -> Result<(), String> {
     if means.len() != tokens.len() {
         return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
@@ -421,7 +422,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least:
     near(name, estimate.mean, again.mean)?;
     match (estimate.standard_error, again.standard_error) {
         (None, None) => Ok(()),
-        // An error may be all rounding where windows hardly differ.
+        // The standard error may be pure rounding when windows hardly differ.
         (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
         _ => Err(format!("has a standard error of `{name}` that its windows do not give")),
     }

@@ -1,4 +1,4 @@
-//! Runs windows through models and hands every scored position's sums to a measurement.
+//! Runs windows through models and passes the sums of every scored position to a measurement.
 
 use candle_core::Tensor;
 use quant_core::model::Decoder;
@@ -8,11 +8,11 @@ use crate::noise::disturb;
 use crate::vocabulary::{Output, Source, Sums, pass};
 use crate::{LogitsModel, Scored, StoredReference, Window};
 
-/// Tokens that go through a model at a time.
+/// Number of tokens that go through a model at a time.
 const BATCH_TOKENS: usize = 2048;
-/// Windows on which the noise floor is measured, at most.
+/// Maximum number of windows on which the noise floor is measured.
 const NOISE_WINDOWS: usize = 8;
-/// Where the noise of the floor begins.
+/// Seed of the noise.
 const NOISE_SEED: u64 = 0;
 
 /// Where hidden states come from.
@@ -20,11 +20,11 @@ const NOISE_SEED: u64 = 0;
 pub(crate) enum Origin<'a> {
     /// A model.
     Model(&'a Decoder),
-    /// A model that is disturbed from this seed.
+    /// A model with noise from this seed.
     Noisy(&'a Decoder, u64),
-    /// What was kept of one.
+    /// A stored reference.
     Stored(&'a StoredReference),
-    /// A model that is run elsewhere.
+    /// A model that an engine runs.
     Engine(&'a dyn LogitsModel),
 }
 
@@ -49,7 +49,8 @@ impl<'a> Origin<'a> {
         }
     }
 
-    /// What stands for every scored position of windows of equal length, `[positions, width]`.
+    /// Returns the inputs of the output stage at every scored position of windows of equal length,
+    /// `[positions, width]`.
     fn inputs(self, output: &Output<'_>, windows: &[Window], batch: &[usize]) -> Result<Vec<f32>> {
         let tokens: Vec<&[u32]> = batch.iter().map(|&n| windows[n].input()).collect();
         let hidden: Tensor = match self {
@@ -63,7 +64,7 @@ impl<'a> Origin<'a> {
         let all = hidden.flatten_all()?.to_vec1::<f32>()?;
         let mut scored = Vec::with_capacity(all.len());
         for (row, &number) in batch.iter().enumerate() {
-            // A token is predicted at the position before it.
+            // The position before a token predicts it.
             let start = row * length + windows[number].first - 1;
             scored.extend_from_slice(&all[start * width..(row + 1) * length * width]);
         }
@@ -74,7 +75,7 @@ impl<'a> Origin<'a> {
     }
 }
 
-/// Asks an engine for the logits at all scored positions of some windows.
+/// Requests the logits at all scored positions of some windows from an engine.
 fn engine_logits(
     engine: &dyn LogitsModel,
     vocab: usize,
@@ -100,22 +101,22 @@ fn engine_logits(
     Ok(all)
 }
 
-/// Models that are run over the same windows.
+/// Models that run over the same windows.
 pub(crate) struct Panel<'a> {
     origins: Vec<(Origin<'a>, Output<'a>)>,
     /// The model whose noise floor is measured on some of the windows.
     floor: Option<&'a Decoder>,
-    /// Windows, by number, on which it is.
+    /// The numbers of these windows.
     noisy: Vec<usize>,
-    /// Whether the most likely tokens are kept.
+    /// Whether to keep the most likely tokens.
     ranked: bool,
 }
 
 impl<'a> Panel<'a> {
-    /// One model, or a reference and those that are compared with it.
+    /// Creates a panel of one model, or of a reference and the models to compare with it.
     ///
     /// # Errors
-    /// When a head cannot be read, or two have different vocabularies.
+    /// When a head cannot be read, or the vocabularies differ.
     pub(crate) fn new(origins: impl IntoIterator<Item = Origin<'a>>) -> Result<Self> {
         let with_output = |origin: Origin<'a>| Ok((origin, origin.output()?));
         let origins = origins.into_iter().map(with_output).collect::<Result<Vec<_>>>()?;
@@ -132,14 +133,14 @@ impl<'a> Panel<'a> {
         Ok(Self { origins, floor: None, noisy: Vec::new(), ranked })
     }
 
-    /// The same, which keeps the most likely tokens of a single model too.
+    /// Keeps the most likely tokens even for a single model.
     pub(crate) fn with_ranks(mut self) -> Self {
         self.ranked = true;
         self
     }
 
-    /// The same, which also measures the noise floor of its first model, on some of so many windows, spread over the
-    /// text; only of a model that is at hand.
+    /// Also measures the noise floor of the first model, on some of the `windows` windows, spread over the text. Has no
+    /// effect unless the first model is a [`Decoder`].
     pub(crate) fn with_floor(mut self, windows: usize) -> Self {
         if let Some((Origin::Model(decoder), _)) = self.origins.first() {
             let some = windows.min(NOISE_WINDOWS);
@@ -149,12 +150,12 @@ impl<'a> Panel<'a> {
         self
     }
 
-    /// How logits follow from what is known of the first model.
+    /// The output stage of the first model.
     pub(crate) fn output(&self) -> &Output<'a> {
         &self.origins[0].1
     }
 
-    /// Windows that pass together: of an engine one by one, since all their logits are in memory.
+    /// Groups windows that run together; an engine gets single windows, since all their logits are in memory.
     fn batches(&self, windows: &[Window]) -> Vec<Vec<usize>> {
         match self.origins.iter().any(|(origin, _)| matches!(origin, Origin::Engine(_))) {
             true => (0..windows.len()).map(|number| vec![number]).collect(),
@@ -162,7 +163,7 @@ impl<'a> Panel<'a> {
         }
     }
 
-    /// Measures every scored position of a batch's windows; the results of each window in order of positions.
+    /// Measures every scored position of a batch's windows; the results of each window are in order of positions.
     fn measure<T>(
         &self,
         windows: &[Window],
@@ -178,7 +179,7 @@ impl<'a> Panel<'a> {
         }
         let scored: Vec<usize> = batch.iter().map(|&n| windows[n].scored()).collect();
         let (mut all, mut first, mut position) = (Vec::with_capacity(batch.len()), 0, 0);
-        // Windows without noise pass together, those with it one by one.
+        // Windows without noise run together, those with noise one at a time.
         for run in batch.chunk_by(|a, b| !self.noisy.contains(a) && !self.noisy.contains(b)) {
             let counts = &scored[first..first + run.len()];
             let positions: usize = counts.iter().sum();
@@ -216,12 +217,12 @@ impl<'a> Panel<'a> {
         Ok(all)
     }
 
-    /// Measures all windows. `known` are the results of the first ones from an earlier run; `keep` is given those of every
-    /// batch that is new, `states` what the head of the first model multiplies in each window that is new. What comes
-    /// out does not depend on where the earlier run ended.
+    /// Measures all windows. `known` holds the results of the first windows from an earlier run. `keep` receives the
+    /// results of every new batch, and `states` the inputs of the first model's head for each new window. The results
+    /// do not depend on where the earlier run ended.
     ///
     /// # Errors
-    /// When a model, `keep` or `states` fails, or the token pulls.
+    /// When a model, `keep` or `states` fails, or when cancelled.
     pub(crate) fn run<T>(
         &self,
         windows: &[Window],
@@ -233,7 +234,7 @@ impl<'a> Panel<'a> {
     ) -> Result<Vec<Vec<T>>> {
         let units = windows.len() as u64;
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
-        // Only whole batches were kept.
+        // Only complete batches were kept.
         let resumed = known.len();
         for batch in self.batches(windows) {
             cancel.check()?;
@@ -251,13 +252,13 @@ impl<'a> Panel<'a> {
     }
 }
 
-/// What is done with hidden states that nobody keeps.
+/// Ignores hidden states.
 pub(crate) fn dropped(_: usize, _: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// Windows that go through a model together: equally long ones that stand side by side. What a window gives does not
-/// depend on which others it is with beyond rounding, but may in its last bits; a text always makes the same batches.
+/// Groups adjacent windows of equal length that run through a model together. The composition of a batch can change a
+/// window's results in the last bits, but the same text always gives the same batches.
 fn batches(windows: &[Window]) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for (number, window) in windows.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! What is kept of a reference, so that a gate that runs on every commit pays for the float model once.
+//! A stored reference, so that a gate that runs on every commit evaluates the float model only once.
 //!
-//! Log-probabilities of a vocabulary are large: 128,256 tokens take 513 kB a position. What the head multiplies is far
-//! less, and together with the head gives the same bits: `4 · width` bytes a position, and the head once. So nothing is
-//! rounded, and a comparison with what was kept is the comparison with the model.
+//! Log-probabilities over a vocabulary are large: 128,256 tokens take 513 kB per position. The inputs of the head are
+//! far smaller, and together with the head give the same bits: `4 · width` bytes per position, and the head once.
+//! Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
 //!
 //! ```text
 //! magic, 8 bytes │ offset and length of the header, 8 each │ its BLAKE3, 32
@@ -29,11 +29,11 @@ use crate::score::{Origin, Panel, require_finite};
 use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Tool};
 
 const MAGIC: [u8; 8] = *b"QUANTREF";
-/// The version of the form.
+/// The schema version.
 const SCHEMA: &str = "quant-reference/1";
 /// Bytes before the head.
 const PRELUDE: u64 = 56;
-/// A longer header is refused; half a million windows fit.
+/// Longer headers are rejected; half a million windows fit.
 const LONGEST_HEADER: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -46,7 +46,7 @@ struct Header {
     profile: String,
     tokenizer_sha256: String,
     tokens_sha256: String,
-    /// Scored positions of each window.
+    /// Scored positions per window.
     window_tokens: Vec<usize>,
     vocabulary: usize,
     width: usize,
@@ -59,29 +59,30 @@ struct Header {
     noise_floor: NoiseFloor,
 }
 
-/// A reference that was kept in a file, open.
+/// A stored reference, opened for reading.
 #[derive(Debug)]
 pub struct StoredReference {
     path: PathBuf,
     file: File,
     header: Header,
     head: HeadParts,
-    /// Where each window's states begin.
+    /// Offsets of each window's states.
     offsets: Vec<u64>,
     digest: String,
 }
 
-/// Whether a file begins as a stored reference does.
+/// Whether a file begins with the magic of a stored reference.
 pub fn is_stored_reference(path: &Path) -> bool {
     let mut magic = [0; MAGIC.len()];
     path.is_file() && File::open(path).is_ok_and(|mut f| f.read_exact(&mut magic).is_ok()) && magic == MAGIC
 }
 
 impl StoredReference {
-    /// Opens a file and reads all of it but the hidden states.
+    /// Opens a file and reads everything except the hidden states.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is no stored reference, was cut or changed; [`Error::Io`] when it cannot be read.
+    /// [`Error::InputFile`] when it is not a stored reference, or is truncated or modified; [`Error::Io`] when it
+    /// cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, reason);
         let io = |e| Error::io("read", path, e);
@@ -150,7 +151,7 @@ impl StoredReference {
         &self.header.noise_floor
     }
 
-    /// BLAKE3 of the header, and with it of all.
+    /// BLAKE3 of the header, which covers the whole file.
     pub fn digest(&self) -> &str {
         &self.digest
     }
@@ -158,7 +159,7 @@ impl StoredReference {
     /// Fails unless it was made on these windows. With `tokenizer` the tokenizer's file must be the same too.
     ///
     /// # Errors
-    /// [`Error::Usage`] with what differs.
+    /// [`Error::Usage`] that names the difference.
     pub fn check(&self, text: &EvaluationText, tokenizer: bool) -> Result<()> {
         let h = &self.header;
         let differs = if tokenizer && h.tokenizer_sha256 != text.tokenizer_sha256 {
@@ -186,7 +187,7 @@ impl StoredReference {
         Head::from_parts(self.head.clone())
     }
 
-    /// What the head multiplies in these windows.
+    /// Reads the inputs of the head in these windows.
     pub(crate) fn inputs(&self, windows: &[usize]) -> Result<Vec<f32>> {
         let mut all = Vec::new();
         for &window in windows {
@@ -203,20 +204,20 @@ impl StoredReference {
     }
 }
 
-/// What a header says of where parts are.
+/// The sizes and offsets of the parts, from the header.
 struct Sizes {
     dtype: Dtype,
     /// Bytes.
     weight: usize,
     bias: usize,
-    /// Where windows begin.
+    /// Offset of each window.
     windows: Vec<u64>,
-    /// Where the last one ends.
+    /// Offset of the end of the last window.
     end: u64,
 }
 
 impl Sizes {
-    /// None where they overflow, or lists do not fit each other.
+    /// Returns `None` on overflow, or if the lists are inconsistent.
     fn of(header: &Header) -> Option<Self> {
         let dtype = Dtype::from_name(&header.head_dtype).filter(|dtype| dtype.is_weight_float())?;
         let weight = header.vocabulary.checked_mul(header.width)?.checked_mul(dtype.size())?;
@@ -236,13 +237,13 @@ impl Sizes {
     }
 }
 
-/// Scores a text by a model and keeps what a comparison with it needs in a file. `about` says what measures, the model,
-/// and what the text is called.
+/// Scores a text by a model and stores what a comparison with it needs. `about` identifies the program, the model and
+/// the text.
 ///
-/// The file appears when it is whole. Like the windows of a journal it is written while the model runs.
+/// The states are written while the model runs; the file gets its name when it is complete.
 ///
 /// # Errors
-/// When the model or its noise floor fails or is not finite, the file cannot be written, or the token pulls.
+/// When the model or its noise floor fails or is not finite, the file cannot be written, or when cancelled.
 pub fn store_reference(
     decoder: &Decoder,
     text: &EvaluationText,
@@ -303,7 +304,7 @@ pub fn store_reference(
     Ok(scores)
 }
 
-/// A file that is not whole yet, beside the one it becomes.
+/// An incomplete file next to its destination.
 struct Partial {
     target: PathBuf,
     path: PathBuf,
@@ -321,14 +322,14 @@ impl Partial {
         Ok(Self { target: target.to_owned(), path, file: BufWriter::new(file), written: 0, whole: false })
     }
 
-    /// Appends a part; its BLAKE3.
+    /// Appends a part and returns its BLAKE3.
     fn write(&mut self, bytes: &[u8]) -> Result<String> {
         self.file.write_all(bytes).map_err(|e| Error::io("write", self.path.as_path(), e))?;
         self.written += bytes.len() as u64;
         Ok(blake3::hash(bytes).to_hex().to_string())
     }
 
-    /// Appends the header, says where it is, and gives the file its name.
+    /// Appends the header, writes its location, and renames the file.
     fn finish(mut self, header: &[u8]) -> Result<()> {
         let offset = self.written;
         self.write(header)?;

@@ -11,49 +11,49 @@ use serde::{Deserialize, Serialize};
 use crate::profile::ProfileRequest;
 use crate::{Profile, wikitext};
 
-/// A stride far below its windows makes many times a text's tokens; so many are held at most.
+/// Maximum number of tokens over all windows: a stride far below the window length multiplies a text's tokens.
 const MOST_READ: usize = 1 << 28;
-/// Documents that are tokenized together.
+/// Number of documents that are tokenized together.
 const DOCUMENTS_AT_ONCE: usize = 256;
 
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
-    /// What the model reads, and at the end one token that it need not.
+    /// The tokens that the model reads, and one more at the end that it need not read.
     pub tokens: Vec<u32>,
-    /// The first that is scored; at least 1.
+    /// Index of the first scored token; at least 1.
     pub first: usize,
 }
 
 impl Window {
-    /// What the model reads.
+    /// The tokens that the model reads.
     pub fn input(&self) -> &[u32] {
         &self.tokens[..self.tokens.len() - 1]
     }
 
-    /// How many tokens are scored.
+    /// Number of scored tokens.
     pub fn scored(&self) -> usize {
         self.tokens.len() - self.first
     }
 }
 
-/// What stands before a text's own tokens.
+/// The token before a text's own tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BosPolicy {
-    /// Where it stands.
+    /// Its position.
     pub policy: Bos,
-    /// Which token it is, if any.
+    /// The token, if any.
     pub token: Option<u32>,
 }
 
-/// Where a token for the beginning of a text stands.
+/// The position of a BOS token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bos {
     /// Nowhere: the tokenizer adds none.
     None,
-    /// At the start of the text, as the tokenizer adds it, and not of the windows after the first.
+    /// At the start of the text, where the tokenizer adds it; later windows have none.
     Text,
     /// At the start of every window, in place of the token there.
     Windows,
@@ -64,49 +64,49 @@ pub enum Bos {
 /// Windows to score.
 #[derive(Debug, Clone)]
 pub struct EvaluationText {
-    /// In order; windows of equal length stand side by side.
+    /// The windows in order; those of equal length are adjacent.
     pub windows: Vec<Window>,
     /// The rule they were cut by.
     pub profile: Profile,
-    /// The rule's name, with that of the text where it is a known one.
+    /// The rule's name, with a prefix for a known text.
     pub id: String,
-    /// What stands before the text's own tokens.
+    /// The token before the text's own tokens.
     pub bos: BosPolicy,
-    /// What is odd about it, each fit for a line of text.
+    /// Notes on anything unusual, one line each.
     pub warnings: Vec<String>,
-    /// Bytes of the text that the scored tokens stand for.
+    /// Bytes of the text that the scored tokens cover.
     pub scored_bytes: u64,
     /// Words of the documents, where the rule counts them.
     pub words: Option<u64>,
-    /// SHA-256 of the text, of documents joined by an empty line.
+    /// SHA-256 of the text, with documents joined by an empty line.
     pub text_sha256: String,
-    /// Bytes of the same.
+    /// Bytes of the joined text.
     pub text_bytes: u64,
-    /// SHA-256 of all windows: of each its tokens and the number of the first that is scored, as
-    /// little-endian 32-bit integers.
+    /// SHA-256 of all windows: for each, its tokens and the index of the first scored one, as little-endian 32-bit
+    /// integers.
     pub tokens_sha256: String,
     /// SHA-256 of `tokenizer.json`.
     pub tokenizer_sha256: String,
 }
 
-/// The tokenizer of a model with what its authors say of it.
+/// The tokenizer of a model with its configuration.
 #[derive(Debug)]
 pub struct Tokenization<'a> {
     /// `tokenizer.json`.
     pub tokenizer: &'a TextTokenizer,
     /// `tokenizer_config.json`.
     pub settings: &'a TokenizerSettings,
-    /// SHA-256 of the former.
+    /// SHA-256 of `tokenizer.json`.
     pub sha256: String,
 }
 
 impl EvaluationText {
-    /// Tokenizes and cuts documents; `windows` limits how many are kept, from the start. `origin` names
-    /// them in messages.
+    /// Tokenizes and cuts documents; `windows` limits how many windows are kept, from the start. `origin` names the
+    /// documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is asked for
-    /// and this is another text; when the rule needs a token that the tokenizer does not name.
+    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is
+    /// another text; when the rule needs a token that the tokenizer does not name.
     pub fn new(
         tokenization: &Tokenization<'_>,
         documents: &[String],
@@ -115,7 +115,7 @@ impl EvaluationText {
         origin: &Path,
     ) -> Result<Self> {
         let profile = request.profile;
-        // Documents of a set are joined as the rows of WikiText are.
+        // Documents of a set are joined in the same way as the rows of WikiText.
         let joined = documents.join("\n\n");
         let scored = match request.wikitext {
             true => wikitext::as_scored(&joined, profile).ok_or_else(|| {
@@ -153,10 +153,10 @@ impl EvaluationText {
         let whole = all.len() == wanted;
         all.truncate(wanted);
         Ok(Self {
-            // What stands in the literature is of the whole text.
+            // Published numbers are for the whole text.
             id: if whole { wikitext::profile_id(profile, &text_sha256) } else { profile.name() },
             scored_bytes: bytes[..wanted].iter().sum(),
-            // Words are of whole documents.
+            // Word counts cover whole documents.
             words: words.filter(|_| whole),
             tokens_sha256: tokens_sha256(&all),
             windows: all,
@@ -169,17 +169,17 @@ impl EvaluationText {
         })
     }
 
-    /// The longest input of a window.
+    /// Length of the longest window input.
     pub fn longest_input(&self) -> usize {
         self.windows.iter().map(|w| w.input().len()).max().unwrap_or(0)
     }
 
-    /// All scored tokens.
+    /// Number of scored tokens.
     pub fn tokens_scored(&self) -> usize {
         self.windows.iter().map(Window::scored).sum()
     }
 
-    /// The largest token of all windows.
+    /// The largest token id in all windows.
     pub fn largest_token(&self) -> Option<u32> {
         self.windows.iter().flat_map(|w| &w.tokens).copied().max()
     }
@@ -190,10 +190,10 @@ fn tokens_sha256(windows: &[Window]) -> String {
     sha256_hex(numbers.flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
 }
 
-/// Windows of a text.
+/// Windows of a text, before they are identified.
 struct Cut {
     windows: Vec<Window>,
-    /// Bytes of text that each window's scored tokens stand for.
+    /// Bytes of text that each window's scored tokens cover.
     bytes: Vec<u64>,
     words: Option<u64>,
     bos: BosPolicy,
@@ -202,23 +202,23 @@ struct Cut {
     tokens: usize,
 }
 
-/// Tokens with the bytes of text that each adds to those before it.
+/// Tokens, each with the number of bytes of text that it adds to those before it.
 struct Tokens {
     ids: Vec<u32>,
     bytes: Vec<u64>,
-    /// Whether the first is not one of the text's own.
+    /// Whether the first token is not part of the text.
     begins_with_special: bool,
 }
 
 impl Tokens {
-    /// The tokens of texts, each by itself.
+    /// Tokenizes texts, each separately.
     fn of_each(tokenizer: &TextTokenizer, texts: &[&str]) -> Result<Vec<Self>> {
         let alone = tokenizer.encode("")?;
         let each = tokenizer.encode_all_with_places(texts)?.into_iter();
         Ok(each.map(|placed| Self::of(placed, &alone)).collect())
     }
 
-    /// From tokens with their places, and those that an empty text has.
+    /// Builds it from tokens with their offsets, and the tokens of an empty text.
     fn of(placed: Vec<(u32, Range<usize>)>, alone: &[u32]) -> Self {
         let begins_with_special = placed.first().map(|(id, _)| id) == alone.first() && !alone.is_empty();
         let mut bytes = Vec::with_capacity(placed.len());
@@ -241,7 +241,7 @@ impl Tokens {
     }
 }
 
-/// The rules that cut one stream of tokens.
+/// Cuts windows by the rules that use one stream of tokens.
 fn of_stream(
     tokenization: &Tokenization<'_>,
     text: &str,
@@ -277,7 +277,7 @@ fn of_stream(
             .map(|i| i * window)
             .map(|at| tokens.window(at..at + window, at + 1..at + window))
             .collect(),
-        // Fewer than two windows are refused there.
+        // There, fewer than two windows are an error.
         Profile::LlamaCpp { window } if count < 2 * window => Vec::new(),
         Profile::LlamaCpp { window } => (0..count / window)
             .map(|i| {
@@ -290,7 +290,7 @@ fn of_stream(
             })
             .collect(),
         Profile::HfStride { window, stride } => {
-            // One more than is wanted, so that it is known whether there are more.
+            // One more than needed, to find out whether there are more.
             let most = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
             let tokens_read = (count / stride).min(most).saturating_mul(window.min(count));
             if tokens_read > MOST_READ {
@@ -307,7 +307,7 @@ fn of_stream(
             let (mut begin, mut scored) = (0, 1);
             while scored < count && cut.len() < most {
                 let end = (begin + window).min(count);
-                // A window's first token has nothing before it.
+                // The first token of a window has no context.
                 if scored.max(begin + 1) < end {
                     cut.push(tokens.window(begin..end, scored.max(begin + 1)..end));
                 }
@@ -322,7 +322,7 @@ fn of_stream(
     Ok(Cut { windows, bytes, words: None, bos: BosPolicy { policy, token: bos }, warnings, tokens: count })
 }
 
-/// The rule that scores documents one by one.
+/// Cuts windows by the rule that scores documents separately.
 fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize) -> Result<Cut> {
     let prefix = prefix(tokenization)?;
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
@@ -345,7 +345,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             );
             }
             let mut predicted = 0;
-            // All of a document counts, also what no token stands for.
+            // All bytes of a document count, including those that no token covers.
             let mut rest = document.len() as u64;
             while predicted < tokens.ids.len() {
                 let end = (predicted + window).min(tokens.ids.len());
@@ -360,7 +360,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
                     ids.extend_from_slice(&tokens.ids[..end]);
                     windows.push(Window { tokens: ids, first: 1 });
                 } else {
-                    // The model reads `window` tokens, of which it need not read the last.
+                    // A window of `window` tokens plus the last, which the model need not read.
                     let begin = end - window - 1;
                     windows
                         .push(Window { tokens: tokens.ids[begin..end].to_vec(), first: predicted - begin });
@@ -377,8 +377,8 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
     Ok(Cut { windows, bytes, words: Some(words), bos, warnings, tokens: count })
 }
 
-/// Parts between runs of white space, empty ones at the ends included, as Python's
-/// `re.split(r"\s+", text)` gives.
+/// Counts the parts between runs of white space, including empty ones at the ends, as Python's `re.split(r"\s+", text)`
+/// does.
 fn word_count(text: &str) -> u64 {
     let mut words = 1;
     let mut inside = false;
@@ -390,7 +390,7 @@ fn word_count(text: &str) -> u64 {
     words
 }
 
-/// The token before a document: that for the beginning of a text, or else for its end.
+/// The token before a document: BOS, or else EOS.
 fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     let special = tokenization.settings.special_tokens()?;
     let named = ["bos_token", "eos_token"].iter().find_map(|n| special.iter().find(|(name, _)| name == n));

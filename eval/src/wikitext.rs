@@ -11,8 +11,8 @@ const RAW: &str = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7d
 /// SHA-256 of its 4358 rows as the `datasets` library gives them, joined by two newlines.
 const JOINED: &str = "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83";
 
-/// WikiText-2 as a rule scores it; `None` where `text` is another. `wiki.test.raw` becomes rows where
-/// the rule scores these: its lines with their ends, empty where a line is blank.
+/// Returns WikiText-2 in the form that a rule scores; `None` for any other text. If the rule scores rows,
+/// `wiki.test.raw` is split into them: its lines with their line ends, empty where a line is blank.
 pub(crate) fn as_scored(text: &str, profile: Profile) -> Option<Cow<'_, str>> {
     let digest = sha256_hex(text);
     match profile_id(profile, &digest).starts_with("wt2-") {
@@ -25,7 +25,7 @@ pub(crate) fn as_scored(text: &str, profile: Profile) -> Option<Cow<'_, str>> {
     }
 }
 
-/// The name of a rule on a text of this SHA-256.
+/// The name of a rule on a text with this SHA-256.
 pub(crate) fn profile_id(profile: Profile, text_sha256: &str) -> String {
     let name = profile.name();
     match (profile, text_sha256) {
@@ -40,7 +40,7 @@ pub(crate) fn profile_id(profile: Profile, text_sha256: &str) -> String {
 mod tests {
     use super::*;
 
-    /// On the real file, where it is at hand.
+    /// Runs on the real file, if it is present.
     #[test]
     fn the_raw_file_becomes_the_rows_of_the_literature() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/text/wiki.test.raw");

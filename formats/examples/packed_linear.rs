@@ -1,4 +1,4 @@
-//! From a checkpoint on disk to a product of the kernels: what an engine does for each linear.
+//! From a checkpoint on disk to a kernel product: the steps of an engine for each linear.
 //!
 //! ```text
 //! cargo run --release -p quant-formats --example packed_linear -- OUT model.layers.0.mlp.down_proj

@@ -1,14 +1,14 @@
-//! Digests: SHA-256 for what others check, BLAKE3 for what a run checks of its own work.
+//! Digests: SHA-256 where users compare them, BLAKE3 where a run verifies its own output.
 //!
-//! Digests that users see are SHA-256, since every system has a program for it. Verification hashes every byte two or
-//! three times and nobody else reads the result, so it uses BLAKE3, which is as strong and several times faster.
+//! Digests that users see are SHA-256, which every system has a program for. Verification hashes every byte two or
+//! three times and nobody else sees the result, so it uses BLAKE3, which is as strong and several times faster.
 
 use sha2::Digest;
 
 /// A digest of either kind.
 pub type Digest256 = [u8; 32];
 
-/// The SHA-256 of bytes in hexadecimal digits.
+/// Returns the SHA-256 of bytes in hexadecimal digits.
 pub fn sha256_hex(bytes: impl AsRef<[u8]>) -> String {
     hex(&sha2::Sha256::digest(bytes))
 }
@@ -20,7 +20,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().flat_map(|b| [DIGITS[usize::from(b >> 4)], DIGITS[usize::from(b & 15)]]).collect()
 }
 
-/// The digest that 64 hexadecimal digits write.
+/// Parses 64 hexadecimal digits.
 pub fn from_hex(text: &str) -> Option<Digest256> {
     let digits = text.as_bytes();
     if digits.len() != 64 {

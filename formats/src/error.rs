@@ -1,7 +1,8 @@
-//! What can go wrong on the path, so that a person can act on it.
+//! The errors of the pipeline.
 //!
-//! Every variant says what happened and where (file, tensor, field, line); [`Error::remedy`] says
-//! what to do next (both name settings and commands as `quant-core`'s `wording` marks them: `‹ignore›`), and [`Error::category`] which exit code a program should end with.
+//! Every variant says what happened and where (file, tensor, field, line). [`Error::remedy`] says what to do about it,
+//! and [`Error::category`] gives the program's exit code. Messages and remedies mark settings and commands as
+//! `quant-core`'s `wording` does: `‹ignore›`.
 
 mod remedy;
 mod subject;
@@ -13,25 +14,25 @@ use crate::checkpoint::{HeaderError, printable};
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The kind of failure, which decides a program's exit code.
+/// The kind of failure, which determines a program's exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Category {
     /// The request itself cannot be fulfilled: 2.
     Usage,
-    /// A file that was given is broken, hostile or unsupported: 4.
+    /// An input file is damaged, malicious or unsupported: 4.
     Input,
     /// Disk, memory, permission, network: 5.
     Environment,
     /// Non-finite or degenerate numbers: 6.
     Numeric,
-    /// A bug of ours: 70.
+    /// A bug in this program: 70.
     Internal,
-    /// Stopped by the user; what was finished is kept: 75.
+    /// Stopped by the user; completed work is kept: 75.
     Interrupted,
 }
 
 impl Category {
-    /// The exit code of a program that ends with such a failure.
+    /// The exit code for this kind of failure.
     pub fn exit_code(self) -> u8 {
         match self {
             Self::Usage => 2,
@@ -44,7 +45,7 @@ impl Category {
     }
 }
 
-/// A linear whose input width is not a multiple of the group size asked for it.
+/// A linear whose input width is not a multiple of its group size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Indivisible {
     /// The weight's name in the checkpoint.
@@ -59,28 +60,28 @@ pub struct Indivisible {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The request makes no sense, or asks for what does not exist.
+    /// The request is invalid, or names something that does not exist.
     #[error("{message}")]
     Usage {
         /// What is wrong with the request.
         message: String,
-        /// What to ask for instead.
+        /// What to request instead.
         remedy: String,
     },
-    /// A pattern of the settings `ignore` or `override` matched no tensor.
+    /// A pattern of the settings `ignore` or `override` that matched no tensor.
     #[error("‹{option}› `{pattern}` matches no linear of the model")]
     PatternMatchesNothing {
         /// The setting that carried the pattern.
         option: &'static str,
         /// The pattern as given.
         pattern: String,
-        /// Names that resemble it.
+        /// Similar names.
         nearest: Vec<String>,
     },
     /// The group size does not divide the input width of some linears.
     #[error("the group size does not divide the input width of {} tensor(s):{}", .0.len(), list_indivisible(.0))]
     GroupSizeDoesNotDivide(Vec<Indivisible>),
-    /// The target exists and replacing it was not asked for.
+    /// The target exists, and the request does not allow replacing it.
     #[error("{} exists already", path.display())]
     OutputExists {
         /// The target.
@@ -103,7 +104,7 @@ pub enum Error {
         /// What is missing.
         reason: String,
     },
-    /// The directory holds only pickle files, which run code when they are read.
+    /// The directory holds only pickle files, which execute code when they are read.
     #[error("{} holds its weights only as pickle ({})", path.display(), files.join(", "))]
     PickleOnly {
         /// The model directory.
@@ -111,23 +112,23 @@ pub enum Error {
         /// The pickle files found.
         files: Vec<String>,
     },
-    /// A safetensors file breaks the format's rules.
+    /// A safetensors file violates the format.
     #[error("{}: {source}", path.display())]
     Safetensors {
         /// The shard.
         path: PathBuf,
-        /// The rule it breaks.
+        /// The rule that it violates.
         source: Box<HeaderError>,
     },
-    /// `model.safetensors.index.json` is broken, or disagrees with the shards.
+    /// `model.safetensors.index.json` is malformed, or inconsistent with the shards.
     #[error("{}: {reason}", path.display())]
     Index {
         /// The index file.
         path: PathBuf,
-        /// What is wrong, with the field.
+        /// What is wrong, including the field.
         reason: String,
     },
-    /// The checkpoint lacks a tensor that the configuration promises.
+    /// The checkpoint lacks a tensor that the configuration implies.
     #[error("{}: tensor `{tensor}` is missing", path.display())]
     MissingTensor {
         /// The model directory or shard.
@@ -135,7 +136,7 @@ pub enum Error {
         /// The tensor's name.
         tensor: String,
     },
-    /// A tensor's shape disagrees with the configuration.
+    /// A tensor's shape is inconsistent with the configuration.
     #[error("{}: tensor `{tensor}` has shape {got:?}, config.json implies {expected:?}", path.display())]
     TensorShape {
         /// The shard.
@@ -147,53 +148,53 @@ pub enum Error {
         /// The shape in the file.
         got: Vec<usize>,
     },
-    /// A tensor's element type cannot be used where it stands.
+    /// A tensor has an unsupported dtype.
     #[error("{}: tensor `{tensor}` is {got}, expected {expected}", path.display())]
     TensorDtype {
         /// The shard.
         path: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// What would be accepted.
+        /// The accepted dtypes.
         expected: String,
-        /// What the file holds.
+        /// The dtype in the file.
         got: String,
     },
-    /// A field of `config.json` is missing, malformed or absurd.
+    /// A field of `config.json` is missing, malformed or out of range.
     #[error("{}: `{field}` {reason}", path.display())]
     Config {
         /// The file.
         path: PathBuf,
         /// The key.
         field: String,
-        /// What is wrong with it, ending the sentence that the key begins.
+        /// What is wrong with it, as the end of a sentence that begins with the key.
         reason: String,
     },
-    /// The model's family is not one we know.
+    /// The model's architecture is unknown.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
     UnknownArchitecture {
         /// The file.
         path: PathBuf,
-        /// What it names.
+        /// The architecture that it names.
         found: String,
-        /// The nearest architecture that is supported, if one is near.
+        /// The most similar supported architecture, if one is similar.
         nearest: Option<&'static str>,
-        /// What of the model is not supported, each fit for a line.
+        /// The unsupported features of the model, one line each.
         differences: Vec<String>,
-        /// The families this version knows.
+        /// The supported families.
         known: Vec<&'static str>,
     },
-    /// A checkpoint holds a model's tensors under names of two layouts.
+    /// A checkpoint uses the tensor names of two layouts.
     #[error("{}: holds both `{one}` and `{other}`, which name the same part of the model in two layouts", path.display())]
     AmbiguousNames {
         /// The model directory.
         path: PathBuf,
-        /// A tensor of one layout.
+        /// A tensor name of the first layout.
         one: String,
-        /// A tensor of another.
+        /// A tensor name of the second layout.
         other: String,
     },
-    /// The input is quantized already.
+    /// The input is already quantized.
     #[error("{} is already quantized ({method})", path.display())]
     AlreadyQuantized {
         /// The model directory.
@@ -204,22 +205,22 @@ pub enum Error {
     /// A quantized checkpoint that this version cannot read.
     #[error("{}: {reason}", path.display())]
     UnsupportedQuantization {
-        /// The file that says so.
+        /// The file that specifies it.
         path: PathBuf,
-        /// What is not supported, with the key.
+        /// What is not supported, including the key.
         reason: String,
     },
-    /// A quantized weight cannot be written in another container without changing it.
+    /// A quantized weight cannot be written in another format without changing it.
     #[error("{}: `{module}` cannot be repacked without loss: {reason}", path.display())]
     NotRepackable {
         /// The file that holds it.
         path: PathBuf,
         /// The linear.
         module: String,
-        /// What the container cannot hold.
+        /// What the format cannot represent.
         reason: String,
     },
-    /// `tokenizer.json` is missing or unusable, or does not fit the model.
+    /// `tokenizer.json` is missing, unusable, or does not match the model.
     #[error("{}: {reason}", path.display())]
     Tokenizer {
         /// The file.
@@ -232,18 +233,17 @@ pub enum Error {
     Text {
         /// The file.
         path: PathBuf,
-        /// The line, counted from 1, where one can be named.
+        /// The line, counted from 1, if known.
         line: Option<usize>,
-        /// What is wrong, with counts.
+        /// What is wrong, including counts.
         reason: String,
     },
-    /// A file that a stage reads cannot be used: a chat template, a conversation that it is to render, an
-    /// evaluation, a policy.
+    /// An unusable input file of a stage: a chat template, a conversation to render, an evaluation, a policy.
     #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
     InputFile {
         /// The file.
         path: PathBuf,
-        /// The line, counted from 1, where one can be named.
+        /// The line, counted from 1, if known.
         line: Option<usize>,
         /// What is wrong.
         reason: String,
@@ -251,42 +251,42 @@ pub enum Error {
         remedy: String,
     },
 
-    /// The operating system refused an operation on a file.
+    /// The operating system reported an error for a file operation.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was attempted: `read`, `create`, `write`, `sync`, `rename` …
+        /// The operation: `read`, `create`, `write`, `sync`, `rename` …
         action: &'static str,
         /// On what.
         path: PathBuf,
-        /// The system's reason.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// Something that is not here cannot be fetched.
+    /// Something that is not present locally cannot be fetched.
     #[error("{what} is not available: {reason}")]
     Unavailable {
-        /// What was wanted.
+        /// What was requested.
         what: String,
-        /// Why it cannot be had.
+        /// Why it is not available.
         reason: String,
-        /// How to do without.
+        /// The alternative.
         remedy: String,
     },
-    /// Memory that is needed cannot be had.
+    /// Memory allocation failed.
     #[error("there is too little memory for {what}{}", bytes.map(|b| format!(": {b} bytes")).unwrap_or_default())]
     Memory {
-        /// What it is for.
+        /// The purpose of the memory.
         what: String,
-        /// How much of it, where that is known.
+        /// The amount, if known.
         bytes: Option<u64>,
     },
-    /// A tensor of the input has the name of one that would be written for another.
+    /// An input tensor has the name of a tensor that would be written for another one.
     #[error("{}: tensor `{tensor}` has the name of what is written for `{module}`", path.display())]
     NameTaken {
         /// The shard that holds it.
         path: PathBuf,
         /// The name.
         tensor: String,
-        /// The tensor that is to be quantized.
+        /// The tensor to be quantized.
         module: String,
     },
     /// A recipe file cannot be used.
@@ -294,27 +294,27 @@ pub enum Error {
     Recipe {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, with the line or the key.
+        /// What is wrong with it, including the line or the key.
         reason: String,
         /// What to do.
         remedy: String,
     },
-    /// A text was named that is neither a file nor a set.
+    /// A text was named that is neither a file nor a known set.
     #[error("{name} is neither a file nor a set of texts")]
     UnknownText {
         /// The name.
         name: String,
-        /// The sets there are.
+        /// The known sets.
         known: Vec<String>,
     },
-    /// The disk has too little room.
+    /// The disk has too little space.
     #[error("{} needs {needed} bytes, {free} are free", path.display())]
     DiskFull {
-        /// Where it was to be written.
+        /// Where it should have been written.
         path: PathBuf,
-        /// Bytes that would be written.
+        /// Bytes needed.
         needed: u64,
-        /// Bytes that are free.
+        /// Bytes available.
         free: u64,
     },
     /// Another process works on the same output.
@@ -322,10 +322,10 @@ pub enum Error {
     Locked {
         /// The job directory.
         path: PathBuf,
-        /// Who holds it.
+        /// The process that holds the lock.
         holder: String,
     },
-    /// What was written does not read back as it was meant.
+    /// The data read back differs from what was written.
     #[error("{}: {reason}", path.display())]
     Verification {
         /// The file that was read back.
@@ -343,35 +343,35 @@ pub enum Error {
         tensor: String,
         /// How many.
         count: u64,
-        /// The first one's position in row-major order.
+        /// Index of the first one, in row-major order.
         first_index: u64,
     },
-    /// Arithmetic left the range of the numbers that hold it.
+    /// A computation overflowed or gave NaN.
     #[error("tensor `{tensor}`: {reason}")]
     Numeric {
-        /// The tensor or module concerned.
+        /// The affected tensor or module.
         tensor: String,
         /// What happened.
         reason: String,
     },
 
-    /// The float model itself leaves the range of its numbers on the calibration text.
+    /// The float model itself overflows on the calibration text.
     #[error("tensor `{tensor}`: the calibration text drives {what} to NaN or infinity")]
     Calibration {
-        /// The tensor or module concerned.
+        /// The affected tensor or module.
         tensor: String,
         /// What of it.
         what: String,
     },
 
-    /// What a model computes of a text is not finite.
+    /// A model's output for a text is not finite.
     #[error("the model computes no usable logits: {reason}")]
     Logits {
         /// What happened.
         reason: String,
     },
 
-    /// Keys or values leave the range of the cache that they are put in.
+    /// Keys or values exceed the range of the KV cache.
     #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
     Cache {
         /// The block.
@@ -380,10 +380,10 @@ pub enum Error {
         reason: String,
     },
 
-    /// The tensor library failed where it should not.
+    /// An unexpected failure of the tensor library.
     #[error("tensor computation failed: {0}")]
     Tensor(Box<dyn std::error::Error + Send + Sync>),
-    /// A state that our own code should have made impossible.
+    /// An internal inconsistency: a bug.
     #[error("internal error: {0}")]
     Internal(String),
     /// Stopped on request.
@@ -413,17 +413,17 @@ fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> S
 }
 
 impl Error {
-    /// A usage error: what is wrong with the request, and what to ask for instead.
+    /// Creates a usage error: what is wrong with the request, and what to request instead.
     pub fn usage(message: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self::Usage { message: message.into(), remedy: remedy.into() }
     }
 
-    /// An operating-system error on a path.
+    /// Creates an operating-system error on a path.
     pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io { action, path: path.into(), source }
     }
 
-    /// Which exit code a program should end with.
+    /// Returns the category, which determines the exit code.
     pub fn category(&self) -> Category {
         match self {
             Self::Usage { .. }
@@ -466,7 +466,7 @@ impl Error {
         }
     }
 
-    /// The same, with the block that a cache's refusal concerns.
+    /// Adds the block to a cache's error.
     pub fn in_block(self, index: usize) -> Self {
         match self {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },

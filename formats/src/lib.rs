@@ -1,4 +1,5 @@
-//! Quantized checkpoints as files: read and checked, unpacked into codes, scales and zeros, packed again and written.
+//! Quantized checkpoints as files: reads and checks them, unpacks them into codes, scales and zero points, and packs
+//! and writes them again.
 //!
 //! ```text
 //! checkpoint ─► format ─► quantize ─► WeightView        an engine loads a quantized linear
@@ -8,8 +9,8 @@
 //!             (container)  (writer)
 //! ```
 //!
-//! This is the part of the pipeline that knows bytes and no model: it builds without a tensor library, a tokenizer or
-//! CUDA.
+//! This is the part of the pipeline that works on bytes, independently of models: it builds without a tensor library, a
+//! tokenizer or CUDA.
 #![forbid(unsafe_code)]
 
 pub mod blocks;

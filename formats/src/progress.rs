@@ -1,4 +1,4 @@
-//! How a long run talks to whoever started it, and how it is stopped.
+//! Progress events of a long run, and cancellation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,20 +14,20 @@ pub enum Event {
     StageStarted {
         /// `calibrate`, `quantize`, `verify`, `evaluate` …
         stage: &'static str,
-        /// What one unit is: `block`, `tensor`, `window` …
+        /// The kind of unit: `block`, `tensor`, `window` …
         unit: &'static str,
-        /// How many there are.
+        /// The number of units.
         units: u64,
     },
-    /// An earlier run has done some of the current stage's units. They come first, and cost no more than what the units
-    /// after them need of them.
+    /// An earlier run has completed some of the current stage's units. They come first; for them, only what later units
+    /// need is computed.
     Resumed {
         /// How many.
         units: u64,
     },
     /// One unit of the current stage is done.
     UnitDone {
-        /// What it was, for the line beside the bar.
+        /// A description of the unit, for the line next to the progress bar.
         detail: String,
     },
     /// The current stage is over.
@@ -37,28 +37,27 @@ pub enum Event {
         /// The step.
         step: &'static str,
     },
-    /// Some of the run's time went into a step: `read`, a transform, `gptq`, `write` … Steps do not overlap, and come
-    /// again with every block.
+    /// A step took some of the run's time: `read`, a transform, `gptq`, `write` … Steps do not overlap, and recur with
+    /// every block.
     StepDone {
         /// The step.
         step: &'static str,
-        /// What it took this time.
+        /// The duration this time.
         elapsed: Duration,
     },
-    /// Something the user should know, though the run continues. Settings are marked as in [`Error`].
+    /// A warning; the run continues. Settings are marked as in [`Error`].
     Warning {
         /// What.
         message: String,
     },
-    /// Something about the run or its result that is worth a line. Settings are marked as in [`Error`].
+    /// A note on the run or its result. Settings are marked as in [`Error`].
     Note {
-        /// `note`, or `lost` for what a format has no place for.
+        /// `note`, or `lost` for something that a format cannot represent.
         label: &'static str,
         /// What.
         message: String,
     },
-    /// What a stage that is going to start is expected to take; only where the observer
-    /// [wants it](Observer::wants_estimate).
+    /// The expected cost of the next stage; only if the observer [wants it](Observer::wants_estimate).
     Expected {
         /// The stage.
         stage: &'static str,
@@ -72,13 +71,13 @@ pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
 
-    /// Whether [`Event::Expected`] is of use: the estimate takes a measurement of a tenth of a second.
+    /// Whether [`Event::Expected`] is wanted: the estimate requires a measurement of a tenth of a second.
     fn wants_estimate(&self) -> bool {
         false
     }
 }
 
-/// Does some of the work of a step, and reports its start and what it took.
+/// Runs some of the work of a step, and reports its start and its duration.
 pub fn timed<T>(observer: &dyn Observer, step: &'static str, work: impl FnOnce() -> T) -> T {
     let started = Instant::now();
     observer.event(&Event::StepStarted { step });
@@ -95,22 +94,22 @@ impl Observer for Silent {
     fn event(&self, _event: &Event) {}
 }
 
-/// Asks a run to stop at the next point where nothing is lost.
+/// Asks a run to stop at the next point at which no work is lost.
 #[derive(Debug, Clone, Default)]
 pub struct CancelToken(Arc<AtomicBool>);
 
 impl CancelToken {
-    /// A token that nobody has pulled.
+    /// Returns a token that is not cancelled.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A token that shares a flag, for example one that a signal handler sets.
+    /// Returns a token that shares a flag, for example one that a signal handler sets.
     pub fn from_flag(flag: Arc<AtomicBool>) -> Self {
         Self(flag)
     }
 
-    /// Asks for the stop.
+    /// Requests the stop.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -120,12 +119,12 @@ impl CancelToken {
         self.0.store(false, Ordering::SeqCst);
     }
 
-    /// Whether the stop was asked for.
+    /// Whether a stop was requested.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// [`Error::Interrupted`] once the stop was asked for.
+    /// Returns [`Error::Interrupted`] if a stop was requested.
     pub fn check(&self) -> Result<()> {
         if self.is_cancelled() { Err(Error::Interrupted) } else { Ok(()) }
     }

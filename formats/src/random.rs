@@ -1,7 +1,7 @@
-//! The generator behind every seed: tiny, portable, and fixed for good, so that a seed means the same in
-//! every version.
+//! The random generator behind every seed: small, portable, and stable, so that a seed gives the same values in every
+//! version.
 
-/// Steele, Lea and Flood's SplitMix64 (OOPSLA 2014), from a seed.
+/// SplitMix64 by Steele, Lea and Flood (OOPSLA 2014), from a seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitMix64(pub u64);
 
@@ -13,12 +13,12 @@ impl SplitMix64 {
         mixed
     }
 
-    /// A number below `bound`, by the high half of the product: its bias is below `bound / 2⁶⁴`.
+    /// An integer below `bound`, from the high half of a product: its bias is below `bound / 2⁶⁴`.
     pub fn below(&mut self, bound: usize) -> usize {
         below(self.next_u64(), bound)
     }
 
-    /// `count` different numbers below `all`, ascending; all of them where there are no more.
+    /// `count` distinct integers below `all`, in ascending order; all integers below `all` if there are fewer.
     pub fn choose(&mut self, count: usize, all: usize) -> Vec<usize> {
         let mut indices: Vec<usize> = (0..all).collect();
         for i in 0..count.min(all) {
@@ -33,7 +33,7 @@ impl SplitMix64 {
 
 const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// What the generator gives in this state: a hash of it, for values that are drawn in no order.
+/// The generator's output for this state: a hash of it, for values that are drawn in arbitrary order.
 pub fn mix(state: u64) -> u64 {
     let mut z = state.wrapping_add(INCREMENT);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -41,7 +41,7 @@ pub fn mix(state: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A number below `bound` from 64 bits.
+/// An integer below `bound` from 64 random bits.
 pub fn below(bits: u64, bound: usize) -> usize {
     ((u128::from(bits) * bound as u128) >> 64) as usize
 }

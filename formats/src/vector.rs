@@ -1,10 +1,10 @@
-//! Loops that the compiler vectorizes, compiled once for each width of vectors.
+//! Loops that the compiler vectorizes, compiled once for each vector width.
 
-/// Runs a loop compiled for the widest vectors of the machine. No operation is fused or reordered
-/// by it, so the result is the same on all of them.
+/// Runs a loop compiled for the widest vectors of the machine. This does not fuse or reorder operations, so the result
+/// is the same on all machines.
 ///
-/// The closure and what it calls must be `#[inline(always)]`, or they stay compiled for the
-/// narrowest. Without the feature `simd` everything does: slower, and the same result.
+/// The closure and everything it calls must be `#[inline(always)]`; otherwise they stay compiled for the baseline
+/// target. Without the feature `simd` all code is compiled for the baseline: slower, with the same result.
 #[inline(always)]
 pub fn vectorized<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(feature = "simd")]

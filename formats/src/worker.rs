@@ -1,10 +1,10 @@
-//! What a model's files make us execute or expand, and where that happens.
+//! Isolation of tokenizers and chat templates, which are untrusted input.
 //!
-//! A chat template is a program, and a `tokenizer.json` can be made to grow a text without bound, to
-//! recurse, or to run an expression that never ends. No check beforehand tells which will. So nobody runs either
-//! directly: they ask a [`TextWorker`], which a [`TextWorkers`] has loaded, and a
-//! [`ModelDirectory`](crate::checkpoint::ModelDirectory) carries the choice. This module has the traits, the questions
-//! and the answers; what answers them is elsewhere.
+//! A chat template is a program, and a `tokenizer.json` can be crafted to grow a text without bound, to recurse, or to
+//! run an expression that never ends. No check can detect this in advance. Therefore no caller runs either directly:
+//! callers ask a [`TextWorker`] that a [`TextWorkers`] has loaded, and
+//! [`ModelDirectory`](crate::checkpoint::ModelDirectory) holds the choice. This module defines the traits, the requests
+//! and the responses; the implementations are elsewhere.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -17,19 +17,19 @@ use crate::{Error, Result};
 
 /// Loads tokenizers and templates.
 pub trait TextWorkers: fmt::Debug + Send + Sync {
-    /// Loads one; it is held until the worker is dropped.
+    /// Loads one; the worker holds it until it is dropped.
     ///
     /// # Errors
-    /// When it is malformed, takes more than it may, or no worker can be had.
+    /// When it is malformed, exceeds its limits, or no worker is available.
     fn load(&self, loadable: Loadable) -> Result<Box<dyn TextWorker>>;
 }
 
-/// Holds a tokenizer or a template, and answers questions.
+/// Holds a tokenizer or a template, and answers requests.
 pub trait TextWorker: fmt::Debug + Send + Sync {
-    /// The answer, of the variant that belongs to the question.
+    /// Returns the answer, in the variant that belongs to the question.
     ///
     /// # Errors
-    /// When the tokenizer or template fails on it, takes more than it may, or the run is cancelled.
+    /// When the tokenizer or template fails on the input, exceeds its limits, or the run is cancelled.
     fn ask(&self, question: &Question<'_>) -> Result<Answer>;
 }
 
@@ -38,11 +38,11 @@ pub trait TextWorker: fmt::Debug + Send + Sync {
 pub struct Loadable {
     /// The file, for messages; it is not opened.
     pub path: PathBuf,
-    /// What is in it.
+    /// Its contents.
     pub content: Content,
 }
 
-/// What a worker holds.
+/// The contents of a file that a worker holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// The bytes of a `tokenizer.json`.
@@ -51,13 +51,13 @@ pub enum Content {
     Template {
         /// Its source.
         source: String,
-        /// Special tokens that it may write, by name.
+        /// Special tokens that it may use, by name.
         tokens: Vec<(String, String)>,
     },
 }
 
 impl Loadable {
-    /// The error that a fault of this file is.
+    /// Converts a fault of this file into an error.
     pub fn error(&self, fault: Fault) -> Error {
         let path = self.path.clone();
         match self.content {
@@ -69,12 +69,12 @@ impl Loadable {
     }
 }
 
-/// What is wrong with a file, without its name.
+/// A fault of a file, without the file's name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Fault {
-    /// The line, counted from 1, where one can be named.
+    /// The line, counted from 1, if known.
     pub line: Option<usize>,
-    /// What is wrong, ending the sentence that the file's name begins.
+    /// What is wrong, as the end of a sentence that begins with the file's name.
     pub reason: String,
     /// What to do about it; not shown for tokenizers.
     pub remedy: String,
@@ -90,40 +90,40 @@ impl From<Error> for Fault {
     }
 }
 
-/// What is asked of a worker.
+/// A request to a worker.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Question<'a> {
-    /// The tokens of texts, each by itself.
+    /// Tokenize texts, each separately.
     Encode {
         /// The texts.
         texts: Vec<&'a str>,
-        /// Whether the tokenizer adds the special tokens that it has for every text.
+        /// Whether to add the special tokens that the tokenizer adds to every text.
         special: bool,
-        /// Whether it is asked which bytes per token stands for.
+        /// Whether to return the byte range of each token.
         places: bool,
     },
-    /// The texts of tokens, without special ones.
+    /// Decode tokens to texts, without special tokens.
     Decode {
         /// The tokens of each text.
         tokens: Vec<Cow<'a, [u32]>>,
     },
-    /// The largest number of a token, special ones among them.
+    /// The largest token id, including special tokens.
     LargestToken,
-    /// The number of a token.
+    /// The id of a token.
     TokenId(&'a str),
-    /// Conversations as the template writes them.
+    /// Render conversations with the template.
     Render {
         /// The conversations.
         chats: Vec<Cow<'a, Chat>>,
-        /// What of the text is wanted.
+        /// How to render them.
         form: ChatForm,
     },
 }
 
-/// The messages of a conversation, as a template is given them.
+/// The messages of a conversation, as passed to a template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chat {
-    /// One object a message.
+    /// One object per message.
     pub messages: Vec<Value>,
     /// A list of tools, or null.
     pub tools: Value,
@@ -132,49 +132,49 @@ pub struct Chat {
 /// How a conversation is rendered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChatForm {
-    /// As it stands.
+    /// Unchanged.
     Whole,
-    /// As it stands, with the spans that the assistant wrote.
+    /// Unchanged, with the spans that the assistant wrote.
     Marked,
-    /// With the beginning of the assistant's next answer.
+    /// With the prompt for the assistant's next answer.
     Prompt,
 }
 
-/// What a worker answers.
+/// A response of a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// One for each text.
+    /// One per text.
     Encoded(Vec<Encoded>),
-    /// One for each list of tokens.
+    /// One per list of tokens.
     Decoded(Vec<String>),
-    /// The largest token, if there is any.
+    /// The largest token id, if there is any.
     LargestToken(Option<u32>),
-    /// The token, if the vocabulary has it.
+    /// The token id, if the vocabulary has the token.
     TokenId(Option<u32>),
-    /// One for each conversation; the template may refuse some.
+    /// One per conversation; the template may refuse some.
     Rendered(Vec<Result<RenderedText, Fault>>),
 }
 
 /// The tokens of one text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Encoded {
-    /// Their numbers.
+    /// The token ids.
     pub ids: Vec<u32>,
-    /// The first byte that each stands for and the one after its last, where that was asked for.
+    /// The byte range of each token, start and end, if requested.
     pub places: Vec<[u32; 2]>,
 }
 
-/// A conversation as text.
+/// A rendered conversation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RenderedText {
     /// The text.
     pub text: String,
-    /// What the assistant wrote, in bytes of the text, in order and without overlap, where that was asked for.
+    /// The spans that the assistant wrote, as byte ranges of the text, in order and without overlap, if requested.
     pub assistant: Vec<Range<usize>>,
 }
 
 impl Question<'_> {
-    /// Whether an answer has the form of one to this question: what comes from another process may be anything.
+    /// Whether an answer has the form that this question requires: another process may send anything.
     pub fn fits(&self, answer: &Answer) -> bool {
         match (self, answer) {
             (Self::Encode { texts, places, .. }, Answer::Encoded(all)) => {
@@ -190,7 +190,7 @@ impl Question<'_> {
         }
     }
 
-    /// Items that can be answered beside each other.
+    /// Number of items that can be processed in parallel.
     pub fn items(&self) -> usize {
         match self {
             Self::Encode { texts, .. } => texts.len(),

@@ -1,4 +1,4 @@
-//! Attention: pages that are appended to, and lists of any numbers.
+//! Attention: appends to pages, and arbitrary page lists.
 
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace, merge,
@@ -10,7 +10,7 @@ use crate::input::Input;
 
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
-/// What a list says, and its pages.
+/// The fields of a [`PageList`], owned.
 struct List {
     pages: Vec<u32>,
     tokens: usize,
@@ -23,7 +23,7 @@ impl List {
         PageList { pages: &self.pages, tokens: self.tokens, first: self.first, seen: self.seen }
     }
 
-    /// Something may be wrong with it.
+    /// Replaces one field by an arbitrary value.
     fn spoil(&mut self, input: &mut Input<'_>) {
         match input.below(5) {
             0 => self.tokens = input.word(),
@@ -40,7 +40,7 @@ impl List {
     }
 }
 
-/// A page that many lists may read, but only one may write.
+/// Each page belongs to one list: lists may share pages for reading, but not for writing.
 fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     let turn = input.below(kv * blocks);
     let number = |at: usize| ((at + turn) % (kv * blocks)) as u32;
@@ -53,24 +53,24 @@ fn lists(input: &mut Input<'_>, kv: usize, blocks: usize) -> Vec<List> {
     (0..kv).map(list).collect()
 }
 
-/// Appends to pages and a cache, attends to lists as they should be and as they should not: no panic, the same of all
-/// instruction sets, of the cache, and of parts merged where one part is empty.
+/// Appends to pages and to a cache, then attends with valid and invalid lists. Nothing panics; all instruction sets and
+/// the cache give the same result; and merging with an empty part changes nothing.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn attention(data: &[u8]) {
     let mut input = Input::new(data);
     let layout = KvLayout::new(KINDS[input.below(3)], 16 * input.size(5)).expect("a multiple of 16");
     let (d, kv, group, blocks) = (layout.head_dim(), input.size(3), input.size(5), input.size(20));
     let heads = Heads { query: kv * group, kv, scale: f32::from(input.byte() as i8) / 64.0 };
     let mut lists = lists(&mut input, kv, blocks);
-    // What nobody wrote may be anything.
+    // Unwritten memory may hold anything.
     let mut pages = vec![0xff; kv * blocks * layout.page_bytes()];
     let mut cache = KvCache::new(layout, heads, blocks * PAGE_TOKENS).expect("a small one");
     let mut tokens = 0;
     for _ in 0..input.size(3) {
         let m = input.below(100).min(blocks * PAGE_TOKENS + 1);
-        // Numbers of one portion, and then the same over again: bytes are few.
+        // A short list of values, repeated: the input has few bytes.
         let few = [input.floats(kv * d + 7), input.floats(kv * d + 5)];
         let [keys, values] =
             few.map(|few| few.iter().copied().cycle().take(m * kv * d).collect::<Vec<f32>>());
@@ -120,13 +120,13 @@ pub fn attention(data: &[u8]) {
         let mut workspace = Workspace::default();
         cache.prefill(&q, &mut again, &mut again_lse, &mut workspace, &Serial).expect("all fits");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
-        // Joined to nothing it stays what it is.
+        // Merging with an empty part is the identity.
         let nothing = (vec![0.0; out.len()], vec![f32::NEG_INFINITY; lse.len()]);
         merge(d, &mut out, &mut lse, &nothing.0, &nothing.1).expect("as long");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
     }
 
-    // Pages of any bytes, lists of any numbers, workspaces of any length.
+    // Pages of arbitrary bytes, arbitrary lists, workspaces of arbitrary length.
     let _ = run(Isa::detect(), &pages, &lists, input.below(words + 1));
     let (at, len) = (input.below(pages.len()), input.below(600));
     let end = (at + len).min(pages.len());

@@ -1,36 +1,36 @@
-//! A C caller's side: structures, statuses and threads.
+//! The C caller's side: structures, statuses and threads.
 
 use core::ffi::c_void;
 
 use quant_kernels::*;
 
-/// A structure of zeros that knows its size.
+/// A zeroed structure with `struct_size` set.
 macro_rules! empty {
     ($of:ty) => {{
-        // SAFETY: numbers and pointers only, of which zero is one.
+        // SAFETY: C structures hold only numbers and nullable pointers, for which zero bits are valid.
         let mut it: $of = unsafe { core::mem::zeroed() };
         it.struct_size = size_of::<$of>() as u32;
         it
     }};
 }
 
-/// A status of which the library is not to blame.
+/// Whether a call succeeded. Panics on a status that would be the library's own fault.
 pub(crate) fn fair(status: qz1_status) -> bool {
     assert!(!matches!(status, qz1_status::Internal | qz1_status::ForEach), "{status:?}");
     status == qz1_status::Ok
 }
 pub(crate) use empty;
 
-/// Calls each number once, from the last to the first, and lets nothing of it be seen.
+/// Calls `piece` once per index, from the last to the first.
 unsafe extern "C" fn backwards(_: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
     let piece = piece.expect("the library gives one");
     for i in (0..count).rev() {
-        // SAFETY: as the interface asks for.
+        // SAFETY: `work` and `count` are passed on unchanged, and each index is used once, as the C interface requires.
         unsafe { piece(work, i) };
     }
 }
 
-/// Threads, all of them the calling one.
+/// A `for_each` that runs everything on the calling thread.
 pub(crate) fn threads(threads: u32) -> qz1_parallel {
     qz1_parallel { threads, for_each: Some(backwards), ..empty!(qz1_parallel) }
 }

@@ -1,5 +1,5 @@
-//! Numbers of any kind through the C interface, with lengths that are true: a status, never a failure of the library,
-//! and no memory but the caller's.
+//! Arbitrary numbers through the C interface, with correct lengths. Every call must return a status, never an internal
+//! error, and must touch only the caller's memory.
 
 use core::ptr::{null, null_mut};
 
@@ -13,7 +13,7 @@ fn optional<T>(of: Option<&Vec<T>>) -> (*const T, usize) {
     of.map_or((null(), 0), |v| (v.as_ptr(), v.len()))
 }
 
-/// Something of a layout is wrong.
+/// Replaces one field of a layout by an arbitrary value.
 fn spoil(layout: &mut qz1_layout, input: &mut Input<'_>) {
     let word = input.word() as u64;
     match input.below(12) {
@@ -35,14 +35,14 @@ fn spoil(layout: &mut qz1_layout, input: &mut Input<'_>) {
 /// Weights, activations and products through C.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn c_abi(data: &[u8]) {
     let mut input = Input::new(data);
     let fitting = !input.rarely(3);
     let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
     let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
     let mut codes = input.codes(bits, n * k);
-    // Two levels: most within 8 bits, but the library finds out.
+    // Two-level scales: most weights fit 8 bits; the library must detect those that do not.
     let progressive = input.rarely(4);
     let largest = if bits <= 4 { 8 } else { 1 };
     let mut group_scales =
@@ -75,11 +75,11 @@ pub fn c_abi(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut layout = empty!(qz1_layout);
-    // SAFETY: lengths are those of what is there, here and below.
+    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
     let made = fair(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
     assert!(made || !fitting);
     let spoiled = !made || input.rarely(4);
-    // The size of another thing, but no more of it than there is.
+    // The layout may be altered below; the buffer keeps the length of the original.
     let len = if made { layout.bytes as usize } else { 4096 };
     if spoiled {
         spoil(&mut layout, &mut input);
@@ -89,13 +89,13 @@ pub fn c_abi(data: &[u8]) {
         true => (input.word(), input.word()),
         false => (0, layout.panels as usize),
     };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     fair(unsafe { qz1_pack(&weights, &layout, first, panels, packed.as_mut_ptr(), len, on, &message) });
 
     let (m, isa) = (input.below(6), u32::from(input.byte() % 10));
     let odd = usize::from(input.rarely(8));
     let form = input.below(5);
-    // A gate and what it gates may stand in one matrix.
+    // A gate and the values it gates may be in one matrix.
     let wide = if form == 4 { 2 } else { 1 };
     let x = input.floats(wide * m * k + odd);
     let kind = if input.rarely(4) { input.byte().into() } else { QZ1_TYPE_F32 };
@@ -133,7 +133,7 @@ pub fn c_abi(data: &[u8]) {
     let mut channels_out = vec![0.0; if progressive { n } else { 0 }];
     let (mut codes_out, mut scales_out, mut zeros_out) =
         (vec![0; parts.0], vec![0.0; parts.1], zeros.as_ref().map(|_| vec![0; parts.1]));
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let (mut rows, mut floats) = (null_mut(), null_mut());
         assert!(fair(qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null())));
@@ -175,11 +175,11 @@ pub fn c_abi(data: &[u8]) {
     }
 }
 
-/// Transforms of any width and rows through C: threads change nothing, and what is transformed twice by a symmetric
-/// matrix is itself.
+/// Transforms of any width and number of rows through C: threads do not change the result, and transforming twice by a
+/// symmetric matrix is the identity.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn c_hadamard(data: &[u8]) {
     let mut input = Input::new(data);
     let (n, m, isa) = (input.below(200), input.below(20), u32::from(input.byte() % 10));
@@ -190,12 +190,12 @@ pub fn c_hadamard(data: &[u8]) {
     let mut text = [0_u8; 24];
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut by = null_mut();
-    // SAFETY: lengths are those of what is there, here and below.
+    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
     let made = fair(unsafe { qz1_hadamard_new(n, &mut by, &message) });
     assert_eq!(made, !by.is_null());
     let (mut once, mut again) = (x.clone(), x.clone());
     let (row, column) = (input.word(), input.word());
-    // SAFETY: the pointer contract of the C interface; null is refused.
+    // SAFETY: the pointer contract of the C interface; a null transform is rejected with a status.
     unsafe {
         let run = |x: &mut Vec<f32>, isa, on| {
             fair(qz1_hadamard_transform(by, x.as_mut_ptr(), x.len(), isa, on, &message))

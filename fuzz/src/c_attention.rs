@@ -1,4 +1,4 @@
-//! Pages, lists, merging and the cache through the C interface, in any order of calls, with lengths that are true.
+//! Pages, lists, merging and the cache through the C interface, in any order of calls, with correct lengths.
 
 use core::ptr::null_mut;
 
@@ -10,7 +10,7 @@ use crate::input::Input;
 /// Pages, lists and a cache through C.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn c_attention(data: &[u8]) {
     let mut input = Input::new(data);
     let mut text = [0_u8; 24];
@@ -21,7 +21,7 @@ pub fn c_attention(data: &[u8]) {
         true => (input.word() as u32, input.word()),
         false => (1 + input.below(3) as u32, 16 * input.size(4)),
     };
-    // SAFETY: lengths are those of what is there, here and below.
+    // SAFETY: every length is that of the slice that its pointer comes from, here and below.
     let made = fair(unsafe { qz1_kv_layout_of(kind, d, &mut layout, &message) });
     assert!(made || odd);
     let d = if made { d } else { 16 };
@@ -62,7 +62,7 @@ pub fn c_attention(data: &[u8]) {
     let lists_len = if input.rarely(4) { input.below(kv + 1) } else { kv };
     let on = threads(1 + u32::from(input.byte() % 9));
     let on = if input.flag() { &raw const on } else { core::ptr::null() };
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let at = pages.as_mut_ptr();
         let appended = fair(qz1_kv_append(

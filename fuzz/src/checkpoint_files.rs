@@ -1,4 +1,5 @@
-//! Damaged checkpoints as an engine opens them: an error, or linears whose weights are read and packed or refused.
+//! Damaged checkpoints, opened as an engine opens them: the result is an error, or linears whose weights are read and
+//! packed, or refused.
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use quant_kernels_cpu::Serial;
 
 use crate::input::Input;
 
-/// Containers, schemes, and the type of scales.
+/// Format, scheme, and dtype of the scales.
 const CHECKPOINTS: [(&str, &str, Dtype); 9] = [
     ("awq", "w4a16-g32-asym", Dtype::F16),
     ("gptq", "w4a16-g32-sym", Dtype::F16),
@@ -21,19 +22,19 @@ const CHECKPOINTS: [(&str, &str, Dtype); 9] = [
     ("qserve", "w4a8-g128-asym-progressive", Dtype::F16),
     ("qserve", "w4a8-channel-asym", Dtype::F16),
 ];
-/// What may stand in the place of a value of the configuration.
+/// Replacements for a value of the configuration.
 const PARTS: [&str; 10] = ["null", "0", "true", "[]", "4", "8", "-1", "1e999", "\"gptq_v2\"", "\"re:(\""];
 const MODULES: [&str; 3] = ["a", "b.embed_tokens", "b.a"];
 
-/// A checkpoint is refused, or each of its linears is refused or read as a weight that dequantizes.
+/// Checks that a checkpoint is refused, or that each of its linears is refused or read as a weight that dequantizes.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn checkpoint_files(data: &[u8]) {
     run(data);
 }
 
-/// Which checkpoint was damaged, and how many weights were read.
+/// Returns which checkpoint was damaged, and how many weights were read.
 fn run(data: &[u8]) -> (usize, usize) {
     let mut input = Input::new(data);
     let which = input.below(CHECKPOINTS.len());
@@ -65,7 +66,7 @@ fn run(data: &[u8]) -> (usize, usize) {
             if let Some(len) = len {
                 bytes.resize(len as usize, 0);
             }
-            // Shapes whose elements are no whole bytes are refused, as they are in a file.
+            // Shapes whose elements do not fill whole bytes are refused, as they are in a file.
             let _ = source.insert(spec.name, dtype, shape, bytes);
         }
         schemes.quantized.push((module, scheme));

@@ -1,12 +1,11 @@
-//! Floating-point checkpoints with arbitrary tensors and configurations: reading gives an error, or a weight whose parts
-//! fit.
+//! Floating-point checkpoints with arbitrary tensors and configurations: reading gives an error or a consistent weight.
 
 use quant_core::checkpoint::{Dtype, MemorySource, parse_strictly};
 use quant_core::format::{self, PackedWeight};
 
 use crate::input::Input;
 
-/// A configuration with holes for what is guessed.
+/// Valid configurations, which are then modified.
 const CONFIGS: [&str; 6] = [
     r#"{"quant_method":"compressed-tensors","format":"float-quantized","quantization_status":"compressed","config_groups":{"group_0":
        {"targets":["Linear"],"weights":{"num_bits":8,"type":"float","symmetric":true,"strategy":"channel","dynamic":false},
@@ -21,7 +20,7 @@ const CONFIGS: [&str; 6] = [
     r#"{"quant_method":"modelopt","quant_algo":"FP8","ignore":[]}"#,
     r#"{"quant_method":"fp8","fmt":"e4m3","activation_scheme":"static","weight_block_size":[128,128]}"#,
 ];
-/// What may stand in the place of a text, or beside one.
+/// Values that replace an existing one or come with an added key.
 const PARTS: [&str; 16] = [
     "null",
     "0",
@@ -63,10 +62,10 @@ const TENSORS: [&str; 8] = [
     "input_global_scale",
 ];
 
-/// Configurations are refused or read, and weights are refused or can be turned into floats.
+/// Checks that configurations are refused or read, and that weights are refused or can be dequantized.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn float_files(data: &[u8]) {
     let mut input = Input::new(data);
     let mut text = CONFIGS[input.below(CONFIGS.len())].to_owned();
@@ -75,7 +74,7 @@ pub fn float_files(data: &[u8]) {
         text.insert_str(1, &format!("\"{key}\":{part},"));
     }
     if input.rarely(3) {
-        // Some value becomes another.
+        // Replaces the value of some key.
         let colons: Vec<usize> = text.match_indices(':').map(|(at, _)| at).collect();
         let at = colons[input.below(colons.len())] + 1;
         let end = at + text[at..].find([',', '}']).unwrap_or(0);
@@ -87,7 +86,7 @@ pub fn float_files(data: &[u8]) {
     let [n, k] = [input.size(20), 16 * input.size(18)];
     let mut source = MemorySource::new();
     for name in TENSORS {
-        // Mostly as it should be.
+        // The valid dtype and shape, which most tensors get.
         let good: (Dtype, Vec<usize>) = match name {
             "weight" if text.contains("NVFP4") => (Dtype::U8, vec![n, k / 2]),
             "weight" => (Dtype::F8E4M3, vec![n, k]),

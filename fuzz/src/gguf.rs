@@ -1,11 +1,11 @@
-//! The header of a GGUF file, from any bytes.
+//! The header of a GGUF file, from arbitrary bytes.
 
 use quant_core::gguf::{GgufHeader, MAGIC};
 
-/// A header is refused, or describes tensors that lie within the file one after the other.
+/// Checks that a header is refused, or describes tensors that lie within the file one after the other.
 pub fn gguf(bytes: &[u8]) {
     check(bytes);
-    // Past the magic and the version, which guesses seldom get right.
+    // Random bytes seldom contain the magic and the version, so prepend them.
     let mut framed = MAGIC.to_vec();
     framed.extend(3_u32.to_le_bytes());
     framed.extend_from_slice(bytes);
@@ -13,7 +13,7 @@ pub fn gguf(bytes: &[u8]) {
 }
 
 fn check(bytes: &[u8]) {
-    // A file that is longer than what is there must not be believed either.
+    // A declared length beyond the available bytes must not be trusted.
     for len in [bytes.len() as u64, bytes.len() as u64 * 2, u64::MAX] {
         let Ok(header) = GgufHeader::parse(bytes, len) else { continue };
         let mut end = 0;

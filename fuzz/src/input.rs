@@ -1,6 +1,6 @@
-//! Bytes become numbers, sizes and floats, however few bytes there are.
+//! Turns bytes into numbers, sizes and floats, however few bytes there are.
 
-/// Bytes that are taken one after another; behind their end come numbers that follow from them.
+/// Reads the input byte by byte; after its end, pseudo-random bytes seeded by the input follow.
 #[derive(Debug)]
 pub(crate) struct Input<'a> {
     bytes: &'a [u8],
@@ -31,7 +31,7 @@ impl<'a> Input<'a> {
         self.byte() & 1 == 1
     }
 
-    /// True once in so many times, as bytes go.
+    /// True with probability about `1 / times`.
     pub(crate) fn rarely(&mut self, times: u8) -> bool {
         self.byte() % times == times - 1
     }
@@ -45,7 +45,7 @@ impl<'a> Input<'a> {
         1 + self.below(most)
     }
 
-    /// Any number at all.
+    /// An arbitrary integer.
     pub(crate) fn word(&mut self) -> usize {
         let wide = self.flag();
         usize::from_le_bytes(std::array::from_fn(|i| if wide || i == 0 { self.byte() } else { 0 }))
@@ -55,12 +55,12 @@ impl<'a> Input<'a> {
         (0..len).map(|_| self.byte()).collect()
     }
 
-    /// Codes or zeros of these bits.
+    /// Codes or zero points of `bits` bits.
     pub(crate) fn codes(&mut self, bits: u8, len: usize) -> Vec<u8> {
         (0..len).map(|_| self.byte() >> (8 - bits)).collect()
     }
 
-    /// Any floats, or only small and finite ones.
+    /// Arbitrary floats, or only small finite ones.
     pub(crate) fn floats(&mut self, len: usize) -> Vec<f32> {
         let any = self.flag();
         let mut float = || match any {

@@ -1,4 +1,4 @@
-//! The CPU kernels: views of any slices, packed bytes of any content, and the way there and back.
+//! The CPU kernels: arbitrary views, arbitrary packed bytes, and the round trip.
 
 use quant_kernels_cpu::{
     FloatRows, Int8Rows, Isa, Layout, PackedLinear, PackedView, RowLayout, Scales, Serial, StaticScale,
@@ -15,18 +15,18 @@ struct Matrix {
     group_size: usize,
     codes: Vec<u8>,
     scales: Vec<f32>,
-    /// Scales of groups, of progressive weights.
+    /// Group scales of progressive weights.
     whole: Option<Vec<u8>>,
     zeros: Option<Vec<u8>>,
 }
 
 impl Matrix {
-    /// One that can be packed, but for progressive weights beyond 8 bits.
+    /// A matrix that can be packed.
     fn valid(input: &mut Input<'_>) -> Self {
         let (n, groups, group_size) = (input.size(40), input.size(4), input.size(72));
         let (k, bits) = (groups * group_size, 2 + input.below(7) as u8);
         let progressive = input.rarely(4);
-        // `(code − zero) · scale` stays within 8 bits: 15 · 8 of 4 bits, 127 of 7.
+        // `(code − zero) · scale` fits int8: at most 15 · 8 for 4-bit codes, 127 for 7-bit codes.
         let bits = if progressive { bits.min(7) } else { bits };
         let largest = if bits <= 4 { 8 } else { 1 };
         let whole = progressive
@@ -42,7 +42,7 @@ impl Matrix {
         }
     }
 
-    /// Something of a valid one is wrong.
+    /// Replaces one field by an arbitrary value.
     fn spoil(&mut self, input: &mut Input<'_>) {
         let resize = |slice: &mut Vec<u8>, input: &mut Input<'_>| {
             let len = input.below(2 * slice.len() + 2);
@@ -79,7 +79,7 @@ impl Matrix {
     }
 }
 
-/// Rows of activations of 8 bits, per token or static.
+/// Rows of 8-bit activations, with per-token or static scales.
 fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
     let mut rows = Int8Rows::new(isa.token().expect("it is available"));
     let row_layout = RowLayout::of(layout);
@@ -91,15 +91,15 @@ fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
     rows
 }
 
-/// One scale and zero for all tokens.
+/// One scale and zero point for all tokens.
 fn static_scale(input: &mut Input<'_>) -> StaticScale {
     StaticScale { scale: f32::from(1 + input.byte() / 2) / 64.0, zero: input.byte() as i8 }
 }
 
-/// Views of anything: they are refused with an error, or packed and unpacked to what they were.
+/// Checks that arbitrary views are refused with an error, or packed and unpacked to the original.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn pack(data: &[u8]) {
     let mut input = Input::new(data);
     let mut matrix = Matrix::valid(&mut input);
@@ -109,7 +109,7 @@ pub fn pack(data: &[u8]) {
     let sums = input.flag();
     let Some(view) = matrix.view() else { return };
     let Ok(layout) = Layout::of(&view, sums) else { return };
-    // Not everything that has a layout is small: a view may have many columns, but has as many codes.
+    // A layout may have many columns, but the view must hold as many codes, so this stays small.
     let mut bytes = vec![0xa5; layout.bytes()];
     let outcome = layout.pack(&view, 0..layout.panels(), &mut bytes);
     let bias = input.rarely(3).then(|| input.floats(view.n()));
@@ -134,10 +134,10 @@ pub fn pack(data: &[u8]) {
     }
 }
 
-/// Packed weights of any bytes: nothing panics, and all instruction sets say the same.
+/// Checks that packed weights of arbitrary bytes never panic and give the same result on all instruction sets.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn packed(data: &[u8]) {
     let mut input = Input::new(data);
     let matrix = Matrix::valid(&mut input);
@@ -185,10 +185,10 @@ pub fn packed(data: &[u8]) {
     }
 }
 
-/// What is packed and multiplied is what the definition says, and comes back as it was.
+/// Checks that packed weights dequantize and multiply as the reference defines.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn round_trip(data: &[u8]) {
     let mut input = Input::new(data);
     let matrix = Matrix::valid(&mut input);

@@ -1,5 +1,5 @@
-//! Weights of floating-point formats: codes and scales of any bits are refused, or packed and multiplied as the definition
-//! says.
+//! Weights of floating-point formats: arbitrary codes and scales are refused, or packed and multiplied as the reference
+//! defines.
 
 use quant_kernels_cpu::{
     FloatFormat, FloatRows, Int8Rows, Isa, Layout, PackedLinear, RowLayout, Scales, Serial, WeightView,
@@ -9,10 +9,10 @@ use quant_kernels_cpu::{
 use crate::bits;
 use crate::input::Input;
 
-/// Weights that are packed where they are numbers, and their products.
+/// Checks that only weights whose codes are numbers are packed, and checks their products.
 ///
 /// # Panics
-/// When something is wrong.
+/// If a property does not hold.
 pub fn floating_point(data: &[u8]) {
     let mut input = Input::new(data);
     let format = if input.flag() { FloatFormat::E4m3 } else { FloatFormat::E2m1 };

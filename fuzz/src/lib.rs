@@ -1,10 +1,10 @@
-//! Fuzz targets: functions that take any bytes, and panic where something is wrong with what was made of them.
+//! Fuzz targets: functions that take arbitrary bytes and panic if a property does not hold.
 //!
-//! The same functions run twice. `cargo test -p quant-fuzz` gives them random bytes and the kept ones of
-//! `corpus/`, on stable Rust, with a fixed budget. `cargo xtask fuzz` runs them under libFuzzer, guided by
-//! coverage and with AddressSanitizer, from the crate in `libfuzzer/`, which stands outside the workspace.
+//! The same functions run in two ways. `cargo test -p quant-fuzz` gives them random bytes and the saved inputs of
+//! `corpus/`, on stable Rust, with a fixed budget. `cargo xtask fuzz` runs them under libFuzzer, guided by coverage and
+//! with AddressSanitizer, from the crate in `libfuzzer/`, which is outside the workspace.
 //!
-//! A new target is a function here, a line in [`TARGETS`], and a file in `libfuzzer/fuzz_targets`.
+//! To add a target, add a function here, a line in [`TARGETS`], and a file in `libfuzzer/fuzz_targets`.
 #![deny(unsafe_code)]
 
 mod attention;
@@ -49,6 +49,6 @@ pub const TARGETS: [(&str, Target); 11] = [
 ];
 
 fn bits(values: &[f32]) -> Vec<u32> {
-    // NaN is NaN; which one, processors do not agree upon.
+    // All NaNs count as equal: processors differ in their payloads.
     values.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect()
 }

@@ -1,4 +1,4 @@
-//! The fuzz targets on stable Rust: random bytes, and those that are kept.
+//! The fuzz targets on stable Rust: random bytes, and the saved inputs.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ proptest! {
     }
 }
 
-/// Inputs that once showed something, a folder a target.
+/// Inputs that once exposed a bug, one folder per target.
 #[test]
 fn kept_bytes() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
@@ -29,7 +29,7 @@ fn kept_bytes() {
     }
 }
 
-/// Every target has its file for libFuzzer.
+/// Every target has a libFuzzer file.
 #[test]
 fn all_are_fuzzed() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("libfuzzer/fuzz_targets");

@@ -1,7 +1,7 @@
-//! What results are compared with: results that were good, in one file that is committed.
+//! The baseline: known good results in one committed file.
 //!
-//! A baseline holds whole results by name, and the SHA-256 of them all: a file that was cut or edited is
-//! refused, not believed.
+//! A baseline holds complete results by name, and the SHA-256 of all of them: a file that is truncated or edited is
+//! rejected.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,13 +13,13 @@ use serde::{Deserialize, Serialize};
 use crate::Evaluation;
 use crate::result::{check_schema, read_json};
 
-/// The version of the form of baselines.
+/// The schema version of baselines.
 pub const SCHEMA: &str = "quant-gate-baseline/1";
 
 /// Results by name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Baseline {
-    /// The results, without what a run took.
+    /// The results, without their timings.
     pub results: BTreeMap<String, Evaluation>,
 }
 
@@ -32,17 +32,16 @@ struct File {
 }
 
 impl Baseline {
-    /// A baseline of these results. What a run took is left out, so that the same numbers make the same
-    /// bytes.
+    /// Creates a baseline of these results. Timings are left out, so that equal numbers give an identical file.
     pub fn new(results: &[(String, Evaluation)]) -> Self {
         let timeless = |e: &Evaluation| Evaluation { seconds: 0.0, tokens_per_second: 0.0, ..e.clone() };
         Self { results: results.iter().map(|(name, e)| (name.clone(), timeless(e))).collect() }
     }
 
-    /// The SHA-256 that its file holds: of all results as compact JSON.
+    /// Computes the SHA-256 that its file holds: of all results as compact JSON.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a result cannot be written, which does not happen.
+    /// [`Error::Internal`] when a result cannot be serialized, which does not happen.
     pub fn sha256(&self) -> Result<String> {
         digest(&self.values()?)
     }
@@ -52,10 +51,10 @@ impl Baseline {
         self.results.iter().map(|(name, e)| Ok((name.clone(), value(e)?))).collect()
     }
 
-    /// Reads a baseline and checks it as a whole.
+    /// Reads a baseline and validates it completely.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is not one, or is empty, cut or edited.
+    /// [`Error::InputFile`] when it is not a baseline, or is empty, truncated or edited.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| Error::InputFile {
             path: path.to_owned(),
@@ -76,10 +75,10 @@ impl Baseline {
         Ok(Self { results: file.results.into_iter().map(read).collect::<Result<_>>()? })
     }
 
-    /// The file.
+    /// Returns the contents of the file.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a result cannot be written, which does not happen.
+    /// [`Error::Internal`] when a result cannot be serialized, which does not happen.
     pub fn to_json(&self) -> Result<String> {
         let results = self.values()?;
         let file = File { schema: SCHEMA.into(), sha256: digest(&results)?, results };

@@ -1,34 +1,33 @@
-//! Pass, fail, or too little to tell: the test of one degradation.
+//! Pass, fail or inconclusive: the test of one degradation.
 //!
-//! The degradation of window `w` is its mean now minus its mean in the baseline, paired. With the mean
-//! `d` over tokens, its standard error `e` over `W` windows, and `t` the quantile of Student's
-//! distribution at the one-sided level, with the [degrees of freedom](crate::statistics) of the windows, the degradation lies, for all
-//! that is known, between `L = d − t e` and `U = d + t e`. Where `U` is within the margin, it is shown
-//! that the model is not worse by more: pass. Where `L` is beyond the margin, it is shown that it is:
-//! fail. Between them more windows are needed. (A one-sided test of non-inferiority and its mirror
-//! image; no difference at all, to the last bit, passes whatever the number of windows.)
+//! The degradation of window `w` is its mean now minus its mean in the baseline, paired. Let `d` be the mean over
+//! tokens, `e` its standard error over `W` windows, and `t` the quantile of Student's t distribution at the one-sided
+//! level, with the [degrees of freedom](crate::statistics) of the windows. The confidence bounds of the degradation are
+//! `L = d − t e` and `U = d + t e`. If `U` is within the margin, the model is not worse by more than the margin: pass.
+//! If `L` is beyond the margin, it is worse by more: fail. Otherwise more windows are needed. (This is a one-sided test
+//! of non-inferiority and its mirror image; bit-identical results pass whatever the number of windows.)
 //!
-//! Where a policy has several tests, one of them would fail by chance more often than the level says;
-//! they fail by the step-down rule of Holm (1979), which keeps the level for all together. To pass, each
-//! must pass by itself, and no correction is needed.
+//! If a policy has several tests, one of them would fail by chance more often than the level allows. Failures therefore
+//! use the step-down procedure of Holm (1979), which keeps the level for all tests together. To pass, each test must
+//! pass individually, which needs no correction.
 
 use serde::Serialize;
 
 use crate::Estimate;
 use crate::statistics::{degrees_of_freedom, student};
 
-/// How often as many windows as are asked for would decide.
+/// The power for which the required number of windows is reported.
 const POWER: f64 = 0.8;
 
-/// How a check ended.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
     /// It holds.
     Pass,
-    /// It does not hold.
+    /// The condition does not hold.
     Fail,
-    /// Nobody can tell from so few windows.
+    /// There are too few windows to decide.
     Inconclusive,
 }
 
@@ -50,13 +49,14 @@ pub(super) struct Test {
     /// `L` and `U`; absent for a single window.
     pub(super) bounds: Option<(f64, f64)>,
     pub(super) verdict: Verdict,
-    /// The probability of at least this degradation if the true one were the margin.
+    /// The p-value: the probability of at least this degradation if the true one equals the margin.
     pub(super) p_fail: f64,
-    /// About how many windows would decide four times out of five, if the degradation is what it seems.
+    /// The approximate number of windows that would decide with 80 % power, if the true degradation is the observed
+    /// one.
     pub(super) windows_needed: Option<u64>,
 }
 
-/// Tests whether the windows' differences, `tokens` of each, stay within `margin`.
+/// Tests whether the windows' differences, weighted by `tokens`, stay within `margin`.
 pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f64) -> Test {
     let totals: Vec<f64> = differences.iter().zip(tokens).map(|(d, &n)| d * n as f64).collect();
     let degradation = Estimate::clustered(&totals, tokens);
@@ -76,7 +76,7 @@ pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f6
                 _ => (Verdict::Inconclusive, p_fail),
             }
         }
-        // Every window differs by the same.
+        // All windows differ by the same amount.
         (false, Some(_)) if mean <= margin => (Verdict::Pass, 1.0),
         (false, Some(_)) => (Verdict::Fail, 0.0),
     };
@@ -89,7 +89,7 @@ pub(super) fn test(differences: &[f64], tokens: &[usize], margin: f64, level: f6
     Test { degradation, bounds, verdict, p_fail, windows_needed }
 }
 
-/// By the step-down rule of Holm, which tests with these probabilities fail at this level.
+/// Holm's step-down procedure: which tests with these p-values fail at this level.
 pub(super) fn holm(probabilities: &[f64], level: f64) -> Vec<bool> {
     let mut order: Vec<usize> = (0..probabilities.len()).collect();
     order.sort_by(|&a, &b| probabilities[a].total_cmp(&probabilities[b]));
@@ -109,16 +109,16 @@ mod tests {
 
     use super::*;
 
-    /// Nearly normal differences with this mean and spread, seeded.
+    /// Approximately normal differences with this mean and spread, seeded.
     fn sample(seed: u64, windows: u64, mean: f64, spread: f64) -> Vec<f64> {
         let uniform = |i: u64| mix(mix(seed) ^ i) as f64 / u64::MAX as f64;
-        // Twelve uniform values have the variance one.
+        // The sum of twelve uniform values has variance one.
         (0..windows)
             .map(|w| mean + spread * ((0..12).map(|i| uniform(12 * w + i)).sum::<f64>() - 6.0))
             .collect()
     }
 
-    /// Rates at which tests pass and fail, of 2000 samples of 20 windows.
+    /// Rates at which tests pass and fail, over 2000 samples of 20 windows.
     fn rates(mean: f64, spread: f64, margin: f64) -> (f64, f64) {
         let verdicts: Vec<Verdict> = (0..2000)
             .map(|seed| test(&sample(seed, 20, mean, spread), &[100; 20], margin, 0.05).verdict)
@@ -131,7 +131,7 @@ mod tests {
     fn at_the_margin_it_errs_as_often_as_the_level_says() {
         let (pass, fail) = rates(0.005, 0.01, 0.005);
         assert!((0.035..0.065).contains(&pass) && (0.035..0.065).contains(&fail), "{pass} {fail}");
-        // Far from it hardly ever.
+        // Far from the margin, errors are rare.
         assert_eq!(rates(0.02, 0.01, 0.005), (0.0, 1.0));
         assert_eq!(rates(-0.01, 0.01, 0.005), (1.0, 0.0));
     }
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(open.verdict, Verdict::Inconclusive);
         let needed = open.windows_needed.unwrap() as usize;
         assert!((170..190).contains(&needed), "{needed}");
-        // An odd number of them has another mean.
+        // With an odd number of windows the mean differs.
         let even = needed.next_multiple_of(2);
         let decided = test(&alternating(even), &vec![100; even], 0.002, 0.05);
         assert_eq!(decided.verdict, Verdict::Pass);

@@ -1,5 +1,4 @@
-//! An outcome as GitHub Actions shows it: a table in the summary of a step, and annotations of the
-//! policy's lines.
+//! An outcome for GitHub Actions: a table for the step summary, and annotations on the policy's lines.
 
 use super::{Outcome, Verdict};
 
@@ -33,7 +32,7 @@ pub fn summary(outcome: &Outcome) -> String {
     text
 }
 
-/// Workflow commands that mark the policy's lines whose checks did not pass.
+/// Workflow commands that annotate the policy's lines whose checks did not pass.
 pub fn annotations(outcome: &Outcome) -> Vec<String> {
     let marked = outcome.checks.iter().filter(|c| c.verdict != Verdict::Pass);
     marked
@@ -53,7 +52,7 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
         .collect()
 }
 
-/// A text inside a cell of a table: no markup, no end of the cell.
+/// Escapes text for a table cell: no markup, and no cell separator.
 fn cell(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
@@ -69,12 +68,12 @@ fn cell(text: &str) -> String {
     out
 }
 
-/// A workflow command's message ends with its line.
+/// Escapes the message of a workflow command, which ends at a newline.
 fn escaped(text: &str) -> String {
     text.replace('%', "%25").replace('\r', "%0D").replace('\n', "%0A")
 }
 
-/// And a property also with a comma or colon.
+/// Escapes a property, which also ends at a comma or colon.
 fn property(text: &str) -> String {
     escaped(text).replace(':', "%3A").replace(',', "%2C")
 }

@@ -1,12 +1,12 @@
-//! An outcome as JUnit XML, which CI systems show as tests: a suite a result, a case a check.
+//! An outcome as JUnit XML, which CI systems display as tests: one suite per result, one case per check.
 
 use quant_core::{Error, Result};
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 
 use super::{Outcome, Verdict};
 
-/// The XML. A failed check is a failure; an open one is a failure of the type `inconclusive`, unless the
-/// gate as a whole passes: then it is skipped.
+/// Returns the XML. A failed check is a failure. An inconclusive one is a failure of type `inconclusive`, or is skipped
+/// if the gate as a whole passes.
 ///
 /// # Errors
 /// [`Error::Internal`] when it cannot be written, which does not happen.

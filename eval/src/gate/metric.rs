@@ -1,21 +1,21 @@
-//! The numbers of a result that a policy may name.
+//! The metrics of a result that a policy may name.
 
 use serde::{Deserialize, Serialize};
 
 use super::Against;
 use crate::{Divergence, Estimate, Evaluation};
 
-/// A number of a result.
+/// A metric of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
     /// The model's perplexity.
     Perplexity,
-    /// Bits a byte of text.
+    /// Bits per byte of text.
     BitsPerByte,
-    /// The perplexity over the reference's.
+    /// The ratio of the perplexity to the reference's.
     PerplexityRatio,
-    /// The mean divergence from the reference, nats per token.
+    /// The mean divergence from the reference, in nats per token.
     Kl,
     /// Its median over positions.
     KlMedian,
@@ -27,17 +27,17 @@ pub enum Metric {
     KlP999,
     /// Its largest value.
     KlMax,
-    /// Share of positions at which the reference's most likely token is the model's.
+    /// Fraction of positions at which the model and the reference have the same most likely token.
     Top1Agreement,
-    /// Share of the reference's five most likely tokens that are among the model's.
+    /// Fraction of the reference's five most likely tokens that are among the model's five.
     Top5Overlap,
-    /// Root of the mean square change of the next token's probability.
+    /// Root mean square change of the next token's probability.
     RmsDeltaP,
     /// Bytes of the model's weight files.
     SizeBytes,
 }
 
-/// A number with what is known of its error.
+/// A value with its standard error, if that is known.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Value {
     pub(super) value: f64,
@@ -51,7 +51,7 @@ impl From<Estimate> for Value {
 }
 
 impl Metric {
-    /// The name that policies and tables have for it.
+    /// Its name in policies and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Perplexity => "perplexity",
@@ -70,7 +70,7 @@ impl Metric {
         }
     }
 
-    /// Whether windows can be paired to test this number.
+    /// Whether the metric can be tested with paired windows.
     pub(super) fn check_paired(self, against: Against) -> Result<(), String> {
         match (self, against) {
             (Self::Perplexity, _) | (Self::Kl, Against::Baseline) => Ok(()),
@@ -85,7 +85,7 @@ impl Metric {
         }
     }
 
-    /// The same with its error.
+    /// The formatted value with its standard error.
     pub(super) fn of(self, result: &Evaluation) -> Option<Value> {
         let compared = |of: fn(&Divergence) -> Value| result.comparison.as_ref().map(of);
         let exact = |value| Value { value, standard_error: None };
@@ -106,17 +106,17 @@ impl Metric {
         }
     }
 
-    /// The number in a result; `None` where the result was measured without what it needs.
+    /// Returns the metric's value in a result; `None` if the result was measured without what it needs.
     pub fn value(self, result: &Evaluation) -> Option<f64> {
         self.of(result).map(|v| v.value)
     }
 
-    /// Whether it says how far a model is from its reference.
+    /// Whether the metric measures the distance from a reference.
     pub(super) fn is_comparison(self) -> bool {
         !matches!(self, Self::Perplexity | Self::BitsPerByte | Self::SizeBytes)
     }
 
-    /// Every window's value of what is tested: nats per token.
+    /// Each window's value of the tested quantity, in nats per token.
     pub(super) fn windows(self, result: &Evaluation) -> Option<&[f64]> {
         match self {
             Self::Kl => result.comparison.as_ref().map(|c| c.window_kl.as_slice()),
@@ -126,7 +126,7 @@ impl Metric {
 }
 
 impl From<crate::statistics::Quantile> for Value {
-    /// Half the interval's width over 1.96 stands for a standard error.
+    /// Half the interval's width divided by 1.96 serves as the standard error.
     fn from(q: crate::statistics::Quantile) -> Self {
         let error = q.low.zip(q.high).map(|(low, high)| (high - low).max(0.0) / (2.0 * 1.96));
         Self { value: q.value, standard_error: error }

@@ -1,17 +1,17 @@
-//! The accuracy gate: has a model become worse than it may?
+//! The accuracy gate: decides whether a model has become worse than allowed.
 //!
 //! ```text
 //! policy, baseline, results ─► binding ─► tests and caps ─► verdict ─► JSON, JUnit, GitHub
 //! ```
 //!
-//! A [`Policy`] says what must hold. Degradations are tested in pairs of windows, against a [`Baseline`]
-//! of results that were good or against the reference that a result was measured with, and have three
-//! ends: it is shown that they stay within the margin, that they do not, or there are too few windows
-//! to tell. Caps are bounds without statistics.
+//! A [`Policy`] states the requirements. Degradations are tested with paired windows, against a [`Baseline`] of known
+//! good results or against the reference that a result was measured with. A test has three outcomes: the degradation is
+//! within the margin, it is beyond the margin, or there are too few windows to decide. Caps are bounds without
+//! statistics.
 //!
-//! Nothing that is missing passes. A result that is not in the baseline, one of the baseline that is not
-//! given, another text, tokenizer, rule or reference than in the baseline, a number that a result does
-//! not have: each is an error and no verdict.
+//! Missing input never passes. A result that is not in the baseline, a result of the baseline that is not given, a
+//! text, tokenizer, rule or reference that differs from the baseline's, and a metric that a result does not have are
+//! errors, and there is no verdict.
 
 mod baseline;
 mod decision;
@@ -33,44 +33,44 @@ pub use self::metric::Metric;
 pub use self::policy::{Against, Cap, NonInferiority, OnInconclusive, Policy};
 use crate::{Evaluation, ModelIdentity};
 
-/// The version of the form of outcomes.
+/// The schema version of outcomes.
 pub const SCHEMA: &str = "quant-gate/1";
 
-/// What a gate decided, and why.
+/// The decision of a gate, with its reasons.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// [`SCHEMA`].
     pub schema: &'static str,
     /// The policy's file.
     pub policy: String,
-    /// All checks together, after what the policy says of open ones.
+    /// The combined outcome of all checks, after the policy's rule for inconclusive ones.
     pub verdict: Verdict,
     /// The one-sided level of tests.
     pub level: f64,
     /// SHA-256 of the policy's text.
     pub policy_sha256: String,
-    /// SHA-256 that the baseline holds of its results, where there is one.
+    /// SHA-256 of the baseline's results, if there is a baseline.
     pub baseline_sha256: Option<String>,
-    /// What was judged.
+    /// The results that were judged.
     pub results: Vec<Judged>,
     /// Every check of every result.
     pub checks: Vec<Check>,
-    /// What else to know, each fit for a line of text.
+    /// Further notes, one line each.
     pub notes: Vec<String>,
 }
 
-/// A result, identified by what it says of itself.
+/// A result, identified by its own fields.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Judged {
     /// Its name.
     pub name: String,
     /// The rule that it was scored by.
     pub profile: String,
-    /// What measured it.
+    /// The program that measured it.
     pub tool: crate::Tool,
-    /// SHA-256 of the result, as it holds it.
+    /// SHA-256 of the result, from its file.
     pub sha256: String,
-    /// SHA-256 of the model, and of its reference if it had one.
+    /// SHA-256 of the model; `reference_sha256` is that of its reference, if any.
     pub model_sha256: String,
     /// See `model_sha256`.
     pub reference_sha256: Option<String>,
@@ -101,35 +101,34 @@ pub struct Check {
     pub profile: String,
     /// What was checked, such as `perplexity against baseline`.
     pub name: String,
-    /// Where the policy asks for it.
+    /// Where the policy requires it.
     pub line: usize,
-    /// How it ended.
+    /// The outcome.
     pub verdict: Verdict,
-    /// The number that was checked: a degradation, or what is capped.
+    /// The value that was checked: a degradation, or the capped metric.
     pub value: f64,
     /// Its standard error, where it has one.
     pub standard_error: Option<f64>,
-    /// Between these the degradation lies, each at the one-sided level.
+    /// The lower confidence bound of the degradation, at the one-sided level.
     pub low: Option<f64>,
-    /// The upper one.
+    /// The upper confidence bound.
     pub high: Option<f64>,
-    /// What it must not exceed.
+    /// The upper limit.
     pub at_most: Option<f64>,
-    /// What it must not fall below.
+    /// The lower limit.
     pub at_least: Option<f64>,
     /// Windows.
     pub windows: usize,
-    /// About how many windows would decide an open test four times out of five.
+    /// The approximate number of windows that would decide an inconclusive test with 80 % power.
     pub windows_needed: Option<u64>,
-    /// The check in a sentence.
+    /// The check as a sentence.
     pub message: String,
 }
 
 /// Judges results by a policy.
 ///
 /// # Errors
-/// [`Error::InputFile`] and [`Error::Usage`] when something that a check needs is missing or does not
-/// fit.
+/// [`Error::InputFile`] and [`Error::Usage`] when something that a check needs is missing or does not match.
 pub fn judge(
     policy: &Policy,
     baseline: Option<(&Baseline, &std::path::Path)>,
@@ -192,7 +191,7 @@ pub fn judge(
     let verdict = match (any(Verdict::Fail), any(Verdict::Inconclusive), policy.on_inconclusive) {
         (true, ..) | (_, true, OnInconclusive::Fail) => Verdict::Fail,
         (_, true, OnInconclusive::Inconclusive) => Verdict::Inconclusive,
-        // By itself this one would have failed: more tests beside it must not make it pass.
+        // Without the correction this test fails: additional tests must not make it pass.
         (_, true, OnInconclusive::Pass) if doubted => Verdict::Inconclusive,
         _ => Verdict::Pass,
     };
@@ -209,7 +208,7 @@ pub fn judge(
     })
 }
 
-/// Fails unless there are results, each with a name of its own.
+/// Fails unless there are results with unique names.
 ///
 /// # Errors
 /// [`Error::Usage`].
@@ -227,7 +226,7 @@ pub fn check_given(names: &[&str]) -> Result<()> {
     }
 }
 
-/// Fails where a check asks how far a model is from its reference, and that was the model itself.
+/// Fails if a check measures the distance from a reference that is the model itself.
 fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<()> {
     let tests = policy.non_inferiority.iter().map(|c| {
         let compares = c.metric.is_comparison() || c.against == Against::Reference;
@@ -235,7 +234,7 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
     });
     let caps = policy.caps.iter().map(|c| (c.metric.is_comparison(), &c.results, c.line));
     for (_, names, line) in tests.chain(caps).filter(|(compares, ..)| *compares) {
-        // With keys and values cached otherwise it is another model.
+        // With a different KV-cache format it is another model.
         let itself = |e: &Evaluation| {
             let same = |r: &ModelIdentity| r.sha256 == e.model.sha256 && r.kv_cache == e.model.kv_cache;
             e.reference.as_ref().is_some_and(same)
@@ -260,7 +259,7 @@ fn chosen<'a>(
     results.iter().filter(|(n, _)| names.is_empty() || names.contains(n)).map(|(n, e)| (n.as_str(), e))
 }
 
-/// Fails unless results and baseline are of the same texts, cut in the same way.
+/// Fails unless results and baseline use the same texts, cut in the same way.
 fn bind(
     baseline: &Baseline,
     path: &std::path::Path,
@@ -328,7 +327,7 @@ fn bind(
     Ok(())
 }
 
-/// A test, and its probability for Holm's rule.
+/// A test with its p-value for Holm's procedure.
 fn non_inferiority(
     policy: &Policy,
     check: &NonInferiority,
@@ -347,7 +346,7 @@ fn non_inferiority(
         Against::Reference => missing("a comparison with a reference"),
     })?;
     let differences: Vec<f64> = now.iter().zip(then).map(|(n, t)| n - t).collect();
-    // A perplexity that rises by a share does so by its logarithm in nats.
+    // A relative increase of the perplexity is the difference of its logarithms, in nats.
     let ratio = check.metric == Metric::Perplexity;
     let margin = if ratio { check.margin.ln_1p() } else { check.margin };
     let test = decision::test(&differences, &result.window_tokens, margin, policy.level);
@@ -422,7 +421,7 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
     })
 }
 
-/// A number as people read it: whole ones whole, others with six digits after the point.
+/// Formats a number for people: integers without digits after the point, others with six.
 fn shown(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value}") } else { format!("{value:.6}") }
 }

@@ -1,4 +1,4 @@
-//! What must hold: a policy as a TOML file, which lies beside the code it guards.
+//! The policy: requirements as a TOML file, committed with the code it guards.
 //!
 //! ```toml
 //! schema = "quant-gate-policy/1"
@@ -15,8 +15,7 @@
 //! at_most = 0.5
 //! ```
 //!
-//! Every check is made of every result, or of those that its `results` names. A key that is not known
-//! is an error.
+//! Every check applies to every result, or to those that its `results` names. Unknown keys are errors.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -28,29 +27,29 @@ use toml::Spanned;
 
 use super::metric::Metric;
 
-/// The version of the form of policies.
+/// The schema version of policies.
 pub const SCHEMA: &str = "quant-gate-policy/1";
-/// Larger files are refused.
+/// Larger files are rejected.
 const LARGEST: u64 = 1 << 20;
 
-/// What must hold of results.
+/// Requirements on results.
 #[derive(Debug, Clone)]
 pub struct Policy {
     /// SHA-256 of its text.
     pub sha256: String,
-    /// The file, for messages.
+    /// Path of the file, for messages.
     pub path: PathBuf,
     /// The one-sided level of tests.
     pub level: f64,
-    /// What becomes of a test that too few windows leave open.
+    /// The outcome of the gate if tests are inconclusive.
     pub on_inconclusive: OnInconclusive,
     /// Degradations that must be shown to stay within a margin.
     pub non_inferiority: Vec<NonInferiority>,
-    /// Bounds that numbers must keep.
+    /// Bounds on metrics.
     pub caps: Vec<Cap>,
 }
 
-/// What becomes of a gate that neither passes nor fails.
+/// The outcome of a gate that neither passes nor fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnInconclusive {
@@ -68,17 +67,17 @@ pub enum OnInconclusive {
 pub struct NonInferiority {
     /// Of what.
     pub metric: Metric,
-    /// Against what.
+    /// The comparison: baseline or reference.
     pub against: Against,
-    /// For a perplexity the share by which it may rise; for a divergence nats per token.
+    /// For a perplexity, the allowed relative increase; for a divergence, nats per token.
     pub margin: f64,
-    /// Of which results; all if nothing is named.
+    /// The results it applies to; all if empty.
     pub results: Vec<String>,
-    /// Where the policy says so.
+    /// Its place in the policy.
     pub line: usize,
 }
 
-/// What a result is compared with.
+/// The other side of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Against {
@@ -88,18 +87,18 @@ pub enum Against {
     Reference,
 }
 
-/// A bound that a number must keep.
+/// A bound on a metric.
 #[derive(Debug, Clone)]
 pub struct Cap {
-    /// Which number.
+    /// The metric.
     pub metric: Metric,
-    /// It must not exceed this,
+    /// The upper limit.
     pub at_most: Option<f64>,
-    /// nor fall below this.
+    /// The lower limit.
     pub at_least: Option<f64>,
-    /// Of which results; all if nothing is named.
+    /// The results it applies to; all if empty.
     pub results: Vec<String>,
-    /// Where the policy says so.
+    /// Its place in the policy.
     pub line: usize,
 }
 
@@ -140,7 +139,7 @@ impl Policy {
     /// Reads a policy.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line at fault.
+    /// [`Error::InputFile`] that names the line.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason: String| fault(path, None, reason);
         let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
@@ -155,10 +154,10 @@ impl Policy {
         Self::parse(&text, path)
     }
 
-    /// The same from its text; `path` is for messages.
+    /// Parses a policy; `path` is for messages.
     ///
     /// # Errors
-    /// [`Error::InputFile`] with the line at fault.
+    /// [`Error::InputFile`] that names the line.
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
         let line =
             |span: Range<usize>| text.get(..span.start).map_or(1, |before| 1 + before.matches('\n').count());
@@ -234,7 +233,7 @@ impl Policy {
         self.non_inferiority.iter().any(|c| c.against == Against::Baseline)
     }
 
-    /// Fails where a check names a result that is not there.
+    /// Fails if a check names an unknown result.
     pub(super) fn check_names(&self, names: &[&str]) -> Result<()> {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {

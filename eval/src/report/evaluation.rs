@@ -10,20 +10,20 @@ use super::{bytes, estimate_tile, nats, nats_of, page, pareto, row, tile, tool};
 use crate::statistics::{Histogram, Quantile};
 use crate::{Anatomy, Bos, BosPolicy, Divergence, Evaluation, ModelIdentity};
 
-/// How many of the worst windows are shown.
+/// Number of worst windows in the table.
 const WORST: usize = 8;
-/// How many tensors are listed.
+/// Number of tensors in the table.
 const TENSORS: usize = 16;
 
-/// What is shown of an evaluation.
+/// The contents of an evaluation's page.
 pub struct EvaluationReport<'a> {
     /// The result.
     pub result: &'a Evaluation,
-    /// What is seen of both models between their blocks, where there is a reference.
+    /// Block by block comparison of both models, if there is a reference.
     pub anatomy: Option<&'a Anatomy>,
     /// How the model's linears are stored, in order of blocks.
     pub linears: &'a [LinearCell],
-    /// What quantizing did to the model's tensors, where that is known.
+    /// Quantization errors of the model's tensors, if known.
     pub quantization: Option<&'a QuantReport>,
     /// The beginnings of the worst windows' texts.
     pub worst: &'a [WorstWindow],
@@ -40,7 +40,7 @@ pub struct WorstWindow {
 }
 
 impl EvaluationReport<'_> {
-    /// The numbers of the windows that are worst, worst first: by divergence, or alone by likelihood.
+    /// Returns the numbers of the worst windows, worst first: by divergence, or by likelihood without a reference.
     pub fn worst_windows(result: &Evaluation) -> Vec<usize> {
         let by = match &result.comparison {
             Some(comparison) => &comparison.window_kl,
@@ -191,7 +191,7 @@ fn divergence(c: &Divergence) -> Markup {
 }
 
 fn through_blocks(anatomy: &Anatomy) -> Markup {
-    // Linears that read the same are drawn once.
+    // Linears with the same input are drawn once.
     let mut drawn: Vec<(String, [Vec<f64>; 2])> = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for input in &anatomy.inputs {

@@ -6,7 +6,7 @@ use super::{page, pareto, row, tile, tool};
 use crate::Evaluation;
 use crate::gate::Outcome;
 
-/// The page of what a gate decided on these results.
+/// Renders the page of a gate's decision on these results.
 pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String {
     let subtitle = html! { "By " (outcome.policy) ", at a one-sided level of " (outcome.level) "." };
     let count = |name: &str| outcome.checks.iter().filter(|c| c.verdict.name() == name).count().to_string();

@@ -1,7 +1,7 @@
-//! Reports: pages that explain a result to a person.
+//! Reports: HTML pages that explain a result.
 //!
-//! A page is one HTML file with its style inside. It needs no network and no script, every text in it is
-//! escaped, and the same numbers give the same bytes: what a run took is not on it.
+//! A page is one HTML file with embedded style. It needs no network and no script, every text in it is escaped, and the
+//! same numbers give the same bytes: timings are left out.
 
 mod evaluation;
 mod gate;
@@ -27,7 +27,7 @@ fn page(title: &str, subtitle: &Markup, body: &Markup) -> String {
             head {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
-                // Nothing is fetched, whatever a name on the page says.
+                // Nothing is fetched, whatever a name on the page contains.
                 meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
                 title { (title) }
                 style { (PreEscaped(STYLE)) }
@@ -46,7 +46,7 @@ fn tile(name: &str, value: &str, note: &str) -> Markup {
     html! { div.tile { small { (name) } b { (value) } small { (note) } } }
 }
 
-/// A line of provenance.
+/// A line of the provenance.
 fn row(name: &str, value: &str) -> Markup {
     html! { tr { td { (name) } td.hash { (value) } } }
 }
@@ -56,12 +56,12 @@ fn tool(tool: &Tool) -> String {
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
-/// A divergence: five digits after the point, or two that count where these would be nought.
+/// A divergence: five digits after the point, or two significant digits if those would be zero.
 pub fn nats(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.1e}") } else { format!("{value:.5}") }
 }
 
-/// The same with its error.
+/// The formatted value with its standard error.
 fn nats_of(estimate: Estimate) -> String {
     match estimate.standard_error {
         Some(error) if estimate.mean.abs() < 1e-3 => format!("{} ± {error:.0e}", nats(estimate.mean)),
@@ -70,12 +70,12 @@ fn nats_of(estimate: Estimate) -> String {
     }
 }
 
-/// A tile of a mean with its error.
+/// A tile with a mean and its standard error.
 fn estimate_tile(name: &str, estimate: Estimate, digits: usize, note: &str) -> Markup {
     tile(name, &format!("{estimate:.digits$}"), note)
 }
 
-/// Results by size and divergence; those to which no other is better in both are marked.
+/// Results by size and divergence; those on the Pareto front are marked.
 fn pareto(results: &[(String, &Evaluation)]) -> Markup {
     let compared: Vec<_> =
         results.iter().filter_map(|(name, e)| Some((name, *e, e.comparison.as_ref()?))).collect();

@@ -1,4 +1,4 @@
-//! The page of a quantization, and the map of a model's bits.
+//! The page of a quantization, and the map of a model's bit widths.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,11 +18,11 @@ pub struct LinearCell {
     pub linear: String,
     /// The scheme, or `float`.
     pub scheme: String,
-    /// Bits of a code, where it is quantized.
+    /// Bits per code, if it is quantized.
     pub bits: Option<u8>,
 }
 
-/// Every linear of every block, coloured by its bits.
+/// Every linear of every block, coloured by bit width.
 pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
     let mut names: Vec<&str> = Vec::new();
     let mut cells: BTreeMap<(usize, &str), &LinearCell> = BTreeMap::new();
@@ -58,7 +58,7 @@ pub(super) fn bit_map(linears: &[LinearCell]) -> Markup {
     }
 }
 
-/// What rounding changed of every tensor, worst first below the chart; `shown` limits the table.
+/// Quantization errors of every tensor; the table below the chart lists the worst first, `shown` of them at most.
 pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let quantized: Vec<&TensorReport> = report.tensors.iter().filter(|t| t.weight_error.is_some()).collect();
     let error = |t: &TensorReport| t.weight_error.map_or(0.0, |e| 100.0 * e.relative_rms);
@@ -89,7 +89,7 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     }
 }
 
-/// The exponents that scales were found with; a dash where no scaling was best.
+/// The exponents of the chosen scales; a dash where no scaling was best.
 fn exponents(tensor: &TensorReport) -> String {
     let awq = tensor.scale_search.as_ref().map(|search| search.ratio);
     let smooth = tensor.smooth.as_ref().map(|smooth| smooth.alpha);
@@ -97,8 +97,7 @@ fn exponents(tensor: &TensorReport) -> String {
     [awq, smooth].into_iter().flatten().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// How far outliers stood out of inputs, before and after: those that AWQ searched scales for, or those that SmoothQuant
-/// smoothed.
+/// The outliers of inputs before and after scaling: inputs for which AWQ searched scales, or that SmoothQuant smoothed.
 fn outliers(report: &QuantReport) -> Vec<Markup> {
     let searched = report.tensors.iter().filter_map(|t| t.scale_search.as_ref());
     let searched = searched.map(|s| (&s.producer, &s.consumers, s.outlier));
@@ -126,12 +125,12 @@ fn outlier_charts<'a>(
     about: &str,
     records: impl Iterator<Item = (&'a String, &'a Vec<String>, Option<ChannelOutlier>)>,
 ) -> Option<Markup> {
-    // Linears that share an input share a record; inputs of one kind make one chart.
+    // Linears with the same input share a record; inputs of one kind share a chart.
     let mut kinds: Vec<(String, Vec<ChannelOutlier>)> = Vec::new();
     let mut seen = BTreeSet::new();
     for (producer, consumers, outlier) in records {
         let Some(outlier) = outlier.filter(|_| seen.insert(producer)) else { continue };
-        // Experts have linears of the same names.
+        // The linears of different experts have the same names.
         let mut leaves: Vec<&str> = Vec::new();
         for module in consumers {
             let leaf = module.rsplit('.').next().unwrap_or(module);
@@ -162,7 +161,7 @@ fn outlier_charts<'a>(
     })
 }
 
-/// The page of what `quant quantize` did; `title` names the output.
+/// Renders the page of a `quant quantize` run; `title` names the output.
 pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
     let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
     let subtitle = html! { (report.method) " into " (report.format) ", by quant " (report.version) };

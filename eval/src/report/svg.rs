@@ -1,28 +1,27 @@
-//! Charts as SVG, drawn from numbers alone: no script, no font, no colour that is not a class of the
-//! page's style.
+//! Charts as SVG, drawn only from numbers: no scripts, no fonts, and only colours that are classes of the page's style.
 
 use maud::{Markup, html};
 
 /// Width of a chart in its own units; the page scales it.
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 234.0;
-/// Room for the axes' labels.
+/// Space for the axis labels.
 const LEFT: f64 = 56.0;
 const BOTTOM: f64 = 54.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 20.0;
 
-/// A list of numbers that is drawn in one colour.
+/// A series of numbers, drawn in one colour.
 pub(super) struct Series<'a> {
-    /// What it is called.
+    /// Its label.
     pub(super) name: &'a str,
-    /// The class of its colour.
+    /// The CSS class of its colour.
     pub(super) class: &'static str,
-    /// Its values; those that are not positive are not drawn where the scale is logarithmic.
+    /// Its values; on a logarithmic scale, only positive ones are drawn.
     pub(super) values: Vec<f64>,
 }
 
-/// Positions on an axis.
+/// The scale of an axis.
 struct Axis {
     from: f64,
     to: f64,
@@ -30,7 +29,7 @@ struct Axis {
 }
 
 impl Axis {
-    /// An axis that holds all of these.
+    /// Returns an axis that covers all these values.
     fn of(values: impl Iterator<Item = f64>, logarithmic: bool) -> Self {
         let usable = values.filter(|v| v.is_finite() && (!logarithmic || *v > 0.0));
         let (low, high) = usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
@@ -48,7 +47,7 @@ impl Axis {
         }
     }
 
-    /// Where a value lies, from 0 to 1.
+    /// The position of a value, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
         let place = match self.logarithmic {
             true => (value / self.from).log10() / (self.to / self.from).log10(),
@@ -57,7 +56,7 @@ impl Axis {
         if place.is_finite() { place.clamp(0.0, 1.0) } else { 0.0 }
     }
 
-    /// Values to mark.
+    /// Values of the tick marks.
     fn marks(&self) -> Vec<f64> {
         if !self.logarithmic {
             let steps = (self.to / round_step(self.to)).round().max(1.0);
@@ -65,14 +64,14 @@ impl Axis {
         }
         let (from, to) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let step = ((to - from) as usize).div_ceil(6).max(1);
-        // Within few decades also what lies between them.
+        // Over few decades, also marks in between.
         let within: &[f64] = if self.to / self.from < 150.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
         let marks = (from..=to).step_by(step).flat_map(|d| within.iter().map(move |w| w * 10_f64.powi(d)));
         marks.filter(|m| (self.from * 0.999..=self.to * 1.001).contains(m)).collect()
     }
 }
 
-/// The nearest of 1, 2 and 5 times powers of ten around these, two marks apart at least.
+/// The nearest 1, 2 or 5 times a power of ten around these bounds, at least two marks apart.
 fn enclosing(low: f64, high: f64) -> (f64, f64) {
     let marks = |value: f64| {
         let decade = value.log10().floor() as i32;
@@ -85,7 +84,7 @@ fn enclosing(low: f64, high: f64) -> (f64, f64) {
     (from, to)
 }
 
-/// A distance of marks from 0 to `high` that is a round number, such that there are three to six.
+/// A round distance of tick marks from 0 to `high` that gives three to six marks.
 fn round_step(high: f64) -> f64 {
     let decade = 10_f64.powf((high / 3.0).log10().floor());
     let steps = [1.0, 2.0, 2.5, 5.0, 10.0];
@@ -101,17 +100,17 @@ fn y_of(place: f64) -> f64 {
     HEIGHT - BOTTOM - place * (HEIGHT - BOTTOM - TOP)
 }
 
-/// A coordinate with two digits, always written the same.
+/// A coordinate with two digits after the point, always formatted the same.
 fn at(value: f64) -> String {
     format!("{value:.2}")
 }
 
-/// A number on an axis.
+/// An axis label.
 pub(super) fn short(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),
         a if !(1e-3..1e4).contains(&a) => format!("{value:.0e}"),
-        // As many digits as a round step has.
+        // As many digits as a round step needs.
         a if a < 0.1 => tail(&format!("{value:.3}")),
         a if a < 10.0 => tail(&format!("{value:.2}")),
         a if a < 100.0 => tail(&format!("{value:.1}")),
@@ -119,7 +118,7 @@ pub(super) fn short(value: f64) -> String {
     }
 }
 
-/// A number without the zeros that end it.
+/// A number without trailing zeros.
 fn tail(number: &str) -> String {
     number.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
@@ -152,7 +151,7 @@ fn legend(series: &[Series<'_>]) -> Markup {
     }
 }
 
-/// Bars side by side, from the bottom; `edges` names where bars begin that are to be marked.
+/// A bar chart; `edges` holds the bars whose left edge is marked, with their labels.
 pub(super) fn bars(title: &str, x_name: &str, edges: &[(usize, String)], series: &[Series<'_>]) -> Markup {
     let count = series.iter().map(|s| s.values.len()).max().unwrap_or(0).max(1);
     let y = Axis::of(series.iter().flat_map(|s| s.values.iter().copied()), false);
@@ -174,7 +173,7 @@ pub(super) fn bars(title: &str, x_name: &str, edges: &[(usize, String)], series:
     html! { (legend(series)) (frame(title, x_name, &y, &marks, &inside)) }
 }
 
-/// Lines over the numbers 0, 1, 2 …
+/// A line chart over the indices 0, 1, 2 …
 pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Series<'_>]) -> Markup {
     let count = series.iter().map(|s| s.values.len()).max().unwrap_or(0).max(1);
     let y = Axis::of(series.iter().flat_map(|s| s.values.iter().copied()), logarithmic);
@@ -194,19 +193,19 @@ pub(super) fn lines(title: &str, x_name: &str, logarithmic: bool, series: &[Seri
     html! { (legend(series)) (frame(title, x_name, &y, &marks, &inside)) }
 }
 
-/// A point of a plane.
+/// A point of a scatter plot.
 pub(super) struct Point {
-    /// Along the horizontal axis, which begins at zero.
+    /// Position on the horizontal axis, which begins at zero.
     pub(super) x: f64,
-    /// Along the vertical axis, which is logarithmic.
+    /// Position on the vertical axis, which is logarithmic.
     pub(super) y: f64,
-    /// What the pointer shows on it.
+    /// Its tooltip.
     pub(super) name: String,
-    /// Drawn in the colour of what matters.
+    /// Whether it is highlighted.
     pub(super) marked: bool,
 }
 
-/// Points, numbered from 1.
+/// A scatter plot with points numbered from 1.
 pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let x = Axis::of(points.iter().map(|p| p.x), false);
     let y = Axis::of(points.iter().map(|p| p.y), true);
@@ -215,7 +214,7 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     let mut placed = Vec::new();
     for point in points {
         let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y)));
-        // Beside the point, where no other number stands.
+        // Next to the point, where there is no other number.
         let beside = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
             let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);

@@ -1,9 +1,9 @@
-//! How far quantiles can be trusted: a bootstrap that draws whole windows.
+//! Confidence intervals of quantiles, by a bootstrap over windows.
 //!
-//! Quantiles of positions have no standard error to write down where positions depend on each other.
-//! Drawing as many windows as there are, with replacement, again and again, and taking the quantile of
-//! all their positions each time shows how it would vary with the text (Efron 1979; by clusters: Davison
-//! and Hinkley 1997, §3.8). The interval is that between the 2.5 and 97.5 percentiles of replicates.
+//! Quantiles over positions have no closed-form standard error when positions depend on each other. The bootstrap
+//! repeatedly draws as many windows as there are, with replacement, and takes the quantile of all their positions; this
+//! shows how it would vary with the text (Efron 1979; by clusters: Davison and Hinkley 1997, §3.8). The interval is
+//! between the 2.5th and 97.5th percentiles of the replicates.
 
 use quant_core::random::{below, mix};
 use rayon::prelude::*;
@@ -11,29 +11,29 @@ use serde::{Deserialize, Serialize};
 
 /// Replicates.
 const REPLICATES: u64 = 10_000;
-/// Where the draws begin: the same in every run.
+/// Seed of the draws, the same in every run.
 const SEED: u64 = 0x0071_7561_6e74;
 
 /// A quantile over positions with its 95 % interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantile {
-    /// The quantile of all positions.
+    /// The quantile over all positions.
     pub value: f64,
-    /// The lower end; absent for a single window.
+    /// The lower bound; absent for a single window.
     pub low: Option<f64>,
-    /// The upper end.
+    /// The upper bound.
     pub high: Option<f64>,
 }
 
-/// Quantiles of these probabilities over the positions of all windows, with their intervals. A
-/// quantile is the smallest value that at least this share of positions does not exceed.
+/// Returns the quantiles of these probabilities over the positions of all windows, with their intervals. A quantile is
+/// the smallest value that at least this fraction of positions does not exceed.
 ///
-/// Values must be finite, and there must be one.
+/// There must be at least one value, and all must be finite.
 pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
     let mut sorted: Vec<(f64, u32)> =
         (0_u32..).zip(windows).flat_map(|(w, v)| v.iter().map(move |&v| (v, w))).collect();
-    // Ties by window: the order is the same whatever the sort does with equals.
+    // Ties are ordered by window, so that the order does not depend on the sort.
     sorted.par_sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     let once = vec![1; windows.len()];
     let values = weighted(&sorted, &once, sorted.len() as u64, probabilities);
@@ -66,7 +66,7 @@ pub fn quantiles(windows: &[Vec<f64>], probabilities: &[f64]) -> Vec<Quantile> {
         .collect()
 }
 
-/// Draws windows with replacement; how often each came, and how many positions they have.
+/// Draws windows with replacement; returns how often each was drawn, and their total number of positions.
 fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     weights.fill(0);
     let stream = mix(SEED ^ mix(replicate));
@@ -79,11 +79,11 @@ fn draw(replicate: u64, windows: &[Vec<f64>], weights: &mut [u32]) -> u64 {
     positions
 }
 
-/// Quantiles where each position counts as often as its window was drawn.
+/// Quantiles with each position weighted by how often its window was drawn.
 fn weighted(sorted: &[(f64, u32)], weights: &[u32], positions: u64, probabilities: &[f64]) -> Vec<f64> {
     let ranks =
         probabilities.iter().map(|p| ((positions as f64 * p).ceil() as u64).clamp(1, positions.max(1)));
-    // Most are near the upper end: from there.
+    // Most quantiles are near the upper end, so search from there.
     let mut wanted: Vec<(usize, u64)> = ranks.enumerate().collect();
     wanted.sort_unstable_by_key(|(_, rank)| std::cmp::Reverse(*rank));
     let mut values = vec![0.0; probabilities.len()];
@@ -112,14 +112,14 @@ mod tests {
         let found: Vec<f64> =
             quantiles(&windows, &[0.5, 0.9, 0.0, 1.0, 0.91]).iter().map(|q| q.value).collect();
         assert_eq!(found, [5.0, 9.0, 1.0, 10.0, 10.0]);
-        // A window that counts twice, one that does not.
+        // One window drawn twice, the other not at all.
         let sorted = [(1.0, 0), (2.0, 1), (3.0, 0)];
         assert_eq!(weighted(&sorted, &[2, 0], 4, &[0.5, 0.51, 1.0]), [1.0, 3.0, 3.0]);
     }
 
     #[test]
     fn intervals_cover_as_often_as_they_say() {
-        // 200 samples of 40 windows that are all of one value each: the median of the windows' values.
+        // 200 samples of 40 windows, each of a single value: the median is that of the windows' values.
         let mut covered = 0;
         for sample in 0..200_u64 {
             let value = |w: u64| mix(mix(sample) ^ w) as f64 / u64::MAX as f64;

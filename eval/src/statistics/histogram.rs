@@ -1,16 +1,16 @@
-//! How often values of very different sizes occur: counts on a logarithmic scale.
+//! Counts of values that span orders of magnitude, on a logarithmic scale.
 
 use serde::{Deserialize, Serialize};
 
-/// Counts by size. Every list is ten decades long, four bins each.
+/// A histogram of ten decades with four bins each.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Histogram {
-    /// The decimal logarithm of the lower edge of the first bin, which also holds what is below.
+    /// The decimal logarithm of the lower edge of the first bin, which also counts smaller values.
     pub first_decade: i32,
-    /// Bins of a decade.
+    /// Bins per decade.
     pub bins_per_decade: u32,
-    /// Counts; the last bin also holds what is above.
+    /// Counts; the last bin also counts larger values.
     pub counts: Vec<u64>,
 }
 
@@ -19,13 +19,13 @@ const DECADES: u32 = 10;
 const BINS: u32 = 4;
 
 impl Histogram {
-    /// Counts values that are not negative.
+    /// Counts nonnegative values.
     pub fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut counts = vec![0; (DECADES * BINS) as usize];
         let last = counts.len() - 1;
         for value in values {
             let place = (value.log10() - f64::from(FIRST_DECADE)) * f64::from(BINS);
-            // Zero has the logarithm −∞, which a cast turns into the first bin.
+            // The logarithm of zero is −∞, which the cast maps to the first bin.
             counts[(place as usize).min(last)] += 1;
         }
         Self { first_decade: FIRST_DECADE, bins_per_decade: BINS, counts }

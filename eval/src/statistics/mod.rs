@@ -1,17 +1,15 @@
 //! Means with their standard errors, for values that come in clusters.
 //!
-//! Tokens of one window depend on each other, so the error of a mean over tokens is not that of
-//! independent draws: the window is the unit. With `W` windows of total `T_w` over `n_w` tokens, `N`
-//! together, and the overall mean `m = Σ T_w / N`, the standard error is the jackknife's,
-//! `√((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N` with `r_w = T_w − m n_w`: what leaving out each window
-//! changes. With windows of one size it is `√(W / (W − 1) · Σ r_w²) / N`. A window that holds much of the
-//! text pulls the mean to itself, so that its residual is too small; dividing by `1 − n_w / N` makes up for
-//! it.
-
+//! Tokens of one window depend on each other, so the error of a mean over tokens is not that of independent samples:
+//! the window is the unit. With `W` windows of total `T_w` over `n_w` tokens, `N` in total, and the overall mean
+//! `m = Σ T_w / N`, the standard error is the jackknife's,
+//! `√((W − 1) / W · Σ (r_w / (1 − n_w / N))²) / N` with `r_w = T_w − m n_w`: the effect of leaving out each window.
+//! With windows of one size it is `√(W / (W − 1) · Σ r_w²) / N`. A window that holds much of the text pulls the mean
+//! towards itself, so that its residual is too small; dividing by `1 − n_w / N` compensates for this.
 //!
-//! How much chance explains follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom, which are `W − 1`
-//! for windows of one size and fewer where some hold most of the text ([`student`]), and for
-//! quantiles by a bootstrap over windows ([`quantiles`]).
+//! Significance follows from Student's t with `N² / Σ n_w² − 1` degrees of freedom ([`student`]), which are `W − 1` for
+//! windows of one size and fewer if some hold most of the text, and for quantiles from a bootstrap over windows
+//! ([`quantiles`]).
 
 mod bootstrap;
 mod histogram;
@@ -28,12 +26,12 @@ pub use self::histogram::Histogram;
 pub struct Estimate {
     /// The mean over all tokens.
     pub mean: f64,
-    /// Its standard error; absent for a single window, which says nothing of the spread.
+    /// Its standard error; absent for a single window, from which it cannot be estimated.
     pub standard_error: Option<f64>,
 }
 
 impl Estimate {
-    /// From each window's total and number of tokens.
+    /// Computes the mean from each window's total and number of tokens.
     pub fn clustered(totals: &[f64], counts: &[usize]) -> Self {
         let tokens: usize = counts.iter().sum();
         let mean = totals.iter().sum::<f64>() / tokens as f64;
@@ -45,35 +43,34 @@ impl Estimate {
         Self { mean, standard_error }
     }
 
-    /// The smallest increase that a test at this one-sided level would find four times out of five, with
-    /// windows of these sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent where there is no standard error.
+    /// The smallest increase that a test at this one-sided level would find with 80 % power, with windows of these
+    /// sizes: `(t₁₋ₗ + t₀.₈)` standard errors. Absent if there is no standard error.
     pub fn minimum_detectable(self, level: f64, counts: &[usize]) -> Option<f64> {
         let degrees = degrees_of_freedom(counts);
         let t = student::quantile(1.0 - level, degrees)? + student::quantile(0.8, degrees)?;
         Some(t * self.standard_error?)
     }
 
-    /// The same in another unit.
+    /// The estimate in another unit.
     pub fn scaled(self, factor: f64) -> Self {
         Self { mean: self.mean * factor, standard_error: self.standard_error.map(|e| e * factor) }
     }
 
-    /// The root of a mean square, with the standard error carried over to first order.
+    /// The root of a mean square, with first-order propagation of the standard error.
     pub fn sqrt(self) -> Self {
         let mean = self.mean.sqrt();
         let carry = |e: f64| if mean > 0.0 { e / (2.0 * mean) } else { 0.0 };
         Self { mean, standard_error: self.standard_error.map(carry) }
     }
 
-    /// `exp` of the mean, with the standard error carried over to first order.
+    /// `exp` of the mean, with first-order propagation of the standard error.
     pub fn exp(self) -> Self {
         let mean = self.mean.exp();
         Self { mean, standard_error: self.standard_error.map(|e| e * mean) }
     }
 }
 
-/// The degrees of freedom of a mean over windows of these sizes: one less than the number of equal windows
-/// that would weigh as much.
+/// The degrees of freedom of a mean over windows of these sizes: one less than the effective number of equal windows.
 pub fn degrees_of_freedom(counts: &[usize]) -> f64 {
     let total: f64 = counts.iter().map(|&n| n as f64).sum();
     let squares: f64 = counts.iter().map(|&n| (n as f64).powi(2)).sum();
@@ -81,7 +78,7 @@ pub fn degrees_of_freedom(counts: &[usize]) -> f64 {
 }
 
 impl std::fmt::Display for Estimate {
-    /// `43.31 ± 0.52`.
+    /// Formats it as `43.31 ± 0.52`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let digits = f.precision().unwrap_or(3);
         write!(f, "{:.digits$}", self.mean)?;

@@ -1,20 +1,19 @@
-//! Student's t distribution: how many standard errors chance explains when the standard error itself is
-//! estimated from few windows.
+//! Student's t distribution: critical values when the standard error itself is estimated from few windows.
 
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
-/// With fewer degrees of freedom nothing is reported: the tails of the distribution are too heavy.
+/// Nothing is reported for fewer degrees of freedom: the tails of the distribution are too heavy.
 const LEAST_DEGREES: f64 = 0.5;
 
-/// The value that a t variable with `degrees` degrees of freedom does not exceed with this probability.
-/// `None` without a degree of freedom.
+/// The quantile of the t distribution with `degrees` degrees of freedom at this probability. `None` without a degree of
+/// freedom.
 pub fn quantile(probability: f64, degrees: f64) -> Option<f64> {
     Some(distribution(degrees)?.inverse_cdf(probability))
 }
 
 /// The probability that a t variable exceeds `value`.
 pub fn exceedance(value: f64, degrees: f64) -> Option<f64> {
-    // By symmetry: 1 − cdf(value) would lose small probabilities.
+    // Uses symmetry: 1 − cdf(value) would lose small probabilities.
     Some(distribution(degrees)?.cdf(-value))
 }
 
@@ -26,7 +25,7 @@ fn distribution(degrees: f64) -> Option<StudentsT> {
 mod tests {
     use super::*;
 
-    /// Against the tables of any textbook.
+    /// Against textbook tables.
     #[test]
     fn quantiles_are_those_of_the_tables() {
         for (p, degrees, value) in [

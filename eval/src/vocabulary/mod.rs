@@ -1,12 +1,12 @@
-//! One pass over the vocabulary: what a position shows of models, without a matrix of their logits.
+//! One pass over the vocabulary: measures models at each position without storing a matrix of their logits.
 //!
 //! ```text
 //! hidden states ─► head, a tile of columns at a time ─► sums, ranks ─► joined in the order of columns
 //! ```
 //!
-//! The vocabulary is cut into stripes of whole tiles, and positions into parts where stripes are few, by sizes alone.
-//! A thread takes a part of the positions through a stripe. So results do not depend on how many there are. Sums are
-//! added in 64 bits.
+//! The vocabulary is split into stripes of whole tiles, and positions into parts if there are few stripes. The split
+//! depends only on sizes, and a thread takes one part of the positions through one stripe, so results do not depend on
+//! the number of threads. Sums are accumulated in f64.
 
 mod exp;
 mod sums;
@@ -22,23 +22,23 @@ use rayon::prelude::*;
 
 pub(crate) use sums::Sums;
 
-/// Pieces of work that a pass is cut into, about.
+/// The approximate number of work items per pass.
 const PIECES: usize = 32;
-/// Positions that pass together: enough that widening a tile of the head is a small part of the work.
+/// Number of positions per pass: enough that widening a tile of the head is a small part of the work.
 const POSITIONS: usize = 2048;
-/// The same where a head multiplies as a whole: so many rows of all logits are in memory.
+/// Number of positions per pass if a head multiplies as a whole: all their logits are in memory.
 const WHOLE_POSITIONS: usize = 64;
 
-/// How logits follow from what is known of a position.
+/// The output stage of a model: how logits are obtained.
 pub(crate) enum Output<'a> {
     /// A head multiplies hidden states.
     Head(Head<'a>),
-    /// They are at hand, for a vocabulary of this size.
+    /// The inputs are the logits, for a vocabulary of this size.
     Logits(usize),
 }
 
 impl Output<'_> {
-    /// Tokens of the vocabulary.
+    /// Number of tokens in the vocabulary.
     pub(crate) fn vocab(&self) -> usize {
         match self {
             Self::Head(head) => head.vocab(),
@@ -46,7 +46,7 @@ impl Output<'_> {
         }
     }
 
-    /// Numbers that stand for a position.
+    /// Number of input values per position.
     pub(crate) fn width(&self) -> usize {
         match self {
             Self::Head(head) => head.width(),
@@ -59,7 +59,7 @@ impl Output<'_> {
     }
 }
 
-/// What is known of positions, `[positions, width]`: what a head is to multiply, as [`Head::inputs`] made it, or logits.
+/// Inputs of the output stage, `[positions, width]`: the head's inputs as [`Head::inputs`] returns them, or logits.
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
     pub(crate) output: &'a Output<'a>,
@@ -72,8 +72,8 @@ impl Source<'_> {
         &self.inputs[positions.start * width..positions.end * width]
     }
 
-    /// Logits of these tokens at these positions; `whole` are all logits from position `first` on, where the head
-    /// multiplies as a whole.
+    /// Computes the logits of these tokens at these positions. If the head multiplies as a whole, `whole` holds all
+    /// logits from position `first` on.
     fn tile(
         &self,
         (rows, first): (Range<usize>, usize),
@@ -98,7 +98,7 @@ impl Source<'_> {
     }
 }
 
-/// What a thread needs again for every tile.
+/// Buffers that a thread reuses for every tile.
 #[derive(Default)]
 struct Scratch {
     weight: Vec<f32>,
@@ -106,12 +106,12 @@ struct Scratch {
     terms: Vec<f64>,
 }
 
-/// Passes all logits of all sources by. The first source is the reference of the others; all know the same tokens.
-/// `next` is the token that follows each position. With `ranked` the most likely tokens are kept. The sums of a
-/// position stand together, in the order of sources.
+/// Passes over all logits of all sources. The first source is the reference of the others; all have the same
+/// vocabulary. `next` is the token that follows each position. With `ranked` the most likely tokens are kept. The sums
+/// of a position are adjacent, in the order of sources.
 ///
 /// # Errors
-/// When a head fails, or the token pulls.
+/// When a head fails, or when cancelled.
 pub(crate) fn pass(
     sources: &[Source<'_>],
     next: &[u32],
@@ -138,7 +138,7 @@ fn some_positions(
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
     let vocab = sources.first().map_or(0, |s| s.output.vocab());
-    // Where a head multiplies as a whole, its logits are at hand.
+    // If a head multiplies as a whole, its logits are computed in advance.
     let whole = sources.iter().map(|source| {
         let mut logits = Vec::new();
         if let Output::Head(head) = source.output
@@ -184,7 +184,7 @@ fn some_positions(
     Ok(all)
 }
 
-/// Takes in a tile of every source: `[positions, columns]`, of as many positions as there are in `next`.
+/// Accumulates a tile of every source: `[positions, columns]`, with as many positions as `next` has.
 fn take_in(
     sums: &mut [Sums],
     tiles: &[Vec<f32>],

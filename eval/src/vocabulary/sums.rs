@@ -1,11 +1,11 @@
-//! What is kept of a position while its logits pass by, tile by tile.
+//! The statistics of one position, accumulated tile by tile over its logits.
 
 use super::exp::exp;
 
-/// Positions of the largest logits that are kept.
+/// Number of largest logits that are kept.
 const TOP: usize = 5;
 
-/// The largest logits of a position and their tokens, largest first, the first of equals.
+/// The largest logits of a position and their tokens, in descending order; ties keep the first token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Top {
     count: usize,
@@ -13,16 +13,16 @@ struct Top {
     tokens: [u32; TOP],
 }
 
-/// Sums over the part of the vocabulary that was seen, of one model at one position.
+/// Sums over the part of the vocabulary seen so far, for one model at one position.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Sums {
-    /// The largest logit; exponentials are taken of differences from it.
+    /// The largest logit, which is subtracted before exponentials.
     largest: f32,
     /// `Σ exp(x − largest)`.
     total: f64,
     /// `Σ exp(r − largest of r) (r − x)`, `r` the reference's logits.
     cross: f64,
-    /// The logit of the token that follows; NaN until it was seen.
+    /// The logit of the next token; NaN until it is seen.
     next: f32,
     top: Top,
 }
@@ -36,14 +36,14 @@ impl Sums {
         top: Top { count: 0, values: [0.0; TOP], tokens: [0; TOP] },
     };
 
-    /// What exponentials are taken of differences from.
+    /// The value that is subtracted before exponentials.
     #[inline(always)]
     fn shift(&self) -> f64 {
-        // Of −∞ alone the sum is 0, and no difference is to be taken of it.
+        // If all logits are −∞ the sum is 0, and the difference would be NaN.
         if self.largest == f32::NEG_INFINITY { 0.0 } else { f64::from(self.largest) }
     }
 
-    /// What sums must be multiplied by so that they are of differences from `largest`, which is not below ours.
+    /// The factor that rescales the sums from our largest logit to `largest`, which must be at least ours.
     #[inline(always)]
     fn factor(&self, largest: f32) -> f64 {
         match self.largest {
@@ -58,7 +58,7 @@ impl Sums {
         f64::from(self.largest) + self.total.ln()
     }
 
-    /// The negative log-likelihood of the token that follows.
+    /// The negative log-likelihood of the next token.
     pub(crate) fn nll(&self) -> f64 {
         self.log_total() - f64::from(self.next)
     }
@@ -68,15 +68,15 @@ impl Sums {
         (f64::from(self.top.values[0]) - self.log_total()).exp()
     }
 
-    /// The most likely tokens, most likely first, the first of equals; five where there are so many.
+    /// The most likely tokens in descending order; ties keep the first token. Five, or fewer for a smaller vocabulary.
     pub(crate) fn top(&self) -> &[u32] {
         &self.top.tokens[..self.top.count]
     }
 
-    /// `KL(reference ‖ self)`, where `reference` is what these sums were taken with.
+    /// `KL(reference ‖ self)`, where `reference` is the one that these sums were accumulated with.
     pub(crate) fn divergence_from(&self, reference: &Self) -> f64 {
         let shifts = f64::from(reference.largest) - f64::from(self.largest);
-        // The mean of `r − x` under the reference, less the difference of what they are normalized by.
+        // The mean of `r − x` under the reference, minus the difference of the log normalizers.
         let kl = self.cross / reference.total - (shifts + (reference.total / self.total).ln());
         // Rounding can push a vanishing divergence below zero; NaN stays.
         if kl < 0.0 { 0.0 } else { kl }
@@ -87,7 +87,7 @@ impl Top {
     /// Whether a value would be among the largest.
     #[inline(always)]
     fn takes(&self, value: f32) -> bool {
-        // What is not a number is taken while there is room, as a value that is below all.
+        // While there is room, NaN is accepted too, ranked below all numbers.
         self.count < TOP || value > self.values[TOP - 1]
     }
 
@@ -107,7 +107,7 @@ impl Top {
         (self.values[place], self.tokens[place]) = (value, token);
     }
 
-    /// Takes in a row whose first logit is that of `first`.
+    /// Accumulates a row whose first logit belongs to token `first`.
     #[inline(always)]
     fn scan(&mut self, row: &[f32], first: u32) {
         const PIECE: usize = 32;
@@ -122,7 +122,7 @@ impl Top {
     }
 }
 
-/// The largest value, whatever is not a number.
+/// The largest value, ignoring NaN.
 #[inline(always)]
 fn largest(row: &[f32]) -> f32 {
     const LANES: usize = 16;
@@ -137,10 +137,10 @@ fn largest(row: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
 }
 
-/// Partial sums of a row: as many as fill a few vectors, in a fixed order.
+/// Number of partial sums per row: enough to fill a few vectors, added in a fixed order.
 const LANES: usize = 8;
 
-/// `exp(x − shift)` of every logit into `terms`; their sum.
+/// Writes `exp(x − shift)` of every logit to `terms` and returns their sum.
 #[inline(always)]
 fn exponentials(row: &[f32], shift: f64, terms: &mut [f64]) -> f64 {
     for (term, &x) in terms.iter_mut().zip(row) {
@@ -156,11 +156,11 @@ fn exponentials(row: &[f32], shift: f64, terms: &mut [f64]) -> f64 {
     lanes.iter().sum::<f64>() + pieces.remainder().iter().sum::<f64>()
 }
 
-/// `Σ w (r − x)` of the reference's terms `w` and logits `r` and a model's logits `x`.
+/// `Σ w (r − x)` over the reference's terms `w` and logits `r` and a model's logits `x`.
 #[inline(always)]
 fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
     let term = |w: f64, r: f32, x: f32| {
-        // Where the reference sees no chance, it does not matter what the model sees.
+        // Where the reference's probability is zero, the model's logit does not matter.
         let product = w * (f64::from(r) - f64::from(x));
         if w == 0.0 { 0.0 } else { product }
     };
@@ -176,8 +176,9 @@ fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
     lanes.iter().sum::<f64>() + rest.map(|((&w, &r), &x)| term(w, r, x)).sum::<f64>()
 }
 
-/// Takes in the logits that each model has for the tokens from `first` on. The first of `sums` and of `rows` is the
-/// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` is as long as a row twice.
+/// Accumulates each model's logits for the tokens from `first` on. The first of `sums` and of `rows` is the
+/// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` has twice the length of a
+/// row.
 #[inline(always)]
 pub(super) fn take_in(
     sums: &mut [Sums],
@@ -215,7 +216,7 @@ pub(super) fn take_in(
     }
 }
 
-/// Joins sums of one part of the vocabulary with those of the part behind it, model by model.
+/// Merges the sums of one part of the vocabulary with those of the next part, model by model.
 pub(super) fn join(sums: &mut [Sums], behind: &[Sums]) {
     let mut reference = [1.0, 1.0];
     for (s, (a, b)) in sums.iter_mut().zip(behind).enumerate() {

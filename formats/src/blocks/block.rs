@@ -1,16 +1,16 @@
-//! Blocks whose scales are settled and whose codes are chosen one by one, as GPTQ does.
+//! Blocks with fixed scales whose codes are chosen element by element, as in GPTQ.
 
 use super::grid::{Fields, Grid};
 use super::{BlockType, refine};
 
-/// A block on its way.
+/// A block that is being encoded.
 pub struct OpenBlock {
     grid: &'static Grid,
     fields: Fields,
 }
 
 impl BlockType {
-    /// Finds the scales of one block of values for the least error, weighed by `importance`; `None` of floats.
+    /// Finds the scales of one block of values with the least error, weighted by `importance`; `None` for float types.
     pub fn settle(&self, x: &[f32], importance: &[f32]) -> Option<OpenBlock> {
         let grid = self.grid?;
         Some(OpenBlock { grid, fields: refine::block(grid, x, importance) })
@@ -18,7 +18,7 @@ impl BlockType {
 }
 
 impl OpenBlock {
-    /// Chooses the code of element `e` that is nearest to a value; gives what is stored.
+    /// Chooses the code of element `e` nearest to a value; returns the stored value.
     pub fn choose(&mut self, e: usize, value: f32) -> f32 {
         let (code, stored) = self.grid.round(self.grid.part(&self.fields, e / self.grid.part), value);
         self.fields.codes[e] = code;

@@ -1,4 +1,4 @@
-//! Plain floats, each element a block of its own.
+//! Plain floats; each element is a block.
 
 use half::{bf16, f16};
 

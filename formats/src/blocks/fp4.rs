@@ -1,13 +1,13 @@
-//! Floats of 4 bits, E2M1: a sign, and a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+//! 4-bit floats, E2M1: a sign, and a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 //!
-//! MXFP4: the exponent of 32 elements, E8M0, then 16 bytes: byte `j` holds element `j` in its low and `j + 16` in its high
-//! half. NVFP4: of 64 elements the scales of every 16, E4M3 without a sign, then 8 bytes for each 16 in the same order. As
-//! ggml has them, codes stand for twice their magnitudes, and scales for half of theirs.
+//! MXFP4: a shared E8M0 exponent for 32 elements, then 16 bytes: byte `j` holds element `j` in its low nibble and
+//! `j + 16` in its high nibble. NVFP4: for 64 elements, one unsigned E4M3 scale per 16 elements, then 8 bytes for each
+//! 16 in the same order. As in ggml, decoded levels are twice the E2M1 values, and scales are half of theirs.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, F16};
 
-/// 4 bits on the levels of E2M1, with a power of two.
+/// 4 bits on the levels of E2M1, with a power-of-two scale.
 pub static MXFP4: BlockType = BlockType {
     name: "MXFP4",
     id: 39,
@@ -20,7 +20,7 @@ pub static MXFP4: BlockType = BlockType {
         steps: Steps::Fp4,
         scales: Scales::Own(half_of_e8m0),
         part: 32,
-        // The last exponent stands for no number.
+        // The last exponent is NaN.
         factors: [0, 254],
         pack: pack_mx,
     }),
@@ -28,7 +28,7 @@ pub static MXFP4: BlockType = BlockType {
     decode: decode_mx,
 };
 
-/// 4 bits on the levels of E2M1, with a scale of 8 bits.
+/// 4 bits on the levels of E2M1, with an 8-bit scale.
 pub static NVFP4: BlockType = BlockType {
     name: "NVFP4",
     id: 40,
@@ -59,7 +59,7 @@ fn half_of_e8m0(code: u8) -> f32 {
     })
 }
 
-/// Half of what the code stands for in E4M3. The sign is not looked at, and what would be no number is 0.
+/// Half of the code's E4M3 value. The sign is ignored, and NaN becomes 0.
 fn half_of_e4m3(code: u8) -> f32 {
     if code == 0x7f {
         return 0.0;
@@ -72,7 +72,7 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code for a scale: to nearest, where ties go up; the largest from 256 on.
+/// The code of a scale: rounded to nearest, ties up; the largest code from 256 on.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;
@@ -80,17 +80,17 @@ fn e4m3(x: f32) -> u8 {
     let bits = x.min(448.0).to_bits();
     let exponent = (bits >> 23) as i32 - 127 + 7;
     if exponent <= 0 {
-        // At most 7, which the smallest number of the next exponent follows.
+        // At most 7; the next code is the smallest normal number.
         return ((x * 512.0 + 0.5) as u8).min(7);
     }
-    // The mantissa carries into the exponent.
+    // A carry of the mantissa goes into the exponent.
     match ((exponent as u32) << 3 | bits >> 20 & 7) + (bits >> 19 & 1) {
         code @ 0..0x78 => code as u8,
         _ => 0x7e,
     }
 }
 
-/// The code of the level that is nearest to `x`; the first of several.
+/// The code of the level nearest to `x`; the first one on ties.
 fn nearest(x: f32, scale: f32) -> u8 {
     let (mut best, mut least) = (0, x.abs());
     for (code, level) in LEVELS.iter().enumerate() {
@@ -106,7 +106,7 @@ fn largest(x: &[f32]) -> f32 {
     x.iter().fold(0.0_f32, |most, v| if most < v.abs() { v.abs() } else { most })
 }
 
-/// Writes codes, of which those of the first half are in the low nibbles.
+/// Writes codes; the low nibbles hold the first half.
 fn put_codes(bytes: &mut [u8], code: impl Fn(usize) -> u8) {
     let half = bytes.len();
     for (j, byte) in bytes.iter_mut().enumerate() {
@@ -127,12 +127,12 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
     put_codes(&mut block[1..], |e| fields.codes[e]);
 }
 
-/// The exponent by which the largest magnitude lies between 4 and 8.
+/// The exponent that scales the largest magnitude to between 4 and 8.
 fn exponent(most: f32) -> u8 {
-    // Rounded to single precision: of large numbers right below a power of two, the logarithm is that of the power.
+    // Rounded to single precision: just below a large power of two, the logarithm rounds up to that of the power.
     let below = f64::from(most).log2() as f32;
     match most > 0.0 {
-        // Where it would be negative, the reference lets it wrap around: then all codes are 0.
+        // Where it would be negative, the reference wraps around: then all codes are 0.
         true if below.is_finite() => match (below.floor() as i32 - 2 + 127) as u8 {
             255 => 0,
             exponent => exponent,
@@ -184,7 +184,7 @@ fn decode_nv(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// A block of MXFP4 from codes as checkpoints have them, two of neighbouring columns in a byte, and their exponent.
+/// A block of MXFP4 from codes as in checkpoints, two neighbouring columns per byte, and their exponent.
 pub fn repack_mxfp4(exponent: u8, codes: &[u8], block: &mut [u8]) {
     block[0] = exponent;
     put_codes(&mut block[1..], |e| codes[e / 2] >> (4 * (e % 2)) & 15);

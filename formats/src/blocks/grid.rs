@@ -1,9 +1,9 @@
-//! What blocks of a type can hold, for searches that are not the reference's: the steps between its values, what its
-//! parts share, and how the fields become bytes.
+//! The values that blocks of a type can represent, for our own search: the steps between values, what parts of a block
+//! share, and how the fields are packed.
 
 use super::iq4::LEVELS;
 
-/// Elements of a block, at most, and its parts.
+/// Maximum numbers of elements and of parts in a block.
 pub(super) const MOST: usize = 256;
 pub(super) const PARTS: usize = 16;
 
@@ -11,49 +11,49 @@ pub(super) const PARTS: usize = 16;
 pub(super) struct Grid {
     pub(super) steps: Steps,
     pub(super) scales: Scales,
-    /// Elements that share a factor, and a minimum if there is one: a multiple of 8.
+    /// Elements that share a factor, and a minimum if the type has one: a multiple of 8.
     pub(super) part: usize,
-    /// The smallest and largest factor of a part; 1 and 1 where a block has one scale.
+    /// The smallest and largest factor of a part; 1 and 1 for types with one scale per block.
     pub(super) factors: [i32; 2],
     /// Writes all bytes of a block.
     pub(super) pack: fn(&Fields, &mut [u8]),
 }
 
-/// What the factor of a part is.
+/// The meaning of a part's factor.
 #[derive(Clone, Copy)]
 pub(super) enum Scales {
-    /// A multiple of the scale `d` of the block.
+    /// The factor multiplies the block's scale `d`.
     Multiples,
-    /// The code of a scale of its own, which grows with the code; there is no `d`.
+    /// The factor is the code of the part's own scale, which increases with the code; there is no `d`.
     Own(fn(u8) -> f32),
 }
 
-/// The values of a part, where `scale` is what its factor says.
+/// The values of a part, where `scale` is the one given by its factor.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Steps {
     /// `scale·(q − half)`, `q` below `2·half`.
     Even { half: i32 },
     /// `scale·(q − 1)`, `q` below 3.
     Ternary,
-    /// `scale·T[q]`, of IQ4.
+    /// `scale·T[q]`, with the levels of IQ4.
     Uneven,
-    /// `scale·T[q]`, `T` being twice the values of E2M1.
+    /// `scale·T[q]`, with `T` twice the values of E2M1.
     Fp4,
     /// `scale·q − dmin·minimum`, `q` up to `top`; minimums have the range of factors.
     Minimum { top: i32 },
 }
 
-/// What a block stores.
+/// The fields of a block.
 #[derive(Clone)]
 pub(super) struct Fields {
     /// The scale, exact in half precision.
     pub(super) d: f32,
-    /// The scale of minimums, likewise.
+    /// The scale of the minimums, also exact in half precision.
     pub(super) dmin: f32,
-    /// Of each part.
+    /// Per part.
     pub(super) factors: [i32; PARTS],
     pub(super) minimums: [i32; PARTS],
-    /// Of each element.
+    /// Per element.
     pub(super) codes: [u8; MOST],
 }
 
@@ -63,7 +63,7 @@ impl Fields {
 }
 
 impl Grid {
-    /// Scale and minimum of part `j` of a block, as decoding has them.
+    /// Scale and minimum of part `j` of a block, as decoding computes them.
     pub(super) fn part(&self, fields: &Fields, j: usize) -> [f32; 2] {
         let scale = match self.scales {
             Scales::Multiples => fields.d * fields.factors[j] as f32,
@@ -72,10 +72,10 @@ impl Grid {
         [scale, fields.dmin * fields.minimums[j] as f32]
     }
 
-    /// The nearest code for a value of a part with this scale and minimum, and what it stands for.
+    /// Returns the nearest code for a value of a part with this scale and minimum, and its decoded value.
     #[inline(always)]
     pub(super) fn round(&self, [scale, minimum]: [f32; 2], x: f32) -> (u8, f32) {
-        // Of a part without a scale all codes stand for the same.
+        // In a part with scale 0, all codes have the same value.
         let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
         match self.steps {
             Steps::Even { half } => {
@@ -91,7 +91,7 @@ impl Grid {
                 (Uneven::code(level), scale * level)
             }
             Steps::Fp4 => {
-                // Inverses of the smallest scales would leave the range.
+                // The inverse of the smallest scales would overflow.
                 let level = Fp4.level(if scale != 0.0 { x / scale } else { 0.0 });
                 (Fp4::code(level), scale * level)
             }
@@ -110,21 +110,21 @@ pub(super) fn nearest(value: f32) -> f32 {
     value + SHIFT - SHIFT
 }
 
-/// The nearest integer of `0..=top`. NaN becomes 0.
+/// The nearest integer in `0..=top`. NaN becomes 0.
 #[inline(always)]
 pub(super) fn code_above(value: f32, top: i32) -> f32 {
     nearest(value.max(0.0).min(top as f32))
 }
 
-/// Rounding to the levels of a symmetric grid.
+/// Rounds to the levels of a symmetric grid.
 pub(super) trait Levels: Copy {
-    /// The level that is nearest to a value. NaN becomes the lowest.
+    /// The level nearest to a value. NaN becomes the lowest.
     fn level(self, value: f32) -> f32;
     /// The lowest and the highest level.
     fn ends(self) -> [f32; 2];
-    /// About how far levels are apart.
+    /// The approximate distance between levels.
     fn step(self) -> f32;
-    /// How far beyond the last level the largest value may come to lie, at most.
+    /// How far the largest value may exceed the last level, at most.
     fn beyond(self) -> f32 {
         (-0.4 * self.ends()[0]).min(5.0 * self.step())
     }
@@ -166,7 +166,7 @@ impl Levels for Ternary {
         1.0
     }
 
-    // Of many values the best level is near the middle of their magnitudes, far below the largest.
+    // With many values, the best level is near the middle of their magnitudes, far below the largest.
     fn beyond(self) -> f32 {
         8.0
     }
@@ -230,7 +230,7 @@ impl Levels for Fp4 {
 }
 
 impl Fp4 {
-    /// The code of a level. There is one for 0 alone, which has no sign.
+    /// The code of a level. Zero has only one code, without a sign.
     fn code(level: f32) -> u8 {
         let magnitude = MAGNITUDES.iter().position(|known| *known == level.abs()).unwrap_or_default() as u8;
         magnitude | if level < 0.0 { 8 } else { 0 }

@@ -1,7 +1,7 @@
-//! 4-bit codes for sixteen levels that are close together near zero.
+//! 4-bit codes for sixteen levels that are denser near zero.
 //!
-//! IQ4_NL: 32 codes and a scale. IQ4_XS: 256 codes, a scale, and a factor of 6 bits for every 32: `d`, the high two
-//! bits of the eight factors in one word, their low four bits in four bytes, then the codes.
+//! IQ4_NL: 32 codes and a scale. IQ4_XS: 256 codes, a scale, and a 6-bit factor per 32 elements: `d`, the high two bits
+//! of the eight factors in one 16-bit word, their low four bits in four bytes, then the codes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{NOTHING, largest, nearest, weigh};
@@ -52,7 +52,7 @@ pub(super) const LEVELS: [i8; 16] =
 /// Candidates on each side of the first.
 const TRIES: i32 = 7;
 
-/// The code of the nearest level; between two that are equally near, the upper.
+/// The code of the nearest level; the upper one on ties.
 fn code(x: f32) -> u8 {
     let level = |i: usize| f32::from(LEVELS[i]);
     if x <= level(0) {
@@ -65,7 +65,7 @@ fn code(x: f32) -> u8 {
     (if x - level(above - 1) < level(above) - x { above - 1 } else { above }) as u8
 }
 
-/// The scale of 32 elements.
+/// Finds the scale of 32 elements.
 fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
     let max = largest(x);
     if max.abs() < NOTHING {
@@ -107,7 +107,7 @@ fn put_codes(bytes: &mut [u8], x: &[f32], scale: f32) {
     }
 }
 
-/// Joins the codes of 32 elements.
+/// Decodes 32 elements.
 fn join_codes(bytes: &mut [u8], codes: &[u8]) {
     for (j, byte) in bytes.iter_mut().enumerate() {
         *byte = codes[j] | codes[j + 16] << 4;
@@ -128,7 +128,7 @@ fn pack_xs(fields: &Fields, block: &mut [u8]) {
     }
 }
 
-/// Writes the factor of 32 elements, from −32 to 31; its bits are zero.
+/// Writes the factor of 32 elements, from −32 to 31, into bits that are zero.
 fn put_factor(block: &mut [u8], j: usize, factor: i32) {
     let factor = (factor + 32) as u8;
     block[4 + j / 2] |= (factor & 15) << (4 * (j % 2));
@@ -144,7 +144,7 @@ fn get_codes(bytes: &[u8], scale: f32, out: &mut [f32]) {
 
 fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     for (i, (x, block)) in row.chunks_exact(32).zip(out.chunks_exact_mut(18)).enumerate() {
-        // Where no channel of a block is important, the reference stores NaN as the scale.
+        // If no channel of a block is important, the reference stores NaN as the scale.
         let weights = importance.map(|im| &im[32 * i..][..32]).filter(|im| im.iter().any(|w| *w > 0.0));
         let scale = scale(x, weights, sigma2(x));
         let scale = if scale.is_finite() { scale } else { self::scale(x, None, sigma2(x)) };
@@ -153,7 +153,7 @@ fn encode_nl(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Twice the mean square: the sum times the quotient, as the reference rounds it.
+/// Twice the mean square, computed as the sum times the quotient to round like the reference.
 fn sigma2(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

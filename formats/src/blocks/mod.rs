@@ -1,8 +1,8 @@
-//! Block types: rows of weights in blocks of 32 or 256, each with its own scales, as ggml's files hold them.
+//! Block types: rows of weights in blocks of 32 or 256, each with its own scales, as in ggml's files.
 //!
 //! A block type is data ([`BlockType`]): name, id, length and bytes of a block, and two functions. Each type's
-//! arithmetic stands in a file of its own. Encoding is the reference search: the bytes are those of llama.cpp's own
-//! quantizer, which a scalar `f32` computation in the same order gives. `docs/formats/gguf.md` draws the blocks.
+//! arithmetic is in its own file. Encoding uses the reference search: the bytes equal those of llama.cpp's own
+//! quantizer, which computes in scalar `f32` in the same order. `docs/formats/gguf.md` draws the blocks.
 
 mod block;
 mod f16_bits;
@@ -42,39 +42,39 @@ pub use thirty_two::{Q4_0, Q4_1, Q5_0, Q5_1};
 /// Elements of a super-block.
 const SUPER: usize = 256;
 
-/// How rows of weights are stored.
+/// A storage type for rows of weights.
 pub struct BlockType {
     /// As ggml prints it: `Q4_K`.
     pub name: &'static str,
-    /// The number that stands for it in a GGUF file.
+    /// Its id in a GGUF file.
     pub id: u32,
-    /// Elements of a block; a row is a whole number of blocks.
+    /// Elements per block; the length of a row is a multiple of this.
     pub elements: usize,
-    /// Bytes of a block.
+    /// Bytes per block.
     pub bytes: usize,
-    /// Whether it is only usable with an importance matrix.
+    /// Whether it requires an importance matrix.
     pub needs_importance: bool,
     /// Whether an importance matrix changes the result.
     pub uses_importance: bool,
-    /// What llama.cpp writes in place of it for rows that are no whole number of blocks.
+    /// The type that llama.cpp uses instead for rows whose length is not a multiple of the block.
     pub fallback: Option<&'static BlockType>,
-    /// What a block can hold; `None` of floats.
+    /// The values that a block can represent; `None` for floats.
     grid: Option<&'static grid::Grid>,
     encode: Encode,
     decode: Decode,
 }
 
-/// How scales and minimums are found.
+/// The search for scales and minimums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Search {
-    /// Scales, factors and minimums of a block chosen together, for less error of what is stored.
+    /// Chooses the scales, factors and minimums of a block together, for a smaller error of the stored values.
     #[default]
     Refined,
-    /// As llama.cpp does, byte for byte.
+    /// The search of llama.cpp, byte for byte.
     Reference,
 }
 
-/// Encodes one row: values, the importance of each (all positive or zero), and the bytes to fill.
+/// Encodes one row: values, the importance of each (all nonnegative), and the bytes to fill.
 type Encode = fn(&[f32], Option<&[f32]>, &mut [u8]);
 /// Decodes one row.
 type Decode = fn(&[u8], &mut [f32]);
@@ -93,13 +93,13 @@ impl PartialEq for BlockType {
 
 impl Eq for BlockType {}
 
-/// The types that this version writes and reads.
+/// The types that this version reads and writes.
 pub static BLOCK_TYPES: &[&BlockType] = &[
     &F32, &F16, &BF16, &Q8_0, &Q4_0, &Q4_1, &Q5_0, &Q5_1, &Q2_K, &Q3_K, &Q4_K, &Q5_K, &Q6_K, &IQ4_NL,
     &IQ4_XS, &TQ1_0, &TQ2_0, &MXFP4, &NVFP4,
 ];
 
-/// Names of types that ggml defines and this version does not read, by their ids, for messages.
+/// Names of the types that ggml defines and this version does not read, by id, for messages.
 const UNREAD: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -119,23 +119,23 @@ const UNREAD: [(u32, &str); 16] = [
     (42, "Q2_0"),
 ];
 
-/// The type of that name, in any case.
+/// Returns the type of that name, ignoring case.
 pub fn block_type(name: &str) -> Option<&'static BlockType> {
     BLOCK_TYPES.iter().copied().find(|t| t.name.eq_ignore_ascii_case(name))
 }
 
-/// The type of that id in a file.
+/// Returns the type of that id.
 pub fn block_type_of(id: u32) -> Option<&'static BlockType> {
     BLOCK_TYPES.iter().copied().find(|t| t.id == id)
 }
 
-/// The name of a type that this version does not read.
+/// Returns the name of a type that this version does not read.
 pub fn unread_type(id: u32) -> Option<&'static str> {
     UNREAD.iter().find(|(known, _)| *known == id).map(|(_, name)| *name)
 }
 
 impl BlockType {
-    /// Bytes of a row of so many elements; `None` unless it is a whole number of blocks.
+    /// Bytes of a row of `elements` elements; `None` unless that is a multiple of the block.
     pub fn row_bytes(&self, elements: usize) -> Option<usize> {
         if !elements.is_multiple_of(self.elements) {
             return None;
@@ -143,20 +143,20 @@ impl BlockType {
         (elements / self.elements).checked_mul(self.bytes)
     }
 
-    /// Bits of a weight.
+    /// Bits per weight.
     pub fn bits_per_weight(&self) -> f64 {
         self.bytes as f64 * 8.0 / self.elements as f64
     }
 
-    /// Whether elements are floats of their own, without a scale in common.
+    /// Whether elements are plain floats, without a shared scale.
     pub fn is_float(&self) -> bool {
         self.elements == 1
     }
 
-    /// Encodes a row. `importance` weighs the squared error of each element, and only its ratios within a row matter.
+    /// Encodes a row. `importance` weights the squared error of each element; only its ratios within a row matter.
     ///
     /// # Panics
-    /// When the lengths do not agree: [`row_bytes`](Self::row_bytes) says what they must be.
+    /// When the lengths are inconsistent; see [`row_bytes`](Self::row_bytes).
     pub fn encode(&self, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         assert_eq!(Some(out.len()), self.row_bytes(row.len()), "bytes of a {} row", self.name);
         if let Some(importance) = importance {
@@ -165,7 +165,7 @@ impl BlockType {
         (self.encode)(row, importance, out);
     }
 
-    /// Encodes a row by a search.
+    /// Encodes a row with a given search.
     ///
     /// # Panics
     /// As [`encode`](Self::encode).
@@ -176,9 +176,9 @@ impl BlockType {
         }
     }
 
-    /// Encodes a row with scales found by our own search, which leaves less error than [`encode`](Self::encode).
-    /// What it minimizes is `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square `σ²` of the row;
-    /// without an importance, that of all elements is 1.
+    /// Encodes a row with scales from our own search, which gives a smaller error than [`encode`](Self::encode). It
+    /// minimizes `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square `σ²` of the row. Without
+    /// `importance`, every element has an importance of 1.
     ///
     /// # Panics
     /// As [`encode`](Self::encode).
@@ -193,7 +193,7 @@ impl BlockType {
         });
     }
 
-    /// The values that a row's bytes stand for.
+    /// Decodes the bytes of a row.
     ///
     /// # Panics
     /// As [`encode`](Self::encode).

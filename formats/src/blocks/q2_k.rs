@@ -1,7 +1,7 @@
-//! 256 codes of 2 bits: sixteen sub-blocks of 16, each with a scale and a minimum of 4 bits.
+//! 256 2-bit codes: sixteen sub-blocks of 16, each with a 4-bit scale and a 4-bit minimum.
 //!
-//! 16 bytes with the scale in the low half and the minimum in the high one, 64 bytes of codes, `d`, `dmin`. Of 128
-//! elements, those at the same place in each 32 share a byte.
+//! 16 bytes with the scale in the low nibble and the minimum in the high one, 64 bytes of codes, `d`, `dmin`. In each
+//! group of 128 elements, those at the same position in each 32 share a byte.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{by_largest, round_again};
@@ -77,7 +77,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Writes all codes; their bytes are zero.
+/// Writes all codes into bytes that are zero.
 fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);

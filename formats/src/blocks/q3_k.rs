@@ -1,7 +1,7 @@
-//! 256 codes of 3 bits: sixteen sub-blocks of 16 with scales of 6 bits.
+//! 256 3-bit codes: sixteen sub-blocks of 16 with 6-bit scales.
 //!
-//! 32 bytes of the third bits, 64 of the low two, 12 of scales, `d`. Of 16 scales, the low four bits of the first and
-//! the last eight share bytes; the two high bits of every fourth share the last four bytes.
+//! 32 bytes of third bits, 64 of the low two bits, 12 of scales, `d`. Of the 16 scales, the low four bits of the first
+//! and the last eight share bytes; the two high bits of every fourth share the last four bytes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q2_k::place;
@@ -28,7 +28,7 @@ pub static Q3_K: BlockType = BlockType {
     decode,
 };
 
-/// Where the parts stand.
+/// Offsets of the parts.
 const LOW: usize = 32;
 const SCALES: usize = 96;
 const D: usize = 108;
@@ -59,7 +59,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             Some(_) => symmetric(32, &scales, Some(&sums), &mut s),
             None => by_largest(&scales, &mut s),
         };
-        // Where there is no scale at all, the bytes of the scales stay zero.
+        // If all scales are zero, their bytes stay zero.
         if importance.is_some() || largest(&scales) != 0.0 {
             put_scales(&mut block[SCALES..D], &s);
         }
@@ -78,7 +78,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Writes all codes; their bytes are zero.
+/// Writes all codes into bytes that are zero.
 fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (byte, shift) = place(e);
@@ -94,7 +94,8 @@ fn pack(fields: &Fields, block: &mut [u8]) {
     put_codes(&fields.codes, block);
 }
 
-/// Codes of scales, the one of largest magnitude being −32 plus 32: their common scale.
+/// Returns the common scale of the sub-block scales and writes their codes, offset by 32; the scale of largest
+/// magnitude gets −32.
 fn by_largest(scales: &[f32; 16], codes: &mut [u8; 16]) -> f32 {
     let most = largest(scales);
     if most == 0.0 {

@@ -1,7 +1,7 @@
-//! 256 codes of 4 bits: eight sub-blocks of 32, each with a scale and a minimum of 6 bits.
+//! 256 4-bit codes: eight sub-blocks of 32, each with a 6-bit scale and a 6-bit minimum.
 //!
-//! `d`, `dmin`, 12 bytes of scales and minimums, 128 bytes of codes: of 64 elements, the first 32 in the low halves of
-//! 32 bytes and the others in the high ones.
+//! `d`, `dmin`, 12 bytes of scales and minimums, 128 bytes of codes: of each 64 elements, the first 32 are in the low
+//! nibbles of 32 bytes and the others in the high ones.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{Offsets, mean_square, nearest, positive, weigh, with_minimum};
@@ -53,7 +53,7 @@ fn pack(fields: &Fields, block: &mut [u8]) {
     put_codes(&fields.codes, block);
 }
 
-/// Writes the first 16 bytes of a block, which are zero.
+/// Writes the first 16 bytes of a block, which must be zero.
 pub(super) fn put_scales(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);
     f16_bits::put(block, 2, fields.dmin);
@@ -63,7 +63,8 @@ pub(super) fn put_scales(fields: &Fields, block: &mut [u8]) {
     scales_6bit::put(&mut block[4..16], &s, &m);
 }
 
-/// Finds scales, minimums and codes of a super-block; writes the former into the first 16 bytes, which are zero.
+/// Finds scales, minimums and codes of a super-block; writes scales and minimums into the first 16 bytes, which must be
+/// zero.
 pub(super) fn super_block(
     x: &[f32],
     importance: Option<&[f32]>,
@@ -101,7 +102,7 @@ pub(super) fn super_block(
     }
 }
 
-/// Codes with the scale that is stored; where that is 0, those of the search stay.
+/// Recomputes the codes with the stored scale; if that is 0, the codes of the search stay.
 pub(super) fn round_again(scale: f32, minimum: f32, top: i32, x: &[f32], codes: &mut [u8]) {
     if scale == 0.0 {
         return;
@@ -111,7 +112,7 @@ pub(super) fn round_again(scale: f32, minimum: f32, top: i32, x: &[f32], codes: 
     }
 }
 
-/// Codes up to `top` for values that are not negative, the largest of which has the code `top`: their common scale.
+/// Returns the common scale of nonnegative values and writes their codes; the largest value gets the code `top`.
 pub(super) fn by_largest(top: u8, values: &[f32], codes: &mut [u8]) -> f32 {
     let mut max = 0.0_f32;
     for &v in values {

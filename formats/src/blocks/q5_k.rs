@@ -1,5 +1,5 @@
-//! 256 codes of 5 bits: as Q4_K, with the fifth bits in 32 bytes before the others; bit `j` of byte `l` belongs to
-//! element `l` of sub-block `j`.
+//! 256 5-bit codes: as Q4_K, with the fifth bits in 32 bytes before the others; bit `j` of byte `l` belongs to element
+//! `l` of sub-block `j`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::q4_k::{put_scales, super_block};
@@ -38,7 +38,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Writes all codes; their bytes are zero.
+/// Writes all codes into bytes that are zero.
 fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
     let (high, low) = block[16..].split_at_mut(32);
     for (e, code) in codes.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! 256 codes of 6 bits: sixteen sub-blocks of 16 with scales of 8 bits.
+//! 256 6-bit codes: sixteen sub-blocks of 16 with 8-bit scales.
 //!
-//! 128 bytes of the low four bits, 64 of the high two, 16 scales, `d`. Of 128 elements, those of the first and third
-//! 32 are in the low and high halves of the same 32 bytes, those of the second and fourth in the next 32; the high bits
-//! of all four share a byte.
+//! 128 bytes of the low four bits, 64 of the high two, 16 scales, `d`. Of each 128 elements, those of the first and
+//! third 32 are in the low and high nibbles of the same 32 bytes, those of the second and fourth in the next 32; the
+//! high bits of all four share a byte.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::{NOTHING, largest, nearest, symmetric};
@@ -28,7 +28,7 @@ pub static Q6_K: BlockType = BlockType {
     decode,
 };
 
-/// Where the bits of element `e` are: byte and shift of the low four, byte and shift of the high two.
+/// Location of the bits of element `e`: byte and shift of the low four, byte and shift of the high two.
 fn place(e: usize) -> (usize, usize, usize, usize) {
     let (half, l, part) = (e / 128, e % 32, e % 128 / 32);
     (64 * half + l + 32 * (part & 1), 4 * (part >> 1), 32 * half + l, 2 * part)
@@ -66,7 +66,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
     }
 }
 
-/// Writes all codes; their bytes are zero.
+/// Writes all codes into bytes that are zero.
 fn put_codes(codes: &[u8; SUPER], block: &mut [u8]) {
     for (e, code) in codes.iter().enumerate() {
         let (low, low_shift, high, high_shift) = place(e);

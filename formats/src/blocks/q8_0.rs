@@ -1,4 +1,4 @@
-//! 32 codes of 8 bits and a scale: `d`, then the codes.
+//! 32 8-bit codes and a scale: `d`, then the codes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::search::truncate;
@@ -24,7 +24,7 @@ const GRID: Grid =
 fn pack(fields: &Fields, block: &mut [u8]) {
     f16_bits::put(block, 0, fields.d);
     for (q, code) in block[2..].iter_mut().zip(fields.codes) {
-        // From 0 to 255 with 128 in the middle, to two's complement.
+        // Converts codes from unsigned with offset 128 to two's complement.
         *q = code ^ 0x80;
     }
 }
@@ -35,7 +35,7 @@ fn encode(row: &[f32], _importance: Option<&[f32]>, out: &mut [u8]) {
         let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
         f16_bits::put(block, 0, d);
         for (q, v) in block[2..].iter_mut().zip(x) {
-            // Half away from zero.
+            // Rounds half away from zero.
             *q = truncate((v * inverse).round()) as u8;
         }
     }

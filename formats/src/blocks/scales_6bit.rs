@@ -1,7 +1,7 @@
-//! Eight scales and eight minimums of 6 bits in 12 bytes, as Q4_K and Q5_K hold them: the first four of each have a
-//! byte, whose two upper bits are the upper bits of the others; their lower four share a byte.
+//! Eight 6-bit scales and eight 6-bit minimums in 12 bytes, as in Q4_K and Q5_K: the first four of each have one byte
+//! each, whose two upper bits are the upper bits of the others; the lower four bits of the others share a byte.
 
-/// Scale and minimum of sub-block `j`.
+/// Returns scale and minimum of sub-block `j`.
 pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
     match j {
         0..4 => (bytes[j] & 63, bytes[j + 4] & 63),
@@ -9,7 +9,7 @@ pub(super) fn get(bytes: &[u8], j: usize) -> (u8, u8) {
     }
 }
 
-/// Writes all of them; `bytes` are zero.
+/// Writes all of them into `bytes`, which must be zero.
 pub(super) fn put(bytes: &mut [u8], scales: &[u8], minimums: &[u8]) {
     for (j, (&s, &m)) in scales.iter().zip(minimums).enumerate() {
         match j {

@@ -1,21 +1,21 @@
-//! Searches for the scale of a block, and its minimum, that leave the least weighted squared error.
+//! Searches for the scale and minimum of a block with the least weighted squared error.
 //!
-//! Each tries a row of candidate scales, rounds to codes with it, and takes the scale that is best for these codes in
-//! closed form. Sums run in element order in `f32` and nothing is fused, so that the result is the reference's, bit
-//! for bit.
+//! Each search tries a series of candidate scales, rounds to codes, and takes the closed-form optimal scale for these
+//! codes. Sums run in element order in `f32` and nothing is fused, so that the result equals the reference's, bit for
+//! bit.
 
-/// A block whose largest magnitude is below this is all zeros.
+/// A block whose largest magnitude is below this becomes all zeros.
 pub(super) const NOTHING: f32 = 1e-15;
 
-/// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is what
-/// the low bits of the sum with 1.5·2²³ say, as in the reference.
+/// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is taken
+/// from the low bits of the sum with 1.5·2²³, as in the reference.
 #[inline(always)]
 pub(super) fn nearest(value: f32) -> i32 {
     ((value + 12_582_912.0).to_bits() & 0x007f_ffff) as i32 - 0x0040_0000
 }
 
-/// The low eight bits of the integer part. What leaves 32 bits, as quotients by subnormal scales do, is 0, as
-/// x86's conversion leaves it.
+/// The low eight bits of the integer part. Values outside 32 bits, such as quotients by subnormal scales, become 0, as
+/// in x86's conversion.
 #[inline(always)]
 pub(super) fn truncate(value: f32) -> i8 {
     match value.abs() < 2_147_483_648.0 {
@@ -24,7 +24,7 @@ pub(super) fn truncate(value: f32) -> i8 {
     }
 }
 
-/// The element of largest magnitude, with its sign; the first of several.
+/// The element of largest magnitude, with its sign; the first one on ties.
 pub(super) fn largest(values: &[f32]) -> f32 {
     let mut found = 0.0_f32;
     for &v in values {
@@ -35,7 +35,7 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     found
 }
 
-/// `Σ w·x·l` and `Σ w·l²`: the scale that is best for codes `l` is their quotient.
+/// `Σ w·x·l` and `Σ w·l²`, whose quotient is the optimal scale for codes `l`.
 #[derive(Clone, Copy, Default)]
 struct Fit {
     xl: f32,
@@ -61,7 +61,7 @@ impl Fit {
     }
 }
 
-/// A symmetric grid of codes `-n..n`: the scale, and codes plus `n`. `weights` default to `x²`.
+/// Searches a symmetric grid of codes `-n..n`: returns the scale, and codes plus `n`. `weights` default to `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NOTHING {
@@ -96,8 +96,8 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
     scale
 }
 
-/// A symmetric grid of codes `-n..n`, weighed by `x²`, by moving one code at a time while that helps: the scale, and
-/// codes plus `n`.
+/// Searches a symmetric grid of codes `-n..n`, weighted by `x²`, by moving one code at a time as long as that reduces
+/// the error: returns the scale, and codes plus `n`.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
     if max.abs() < NOTHING {
@@ -138,18 +138,18 @@ pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     fit.scale()
 }
 
-/// How a grid with a minimum is searched for.
+/// Parameters of the search for a grid with a minimum.
 #[derive(Clone, Copy)]
 pub(super) struct Offsets {
     /// The largest code.
     pub(super) top: i32,
     /// The first candidate has `top + first` steps between the smallest and the largest value.
     pub(super) first: f32,
-    /// From one candidate to the next.
+    /// Increment between candidates.
     pub(super) step: f32,
     /// Candidates after the first.
     pub(super) steps: i32,
-    /// Whether errors count by their magnitude, not by their square.
+    /// Whether the cost is the absolute error instead of the squared one.
     pub(super) absolute: bool,
 }
 
@@ -160,7 +160,8 @@ impl Offsets {
     }
 }
 
-/// A grid `scale·code − minimum` of codes `0..=top`, `minimum ≥ 0`: scale and minimum, and the codes.
+/// Searches a grid `scale·code − minimum` with codes `0..=top` and `minimum ≥ 0`: returns scale and minimum, and writes
+/// the codes.
 pub(super) fn with_minimum(search: Offsets, x: &[f32], weights: &[f32], codes: &mut [u8]) -> (f32, f32) {
     let Offsets { top, first, step, steps, absolute } = search;
     let (mut min, mut max) = (x[0], x[0]);
@@ -203,7 +204,7 @@ pub(super) fn with_minimum(search: Offsets, x: &[f32], weights: &[f32], codes: &
     let mut other = [0_u8; 32];
     let other = &mut other[..x.len()];
     for candidate in 0..=steps {
-        // From the minimum that was found so far, as the reference does.
+        // Uses the best minimum so far, as the reference does.
         let inverse = (first + step * candidate as f32 + top as f32) / (max - min);
         round(inverse, min, other);
         let (mut sum_l, mut sum_ll, mut sum_xl) = (0.0, 0.0, 0.0);
@@ -232,8 +233,7 @@ pub(super) fn with_minimum(search: Offsets, x: &[f32], weights: &[f32], codes: &
     (scale, -min)
 }
 
-/// Codes `0..=top` for values that are not negative, such as the scales of sub-blocks: their common scale, and the
-/// codes.
+/// Returns the common scale of nonnegative values, such as the scales of sub-blocks, and writes their codes `0..=top`.
 pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -> f32 {
     let mut max = 0.0_f32;
     for &x in x {
@@ -293,7 +293,7 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
     fit.scale()
 }
 
-/// The mean of squares of a row, summed in order.
+/// The mean square of a row, summed in order.
 pub(super) fn mean_square(x: &[f32]) -> f32 {
     let mut sum = 0.0;
     for &x in x {

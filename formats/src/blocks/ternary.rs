@@ -1,8 +1,8 @@
-//! 256 codes of −1, 0 and 1, and a scale, for models that were trained so.
+//! 256 codes of −1, 0 and 1, and a scale, for models trained with ternary weights.
 //!
-//! TQ1_0: 5 codes in a byte, as the digits of `⌈256·n / 243⌉`, `n` in base 3 with the first code in front: 160 codes in 32
-//! bytes, each holding every 32nd, 80 in 16 bytes, 16 in 4 bytes whose last digit is 0; then `d`. TQ2_0: 4 codes in a byte,
-//! each holding every 32nd of 128; then `d`.
+//! TQ1_0: 5 codes per byte, stored as `⌈256·n / 243⌉`, where `n` has the codes as base-3 digits, first code first: 160
+//! codes in 32 bytes, each holding every 32nd, 80 in 16 bytes, 16 in 4 bytes whose last digit is 0; then `d`. TQ2_0: 4
+//! codes per byte, each holding every 32nd of 128; then `d`.
 
 use super::grid::{Fields, Grid, Scales, Steps};
 use super::{BlockType, Q4_0, SUPER, f16_bits};
@@ -49,7 +49,7 @@ const fn grid(pack: fn(&Fields, &mut [u8])) -> Grid {
     Grid { steps: Steps::Ternary, scales: Scales::Multiples, part: SUPER, factors: [1, 1], pack }
 }
 
-/// The byte of a TQ1_0 block that holds a code, and which of its digits it is.
+/// The byte of a TQ1_0 block that holds a code, and the index of its digit.
 fn place(e: usize) -> (usize, usize) {
     match e {
         0..160 => (e % 32, e / 32),
@@ -87,13 +87,13 @@ fn pack_2(fields: &Fields, block: &mut [u8]) {
     put_2(&fields.codes[..SUPER], fields.d, block);
 }
 
-/// The largest magnitude is 1.
+/// The scale, such that the largest magnitude becomes 1.
 fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
     let d = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
     let mut codes = [1; SUPER];
     for (code, x) in codes.iter_mut().zip(x) {
-        // Half away from zero. Inverses of subnormal scales leave the range, and what is then no number is 0.
+        // Rounds half away from zero. Inverses of subnormal scales overflow; NaN becomes 0.
         *code = match (x * inverse).round() {
             1.0 => 2,
             -1.0 => 0,
@@ -123,7 +123,7 @@ fn decode_1(bytes: &[u8], out: &mut [f32]) {
         let d = f16_bits::get(block, 52);
         for (e, o) in out.iter_mut().enumerate() {
             let (byte, digit) = place(e);
-            // What is before the digit leaves the byte, and three times the rest has it above the byte.
+            // The multiplication discards the digits before; three times the remainder has the digit above the byte.
             let rest = block[byte].wrapping_mul(POWERS[digit]);
             *o = (((i32::from(rest) * 3) >> 8) - 1) as f32 * d;
         }
@@ -163,14 +163,14 @@ mod tests {
         }
     }
 
-    /// A block by hand: the first element 1, all others −1, and their places.
+    /// A block computed by hand: the first element 1, all others −1, and their positions.
     #[test]
     fn bytes_of_a_block() {
         let mut row = [-2.0; 256];
         row[0] = 2.0;
         let mut bytes = [0; 54];
         TQ1_0.encode(&row, None, &mut bytes);
-        // 20000 in base 3 is 162, and 162·256 / 243 is 170.67.
+        // 162 in decimal is 20000 in base 3, and 162·256 / 243 is 170.67.
         assert_eq!(bytes[0], 171);
         assert!(bytes[1..52].iter().all(|b| *b == 0));
         assert_eq!(bytes[52..], half::f16::from_f32(2.0).to_le_bytes());

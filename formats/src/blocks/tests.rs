@@ -1,10 +1,10 @@
-//! What holds of every block type.
+//! Properties of every block type.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// The largest error of a weight that is inside its sub-block's range, as a share of the largest magnitude there.
+/// The largest error of a weight within its sub-block's range, relative to the largest magnitude there.
 fn coarseness(kind: &BlockType) -> f32 {
     match kind.name {
         "F32" => 0.0,
@@ -31,7 +31,7 @@ fn round_trip(kind: &BlockType, row: &[f32], importance: Option<&[f32]>) -> (Vec
     (bytes, back)
 }
 
-/// Values from a seed, of a scale, with some zeros.
+/// Seeded values with this scale and some zeros.
 fn values(seed: u64, scale: f32, len: usize) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
@@ -82,7 +82,7 @@ proptest! {
         for kind in BLOCK_TYPES {
             let (_, back) = round_trip(kind, &row, weighed.then_some(&importance));
             if weighed {
-                // Where little weight lies, errors may be large.
+                // Where the importance is small, errors may be large.
                 prop_assert!(back.iter().all(|v| v.is_finite()), "{kind:?}");
                 continue;
             }

@@ -1,8 +1,7 @@
-//! How named tensors and their metadata become files: an archive. How a linear becomes tensors is packing, see
-//! `format`.
+//! Archives: how named tensors and their metadata become files. How a linear becomes tensors is packing; see `format`.
 //!
-//! An archive says where every byte of a set of tensors goes; [`CheckpointWriter`](super::CheckpointWriter) does the
-//! rest for all of them: staging, resuming, reading back, publishing.
+//! An archive determines the position of every byte of a set of tensors; [`CheckpointWriter`](super::CheckpointWriter)
+//! does the rest for all of them: staging, resuming, reading back, publishing.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -12,29 +11,28 @@ use super::header::Header;
 use super::{PlacedTensor, ShardLayout, ShardedCheckpoint, TensorSource, TensorSpec};
 use crate::{Error, Result};
 
-/// A kind of files that hold tensors.
+/// A file format that holds tensors.
 pub trait Archive: Debug + Send + Sync {
-    /// The files that these tensors become, none with more than `max_file_bytes` of tensor data where they can be
-    /// divided.
+    /// Assigns these tensors to files, none with more than `max_file_bytes` of tensor data where they can be split.
     ///
     /// # Errors
-    /// [`Error::Usage`] when there is nothing to write or too much; [`Error::Internal`] when a tensor cannot be
-    /// written at all.
+    /// [`Error::Usage`] when there is nothing to write or too much; [`Error::Internal`] when a tensor cannot be written
+    /// at all.
     fn layout(&self, tensors: &[TensorSpec], max_file_bytes: u64) -> Result<ShardLayout>;
 
-    /// The tensors of a file that was written, as the strict reader finds them.
+    /// Reads the tensors of a written file with the strict reader.
     ///
     /// # Errors
-    /// When that reader refuses the file.
+    /// When that reader rejects the file.
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>>;
 
-    /// Looks at all files together, as a reader of the directory would.
+    /// Checks all files together, as a reader of the directory does.
     ///
     /// # Errors
-    /// [`Error::Verification`] when it would see anything but so many tensors.
+    /// [`Error::Verification`] unless it finds this number of tensors.
     fn check_directory(&self, directory: &Path, tensors: usize) -> Result<()>;
 
-    /// Whether a file was written by this program, so that it may be replaced by one where that is asked for.
+    /// Whether a file was written by this program and may therefore be replaced on request.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -43,7 +41,7 @@ pub trait Archive: Debug + Send + Sync {
     }
 }
 
-/// Safetensors shards in a directory, with an index where there are several.
+/// Safetensors shards in a directory, with an index if there are several.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SafetensorsDirectory;
 

@@ -1,4 +1,4 @@
-//! Reading, first stage of the path: fields of `config.json` by type, each failure naming its key.
+//! Fields of `config.json` by type; every error names the key.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -9,25 +9,25 @@ use serde_json::{Map, Value};
 use super::names::printable;
 use crate::{Error, Result};
 
-/// No size in a model's configuration is larger: beyond it lie mistakes and attacks.
+/// The largest size accepted in a model's configuration; larger ones are mistakes or attacks.
 const MAX_SIZE: u64 = 1 << 31;
 
 /// Typed access to one JSON object of a configuration file.
 ///
-/// A field that is `null` counts as absent, as it does for the tools that write these files. A
-/// number written as text (`"4096"`) or as a float (`4096.0`, `1e3`) is not taken for an integer.
+/// A field that is `null` counts as absent, as it does for the tools that write these files. A number written as a
+/// string (`"4096"`) or as a float (`4096.0`, `1e3`) is not accepted as an integer.
 #[derive(Debug, Clone)]
 pub struct ConfigFields<'a> {
     path: &'a Path,
     map: &'a Map<String, Value>,
-    /// Keys of the objects around this one, each followed by a dot.
+    /// Keys of the enclosing objects, each followed by a dot.
     prefix: String,
-    /// Where the keys that are asked for are noted, if somebody wants to know.
+    /// Records the requested keys, if the caller wants them.
     asked: Option<&'a Asked>,
 }
 
-/// The keys of a configuration that somebody has asked for, whether or not they are there; those of objects inside it by
-/// the objects' own keys.
+/// The keys of a configuration that were requested, whether or not they are present; for keys of nested objects, the
+/// key of the outer object.
 #[derive(Debug, Default)]
 pub struct Asked(RefCell<BTreeSet<String>>);
 
@@ -39,35 +39,35 @@ impl Asked {
 }
 
 impl<'a> ConfigFields<'a> {
-    /// The fields of the object `map`, which was read from the file `path`.
+    /// Creates access to the object `map`, which was read from the file `path`.
     pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
         Self { path, map, prefix: String::new(), asked: None }
     }
 
-    /// The same fields, with what is asked of them noted.
+    /// Returns the same fields, recording requested keys in `asked`.
     pub fn noting<'b>(&'b self, asked: &'b Asked) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// The same with fields of another object.
+    /// Returns fields of another object at the same place.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }
 
     fn note(&self, key: &str) {
-        // Of what lies inside an object, the object is noted.
+        // For nested objects, only the outer key is recorded.
         if let Some(asked) = self.asked.filter(|_| self.prefix.is_empty()) {
             asked.0.borrow_mut().insert(key.to_owned());
         }
     }
 
-    /// Whether there is such a key, with whatever value.
+    /// Whether the key is present, with any value.
     pub fn has(&self, key: &str) -> bool {
         self.note(key);
         self.map.contains_key(key)
     }
 
-    /// The fields of `map` in place of the object `key` inside this one: the same, with some of them changed.
+    /// Returns the fields of `map`, a modified copy of the nested object `key`, in place of that object.
     pub fn nested<'b>(&'b self, key: &str, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: format!("{}{key}.", self.prefix), asked: self.asked }
     }
@@ -82,18 +82,18 @@ impl<'a> ConfigFields<'a> {
         self.map
     }
 
-    /// The value of a key, unless it is absent or `null`.
+    /// Returns the value of a key, unless it is absent or `null`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.note(key);
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// A key with those of the objects around it: `rope_scaling.factor`.
+    /// Returns a key with those of the enclosing objects: `rope_scaling.factor`.
     pub fn name_of(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
     }
 
-    /// [`Error::Config`] about a key; `reason` ends the sentence that the key begins.
+    /// Creates [`Error::Config`] for a key; `reason` ends the sentence that the key begins.
     pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
         let field = self.name_of(key);
         Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
@@ -106,7 +106,7 @@ impl<'a> ConfigFields<'a> {
         })
     }
 
-    /// A whole number from 0 to 2³¹, if present.
+    /// Returns an integer from 0 to 2³¹, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -127,7 +127,7 @@ impl<'a> ConfigFields<'a> {
         Err(self.error(key, reason))
     }
 
-    /// A whole number from 0 to 2³¹.
+    /// Returns an integer from 0 to 2³¹.
     ///
     /// # Errors
     /// [`Error::Config`] when it is absent or something else.
@@ -136,7 +136,7 @@ impl<'a> ConfigFields<'a> {
         self.required(key, value)
     }
 
-    /// A whole number from 1 to 2³¹: a size that must not be zero.
+    /// Returns an integer from 1 to 2³¹: a size that must not be zero.
     ///
     /// # Errors
     /// [`Error::Config`] when it is absent, zero or something else.
@@ -147,7 +147,7 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
-    /// A whole number from 1 to 2³¹, if present.
+    /// Returns an integer from 1 to 2³¹, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is zero or something else.
@@ -155,7 +155,7 @@ impl<'a> ConfigFields<'a> {
         if self.get(key).is_none() { Ok(None) } else { self.require_positive(key).map(Some) }
     }
 
-    /// A finite number, if present; integers count.
+    /// Returns a finite number, if present; integers are accepted.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -167,7 +167,7 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
-    /// A finite number.
+    /// Returns a finite number.
     ///
     /// # Errors
     /// [`Error::Config`] when it is absent or something else.
@@ -176,7 +176,7 @@ impl<'a> ConfigFields<'a> {
         self.required(key, value)
     }
 
-    /// `true` or `false`, if present.
+    /// Returns a boolean, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -188,7 +188,7 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
-    /// Text, if present.
+    /// Returns a string, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -200,7 +200,7 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
-    /// Text.
+    /// Returns a string.
     ///
     /// # Errors
     /// [`Error::Config`] when it is absent or something else.
@@ -209,7 +209,7 @@ impl<'a> ConfigFields<'a> {
         self.required(key, value)
     }
 
-    /// A list of texts, if present.
+    /// Returns a list of strings, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -223,7 +223,7 @@ impl<'a> ConfigFields<'a> {
         texts.collect::<Result<_>>().map(Some)
     }
 
-    /// A list of integers from 0 to 2³¹, if present.
+    /// Returns a list of integers from 0 to 2³¹, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -238,7 +238,7 @@ impl<'a> ConfigFields<'a> {
         numbers.collect::<Result<_>>().map(Some)
     }
 
-    /// An object inside this one, if present, such as `rope_scaling`.
+    /// Returns a nested object, such as `rope_scaling`, if present.
     ///
     /// # Errors
     /// [`Error::Config`] when it is something else.
@@ -254,7 +254,7 @@ impl<'a> ConfigFields<'a> {
     }
 }
 
-/// A value as a message names it: kind first, because `"4096"` and `4096` look alike.
+/// Formats a value for a message, type first, because `"4096"` and `4096` look alike.
 fn describe(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),

@@ -1,4 +1,4 @@
-//! Writing, last stage of the path: what every sink demands of its callers.
+//! The requirements that every sink checks of its callers.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use super::header::MAX_RANK;
 use super::names::{name_fault, printable};
 use crate::{Error, Result};
 
-/// Checks what was agreed on: distinct names and shapes that our own reader would accept.
+/// Checks the specs: distinct names, and shapes that our own reader accepts.
 ///
 /// # Errors
 /// [`Error::Internal`]: specs come from our plan, not from a file.
@@ -38,7 +38,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the next part of a tensor continues what is there and stays inside.
+/// Checks that the next part of a tensor continues the previous one and stays within the tensor.
 ///
 /// # Errors
 /// [`Error::Internal`] naming the tensor.
@@ -56,12 +56,12 @@ pub(crate) fn check_part(name: &str, len: u64, written: u64, offset: u64, part: 
     Ok(())
 }
 
-/// The error that a tensor was never agreed on.
+/// The error for a tensor without a spec.
 pub(crate) fn unknown(name: &str) -> Error {
     Error::Internal(format!("tensor `{}` is not part of the output", printable(name)))
 }
 
-/// The error that tensors are not complete.
+/// The error for incomplete tensors.
 pub(crate) fn incomplete(names: &[&str]) -> Error {
     let some = names.iter().take(4).copied().collect::<Vec<_>>().join(", ");
     Error::Internal(format!("{} tensor(s) of the output are not complete: {some}", names.len()))

@@ -1,7 +1,7 @@
-//! Reading, first stage of the path: a Hugging Face model directory.
+//! A Hugging Face model directory.
 //!
-//! Only data is read from it: `config.json`, weights, and by others the tokenizer. Scripts that lie
-//! beside them are neither run nor carried along.
+//! Only data is read from it: `config.json`, weights, and, by other modules, the tokenizer. Scripts in the directory
+//! are neither run nor copied.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -18,10 +18,10 @@ use crate::{Error, Result};
 
 pub(crate) const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
-/// The longest configuration that is read; real ones have some kilobytes.
+/// The maximum size of a configuration; real ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Files that go with a model and hold no weights and no code.
+/// Files that accompany a model and contain neither weights nor code.
 const SIDECARS: [&str; 15] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -39,10 +39,10 @@ const SIDECARS: [&str; 15] = [
     "vocab.json",
     "vocab.txt",
 ];
-/// Beginnings of the names of texts that must accompany a model.
+/// Name prefixes of legal texts that must accompany a model.
 const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
 
-/// A model directory: its configuration, its weights, and what to carry along with them.
+/// A model directory: its configuration, its weights, and the files to copy with them.
 #[derive(Debug)]
 pub struct ModelDirectory {
     path: PathBuf,
@@ -56,19 +56,19 @@ pub struct ModelDirectory {
     rounded_to: Option<String>,
 }
 
-/// A file that goes along with the weights.
+/// A file that accompanies the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sidecar {
-    /// In the model directory.
+    /// Its path in the model directory.
     pub path: PathBuf,
-    /// Where it really is: in a Hugging Face cache the former is a link.
+    /// Its resolved path: in a Hugging Face cache, `path` is a link.
     pub real: PathBuf,
-    /// What is in it, where it was made from a model that is one file.
+    /// Its contents, if it was generated from a single-file model.
     pub contents: Option<Arc<[u8]>>,
 }
 
 impl Sidecar {
-    /// Its bytes, or why its size is refused.
+    /// Reads its bytes, or returns why its size is not accepted.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be read.
@@ -82,7 +82,7 @@ impl Sidecar {
         }
     }
 
-    /// Its length.
+    /// Returns its length in bytes.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be opened.
@@ -98,16 +98,15 @@ impl Sidecar {
 }
 
 impl ModelDirectory {
-    /// Opens a model directory, checks its configuration file and all safetensors headers.
+    /// Opens a model directory and checks its configuration file and all safetensors headers.
     ///
     /// # Errors
-    /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no model we read.
-    /// - [`Error::Config`]: `config.json` is over 1 MiB, not JSON, not an object, or names a key
-    ///   twice.
+    /// - [`Error::NoCheckpoint`], [`Error::PickleOnly`]: there is no supported model.
+    /// - [`Error::Config`]: `config.json` is over 1 MiB, not JSON, not an object, or has a duplicate key.
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
-        // Weights first: a directory of pickles is reported as such, whatever its configuration says.
+        // Weights first: a directory of pickle files is reported as such, whatever its configuration says.
         let source = ShardedCheckpoint::open_in(&root)?;
         let config_path = root.join(CONFIG);
         let config = read_config(&root, &config_path)?;
@@ -130,7 +129,7 @@ impl ModelDirectory {
         })
     }
 
-    /// A model that is not a directory: the file at `path` holds all of it.
+    /// Creates a model from the single file at `path`, which holds all of it.
     pub fn in_memory(
         path: &Path,
         config: Map<String, Value>,
@@ -152,47 +151,47 @@ impl ModelDirectory {
         }
     }
 
-    /// The same, with the types whose blocks its floats are read from.
+    /// Records the block types that its floats were decoded from.
     pub fn with_rounded(self, types: String) -> Self {
         Self { rounded_to: Some(types), ..self }
     }
 
-    /// The types of blocks that its floats are what they stand for, where the model was quantized before.
+    /// The block types that its floats were decoded from, if the model was already quantized.
     pub fn rounded_to(&self) -> Option<&str> {
         self.rounded_to.as_deref()
     }
 
-    /// The same, with why its file has no tokenizer that is read.
+    /// Records why the tokenizer of its file is not supported.
     pub fn without_tokenizer(self, reason: String) -> Self {
         Self { unread_tokenizer: Some(reason), ..self }
     }
 
-    /// Why the file that is the whole model has no tokenizer that is read.
+    /// Why the tokenizer in a single-file model is not supported.
     pub fn unread_tokenizer(&self) -> Option<&str> {
         self.unread_tokenizer.as_deref()
     }
 
-    /// The same, with its tokenizer and chat template run by these workers in place of this process.
+    /// Uses these workers for its tokenizer and chat template, instead of this process.
     pub fn with_text_workers(self, workers: Arc<dyn TextWorkers>) -> Self {
         Self { text_workers: Some(workers), ..self }
     }
 
-    /// What runs its tokenizer and chat template; nothing where this process does.
+    /// The workers for its tokenizer and chat template; `None` if they run in this process.
     pub fn text_workers(&self) -> Option<&dyn TextWorkers> {
         self.text_workers.as_deref()
     }
 
-    /// The directory as it was given, or the file where that is the whole model.
+    /// The directory as the user gave it, or the path of a single-file model.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The configuration, keys in the order of the file.
+    /// The configuration, with keys in file order.
     pub fn config(&self) -> &Map<String, Value> {
         &self.config
     }
 
-    /// `config.json` itself.
+    /// The path of `config.json`.
     pub fn config_path(&self) -> &Path {
         &self.config_path
     }
@@ -207,23 +206,23 @@ impl ModelDirectory {
         &self.source
     }
 
-    /// `tokenizer.json`, if there is one that may be read.
+    /// `tokenizer.json`, if it exists and is readable.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
         self.sidecar(TOKENIZER).map(|s| s.path.clone())
     }
 
-    /// A file that goes along with the weights, by its name, if there is one that may be read.
+    /// Returns the accompanying file with this name, if it exists and is readable.
     pub fn sidecar(&self, name: &str) -> Option<&Sidecar> {
         self.sidecars.iter().find(|s| s.path.file_name() == Some(OsStr::new(name)))
     }
 
-    /// Files to carry along to a converted model, sorted by name: tokenizer, generation settings,
-    /// chat template, licence texts; never code or weights.
+    /// Files to copy to a converted model, sorted by name: tokenizer, generation settings, chat template, licence
+    /// texts; never code or weights.
     pub fn sidecar_files(&self) -> &[Sidecar] {
         &self.sidecars
     }
 
-    /// What is odd about the directory without making it unreadable, each fit for a line of text.
+    /// Problems that do not make the directory unreadable, one line each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -252,7 +251,7 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
     let mut folded = BTreeSet::new();
     for name in root.entries()?.iter().filter(|n| is_sidecar(n)) {
         match root.lookup(name)? {
-            // The copy may go where the two names are one.
+            // On a file system that ignores case, the copies would collide.
             Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
                 "{} differs from another file's name in case alone, it is left out",
                 printable(name)
@@ -266,7 +265,7 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
     Ok(found)
 }
 
-/// Whether a file of this name goes along with a model.
+/// Whether a file of this name accompanies a model.
 pub(crate) fn is_sidecar(name: &str) -> bool {
     if SIDECARS.contains(&name) {
         return true;

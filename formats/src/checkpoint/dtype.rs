@@ -1,4 +1,4 @@
-//! Element types of tensors on disk, and how float ones widen to `f32` and narrow back.
+//! Element types of stored tensors, and conversion of the float types to and from `f32`.
 
 use std::fmt;
 
@@ -28,11 +28,11 @@ pub enum Dtype {
     F6E2M3,
     F6E3M2,
     F4,
-    /// A type of a file that this version does not know: such tensors can be copied, and nothing else.
+    /// A type that this version does not know: such tensors can only be copied.
     Opaque(OpaqueDtype),
 }
 
-/// The name of an unknown type, and how many bytes the tensor takes that has it: its shape does not tell.
+/// The name of an unknown type, and the bytes of the tensor that has it, which its shape does not determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpaqueDtype {
     name: [u8; Self::LONGEST],
@@ -41,11 +41,11 @@ pub struct OpaqueDtype {
 }
 
 impl OpaqueDtype {
-    /// Bytes of the longest name that is kept.
+    /// Maximum length of a stored name in bytes.
     pub const LONGEST: usize = 15;
 
-    /// A type of this name, of a tensor of so many bytes; `None` where the name is longer than that, or
-    /// holds anything but letters, digits and underscores.
+    /// Creates the type with this name for a tensor of `bytes` bytes; `None` if the name is too long or contains
+    /// anything but letters, digits and underscores.
     pub fn new(name: &str, bytes: u64) -> Option<Self> {
         let is_plain = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
         if name.is_empty() || name.len() > Self::LONGEST || !name.bytes().all(is_plain) {
@@ -58,7 +58,7 @@ impl OpaqueDtype {
 
     /// The name in a safetensors header.
     pub fn name(&self) -> &str {
-        // Plain ASCII since it was made.
+        // The name has been ASCII since construction.
         std::str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
     }
 
@@ -69,7 +69,7 @@ impl OpaqueDtype {
 }
 
 impl Dtype {
-    /// All known types, in the order that messages list them.
+    /// All known types, in the order used in messages.
     pub const ALL: [Dtype; 19] = [
         Self::Bool,
         Self::U8,
@@ -118,12 +118,12 @@ impl Dtype {
         }
     }
 
-    /// The known type of that name in a safetensors header.
+    /// Returns the known type with that name in a safetensors header.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|d| d.name() == name)
     }
 
-    /// Bits of one element; 0 of an unknown type.
+    /// Bits per element; 0 for an unknown type.
     pub fn bits(self) -> usize {
         match self {
             Self::Opaque(_) => 0,
@@ -136,18 +136,18 @@ impl Dtype {
         }
     }
 
-    /// Bytes of one element of a type of whole bytes; of others 1, the least that is read or written.
+    /// Bytes per element; 1 for types of less than a byte, which is the smallest unit that is read or written.
     pub fn size(self) -> usize {
         (self.bits() / 8).max(1)
     }
 
-    /// Bytes of so many elements; `None` where they are no whole bytes, or overflow. Of an unknown type, as many as the
-    /// tensor has.
+    /// Bytes of this number of elements; `None` if they do not fill whole bytes, or on overflow. For an unknown type,
+    /// the tensor's bytes.
     pub fn byte_len(self, elements: u64) -> Option<u64> {
         if let Self::Opaque(of) = self {
             return Some(of.bytes());
         }
-        // In two parts, so that only lengths that do not fit overflow.
+        // Split in two, so that only lengths that do not fit overflow.
         let bits = self.bits() as u64;
         let rest = elements % 8 * bits;
         let whole = (elements / 8).checked_mul(bits)?.checked_add(rest / 8)?;
@@ -162,8 +162,8 @@ impl Dtype {
     /// Widens little-endian elements to `f32`, exactly.
     ///
     /// # Panics
-    /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`: callers
-    /// check both when they open a tensor.
+    /// When the type is not F16, BF16 or F32, or `bytes.len() != out.len() * self.size()`: callers check both when they
+    /// open a tensor.
     #[inline(always)]
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.size(), "byte length does not match element count");
@@ -180,7 +180,7 @@ impl Dtype {
             }
             Self::F16 => {
                 use half::slice::HalfFloatSliceExt;
-                // Through a small buffer, so that an unaligned source is fine and the conversion vectorizes.
+                // Uses a small buffer, so that unaligned sources work and the conversion vectorizes.
                 let mut halves = [f16::ZERO; 256];
                 for (o, b) in out.chunks_mut(256).zip(bytes.chunks(512)) {
                     let part = &mut halves[..o.len()];

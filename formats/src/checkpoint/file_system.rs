@@ -1,7 +1,7 @@
-//! Writing, last stage of the path: the few file operations that it is made of.
+//! The file operations that writing uses.
 //!
-//! They stand behind a trait so that a test can let each of them fail, or let the power go off
-//! after it, and look at what is left.
+//! They are behind a trait so that tests can make each of them fail, or simulate a power loss after it, and check what
+//! is left.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -14,23 +14,23 @@ use rustix::io::Errno;
 
 use crate::{Error, Result};
 
-/// Operations that change what is on disk.
+/// Operations that modify the disk.
 pub(crate) trait FileSystem: Send + Sync {
     /// Creates a directory whose parent exists.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
-    /// Opens the lock file, creating it if need be.
+    /// Opens the lock file, creating it if necessary.
     fn open_lock(&self, path: &Path) -> io::Result<File>;
-    /// Creates a file that must not exist, for writing and reading.
+    /// Creates a new file for writing and reading; fails if it exists.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn StagedFile>>;
     /// Opens a regular file for writing and reading.
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn StagedFile>>;
-    /// Makes the entries of a directory survive a crash.
+    /// Makes the entries of a directory durable.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
-    /// Gives a file or directory another name, replacing a file that has it.
+    /// Renames a file or directory, replacing an existing file.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Gives a directory a name that nothing has.
+    /// Renames a directory; fails if the new name exists.
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Exchanges two names in one step.
+    /// Exchanges two names atomically.
     fn exchange(&self, one: &Path, other: &Path) -> io::Result<()>;
     /// Removes a file or link.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
@@ -38,10 +38,9 @@ pub(crate) trait FileSystem: Send + Sync {
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
     /// Removes a directory and everything below it, without following links.
     fn remove_tree(&self, path: &Path) -> io::Result<()>;
-    /// Bytes that may still be written below a path, if the file system can tell.
+    /// Free bytes on the file system of a path, if it reports them.
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>>;
-    /// Asks the system to read the file from the disk next, not from its memory of what was
-    /// written. Only a hint.
+    /// Hints to the system to drop the file from the page cache, so that it is read from the disk next.
     fn forget_cached(&self, file: &File);
 }
 
@@ -49,15 +48,15 @@ pub(crate) trait FileSystem: Send + Sync {
 pub(crate) trait StagedFile: Send + Sync {
     /// Writes all bytes at an offset.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Gives the file this length and takes the room for it from the disk.
+    /// Sets the file's length and allocates its blocks.
     fn allocate(&self, len: u64) -> io::Result<()>;
-    /// Makes the file's bytes survive a crash.
+    /// Makes the file's bytes durable.
     fn sync_data(&self) -> io::Result<()>;
     /// The file, for reading.
     fn file(&self) -> &File;
 }
 
-/// The file system of the machine.
+/// The operating system's file system.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RealFileSystem;
 
@@ -84,7 +83,7 @@ impl FileSystem for RealFileSystem {
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         match File::open(path)?.sync_all() {
-            // Some network file systems have no such operation on directories.
+            // Some network file systems do not support this on directories.
             Err(e) if is_errno(&e, &[Errno::INVAL, Errno::NOTSUP]) => Ok(()),
             other => other,
         }
@@ -123,7 +122,7 @@ impl FileSystem for RealFileSystem {
 
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>> {
         let stat = rustix::fs::statvfs(path)?;
-        // Some network file systems tell nothing at all.
+        // Some network file systems report nothing.
         Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
     }
 
@@ -157,8 +156,8 @@ impl StagedFile for File {
     }
 }
 
-/// Read and write, and never through a link that someone put in the file's place. Permissions are
-/// those of the umask.
+/// Opens for reading and writing, without following a link that someone put in the file's place. Permissions follow the
+/// umask.
 fn no_follow() -> OpenOptions {
     let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or_default();
     let mut options = OpenOptions::new();
@@ -174,12 +173,12 @@ fn is_errno(error: &io::Error, any_of: &[Errno]) -> bool {
     any_of.iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()))
 }
 
-/// Whether the file system lacks the operation, as opposed to refusing it this time.
+/// Whether the file system does not support the operation, as opposed to a temporary failure.
 pub(crate) fn is_unsupported(error: &io::Error) -> bool {
     is_errno(error, &[Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP])
 }
 
-/// An error of the system as ours: a full disk or an exhausted quota is reported with numbers.
+/// Converts a system error; a full disk or an exhausted quota is reported with numbers.
 pub(crate) fn failure(
     fs: &dyn FileSystem,
     action: &'static str,
@@ -190,14 +189,14 @@ pub(crate) fn failure(
     let over_quota = is_errno(&error, &[Errno::DQUOT]);
     if over_quota || is_errno(&error, &[Errno::NOSPC]) {
         let place = path.parent().unwrap_or(path);
-        // What the disk has is not for someone whose quota is used up.
+        // If a quota is exhausted, the free space of the disk is not available to the user.
         let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };
         return Error::DiskFull { path: path.to_owned(), needed: needed.max(1), free: free.unwrap_or(0) };
     }
     Error::io(action, path, error)
 }
 
-/// Writes a small file that must not exist, and makes its bytes survive a crash.
+/// Writes a small new file and makes its bytes durable; fails if it exists.
 pub(crate) fn write_new(fs: &dyn FileSystem, path: &Path, bytes: &[u8]) -> Result<Box<dyn StagedFile>> {
     let fail = |action, e| failure(fs, action, path, bytes.len() as u64, e);
     let file = fs.create_file(path).map_err(|e| fail("create", e))?;
@@ -206,8 +205,7 @@ pub(crate) fn write_new(fs: &dyn FileSystem, path: &Path, bytes: &[u8]) -> Resul
     Ok(file)
 }
 
-/// Writes a small file under a passing name and gives it its own in one step, so that it is there
-/// whole or not at all.
+/// Writes a small file under a temporary name and renames it, so that it is either complete or absent.
 pub(crate) fn replace_file(fs: &dyn FileSystem, path: &Path, bytes: &[u8]) -> Result<Box<dyn StagedFile>> {
     let mut passing = path.as_os_str().to_owned();
     passing.push(OsStr::new(".new"));
@@ -221,7 +219,7 @@ pub(crate) fn replace_file(fs: &dyn FileSystem, path: &Path, bytes: &[u8]) -> Re
     Ok(file)
 }
 
-/// Removes whatever has this name, if anything does.
+/// Removes the file or directory with this name, if it exists.
 pub(crate) fn remove_if_present(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     let metadata = match path.symlink_metadata() {
         Ok(metadata) => metadata,

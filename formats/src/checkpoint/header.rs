@@ -1,10 +1,9 @@
-//! Reading, first stage of the path: the header of a safetensors file, checked against the file.
+//! The header of a safetensors file, validated against the file.
 //!
-//! A file is an 8-byte little-endian length `n`, `n` bytes of JSON, and the data that the JSON
-//! divides among tensors without hole or overlap. The parser is our own because a lenient one
-//! (duplicate names, an object inside a number's place, a data tail nobody owns) lets two readers
-//! see two different models in one file. Nothing is allocated from a length that the file declares
-//! before that length was compared with the file.
+//! A file is an 8-byte little-endian length `n`, `n` bytes of JSON, and the data that the JSON divides among tensors
+//! without gaps or overlap. The parser is our own because a lenient one (which accepts duplicate names, an object in
+//! place of a number, or trailing data that belongs to no tensor) lets two readers see two different models in one
+//! file. No declared length is allocated before it is compared with the file.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -20,15 +19,15 @@ use super::names::{name_fault, printable};
 use super::{Dtype, HeaderError, OpaqueDtype, TensorInfo};
 use crate::{Error, Result};
 
-/// The most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 pub(crate) const MAX_RANK: usize = 8;
 
-/// What a header may cost at most.
+/// Limits of a header.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// Bytes of JSON.
     pub(crate) header_bytes: u64,
-    /// Tensors described.
+    /// Number of tensors.
     pub(crate) tensors: usize,
 }
 
@@ -38,7 +37,7 @@ impl Default for Limits {
     }
 }
 
-/// One tensor and where it stands.
+/// A tensor and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Located {
     /// Type and shape.
@@ -47,12 +46,12 @@ pub(crate) struct Located {
     pub(crate) offset: u64,
 }
 
-/// A header that passed every check.
+/// A header that passed all checks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Header {
     /// The tensors by name.
     pub(crate) tensors: BTreeMap<String, Located>,
-    /// `__metadata__`, empty when absent.
+    /// `__metadata__`, empty if absent.
     pub(crate) metadata: BTreeMap<String, String>,
 }
 
@@ -60,7 +59,7 @@ impl Header {
     /// Reads and checks the header of an open file.
     ///
     /// # Errors
-    /// [`Error::Safetensors`] for a rule that the file breaks, [`Error::Io`] when it cannot be read.
+    /// [`Error::Safetensors`] for a violated rule, [`Error::Io`] when it cannot be read.
     pub(crate) fn read(file: &File, path: &Path) -> Result<Self> {
         let broken = |fault| Error::Safetensors { path: path.to_owned(), source: Box::new(fault) };
         let file_len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
@@ -92,14 +91,14 @@ impl Header {
         check_ranges(&collected.tensors, data_start, file_len)?;
         let mut tensors = collected.tensors;
         for located in tensors.values_mut() {
-            // No overflow: `check_ranges` found every end within the file.
+            // No overflow: `check_ranges` verified that every end is within the file.
             located.offset += data_start;
         }
         Ok(Self { tensors, metadata: collected.metadata.unwrap_or_default() })
     }
 }
 
-/// The header's length, once it is known to lie within the file and the limit.
+/// Returns the header's length after checking that it is within the file and the limit.
 pub(crate) fn checked_len(prefix: [u8; 8], file_len: u64, limits: Limits) -> Result<usize, HeaderError> {
     let declared = u64::from_le_bytes(prefix);
     let available = file_len.saturating_sub(8);
@@ -113,7 +112,7 @@ pub(crate) fn checked_len(prefix: [u8; 8], file_len: u64, limits: Limits) -> Res
     usize::try_from(declared).map_err(|_| too_large)
 }
 
-/// Tensors must tile the data exactly; offsets are still relative to the data here.
+/// Tensors must tile the data exactly; at this point offsets are relative to the data.
 fn check_ranges(
     tensors: &BTreeMap<String, Located>,
     data_start: u64,
@@ -152,8 +151,8 @@ fn check_ranges(
     Ok(())
 }
 
-/// What was read of a header so far. `failure` carries a typed error past serde, which only knows
-/// text; `inside` says what an error of the parser itself was about.
+/// The state of reading a header. `failure` carries a typed error through serde, which only supports text; `inside` is
+/// the context for an error of the parser itself.
 struct Collected {
     limits: Limits,
     tensors: BTreeMap<String, Located>,
@@ -241,7 +240,7 @@ impl<'de> Visitor<'de> for &mut Collected {
     }
 }
 
-/// `__metadata__`: text by distinct keys.
+/// `__metadata__`: strings with distinct keys.
 struct Metadata(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -269,7 +268,7 @@ impl<'de> Deserialize<'de> for Metadata {
     }
 }
 
-/// The entry of one tensor as written, with at most [`MAX_RANK`] dimensions kept.
+/// The entry of one tensor, with at most [`MAX_RANK`] dimensions kept.
 struct RawEntry {
     dtype: String,
     rank: usize,
@@ -282,7 +281,7 @@ impl RawEntry {
     fn check(self, name: &str) -> Result<Located, HeaderError> {
         let tensor = || name.to_owned();
         let Self { dtype, rank, shape, begin, end } = self;
-        // The length of an unknown type is what the offsets say, which must lie within the file as all do.
+        // The length of an unknown type follows from the offsets, which must be within the file like all others.
         let opaque = || OpaqueDtype::new(&dtype, end.saturating_sub(begin)).map(Dtype::Opaque);
         let Some(dtype) = Dtype::from_name(&dtype).or_else(opaque) else {
             return Err(HeaderError::UnknownDtype { tensor: tensor(), dtype: printable(&dtype) });
@@ -308,8 +307,8 @@ impl RawEntry {
     }
 }
 
-/// Dimensions and elements of a tensor whose bytes can be counted. A zero among the dimensions does not excuse an
-/// overflow of the others: code that multiplies strides would meet it again.
+/// Number of dimensions and elements of a tensor of known type. A zero dimension does not excuse an overflow of the
+/// others: code that multiplies strides would overflow too.
 fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
     let mut dims = Vec::with_capacity(shape.len());
     let mut elements = 1u64;
@@ -324,7 +323,7 @@ fn checked_elements(shape: &[u64], dtype: Dtype) -> Option<(Vec<usize>, u64)> {
 
 impl<'de> Deserialize<'de> for RawEntry {
     fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        // Not derived: a derived struct also accepts an array in place of the object.
+        // Not derived: a derived struct also accepts an array instead of the object.
         struct Fields;
         impl<'de> Visitor<'de> for Fields {
             type Value = RawEntry;
@@ -359,7 +358,7 @@ impl<'de> Deserialize<'de> for RawEntry {
     }
 }
 
-/// A list of numbers of which only the first [`MAX_RANK`] are kept, and all counted.
+/// A list of numbers: the first [`MAX_RANK`] are kept, and all are counted.
 struct Dims {
     rank: usize,
     shape: Vec<u64>,

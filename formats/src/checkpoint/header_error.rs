@@ -1,34 +1,34 @@
-//! Reading, first stage of the path: the rules of a safetensors header that a file can break.
+//! The rules of a safetensors header that a file can violate.
 
 use super::Dtype;
 
-/// A rule of the format that a file breaks. Names are shown with control characters escaped.
+/// A violated rule of the format. Names are shown with control characters escaped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HeaderError {
-    /// The file cannot hold even the header's length.
+    /// The file is too short for the header's length.
     #[error("{0} bytes, too short to be safetensors")]
     TooShort(u64),
-    /// The header would end after the file does.
+    /// The header extends beyond the end of the file.
     #[error("the header claims {declared} bytes, the file has {available} after the length field")]
     HeaderPastEnd {
         /// Length in the first 8 bytes.
         declared: u64,
-        /// Bytes of the file after these.
+        /// Bytes of the file after the first 8.
         available: u64,
     },
-    /// The header is longer than any real one.
+    /// The header exceeds the maximum length.
     #[error("the header claims {declared} bytes, at most {limit} are accepted")]
     HeaderTooLarge {
         /// Length in the first 8 bytes.
         declared: u64,
-        /// The most that is accepted.
+        /// The maximum.
         limit: u64,
     },
-    /// The header describes more tensors than any real one.
+    /// The header exceeds the maximum number of tensors.
     #[error("the header describes more than {limit} tensors")]
     TooManyTensors {
-        /// The most that is accepted.
+        /// The maximum.
         limit: usize,
     },
     /// The header does not begin with `{`.
@@ -43,16 +43,16 @@ pub enum HeaderError {
     /// The header is not UTF-8.
     #[error("the header is not UTF-8 at byte {offset}")]
     NotUtf8 {
-        /// Position of the first bad byte within the header.
+        /// Position of the first invalid byte within the header.
         offset: usize,
     },
     /// The header is not JSON.
     #[error("the header is not valid JSON: {reason}")]
     Json {
-        /// The parser's reason, with line and column.
+        /// The parser's error, with line and column.
         reason: String,
     },
-    /// A tensor's entry has not the fields `dtype`, `shape` and `data_offsets` of the right types.
+    /// A tensor's entry lacks the fields `dtype`, `shape` and `data_offsets` with the right types.
     #[error("tensor `{tensor}`: {reason}")]
     BadEntry {
         /// The tensor.
@@ -66,24 +66,24 @@ pub enum HeaderError {
         /// The tensor.
         tensor: String,
     },
-    /// There are two `__metadata__`.
+    /// `__metadata__` is duplicated.
     #[error("`__metadata__` stands twice in the header")]
     DuplicateMetadata,
-    /// `__metadata__` is not an object of distinct keys with text values.
+    /// `__metadata__` is not an object of distinct keys with string values.
     #[error("`__metadata__` must be an object of text values: {reason}")]
     BadMetadata {
         /// What is wrong with it.
         reason: String,
     },
-    /// A tensor's name cannot be shown or stored safely.
+    /// A tensor's name cannot be displayed or stored safely.
     #[error("the tensor name `{name}` {reason}")]
     BadName {
-        /// The name, escaped and cut.
+        /// The name, escaped and truncated.
         name: String,
-        /// What is wrong with it, ending the sentence.
+        /// What is wrong with it, as the end of the sentence.
         reason: &'static str,
     },
-    /// An element type that we do not know, and whose name cannot be one.
+    /// An unknown element type with an invalid name.
     #[error("tensor `{tensor}` has the unknown dtype `{dtype}`; known are {}", known_dtypes())]
     UnknownDtype {
         /// The tensor.
@@ -91,17 +91,17 @@ pub enum HeaderError {
         /// Its type as written.
         dtype: String,
     },
-    /// A tensor has more dimensions than any real one.
+    /// A tensor exceeds the maximum number of dimensions.
     #[error("tensor `{tensor}` has {rank} dimensions, at most {limit} are accepted")]
     RankTooHigh {
         /// The tensor.
         tensor: String,
         /// Number of its dimensions.
         rank: usize,
-        /// The most that is accepted.
+        /// The maximum.
         limit: usize,
     },
-    /// The size of a tensor does not fit 64 bits.
+    /// The size of a tensor overflows 64 bits.
     #[error("tensor `{tensor}`: the size of shape {shape:?} overflows")]
     SizeOverflow {
         /// The tensor.
@@ -109,7 +109,7 @@ pub enum HeaderError {
         /// Its shape.
         shape: Vec<u64>,
     },
-    /// Elements of less than a byte that are no whole bytes together.
+    /// Elements of less than a byte that do not fill whole bytes.
     #[error("tensor `{tensor}`: {dtype} {shape:?} is not whole bytes")]
     NotWholeBytes {
         /// The tensor.
@@ -119,7 +119,7 @@ pub enum HeaderError {
         /// Its shape.
         shape: Vec<u64>,
     },
-    /// A tensor begins after its end.
+    /// A tensor's start is after its end.
     #[error("tensor `{tensor}` begins at byte {begin}, after its end {end}")]
     OffsetsReversed {
         /// The tensor.
@@ -129,7 +129,7 @@ pub enum HeaderError {
         /// First byte after the tensor.
         end: u64,
     },
-    /// Offsets and shape give different sizes.
+    /// Offsets and shape imply different sizes.
     #[error("tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, its offsets span {got}")]
     SizeMismatch {
         /// The tensor.
@@ -138,17 +138,17 @@ pub enum HeaderError {
         dtype: Dtype,
         /// Its shape.
         shape: Vec<u64>,
-        /// Bytes that type and shape take.
+        /// Bytes implied by type and shape.
         expected: u64,
-        /// Bytes that the offsets span.
+        /// Bytes between the offsets.
         got: u64,
     },
     /// Bytes of the data belong to no tensor.
     #[error("bytes {begin} to {end} of the data, before tensor `{before}`, belong to no tensor")]
     Hole {
-        /// The tensor after the hole.
+        /// The tensor after the gap.
         before: String,
-        /// First byte of the hole within the data.
+        /// First byte of the gap within the data.
         begin: u64,
         /// First byte after it.
         end: u64,
@@ -165,10 +165,10 @@ pub enum HeaderError {
         /// Where that begins.
         second_begin: u64,
     },
-    /// The file ends before a tensor does, as an interrupted download leaves it.
+    /// The file ends before a tensor does, as after an interrupted download.
     #[error("truncated within tensor `{tensor}`: have {have}, need {need} bytes")]
     PastEnd {
-        /// The first tensor that is not whole.
+        /// The first incomplete tensor.
         tensor: String,
         /// Length of the file.
         have: u64,

@@ -1,4 +1,4 @@
-//! Reading, first stage of the path: a model as one number, so that results say of what they are.
+//! A digest that identifies a model, so that results can name what they are about.
 
 use std::io::Read;
 use std::path::Path;
@@ -10,18 +10,18 @@ use super::ModelDirectory;
 use crate::digest::{hex, sha256_hex};
 use crate::{CancelToken, Error, Result};
 
-/// Bytes that are read at a time.
+/// Bytes per read.
 const PIECE: usize = 1 << 20;
 
 impl ModelDirectory {
-    /// The SHA-256 of the model: of the list that `sha256sum config.json *.safetensors` prints for its
+    /// The SHA-256 of the model: the hash of the list that `sha256sum config.json *.safetensors` prints for its
     /// configuration and weight files, in order of names.
     ///
     /// # Errors
-    /// When a file cannot be read, or the token pulls.
+    /// When a file cannot be read, or when cancelled.
     pub fn sha256(&self, cancel: &CancelToken) -> Result<String> {
         let mut files = self.source().files();
-        // Where one file is the whole model, it is its configuration too.
+        // The file of a single-file model is also its configuration.
         if !files.iter().any(|file| file == self.config_path()) {
             files.push(self.config_path().to_owned());
         }
@@ -36,17 +36,17 @@ impl ModelDirectory {
     }
 }
 
-/// The SHA-256 of a file in hexadecimal digits, read piece by piece.
+/// Computes the SHA-256 of a file in hexadecimal digits, reading it in chunks.
 ///
 /// # Errors
-/// When it cannot be read, or the token pulls.
+/// When it cannot be read, or when cancelled.
 pub fn file_sha256(path: &Path, cancel: &CancelToken) -> Result<String> {
     let mut hash = Sha256::new();
     each_piece(path, cancel, |piece| hash.update(piece))?;
     Ok(hex(&hash.finalize()))
 }
 
-/// The BLAKE3 of a file in hexadecimal digits.
+/// Computes the BLAKE3 of a file in hexadecimal digits.
 pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
     let mut hash = blake3::Hasher::new();
     each_piece(path, cancel, |piece| {
@@ -55,7 +55,7 @@ pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
     Ok(hex(hash.finalize().as_bytes()))
 }
 
-/// Reads a file to its end in pieces.
+/// Reads a file to its end in chunks.
 fn each_piece(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
     let fault = |e| Error::io("read", path, e);
     let mut file = std::fs::File::open(path).map_err(fault)?;

@@ -1,8 +1,8 @@
-//! Reading, first stage of the path: files of a model directory that someone else wrote.
+//! Files of a model directory, which are untrusted.
 //!
-//! A name in an index or a link in a directory must not make us read another file of the machine,
-//! and what stands where a file should be (a pipe, a device) must not make us hang. Files are read
-//! by positioned reads, never mapped: a file that shrinks while mapped kills the process.
+//! A name in an index or a link in a directory must not make us read another file of the machine, and a pipe or device
+//! in place of a file must not block us. Files are read by positioned reads, never mapped: a file that shrinks while
+//! mapped kills the process.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -21,27 +21,29 @@ use crate::{Error, Result};
 pub(crate) struct Root {
     /// As the user gave it, for messages.
     given: PathBuf,
-    /// Without links.
+    /// With links resolved.
     real: PathBuf,
-    /// The one place outside that links may lead to: `blobs` of a Hugging Face cache entry whose
-    /// `snapshots/<revision>` this directory is.
+    /// The only outside directory that links may point into: `blobs` of a Hugging Face cache entry, if this directory
+    /// is its `snapshots/<revision>`.
     blobs: Option<PathBuf>,
 }
 
-/// What a name inside a [`Root`] stands for.
+/// The result of looking up a name in a [`Root`].
 #[derive(Debug)]
 pub(crate) enum Lookup {
-    /// A regular file, at this path without links.
+    /// A regular file, at this path with links resolved.
     File(PathBuf),
-    /// Nothing has this name.
+    /// The name does not exist.
     Absent,
-    /// A link that leads nowhere.
+    /// A dangling link.
     Dangling,
-    /// Something that is not to be read; the reason ends the sentence that the name begins.
+    /// Something that must not be read; the reason ends the sentence that the name begins.
     Refused(String),
 }
 
 impl Root {
+    /// Opens a model directory.
+    ///
     /// # Errors
     /// [`Error::NoCheckpoint`] when the path is not a directory, [`Error::Io`] when it cannot be read.
     pub(crate) fn open(path: &Path) -> Result<Self> {
@@ -61,20 +63,20 @@ impl Root {
         Ok(Self { given: path.to_owned(), real, blobs })
     }
 
-    /// The directory as it was given.
+    /// The directory as the user gave it.
     pub(crate) fn path(&self) -> &Path {
         &self.given
     }
 
-    /// The path to show for a name.
+    /// The path to display for a name.
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.given.join(name)
     }
 
-    /// Finds out what a plain relative name stands for, without opening it.
+    /// Resolves a plain relative name without opening it.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system refuses to tell.
+    /// [`Error::Io`] when the system reports an error.
     pub(crate) fn lookup(&self, name: &str) -> Result<Lookup> {
         let path = self.real.join(name);
         let real = match path.canonicalize() {
@@ -105,7 +107,7 @@ impl Root {
         Ok(Lookup::File(real))
     }
 
-    /// Names of the entries of the directory itself, sorted; those that are not text are left out.
+    /// Names of the directory's own entries, sorted; those that are not UTF-8 are left out.
     pub(crate) fn entries(&self) -> Result<Vec<String>> {
         let list = || -> io::Result<Vec<String>> {
             let mut names = Vec::new();
@@ -120,7 +122,7 @@ impl Root {
     }
 }
 
-/// `…/<repository>/snapshots/<revision>` → `…/<repository>/blobs`, when that is a real directory.
+/// `…/<repository>/snapshots/<revision>` → `…/<repository>/blobs`, if that is a real directory.
 fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
     let snapshots = snapshot.parent()?;
     if snapshots.file_name() != Some(OsStr::new("snapshots")) {
@@ -130,10 +132,9 @@ fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
     fs::symlink_metadata(&blobs).is_ok_and(|m| m.is_dir()).then_some(blobs)
 }
 
-/// Why a name from a file may not be used as a path below a directory, ending the sentence.
+/// Returns why a name from a file may not be used as a path below a directory, as the end of a sentence.
 ///
-/// Also refuses what only other systems would take for a path, so that a checkpoint means the same
-/// everywhere.
+/// Also rejects what only other systems would interpret as a path, so that a checkpoint means the same everywhere.
 pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         return Some("is empty");
@@ -154,15 +155,15 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     if path.components().any(|c| matches!(c, Component::ParentDir)) {
         return Some("leads out of the model directory");
     }
-    // Two spellings of one file (`a`, `./a`, `a//`) would pass for two shards.
+    // Two spellings of one file (`a`, `./a`, `a//`) would count as two shards.
     let plain: PathBuf = path.components().filter(|c| matches!(c, Component::Normal(_))).collect();
     (plain.as_os_str() != path.as_os_str()).then_some("is not a plain relative path")
 }
 
-/// Opens a regular file for reading without ever waiting for the other end of a pipe.
+/// Opens a regular file for reading without blocking on a pipe.
 ///
 /// # Errors
-/// [`Error::Io`], also when it is not a regular file by now.
+/// [`Error::Io`], also when it is no longer a regular file.
 pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits();
     // The flag bits of every Unix fit the C `int` that `open` takes.
@@ -179,7 +180,7 @@ pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Reads a whole small file, or says why its size is refused.
+/// Reads a whole small file, or returns why its size is not accepted.
 pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>, String>> {
     let file = open_regular(real, shown)?;
     let len = file.metadata().map_err(|e| Error::io("read", shown, e))?.len();
@@ -195,7 +196,7 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     Ok(Ok(bytes))
 }
 
-/// Fills `buffer` from `offset` on, going on after interrupts and short reads.
+/// Fills `buffer` from `offset` on, continuing after interrupts and short reads.
 ///
 /// # Errors
 /// [`Error::Io`] with path and offset, also when the file ends before the buffer is full.
@@ -221,7 +222,7 @@ pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -
     Ok(())
 }
 
-/// A few names for a message, and how many there are beside them.
+/// A few names for a message, and the number of the remaining ones.
 pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>, most: usize) -> String {
     let mut names = names.into_iter();
     let shown: Vec<String> = names.by_ref().take(most).map(printable).collect();

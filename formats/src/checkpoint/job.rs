@@ -1,14 +1,13 @@
-//! Writing, last stage of the path: the directory beside the target in which a run prepares it.
+//! The job directory next to the target, in which a run prepares it.
 //!
 //! ```text
-//! OUT.job/lock            held while a run writes; the system lets go of it when the run dies
-//!        /job.json        what the run was asked for: a run that resumes must ask the same
-//!        /journal.jsonl   tensors that are complete
-//!        /out/            what will become OUT
+//! OUT.job/lock            held while a run writes; the system releases it when the process ends
+//!        /job.json        the request: a run that resumes must have the same
+//!        /journal.jsonl   completed tensors
+//!        /out/            the future OUT
 //!        /states.safetensors
-//!                         hidden states before the block that comes next, so that a run that resumes need not compute
-//!                         them again
-//!        /previous/       the old OUT, for the moment between two renames where the file system
+//!                         hidden states before the next block, so that a resumed run need not recompute them
+//!        /previous/       the old OUT, between two renames, if the file system
 //!                         cannot exchange directories
 //! ```
 
@@ -31,9 +30,9 @@ const JOURNAL: &str = "journal.jsonl";
 const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
 const STATES: &str = "states.safetensors";
-/// A record says what every linear becomes, and a longer one was not written here.
+/// Maximum size of a record, which lists the result for every linear; a longer one was not written by this program.
 const MOST_RECORD_BYTES: u64 = 256 << 20;
-/// A lock holds the number of a process and no more.
+/// A lock file holds only a process number.
 const LOCK_BYTES: u64 = 32;
 /// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
 const CONTENTS: [&str; 8] =
@@ -42,7 +41,7 @@ const CONTENTS: [&str; 8] =
 /// `OUT` → `OUT.job`.
 ///
 /// # Errors
-/// [`Error::Usage`] when the target has no name, as `/` has none.
+/// [`Error::Usage`] when the target has no name, such as `/`.
 pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
     let Some(name) = target.file_name() else {
         return Err(Error::usage(
@@ -55,7 +54,7 @@ pub(crate) fn job_path(target: &Path) -> Result<PathBuf> {
     Ok(target.with_file_name(name))
 }
 
-/// Fails when a target lies in a job directory: what it holds becomes part of that job's result, or is removed with it.
+/// Fails if a target is inside a job directory, where it would become part of that job's result or be removed with it.
 ///
 /// # Errors
 /// [`Error::Usage`].
@@ -76,7 +75,7 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     }
 }
 
-/// The directory that a path lies in.
+/// The parent directory of a path.
 pub(crate) fn parent_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
@@ -86,20 +85,19 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
 pub(crate) struct Job {
     target: PathBuf,
     path: PathBuf,
-    /// Closing it lets go of the lock.
+    /// Closing it releases the lock.
     _lock: File,
 }
 
 impl Job {
-    /// Creates the job directory of a target, or takes over one that nobody works in, and puts an
-    /// old target back that a crash left aside.
+    /// Creates the job directory of a target, or takes over an abandoned one, and restores an old target that a crash
+    /// left set aside.
     ///
     /// # Errors
-    /// [`Error::Locked`] when another run works in it; [`Error::Usage`] when something else has its
-    /// name.
+    /// [`Error::Locked`] when another run uses it; [`Error::Usage`] when something else has its name.
     pub(crate) fn acquire(fs: &dyn FileSystem, target: &Path) -> Result<Self> {
         let path = job_path(target)?;
-        // Each round loses only against a run that removed the directory at that very moment.
+        // An attempt fails only if another run removes the directory at that moment.
         for _ in 0..16 {
             create_or_accept(fs, &path)?;
             let lock_path = path.join(LOCK);
@@ -118,7 +116,7 @@ impl Job {
             if !is_same_file(&lock, &lock_path) {
                 continue;
             }
-            // Only for other processes to read; a disk too full for it fails in what follows.
+            // Only informs other processes; if the disk is too full for it, a later step fails.
             let _ = lock
                 .set_len(0)
                 .and_then(|()| lock.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0));
@@ -129,7 +127,7 @@ impl Job {
         Err(Error::Locked { path, holder: "one that is finishing".into() })
     }
 
-    /// The final place.
+    /// The target.
     pub(crate) fn target(&self) -> &Path {
         &self.target
     }
@@ -139,7 +137,7 @@ impl Job {
         &self.path
     }
 
-    /// What will become the target.
+    /// The directory or file that will become the target.
     pub(crate) fn out(&self) -> PathBuf {
         self.path.join(OUT)
     }
@@ -149,20 +147,20 @@ impl Job {
         self.path.join(JOURNAL)
     }
 
-    /// The hidden states of the calibration batch.
+    /// The saved hidden states of the calibration batch.
     pub(crate) fn states(&self) -> PathBuf {
         self.path.join(STATES)
     }
 
-    /// Where the old target waits between two renames.
+    /// The place of the old target between two renames.
     pub(crate) fn previous(&self) -> PathBuf {
         self.path.join(PREVIOUS)
     }
 
-    /// What the job was asked for, if it came so far that it can be resumed.
+    /// Returns the job's request, if the job can be resumed.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the record is damaged: what the staged files are for is unknown then.
+    /// [`Error::Usage`] when the record is damaged: the purpose of the staged files is then unknown.
     pub(crate) fn read_record(&self) -> Result<Option<Value>> {
         let path = self.path.join(RECORD);
         let damaged = |reason: String| {
@@ -171,7 +169,7 @@ impl Job {
         };
         match path.symlink_metadata() {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-            // A pipe would be waited for.
+            // Reading a pipe would block.
             Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
             _ => {}
         }
@@ -180,7 +178,7 @@ impl Job {
         serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
 
-    /// Records what the job was asked for; from here on it can be resumed.
+    /// Records the job's request; from here on it can be resumed.
     pub(crate) fn write_record(&self, fs: &dyn FileSystem, record: &Value) -> Result<()> {
         let mut text = format!("{record:#}").into_bytes();
         text.push(b'\n');
@@ -199,20 +197,20 @@ impl Job {
         let lock = self.path.join(LOCK);
         fs.remove_file(&lock).map_err(|e| Error::io("remove", lock, e))?;
         match fs.remove_dir(&self.path) {
-            // Another run may have begun in it the moment that the lock was gone.
+            // Another run may have started in it as soon as the lock was gone.
             Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.path, e)),
             _ => Ok(()),
         }
     }
 
-    /// After a crash between the two renames of a replacement, the old target is put back.
+    /// Restores the old target after a crash between the two renames of a replacement.
     fn restore_previous(&self, fs: &dyn FileSystem) -> Result<()> {
         let previous = self.previous();
         if previous.symlink_metadata().is_err() {
             return Ok(());
         }
         if self.target.symlink_metadata().is_ok() {
-            // The replacement came through; only tidying up was left.
+            // The replacement succeeded; only cleanup was missing.
             return remove_if_present(fs, &previous);
         }
         fs.rename_new(&previous, &self.target).map_err(|e| Error::io("restore", &self.target, e))?;
@@ -226,7 +224,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
         Err(e) => return Err(failure(fs, "create", path, 0, e)),
     }
-    // Someone's own directory of that name must not be mistaken for ours: we would empty it.
+    // A user's own directory of that name must not be mistaken for a job: its contents would be removed.
     let foreign = match path.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() => foreign_entry(path),
         Ok(_) => Ok(Some("is not a directory".to_owned())),
@@ -234,7 +232,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     };
     match foreign {
         Ok(None) => Ok(()),
-        // Removed meanwhile: the caller tries again.
+        // Removed in the meantime: the caller retries.
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(
@@ -244,8 +242,8 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     }
 }
 
-/// What tells that a directory is not a job's: an entry that jobs do not have, or entries without
-/// the lock that a job makes first and removes last.
+/// Returns why a directory is not a job's: an entry that jobs do not have, or entries without the lock, which a job
+/// creates first and removes last.
 fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
     let (mut locked, mut unlocked) = (false, None);
     for entry in std::fs::read_dir(path)? {
@@ -266,7 +264,7 @@ fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
     Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds} and no lock of a run")))
 }
 
-/// Whether a file is empty or names a process, as a lock does.
+/// Whether a file is empty or contains a process number, as a lock does.
 fn is_lock(path: &Path) -> io::Result<bool> {
     let metadata = path.symlink_metadata()?;
     if !metadata.is_file() || metadata.len() > LOCK_BYTES {
@@ -275,8 +273,7 @@ fn is_lock(path: &Path) -> io::Result<bool> {
     Ok(std::fs::read(path)?.trim_ascii_end().iter().all(u8::is_ascii_digit))
 }
 
-/// The process that holds a lock. It names itself right after it took the lock, so a file that is
-/// still empty is looked at again.
+/// The process that holds a lock. It writes its number right after taking the lock, so an empty file is read again.
 fn holder(lock: &File) -> String {
     for _ in 0..20 {
         let mut text = [0; LOCK_BYTES as usize];
@@ -290,7 +287,7 @@ fn holder(lock: &File) -> String {
     "unknown".into()
 }
 
-/// Whether a path still names the file that was opened under it.
+/// Whether a path still refers to the file that was opened under it.
 fn is_same_file(file: &File, path: &Path) -> bool {
     let identity = |m: Metadata| (m.dev(), m.ino());
     match (file.metadata(), path.symlink_metadata()) {

@@ -1,9 +1,8 @@
-//! Writing, last stage of the path: which tensors are complete, for the run after an interruption.
+//! The journal of completed tensors, for a run that resumes after an interruption.
 //!
-//! One line a tensor, appended only after the tensor's bytes are safely on disk. The journal claims
-//! nothing that is not checked again: on resuming, every tensor it names is read back and hashed.
-//! So a line torn by a crash, or damaged since, costs the work on that tensor and nothing else.
-//! Beside them stand records, which whoever writes the tensors leaves for the run after.
+//! It has one line per tensor, appended only after the tensor's bytes are durable. Its claims are checked: on resuming,
+//! every tensor it names is read back and hashed. So a line torn by a crash, or damaged since, only costs the work on
+//! that tensor. It also holds records, which the writer of the tensors keeps for a later run.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -21,14 +20,14 @@ use crate::{Error, Result};
 pub(crate) struct Journal {
     path: PathBuf,
     file: Box<dyn StagedFile>,
-    /// Where the next line goes. A line that failed half-way is overwritten by the next attempt.
+    /// Offset of the next line. A line that failed half-way is overwritten by the next attempt.
     len: u64,
 }
 
-/// What a journal says.
+/// The contents of a journal.
 #[derive(Debug, Default)]
 pub(crate) struct Entries {
-    /// Complete tensors, with the BLAKE3 of their bytes.
+    /// Completed tensors, with the BLAKE3 of their bytes.
     pub(crate) tensors: BTreeMap<String, Digest256>,
     /// Records by key.
     pub(crate) records: BTreeMap<String, Value>,
@@ -42,15 +41,15 @@ enum Line {
 }
 
 impl Journal {
-    /// Starts a journal with these entries, replacing an earlier one in one step.
+    /// Starts a journal with these entries, atomically replacing an earlier one.
     pub(crate) fn start(fs: &dyn FileSystem, path: &Path, entries: &Entries) -> Result<Self> {
         let text = lines(entries)?;
         let file = replace_file(fs, path, &text)?;
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
-    /// What a journal claims; nothing if the file is missing. Lines that do not parse are passed over,
-    /// and of two lines on one tensor or record the later counts.
+    /// Reads a journal; empty if the file is missing. Lines that do not parse are skipped, and of two lines on one
+    /// tensor or record the later one counts.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match path.symlink_metadata() {
@@ -65,7 +64,7 @@ impl Journal {
             if reader.read_until(b'\n', &mut line).map_err(fail)? == 0 {
                 return Ok(entries);
             }
-            // Without its end a line may be torn, however well it parses.
+            // Without its newline a line may be torn, even if it parses.
             let Some(line) = line.strip_suffix(b"\n") else { continue };
             match serde_json::from_slice(line) {
                 Ok(Line::Tensor { tensor, blake3 }) => {
@@ -81,7 +80,7 @@ impl Journal {
         }
     }
 
-    /// Appends entries and makes them survive a crash.
+    /// Appends entries and makes them durable.
     pub(crate) fn append(&mut self, fs: &dyn FileSystem, entries: &Entries) -> Result<()> {
         let text = lines(entries)?;
         if text.is_empty() {
@@ -95,7 +94,7 @@ impl Journal {
     }
 }
 
-/// Records first: where a tensor's line is, the records left before it are too.
+/// Records first: if a tensor's line is there, so are the records kept before it.
 fn lines(entries: &Entries) -> Result<Vec<u8>> {
     let records = entries
         .records

@@ -1,9 +1,8 @@
-//! Writing, last stage of the path: where every byte of a checkpoint goes, before the first is
-//! written.
+//! The position of every byte of a checkpoint, determined before the first is written.
 //!
-//! Names, types and shapes decide everything but the tensors' data: number and names of the shards,
-//! their headers, the offset of each tensor, the index. So shards can be created at full length,
-//! tensors written in any order, and the same plan always gives the same files.
+//! Names, types and shapes determine everything but the tensors' data: number and names of the shards, their headers,
+//! the offset of each tensor, the index. So shards can be created at full length, tensors written in any order, and the
+//! same plan always gives the same files.
 
 use std::collections::HashMap;
 
@@ -16,10 +15,10 @@ use super::shards::{INDEX, SINGLE};
 use super::{TensorInfo, TensorSpec};
 use crate::{Error, Result};
 
-/// 5 GB, as the Hugging Face tools split checkpoints.
+/// 5 GB, the shard size of the Hugging Face tools.
 pub(crate) const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// The files of a checkpoint that is going to be written.
+/// The layout of the files of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct ShardLayout {
     shards: Vec<ShardFile>,
@@ -34,11 +33,11 @@ pub struct ShardLayout {
 pub struct ShardFile {
     /// Its name, such as `model-00001-of-00002.safetensors`.
     pub name: String,
-    /// What stands before the data.
+    /// The header, which precedes the data.
     pub header: Vec<u8>,
     /// The tensors in the order of their data.
     pub tensors: Vec<PlacedTensor>,
-    /// Length of the whole file. What neither the header nor a tensor covers is zero.
+    /// Length of the whole file. Bytes that neither the header nor a tensor covers are zero.
     pub bytes: u64,
 }
 
@@ -54,13 +53,13 @@ pub struct PlacedTensor {
 }
 
 impl ShardLayout {
-    /// Divides tensors among shards, in the order given: a shard is closed when the next tensor
-    /// would take its data over `max_shard_bytes`. A tensor larger than that gets a shard of its
-    /// own. Within a shard, wide element types come first, so that every tensor is aligned.
+    /// Divides tensors among shards, in the order given: a shard is closed when the next tensor would take its data
+    /// over `max_shard_bytes`. A tensor larger than that gets a shard of its own. Within a shard, wide element types
+    /// come first, so that every tensor is aligned.
     ///
     /// # Errors
     /// - [`Error::Usage`]: no tensors, or more in one shard than a header may describe.
-    /// - [`Error::Internal`]: a name stands twice or cannot be written, or a size overflows.
+    /// - [`Error::Internal`]: a name is duplicated or cannot be written, or a size overflows.
     pub fn plan(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Self> {
         check_specs(specs)?;
         let groups = split(specs, max_shard_bytes)?;
@@ -78,10 +77,10 @@ impl ShardLayout {
         Ok(layout)
     }
 
-    /// Files whose tensors have distinct names, without an index.
+    /// Creates a layout of files whose tensors have distinct names, without an index.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the sizes of all tensors overflow together.
+    /// [`Error::Internal`] when the total size of all tensors overflows.
     pub fn of_files(shards: Vec<ShardFile>) -> Result<Self> {
         let mut places = HashMap::new();
         for (s, shard) in shards.iter().enumerate() {
@@ -95,18 +94,18 @@ impl ShardLayout {
         Ok(Self { shards, places, index: None, tensor_bytes })
     }
 
-    /// Names and lengths of all files, shards first, then the index if there is more than one.
+    /// Names and lengths of all files: the shards, then the index if there is more than one.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         let index = self.index.iter().map(|bytes| (INDEX, bytes.len() as u64));
         self.shards.iter().map(|s| (s.name.as_str(), s.bytes)).chain(index)
     }
 
-    /// Bytes of all files together.
+    /// Total bytes of all files.
     pub fn file_bytes(&self) -> u64 {
         self.files().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes of all tensors together, the index's `total_size`.
+    /// Total bytes of all tensors, the index's `total_size`.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
@@ -125,25 +124,25 @@ impl ShardLayout {
         self.index.as_deref()
     }
 
-    /// The shard of a tensor and the tensor's place in it.
+    /// The shard of a tensor and the tensor's position in it.
     pub(crate) fn place(&self, tensor: &str) -> Option<(usize, &PlacedTensor)> {
         self.places.get(tensor).map(|&(s, t)| (s, &self.shards[s].tensors[t]))
     }
 
-    /// A digest of all that the layout decides.
+    /// A digest of everything that the layout determines.
     pub(crate) fn digest(&self) -> [u8; 32] {
         let mut hash = Sha256::new();
         for shard in &self.shards {
             hash.update((shard.name.len() as u64).to_le_bytes());
             hash.update(shard.name.as_bytes());
-            // The header tells its own length.
+            // The header determines its own length.
             hash.update(&shard.header);
         }
         hash.finalize().into()
     }
 }
 
-/// Tensors by shard, in the order given.
+/// Groups tensors by shard, in the order given.
 fn split(specs: &[TensorSpec], max_shard_bytes: u64) -> Result<Vec<Vec<&TensorSpec>>> {
     let mut groups: Vec<Vec<&TensorSpec>> = Vec::new();
     let mut filled = 0u64;

@@ -1,7 +1,7 @@
-//! Writing, last stage of the path: `quant_manifest.json`, the list of what was written.
+//! `quant_manifest.json`, the list of the written files.
 //!
-//! It is written last and holds length and SHA-256 of every other file, so that anyone can tell a
-//! complete copy from a damaged one. It depends on nothing but these files and the version.
+//! It is written last and holds length and SHA-256 of every other file, so that anyone can tell a complete copy from a
+//! damaged one. It depends only on these files and the version.
 
 use std::collections::HashMap;
 
@@ -34,7 +34,7 @@ impl PublishedFile {
     }
 }
 
-/// The manifest of these files, which are sorted by name.
+/// Writes the manifest of these files, which must be sorted by name.
 pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec<u8> {
     let files: Vec<Value> =
         files.iter().map(|f| json!({ "name": f.name, "bytes": f.bytes, "sha256": f.sha256_hex() })).collect();
@@ -46,7 +46,7 @@ pub(crate) fn manifest_bytes(files: &[PublishedFile], tool_version: &str) -> Vec
     format!("{manifest:#}\n").into_bytes()
 }
 
-/// Names and lengths of the files that a manifest lists, or `None` when it is not a manifest.
+/// Returns names and lengths of the files that a manifest lists, or `None` when it is not a manifest.
 pub(crate) fn manifest_files(manifest: &[u8]) -> Option<HashMap<String, u64>> {
     let manifest: Value = serde_json::from_slice(manifest).ok()?;
     let files = manifest.get("files")?.as_array()?;

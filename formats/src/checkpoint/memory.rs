@@ -1,4 +1,4 @@
-//! Both ends of the path without files: tensors in memory, for library users and tests.
+//! Tensors in memory as source and sink, for library users and tests.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ pub struct MemorySource {
 }
 
 impl MemorySource {
-    /// A source without tensors.
+    /// Creates a source without tensors.
     pub fn new() -> Self {
         Self::default()
     }
@@ -23,7 +23,7 @@ impl MemorySource {
     /// Adds a tensor from little-endian bytes in row-major order.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the bytes are not as many as type and shape take, or the name is taken.
+    /// [`Error::Usage`] when the number of bytes does not match type and shape, or the name exists.
     pub fn insert(
         &mut self,
         name: impl Into<String>,
@@ -53,7 +53,7 @@ impl MemorySource {
     /// Adds a tensor from values, rounded to `dtype` half to even.
     ///
     /// # Errors
-    /// [`Error::TensorDtype`] unless the type is F32, F16 or BF16; else as [`Self::insert`].
+    /// [`Error::TensorDtype`] unless the type is F32, F16 or BF16; otherwise as [`Self::insert`].
     pub fn insert_f32(
         &mut self,
         name: impl Into<String>,
@@ -66,7 +66,7 @@ impl MemorySource {
         self.insert(name, dtype, shape, dtype.narrow(values))
     }
 
-    /// A tensor's bytes without copying.
+    /// Returns a tensor's bytes without copying.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         self.tensors.get(name).map(|(_, bytes)| bytes.as_slice())
     }
@@ -102,7 +102,7 @@ fn memory() -> PathBuf {
     PathBuf::from("<memory>")
 }
 
-/// A [`TensorSink`] that keeps what it is given and holds callers to the contract.
+/// A [`TensorSink`] that keeps everything in memory and checks the contract.
 #[derive(Debug, Clone, Default)]
 pub struct MemorySink {
     tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,
@@ -110,10 +110,10 @@ pub struct MemorySink {
 }
 
 impl MemorySink {
-    /// A sink for the tensors agreed on.
+    /// Creates a sink for these tensors.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a name stands twice or could not be written to a file.
+    /// [`Error::Internal`] when a name is duplicated or could not be written to a file.
     pub fn new(specs: Vec<TensorSpec>) -> Result<Self> {
         check_specs(&specs)?;
         let tensors = specs.into_iter().map(|spec| (spec.name, (spec.info, Vec::new()))).collect();
@@ -125,12 +125,12 @@ impl MemorySink {
         self.tensors.get(name).map(|(_, bytes)| bytes.as_slice())
     }
 
-    /// How often [`TensorSink::commit`] was called.
+    /// Number of calls of [`TensorSink::commit`].
     pub fn commits(&self) -> usize {
         self.commits
     }
 
-    /// Everything that was written, as a source.
+    /// Converts everything that was written into a source.
     ///
     /// # Errors
     /// [`Error::Internal`] naming tensors that are not complete.

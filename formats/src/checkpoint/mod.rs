@@ -1,8 +1,8 @@
-//! The first and last stage of the path: checkpoints are read by ranges and written atomically.
+//! The first and last stage of the pipeline: checkpoints are read by ranges and written atomically.
 //!
 //! ```text
-//! read    directory ─► shards ─► header         config.json, shards and index, checks on each file
-//! write   layout ─► writer ─► verify ─► publish   where each byte goes, staging, proof, one rename
+//! read    directory ─► shards ─► header         config.json, shards and index, checks of each file
+//! write   layout ─► writer ─► verify ─► publish   byte positions, staging, read-back, one rename
 //! ```
 
 #[cfg(feature = "write")]

@@ -1,11 +1,11 @@
-//! Names that come from files: which tensor names are accepted, and how text is shown in messages.
+//! Names from files: which tensor names are accepted, and how text is shown in messages.
 
 use std::borrow::Cow;
 
-/// The longest name of a tensor, in bytes.
+/// Maximum length of a tensor name in bytes.
 pub(crate) const MAX_NAME_BYTES: usize = 1024;
 
-/// Why a tensor may not have this name, ending the sentence that the name begins.
+/// Returns why a tensor may not have this name, as the end of a sentence that the name begins.
 pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         Some("is empty")
@@ -27,7 +27,7 @@ fn is_deceptive(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Text from a file, fit for a message: escapes what would steer a terminal, and cuts.
+/// Text from a file, made safe for a message: control characters are escaped, and long text is truncated.
 pub fn printable(text: &str) -> String {
     const MOST: usize = 160;
     let mut out = String::new();
@@ -41,12 +41,12 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// Whether a character in a line or paragraph of text would steer a terminal, or reorder what is shown.
+/// Whether a character could control a terminal or reorder displayed text.
 pub fn steers(c: char) -> bool {
     c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
 }
 
-/// A text of several lines, fit for a terminal: what would steer it is escaped.
+/// Multi-line text made safe for a terminal by escaping control characters.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
     if !text.chars().any(steers) {
         return Cow::Borrowed(text);

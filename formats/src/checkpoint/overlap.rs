@@ -1,4 +1,4 @@
-//! Writing, last stage of the path: the output must not touch the input.
+//! Checks that the output does not overlap the input.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,13 +9,11 @@ use std::path::{Component, Path, PathBuf};
 use super::job::job_path;
 use crate::{Error, Result};
 
-/// Fails when `output`, or the job directory beside it, is the directory `input`, lies inside it,
-/// or lies around it. Links, mounts of one directory in two places and different spellings are seen
-/// through; `output` need not exist.
+/// Fails when `output`, or its job directory, is the directory `input`, is inside it, or contains it. Links, bind
+/// mounts and different spellings are resolved; `output` need not exist.
 ///
 /// # Errors
-/// [`Error::OutputIsInput`] when they overlap; [`Error::Io`] when `input` does not exist or a path
-/// cannot be resolved.
+/// [`Error::OutputIsInput`] when they overlap; [`Error::Io`] when `input` does not exist or a path cannot be resolved.
 pub fn refuse_overlap(input: &Path, output: &Path) -> Result<()> {
     let real_input = input.canonicalize().map_err(|e| Error::io("open", input, e))?;
     let real_output = resolve(output)?;
@@ -34,15 +32,14 @@ fn overlap(input: &Path, output: &Path) -> bool {
         || has_ancestor(input, output)
 }
 
-/// Whether `path` or a directory above it is the same directory as `above` under another name, as
-/// a bind mount makes possible.
+/// Whether `path` or one of its parents is the same directory as `above` under another name, as with a bind mount.
 fn has_ancestor(path: &Path, above: &Path) -> bool {
     let identity = |p: &Path| fs::metadata(p).ok().map(|m| (m.dev(), m.ino()));
     let Some(sought) = identity(above) else { return false };
     path.ancestors().any(|p| identity(p) == Some(sought))
 }
 
-/// The absolute path without links, of which the last components need not exist.
+/// The absolute path with links resolved; its last components need not exist.
 pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
     let absolute = std::path::absolute(path).map_err(|e| Error::io("open", path, e))?;
     let mut existing = absolute.as_path();

@@ -1,8 +1,8 @@
-//! Writing, last stage of the path: the step from prepared to published.
+//! The step from prepared to published.
 //!
-//! Before it the target is absent or the old one, after it the new one; there is no moment between,
-//! except on file systems that cannot exchange two directories, where the old target stands aside
-//! for the moment between two renames and is put back by the next run if that moment was the last.
+//! Before it the target is absent or old, after it the new one; there is no state between. The exception is a file
+//! system that cannot exchange two directories: there, the old target is set aside between two renames, and after a
+//! crash at that moment the next run restores it.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -17,38 +17,39 @@ use super::manifest::{MANIFEST, PublishedFile, manifest_files};
 use super::names::printable;
 use crate::{Error, Result};
 
-/// A manifest of more bytes than this was not written here.
+/// A larger manifest was not written by this program.
 const MANIFEST_CAP: u64 = 64 << 20;
 
 /// What may be replaced at a target.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
-    /// Whether anything may.
+    /// Whether replacing is allowed at all.
     pub(crate) force: bool,
-    /// The archive whose one file the target is; none where it is a directory.
+    /// The archive for a single-file target; `None` for a directory.
     pub(crate) file_of: Option<Arc<dyn Archive>>,
 }
 
-/// What was published.
+/// A published checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Published {
-    /// The directory, or the single file, absolute and without links.
+    /// The directory, or the single file, absolute and with links resolved.
     pub path: PathBuf,
     /// Its files sorted by name, with the manifest last.
     pub files: Vec<PublishedFile>,
-    /// Bytes of all files together.
+    /// Total bytes of all files.
     pub bytes: u64,
-    /// Whether something was there before.
+    /// Whether an older target was replaced.
     pub replaced: bool,
-    /// Staging files that could not be removed, if any; the result is not affected.
+    /// Staging files that could not be removed, if any; this does not affect the result.
     pub leftover: Option<PathBuf>,
 }
 
-/// Whether the target is there, once it is known that it may be written.
+/// Checks that the target may be written, and returns whether it exists.
 ///
 /// # Errors
-/// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this
-/// program did not write or that was changed since (as far as lengths tell), so that a mistyped path costs neither a home directory nor the original.
+/// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this program did not write or
+/// that was changed since (as far as lengths show), so that a mistyped path cannot destroy a home directory or the
+/// original model.
 pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
@@ -74,8 +75,8 @@ pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
     ))
 }
 
-/// Why a directory is not replaced, if it holds anything but what its manifest lists: whatever else
-/// is there, somebody may miss.
+/// Returns why a directory must not be replaced, if it holds anything but what its manifest lists: those files could be
+/// needed.
 fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     let fail = |e| Error::io("list", directory, e);
     let mut present = Vec::new();
@@ -105,7 +106,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     for (name, len) in &present {
         let printed = printable(&name.to_string_lossy());
         match name.to_str().filter(|n| *n != MANIFEST).map(|n| listed.get(n)) {
-            // The manifest itself, or a file as long as it was when it was written.
+            // The manifest itself, or a file of unchanged length.
             _ if name == MANIFEST && len.is_some() => {}
             Some(Some(written)) if Some(*written) == *len => {}
             Some(Some(_)) if len.is_some() => {
@@ -123,10 +124,10 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Gives the prepared directory or file its final name; whether it replaced an old one.
+/// Gives the prepared directory or file its final name; returns whether it replaced an old one.
 ///
 /// # Errors
-/// The target is then what it was before, unless the error is about syncing or restoring.
+/// The target is unchanged, unless the error is about syncing or restoring.
 pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &Place) -> Result<bool> {
     let target = job.target();
     let out = match (&place.file_of, target.file_name()) {

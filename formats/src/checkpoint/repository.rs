@@ -1,5 +1,5 @@
-//! Before the first stage of the path: which files of a repository, known by their names alone,
-//! make up a checkpoint as this crate reads it. Whoever fetches them needs no others.
+//! Selects the files of a repository that make up a checkpoint as this crate reads it, by their names alone. A
+//! downloader needs no others.
 
 use std::path::Path;
 
@@ -9,11 +9,11 @@ use super::shard_index::{MAX_INDEX_BYTES, ShardIndex};
 use super::shards::{INDEX, SINGLE, nothing_to_read, weight_file};
 use crate::{Error, Result};
 
-/// What to fetch of a repository.
+/// The files to fetch from a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedFiles {
-    /// `config.json`, whether it was listed or not, then what goes along with a model: tokenizer,
-    /// generation settings, chat template, licence texts. Never code, never pickle.
+    /// `config.json`, whether it was listed or not, then the accompanying files: tokenizer, generation settings, chat
+    /// template, licence texts. Never code, never pickle.
     pub companions: Vec<String>,
     /// The weights, or the index of their shards.
     pub weights: String,
@@ -21,7 +21,7 @@ pub struct WantedFiles {
     pub sharded: bool,
 }
 
-/// Chooses from the names in a repository; `repository` is for messages.
+/// Selects from the names in a repository; `repository` is for messages.
 ///
 /// # Errors
 /// [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there are no weights that this crate reads.
@@ -33,7 +33,7 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
         (false, false) => return Err(nothing_to_read(repository, names)),
     };
     let mut companions = vec![CONFIG.to_owned()];
-    // Whoever wrote the list may have put a path where a name should be.
+    // The list may contain a path in place of a name.
     let plain = |name: &str| !name.contains('/') && relative_name_fault(name).is_none();
     companions.extend(names.iter().filter(|n| is_sidecar(n) && plain(n)).cloned());
     companions.sort_unstable();
@@ -41,11 +41,11 @@ pub fn wanted_files(repository: &Path, names: &[String]) -> Result<WantedFiles> 
     Ok(WantedFiles { companions, weights: weights.to_owned(), sharded })
 }
 
-/// The shards that a directory's `model.safetensors.index.json` names, sorted, each a plain path
-/// below the directory. None of them need be there yet.
+/// Returns the shards that a directory's `model.safetensors.index.json` names, sorted, each a plain path below the
+/// directory. They need not exist yet.
 ///
 /// # Errors
-/// [`Error::NoCheckpoint`] when there is no index, [`Error::Index`] when it is broken.
+/// [`Error::NoCheckpoint`] when there is no index, [`Error::Index`] when it is malformed.
 pub fn shards_of_index(directory: &Path) -> Result<Vec<String>> {
     let root = Root::open(directory)?;
     let shown = root.join(INDEX);
@@ -87,7 +87,7 @@ mod tests {
         .unwrap();
         assert_eq!(files.companions, ["LICENSE", "config.json", "tokenizer.json"]);
         assert_eq!((files.weights.as_str(), files.sharded), (SINGLE, false));
-        // Where there is an index, the reader follows it, and so does the list.
+        // If there is an index, the reader follows it, and so does this list.
         let files = wanted(&[INDEX, SINGLE]).unwrap();
         assert_eq!((files.weights.as_str(), files.sharded), (INDEX, true));
         assert_eq!(files.companions, [CONFIG], "it is wanted although it is not there");

@@ -1,5 +1,4 @@
-//! Reading, first stage of the path: `model.safetensors.index.json`, which says what shard holds
-//! what tensor.
+//! `model.safetensors.index.json`, which maps tensors to shards.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +10,7 @@ use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use super::input_file::relative_name_fault;
 use super::names::{name_fault, printable};
 
-/// The longest index that is read.
+/// The maximum size of an index.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
 
 /// A checked index.
@@ -19,9 +18,9 @@ pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
 pub(crate) struct ShardIndex {
     /// Shard names, sorted, distinct.
     pub(crate) shards: Vec<String>,
-    /// Position in `shards` by tensor.
+    /// Index into `shards` by tensor.
     pub(crate) weight_map: BTreeMap<String, usize>,
-    /// `metadata.total_size`: absent, or the number, or what stands there instead.
+    /// `metadata.total_size`: absent, a number, or an invalid value.
     pub(crate) total_size: Option<Result<u64, String>>,
 }
 
@@ -47,7 +46,7 @@ impl ShardIndex {
         }
         let names: BTreeSet<&str> = pairs.values().map(String::as_str).collect();
         let shards: Vec<String> = names.into_iter().map(str::to_owned).collect();
-        // On some file systems these would be one file.
+        // On some file systems these would be the same file.
         let mut folded = BTreeMap::new();
         for shard in &shards {
             if let Some(other) = folded.insert(shard.to_lowercase(), shard) {
@@ -107,7 +106,7 @@ impl<'de> Visitor<'de> for &mut RawIndex {
     }
 }
 
-/// `weight_map`: names are checked as they come, so that the message can point at the line.
+/// `weight_map`: names are checked while parsing, so that the message can give the line.
 struct WeightMap(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for WeightMap {
@@ -149,7 +148,7 @@ impl<'de> Deserialize<'de> for WeightMap {
     }
 }
 
-/// `metadata`, of which only `total_size` matters, and that only for a warning.
+/// `metadata`: only `total_size` is used, and only for a warning.
 #[derive(Default)]
 struct IndexMetadata(Option<Result<u64, String>>);
 
@@ -183,7 +182,7 @@ impl<'de> Deserialize<'de> for IndexMetadata {
     }
 }
 
-/// Some writers give a float here; anything but a number breaks the index.
+/// Some writers give a float here; anything but a number is an error.
 struct TotalSize(Result<u64, String>);
 
 impl<'de> Deserialize<'de> for TotalSize {

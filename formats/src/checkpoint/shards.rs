@@ -1,8 +1,8 @@
-//! Reading, first stage of the path: the tensors of a model directory, whatever files they are in.
+//! The tensors of a model directory, in one file or several.
 //!
-//! Every header is read and checked when the checkpoint is opened; data is read by positioned reads
-//! when it is asked for. Files are opened once and stay open, so that what was checked is what is
-//! read, even if the name is given to another file meanwhile.
+//! Every header is read and checked when the checkpoint is opened; data is read on demand by positioned reads. Files
+//! are opened once and stay open, so that the data comes from the files that were checked, even if a name refers to
+//! another file later.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -19,9 +19,9 @@ use crate::{Error, Result};
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-/// Endings of pickle files, which run code when they are read.
+/// File extensions of pickle files, which execute code when they are read.
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
-/// How many names a message lists at most.
+/// The maximum number of names in a message.
 const LISTED: usize = 256;
 
 /// The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
@@ -50,16 +50,16 @@ impl ShardedCheckpoint {
     /// Opens the checkpoint of a model directory and checks every header.
     ///
     /// # Errors
-    /// - [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there is nothing we read.
-    /// - [`Error::Index`]: the index is broken, names a file outside the directory, or disagrees
+    /// - [`Error::NoCheckpoint`] or [`Error::PickleOnly`]: there is no supported checkpoint.
+    /// - [`Error::Index`]: the index is malformed, names a file outside the directory, or is inconsistent
     ///   with the shards; all missing shards are listed.
-    /// - [`Error::Safetensors`]: a shard breaks a rule of the format, or is truncated.
+    /// - [`Error::Safetensors`]: a shard violates a rule of the format, or is truncated.
     /// - [`Error::Io`]: a file cannot be read.
     pub fn open(directory: &Path) -> Result<Self> {
         Self::open_in(&Root::open(directory)?)
     }
 
-    /// Opens one safetensors file, whatever it is called, and checks its header.
+    /// Opens one safetensors file with any name, and checks its header.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -151,17 +151,17 @@ impl ShardedCheckpoint {
         Ok(Self { directory: root.path().to_owned(), shards, tensors, warnings })
     }
 
-    /// What is odd about the checkpoint without making it unreadable, each fit for a line of text.
+    /// Problems that do not make the checkpoint unreadable, one line each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// The files the tensors are in, in the order of their names.
+    /// The files that hold the tensors, in the order of their names.
     pub fn shard_paths(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())
     }
 
-    /// Bytes of all tensors together.
+    /// Total bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
         self.tensors.values().map(|p| p.located.info.byte_len()).sum()
     }
@@ -214,7 +214,7 @@ impl Shard {
     }
 }
 
-/// Fails when a range leaves its tensor: a mistake of the caller, not of the file.
+/// Fails when a range exceeds its tensor: an error of the caller, not of the file.
 pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize) -> Result<()> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= tensor_bytes => Ok(()),
@@ -224,7 +224,7 @@ pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize
     }
 }
 
-/// An error about the index that has still to learn the index's path, or any other.
+/// An error about the index whose path is still to be added, or any other error.
 enum ShardFault {
     Index(String),
     Other(Error),
@@ -236,7 +236,7 @@ impl From<Error> for ShardFault {
     }
 }
 
-/// One of the two files a checkpoint begins with, if it is there.
+/// Opens one of the two files that a checkpoint can begin with, if it exists.
 pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
     let reason = match root.lookup(name)? {
         Lookup::File(real) => return Ok(Some(real)),
@@ -251,7 +251,7 @@ fn incomplete_download(names: &str) -> String {
     format!("{names}: a link leads nowhere, the download is incomplete; run `hf download` again")
 }
 
-/// Where the shards are. All missing shards are reported at once, not one per run.
+/// Locates the shards. All missing shards are reported together.
 fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault> {
     let mut files = Vec::with_capacity(names.len());
     let (mut absent, mut dangling) = (Vec::new(), Vec::new());
@@ -274,7 +274,7 @@ fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault
     if reasons.is_empty() { Ok(files) } else { Err(ShardFault::Index(reasons.join("; "))) }
 }
 
-/// Keeps of the tensors found those that the index names, each from the shard it names.
+/// Keeps the tensors that the index names, each from the shard it names.
 fn match_index(
     index: &ShardIndex,
     mut found: BTreeMap<String, Place>,
@@ -311,7 +311,7 @@ fn match_index(
     Ok(tensors)
 }
 
-/// A single file beside the shards must at least describe the same tensors.
+/// A single file next to the shards must at least describe the same tensors.
 fn compare_single(root: &Root, real: &Path, tensors: &BTreeMap<String, Place>) -> Result<(), ShardFault> {
     let (_, header) = Shard::open(root.join(SINGLE), real)?;
     let mut differing: Vec<&str> = header
@@ -344,7 +344,7 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     Ok(vec![format!("not part of the checkpoint, ignored: {}", listed(stray, 8))])
 }
 
-/// Why a directory with these entries holds nothing we read.
+/// Why a directory with these entries holds no supported checkpoint.
 pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let path = path.to_owned();
     let other: Vec<&str> =

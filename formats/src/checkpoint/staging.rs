@@ -1,4 +1,4 @@
-//! Writing, last stage of the path: the staged files of a job, created again or taken over.
+//! The staged files of a job, newly created or taken over.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
@@ -23,7 +23,7 @@ pub(crate) struct Staged {
     pub(crate) touched: bool,
 }
 
-/// Creates all files of a new job. The record comes last: with it the job can be resumed.
+/// Creates all files of a new job. The record comes last, since it makes the job resumable.
 pub(crate) fn stage(
     fs: &dyn FileSystem,
     job: &Job,
@@ -44,8 +44,8 @@ pub(crate) fn stage(
     Ok((shards, journal))
 }
 
-/// Takes over the shards of an interrupted job. What does not look like its shard is created again,
-/// everything but shards is removed: other files are added again by every run.
+/// Takes over the shards of an interrupted job. Files that do not match their shard are created again; everything but
+/// shards is removed, since every run adds the other files again.
 pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
     let out = job.out();
     remove_strays(fs, &out, layout)?;
@@ -65,7 +65,7 @@ pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> R
     Ok(shards)
 }
 
-/// A shard of full length that holds its header, so that a full disk shows now and not after hours.
+/// Creates a shard of full length with its header, so that a full disk is noticed now and not after hours.
 fn create_shard(fs: &dyn FileSystem, path: &Path, shard: &ShardFile) -> Result<Box<dyn StagedFile>> {
     let fail = |action, e| failure(fs, action, path, shard.bytes, e);
     let file = fs.create_file(path).map_err(|e| fail("create", e))?;
@@ -102,7 +102,7 @@ fn remove_strays(fs: &dyn FileSystem, out: &Path, layout: &ShardLayout) -> Resul
     Ok(())
 }
 
-/// What a job is asked for, as it stands in its record.
+/// The request of a job, as stored in its record.
 pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Value> {
     let record = json!({
         "schema_version": 1,
@@ -111,11 +111,11 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
         "layout_sha256": hex(&layout.digest()),
         "fingerprint": options.fingerprint,
     });
-    // Through text and back, as the stored record went, so that equal numbers compare equal.
+    // Serialized and parsed like the stored record, so that equal numbers compare equal.
     serde_json::from_str(&record.to_string()).map_err(|e| Error::Internal(format!("job record: {e}")))
 }
 
-/// Fails when an interrupted job was asked for something else than this run.
+/// Fails when an interrupted job had a different request.
 pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<()> {
     const LISTED: usize = 20;
     if differences.is_empty() {
@@ -125,7 +125,7 @@ pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<(
     if differences.len() > LISTED {
         list.push_str(&format!("\n  and {} more", differences.len() - LISTED));
     }
-    // Named first: a run by another program cannot be resumed, whatever its settings.
+    // First in the list: a run by another version cannot be resumed, whatever its settings.
     if differences.iter().any(|d| d.starts_with("fingerprint.program.")) {
         return Err(Error::usage(
             format!("{} was started by another build or under another instruction set:{list}", job.display()),
@@ -139,8 +139,8 @@ pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<(
     ))
 }
 
-/// Fails before anything is created when the files and 2 % more do not fit. What an earlier run
-/// left in the job directory is overwritten or removed and counts as free.
+/// Fails before creating anything when the files and 2 % more do not fit. Files that an earlier run left in the job
+/// directory are overwritten or removed, and count as free.
 pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_bytes: u64) -> Result<()> {
     let Some(existing) = target.ancestors().skip(1).find(|p| p.exists()) else { return Ok(()) };
     let Some(free) = fs.free_bytes(existing).map_err(|e| Error::io("measure", existing, e))? else {
@@ -154,13 +154,13 @@ pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_b
     Ok(())
 }
 
-/// Bytes on disk of the files in a directory.
+/// Disk usage of the files in a directory in bytes.
 fn occupied(directory: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
     entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| m.blocks().saturating_mul(512)).sum()
 }
 
-/// Creates the directories that the target will lie in.
+/// Creates the parent directories of the target.
 pub(crate) fn create_parents(fs: &dyn FileSystem, parent: &Path) -> Result<()> {
     let missing: Vec<&Path> = parent.ancestors().take_while(|p| !p.exists()).collect();
     for directory in missing.into_iter().rev() {

@@ -1,7 +1,7 @@
-//! Reading, first stage of the path: JSON in which no key stands twice in one object.
+//! JSON without duplicate keys.
 //!
-//! Of two equal keys one parser takes the first and another the last, so a file with both means
-//! two different things. Order of keys is preserved; nesting is limited by the parser.
+//! With duplicate keys, one parser takes the first and another the last, so such a file has two meanings. The order of
+//! keys is preserved; the parser limits nesting.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use super::names::printable;
 /// Parses a whole document.
 ///
 /// # Errors
-/// The reason, with line and column, fit for a message.
+/// The reason, with line and column, suitable for a message.
 pub fn parse(bytes: &[u8]) -> Result<Value, String> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let value = Strict.deserialize(&mut deserializer).and_then(|v| deserializer.end().map(|()| v));

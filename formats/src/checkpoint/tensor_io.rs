@@ -1,11 +1,11 @@
-//! The two ends of the path as traits: where weights come from and where they go.
+//! The two ends of the pipeline as traits: sources and sinks of tensors.
 
 use std::path::PathBuf;
 
 use super::Dtype;
 use crate::{Error, Result};
 
-/// What a checkpoint says about one tensor.
+/// The description of one tensor in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Element type.
@@ -20,37 +20,37 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Number of bytes. Sources and sinks guarantee that elements are whole bytes together, and that these do not
+    /// Number of bytes. Sources and sinks guarantee that elements fill whole bytes, and that the number does not
     /// overflow.
     pub fn byte_len(&self) -> u64 {
         self.dtype.byte_len(self.elements() as u64).unwrap_or(u64::MAX)
     }
 }
 
-/// Checked, lazily read tensors by name.
+/// Tensors by name, validated and read lazily.
 pub trait TensorSource: Send + Sync {
     /// All names, sorted.
     fn names(&self) -> Vec<&str>;
 
-    /// What is known of a tensor without reading its data.
+    /// Returns the description of a tensor without reading its data.
     fn info(&self, name: &str) -> Option<&TensorInfo>;
 
     /// Fills `buffer` with the tensor's bytes from `offset` on.
     ///
     /// # Errors
-    /// When there is no such tensor, the range leaves it, or reading fails.
+    /// When there is no such tensor, the range exceeds it, or reading fails.
     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// The file that holds the tensor, for messages.
+    /// Returns the file that holds the tensor, for messages.
     fn location(&self, name: &str) -> PathBuf;
 
-    /// Whether the floats of a tensor are seen in the place of blocks of MXFP4.
+    /// Whether a tensor's floats are decoded from blocks of MXFP4.
     fn is_mxfp4(&self, _name: &str) -> bool {
         false
     }
 
-    /// These blocks, row by row: codes, two of neighbouring columns in a byte, the lower one in the low half; and exponents,
-    /// one for each 32 columns. `None` where the tensor is stored otherwise.
+    /// Returns these blocks, row by row: codes, two neighbouring columns per byte with the lower one in the low nibble;
+    /// and exponents, one for each 32 columns. `None` if the tensor is stored otherwise.
     ///
     /// # Errors
     /// When reading fails.
@@ -58,13 +58,13 @@ pub trait TensorSource: Send + Sync {
         Ok(None)
     }
 
-    /// The tensor's description, or the error that it is missing.
+    /// Returns the tensor's description, or the error that it is missing.
     fn require(&self, name: &str) -> Result<&TensorInfo> {
         self.info(name)
             .ok_or_else(|| Error::MissingTensor { path: self.location(name), tensor: name.to_owned() })
     }
 
-    /// The tensor's bytes.
+    /// Reads the tensor's bytes.
     fn read(&self, name: &str) -> Result<Vec<u8>> {
         let len = self.require(name)?.byte_len();
         let len = usize::try_from(len)
@@ -74,7 +74,7 @@ pub trait TensorSource: Send + Sync {
         Ok(bytes)
     }
 
-    /// The tensor widened to `f32`.
+    /// Reads the tensor widened to `f32`.
     ///
     /// # Errors
     /// Also when it is not F32, F16 or BF16, or holds NaN or infinity.
@@ -91,17 +91,17 @@ pub trait TensorSource: Send + Sync {
 
 /// The weight files of a model.
 pub trait Checkpoint: TensorSource + std::fmt::Debug {
-    /// Bytes of all files together, headers included.
+    /// Total bytes of all files, including headers.
     fn file_bytes(&self) -> u64;
 
-    /// Bytes of all tensors together, as they are stored.
+    /// Total stored bytes of all tensors.
     fn tensor_bytes(&self) -> u64;
 
     /// The files, in the order of their names.
     fn files(&self) -> Vec<PathBuf>;
 }
 
-/// Fails unless the type is one that weights may have.
+/// Fails unless the type is valid for weights.
 pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result<()> {
     if dtype.is_weight_float() {
         return Ok(());
@@ -114,9 +114,9 @@ pub fn require_weight_float(path: PathBuf, tensor: &str, dtype: Dtype) -> Result
     })
 }
 
-/// Fails with count and first position when a value is NaN or infinite.
+/// Fails with count and first position if a value is NaN or infinite.
 pub fn require_finite(path: PathBuf, tensor: &str, values: &[f32]) -> Result<()> {
-    // The common case is one pass without branches that the compiler vectorizes.
+    // The common case is one branch-free pass that the compiler vectorizes.
     if values.iter().fold(true, |ok, v| ok & v.is_finite()) {
         return Ok(());
     }
@@ -135,29 +135,28 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// A tensor of this name, type and shape.
+    /// Creates the spec of a tensor.
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<usize>>) -> Self {
         Self { name: name.into(), info: TensorInfo { dtype, shape: shape.into() } }
     }
 }
 
-/// Takes the tensors of a checkpoint whose names, types and shapes were agreed on beforehand.
+/// Receives the tensors of a checkpoint, whose names, types and shapes are fixed beforehand.
 ///
-/// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay
-/// them out at once and accept tensors in any order.
+/// The sink knows every [`TensorSpec`] before the first byte, so a sink that writes files can lay them out at once and
+/// accept tensors in any order.
 pub trait TensorSink: Send {
-    /// Whether the tensor is complete already, from an earlier run that was interrupted.
+    /// Whether the tensor is already complete, from an interrupted earlier run.
     fn is_complete(&self, name: &str) -> bool;
 
-    /// Takes the tensor's bytes from `offset` on. Parts of one tensor come in order.
+    /// Writes the tensor's bytes from `offset` on. Parts of one tensor come in order.
     ///
     /// # Errors
-    /// When the tensor was not agreed on, the bytes leave it or skip ahead, or writing fails.
+    /// When the tensor has no spec, the bytes exceed it or leave a gap, or writing fails.
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Keeps a record beside the tensors, so that a resumed run can report what an earlier one did.
-    /// It becomes durable with the next [`commit`](Self::commit), never before the tensors
-    /// written ahead of it.
+    /// Keeps a record with the tensors, so that a resumed run can report what an earlier one did. It becomes durable
+    /// with the next [`commit`](Self::commit), never before the tensors written ahead of it.
     ///
     /// A sink that cannot be resumed need not keep any.
     ///
@@ -167,15 +166,15 @@ pub trait TensorSink: Send {
         Ok(())
     }
 
-    /// A record kept by this run or the one it resumes.
+    /// Returns a record kept by this run or the one it resumes.
     fn recall(&self, _key: &str) -> Option<serde_json::Value> {
         None
     }
 
-    /// The bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it resumes;
-    /// `None` from a sink that does not keep them where it can read them.
+    /// Reads the bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it
+    /// resumes; `None` from a sink that cannot read them back.
     ///
-    /// A method that follows the quantized model takes it up again from there.
+    /// A method that follows the quantized model resumes from there.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -183,10 +182,10 @@ pub trait TensorSink: Send {
         Ok(None)
     }
 
-    /// Makes all that was written so far survive a crash: the end of a unit of work.
+    /// Makes everything written so far durable: the end of a unit of work.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// When the disk reports an error.
     fn commit(&mut self) -> Result<()>;
 }
 
@@ -211,8 +210,8 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
     }
 }
 
-/// A piece of a tensor was found not to be finite: the same error with count and first position of
-/// the whole tensor, which is read once more for it.
+/// Converts the error for a part of a tensor that is not finite to one with count and first position in the whole
+/// tensor, which is read again for this.
 pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
     const PIECE: u64 = 8 << 20;
     let Error::NonFinite { path, tensor, .. } = &error else { return error };

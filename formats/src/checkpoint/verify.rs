@@ -1,4 +1,4 @@
-//! Writing, last stage of the path: what was written is read back before anyone may see it.
+//! Reads back what was written before it becomes visible.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,7 +15,7 @@ use super::manifest::PublishedFile;
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
-/// Bytes read at once: enough that hashing them beside reading the next is worth the hand-over.
+/// Bytes per read: enough that hashing them while reading the next is worth the hand-over.
 const CHUNK: usize = 4 << 20;
 
 /// Reads a shard back: its header byte for byte and through the strict reader, then each tensor
@@ -101,7 +101,7 @@ pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> 
     Ok(hash.finalize().into())
 }
 
-/// Hands over a range of a file chunk by chunk; while one is used, the next is read.
+/// Passes on a range of a file chunk by chunk; while one is used, the next is read.
 pub(crate) fn each_chunk(
     file: &File,
     path: &Path,
@@ -126,13 +126,13 @@ pub(crate) fn each_chunk(
     Ok(())
 }
 
-/// The digests of tensors that stand one after the other in a file which comes in pieces.
+/// The digests of consecutive tensors in a file that is read in pieces.
 struct TensorDigests<'a> {
-    /// Those that are not over yet.
+    /// The tensors that are not finished.
     tensors: &'a [PlacedTensor],
-    /// Of the first of them.
+    /// The digest of the first of these.
     running: blake3::Hasher,
-    /// Where the next piece stands in the file.
+    /// Offset of the next piece in the file.
     at: u64,
 }
 
@@ -141,7 +141,7 @@ impl<'a> TensorDigests<'a> {
         Self { tensors, running: blake3::Hasher::new(), at: 0 }
     }
 
-    /// Takes the next piece; of the tensors that end in it, the first that does not match.
+    /// Adds the next piece; returns the first tensor that ends in it and does not match.
     fn take(
         &mut self,
         mut piece: &[u8],
@@ -167,7 +167,7 @@ impl<'a> TensorDigests<'a> {
         None
     }
 
-    /// Takes off what stands before `to`.
+    /// Splits off the bytes before `to`.
     fn advance<'p>(&mut self, piece: &mut &'p [u8], to: u64) -> &'p [u8] {
         let len = usize::try_from(to.saturating_sub(self.at)).map_or(piece.len(), |l| l.min(piece.len()));
         let (part, rest) = piece.split_at(len);

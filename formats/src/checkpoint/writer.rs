@@ -1,8 +1,8 @@
-//! Writing, last stage of the path: a checkpoint that appears whole or not at all.
+//! Writes a checkpoint that appears completely or not at all.
 //!
-//! Tensors go into shards of full length in a job directory beside the target. A commit makes what
-//! was written so far safe and notes it in the journal, so that a run after a crash goes on from
-//! there. Publishing reads everything back and gives the directory its name in one step.
+//! Tensors go into shards of full length in a job directory next to the target. A commit makes everything written so
+//! far durable and records it in the journal, so that a run after a crash continues from there. Publishing reads
+//! everything back and renames the directory in one step.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -33,22 +33,21 @@ use crate::{CancelToken, Error, Event, Observer, Result, Silent};
 /// How a checkpoint is written.
 #[derive(Debug, Clone)]
 pub struct WriteOptions {
-    /// Replace a checkpoint that is there. It stays until the new one is complete and verified.
+    /// Replace an existing checkpoint. It stays until the new one is complete and verified.
     pub force: bool,
-    /// Go on with a job that was interrupted, if there is one.
+    /// Resume an interrupted job, if there is one.
     pub resume: bool,
-    /// Bytes of tensor data in one shard, at most; a larger tensor gets a shard of its own.
+    /// Maximum bytes of tensor data per shard; a larger tensor gets a shard of its own.
     pub max_shard_bytes: u64,
-    /// Bytes of the files that will be added beside the shards, as far as they are known: they
-    /// count when the room on the disk is looked at.
+    /// Bytes of the files that will be added to the shards, as far as known, for the check of the free disk space.
     pub companion_bytes: u64,
-    /// What the tensors are computed from: a resumed job must have been started with the same.
+    /// Identifies the input of the tensors: a resumed job must have started with the same.
     pub fingerprint: Value,
     /// The version that the manifest names.
     pub tool_version: String,
-    /// What kind of files is written.
+    /// The file format to write.
     pub archive: Arc<dyn Archive>,
-    /// Whether the target is the one file that the archive writes. Nothing stands beside it then, no manifest either.
+    /// Whether the target is the single file that the archive writes, without other files or a manifest.
     pub single_file: bool,
 }
 
@@ -74,9 +73,9 @@ impl WriteOptions {
     }
 }
 
-/// Writes a checkpoint; nothing is at the target before [`CheckpointWriter::publish`].
+/// Writes a checkpoint; the target does not exist before [`CheckpointWriter::publish`].
 ///
-/// Dropping it leaves the job directory, with which another writer can resume.
+/// Dropping it leaves the job directory, from which another writer can resume.
 pub struct CheckpointWriter {
     fs: Arc<dyn FileSystem>,
     job: Job,
@@ -85,12 +84,12 @@ pub struct CheckpointWriter {
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
     journal: Journal,
-    /// What was to be remembered, and which of it the journal does not have yet.
+    /// The records, and those that are not in the journal yet.
     records: BTreeMap<String, Value>,
     fresh_records: BTreeMap<String, Value>,
     options: WriteOptions,
     notes: Vec<String>,
-    /// After a failed sync the system may have dropped what it could not write.
+    /// After a failed sync the system may have dropped unwritten data.
     sync_failed: bool,
 }
 
@@ -105,11 +104,11 @@ impl fmt::Debug for CheckpointWriter {
     }
 }
 
-/// How far a tensor is.
+/// The progress of a tensor.
 struct Progress {
     written: u64,
     running: blake3::Hasher,
-    /// Of all its bytes, once they are written.
+    /// The digest of all its bytes, once they are written.
     hash: Option<Digest256>,
     journaled: bool,
     /// Complete since an earlier run; may be written again.
@@ -121,8 +120,8 @@ impl CheckpointWriter {
     ///
     /// # Errors
     /// - [`Error::OutputExists`]: the target exists and `force` is not set. Nothing was created.
-    /// - [`Error::Usage`]: the target is nothing that may be replaced, or `resume` is set and the
-    ///   interrupted job was asked for something else; the differing fields are listed.
+    /// - [`Error::Usage`]: the target may not be replaced, or `resume` is set and the
+    ///   interrupted job had a different request; the differing fields are listed.
     /// - [`Error::Locked`]: another writer works on the same target.
     /// - [`Error::DiskFull`]: the files and 2 % more do not fit.
     /// - [`Error::Io`].
@@ -149,7 +148,7 @@ impl CheckpointWriter {
         check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
         create_parents(&*fs, parent_of(&target))?;
         let job = Job::acquire(&*fs, &target)?;
-        // Taking over the job may have put an old target back.
+        // Taking over the job may have restored an old target.
         check_target(&target, &place)?;
 
         let record = record(&options, &layout)?;
@@ -162,7 +161,7 @@ impl CheckpointWriter {
         match stage(&*fs, &job, &layout, &record) {
             Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
             Err(error) => {
-                // Nothing of it could be resumed, and the disk may be full of it.
+                // None of it can be resumed, and it may fill the disk.
                 let _ = job.remove(&*fs);
                 Err(error)
             }
@@ -195,7 +194,7 @@ impl CheckpointWriter {
         }
     }
 
-    /// Takes over staged shards; tensors that the journal names and that hold their hash are kept.
+    /// Takes over staged shards; keeps tensors that are in the journal and match their hash.
     fn resume(fs: Arc<dyn FileSystem>, job: Job, layout: ShardLayout, options: WriteOptions) -> Result<Self> {
         let shards = restage(&*fs, &job, &layout)?;
         let claimed = Journal::load(&job.journal())?;
@@ -237,33 +236,32 @@ impl CheckpointWriter {
         Ok(writer)
     }
 
-    /// What is worth telling about how the job was taken up, each fit for a line of text.
+    /// Notes on how the job was resumed, one line each.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The files that are going to be written, without those of [`Self::add_file`].
+    /// The files to be written, without those of [`Self::add_file`].
     pub fn layout(&self) -> &ShardLayout {
         &self.layout
     }
 
-    /// The directory that everything is prepared in.
+    /// The directory in which everything is prepared.
     pub fn job_directory(&self) -> &Path {
         self.job.path()
     }
 
-    /// The file in which hidden states may be saved for a run that resumes; it goes with the job directory.
+    /// The file in which a run may save hidden states for a resumed run. It is removed with the job directory.
     pub fn saved_states(&self) -> PathBuf {
         self.job.states()
     }
 
-    /// Adds a file beside the shards, such as `config.json`.
+    /// Adds a file next to the shards, such as `config.json`.
     ///
-    /// After resuming, files are added again; only tensors are kept.
+    /// After resuming, files must be added again; only tensors are kept.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the name is not a plain file name, or is taken; [`Error::DiskFull`],
-    /// [`Error::Io`].
+    /// [`Error::Internal`] when the name is not a plain file name, or exists; [`Error::DiskFull`], [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.refuse_beside_single_file(name)?;
         self.check_file_name(name)?;
@@ -272,7 +270,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Adds a copy of a file that goes along with the weights, piece by piece.
+    /// Adds a copy of an accompanying file, in chunks.
     ///
     /// # Errors
     /// As [`Self::add_file`], and when the file cannot be read.
@@ -317,7 +315,7 @@ impl CheckpointWriter {
         if name.contains('/') {
             return Err(refused("is not a plain file name"));
         }
-        // Regardless of case, for the sake of file systems that do not tell it apart.
+        // Regardless of case, because some file systems ignore it.
         let folded = name.to_lowercase();
         let shards = self.layout.shards().iter().map(|s| s.name.as_str());
         let taken = shards.chain([INDEX, MANIFEST]).chain(self.files.keys().map(String::as_str));
@@ -327,15 +325,15 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// [`Self::publish_observed`] without observer or cancellation.
+    /// Calls [`Self::publish_observed`] without observer or cancellation.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::publish_observed`].
     pub fn publish(self) -> Result<Published> {
         self.publish_observed(&Silent, &CancelToken::new())
     }
 
-    /// Reads back all that was written and moves it to the target in one step.
+    /// Reads back everything that was written and moves it to the target in one step.
     ///
     /// # Errors
     /// As [`Self::prepare`] and [`Prepared::publish`].
@@ -343,14 +341,14 @@ impl CheckpointWriter {
         self.prepare(observer, cancel)?.publish()
     }
 
-    /// Reads back all that was written, so that nothing but one step is left.
+    /// Reads back everything that was written, so that only the final rename is left.
     ///
     /// # Errors
     /// - [`Error::Internal`]: tensors are not complete.
-    /// - [`Error::Verification`]: something reads back other than it was written.
+    /// - [`Error::Verification`]: the data read back differs from what was written.
     /// - [`Error::Interrupted`], [`Error::DiskFull`], [`Error::Io`].
     ///
-    /// The target is as before, and the job can be resumed.
+    /// The target is unchanged, and the job can be resumed.
     pub fn prepare(mut self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Prepared> {
         let mut missing: Vec<&str> =
             self.tensors.iter().filter(|(_, p)| p.hash.is_none()).map(|(name, _)| name.as_str()).collect();
@@ -373,15 +371,15 @@ impl CheckpointWriter {
             files.push(manifest);
         }
         self.sync_dir(&out)?;
-        // The last point at which nothing has happened yet.
+        // The last point at which cancelling has no effect on the target.
         cancel.check()?;
-        // The shards are closed with the writer: files that stay open could keep a network file
-        // system from moving their directory.
+        // The shards are closed with the writer: open files could keep a network file system from moving their
+        // directory.
         let place = self.options.place();
         Ok(Prepared { fs: self.fs, job: self.job, files, place })
     }
 
-    /// Gives up: removes the job directory. The target is untouched.
+    /// Gives up: removes the job directory. The target is unchanged.
     ///
     /// # Errors
     /// [`Error::Io`] when something could not be removed.
@@ -409,7 +407,7 @@ impl CheckpointWriter {
             files.push(file.clone());
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
-        // What a reader of the directory will see, index included.
+        // Checks what a reader of the directory will see, including the index.
         self.options.archive.check_directory(out, self.tensors.len())?;
         observer.event(&Event::StageDone);
         Ok(files)
@@ -425,9 +423,9 @@ impl CheckpointWriter {
     }
 }
 
-/// A checkpoint that is whole and verified, but not at its target yet.
+/// A checkpoint that is complete and verified, but not at its target yet.
 ///
-/// Dropping it leaves the job directory, with which a writer can resume.
+/// Dropping it leaves the job directory, from which a writer can resume.
 pub struct Prepared {
     fs: Arc<dyn FileSystem>,
     job: Job,
@@ -445,11 +443,11 @@ impl Prepared {
     /// Moves the checkpoint to its target in one step.
     ///
     /// # Errors
-    /// - [`Error::OutputExists`]: the target appeared meanwhile and `force` is not set.
+    /// - [`Error::OutputExists`]: the target has appeared in the meantime and `force` is not set.
     /// - [`Error::DiskFull`], [`Error::Io`].
     ///
-    /// The target is then as before, and the job can be resumed; only when syncing after the step
-    /// fails may the target be new already.
+    /// The target is then unchanged, and the job can be resumed; only if syncing after the rename fails may the target
+    /// already be the new one.
     pub fn publish(self) -> Result<Published> {
         let Self { fs, job, files, place } = self;
         let replaced = move_into_place(&*fs, &job, &place)?;
@@ -516,7 +514,7 @@ impl TensorSink for CheckpointWriter {
             }
             staged.touched = false;
         }
-        // Sorted, so that the journal is the same whatever the order of writing.
+        // Sorted, so that the journal does not depend on the order of writing.
         let unnoted = |(name, p): (&String, &Progress)| {
             p.hash.filter(|_| !p.journaled).map(|hash| (name.clone(), hash))
         };
@@ -541,7 +539,7 @@ impl Progress {
     fn new(len: u64) -> Self {
         let mut progress =
             Self { written: 0, running: blake3::Hasher::new(), hash: None, journaled: false, resumed: false };
-        // A tensor without bytes is complete as it is.
+        // A tensor without bytes is complete from the start.
         progress.advance(&[], len);
         progress
     }

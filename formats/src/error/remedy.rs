@@ -1,9 +1,9 @@
-//! What to do about an error.
+//! Remedies for errors.
 
 use super::Error;
 
 impl Error {
-    /// What the user can do about it.
+    /// Returns what the user can do about the error.
     pub fn remedy(&self) -> String {
         match self {
             Self::Usage { remedy, .. }

@@ -1,11 +1,11 @@
-//! What an error is about.
+//! The subject of an error.
 
 use std::path::Path;
 
 use super::Error;
 
 impl Error {
-    /// The tensor or linear that the error is about, where it is about one.
+    /// Returns the affected tensor or linear, if any.
     pub fn tensor(&self) -> Option<&str> {
         match self {
             Self::MissingTensor { tensor, .. }
@@ -21,7 +21,7 @@ impl Error {
         }
     }
 
-    /// The file or directory that the error is about, where it is about one.
+    /// Returns the affected file or directory, if any.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::OutputExists { path }

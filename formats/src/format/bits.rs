@@ -1,7 +1,7 @@
 //! Codes of a few bits as a dense little-endian bit stream in 32-bit words.
 //!
-//! Code `i` occupies bits `i · bits` to `(i + 1) · bits − 1` of the stream; bit `j` of the stream
-//! is bit `j mod 32` of word `j / 32`. A code may straddle two words. At 3 bits:
+//! Code `i` occupies bits `i · bits` to `(i + 1) · bits − 1` of the stream; bit `j` of the stream is bit `j mod 32` of
+//! word `j / 32`. A code may straddle two words. At 3 bits:
 //!
 //! ```text
 //! word 0   v0 … v9, low 2 bits of v10
@@ -9,35 +9,35 @@
 //! word 2   high 2 bits of v21, v22 … v31
 //! ```
 //!
-//! A row is padded with zero bits to whole words. Words are stored little-endian, so the stream is
-//! the same read by words or by bytes, and packing works on bytes: eight codes are `bits` of them.
+//! A row is padded with zero bits to full words. Words are stored little-endian, so the stream is the same whether it
+//! is read by words or by bytes, and packing works on bytes: eight codes take `bits` bytes.
 
 use rayon::prelude::*;
 
-/// Codes in one unit of parallel work.
+/// Codes per unit of parallel work.
 const TASK_CODES: usize = 1 << 16;
 
-/// Words that `count` codes of `bits` bits occupy.
+/// Number of words that `count` codes of `bits` bits occupy.
 pub fn words_for(count: usize, bits: u8) -> usize {
-    // In two parts, so that no count overflows.
+    // Split in two, so that no count overflows.
     count / 32 * usize::from(bits) + (count % 32 * usize::from(bits)).div_ceil(32)
 }
 
-/// A word count that is not [`words_for`] the codes.
+/// The number of words does not match [`words_for`] the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{count} codes of {bits} bits take {} words, got {got}", words_for(*count, *bits))]
 pub struct WordCount {
-    /// Codes to unpack.
+    /// Number of codes to unpack.
     pub count: usize,
-    /// Bits of one.
+    /// Bits per code.
     pub bits: u8,
-    /// Words that were given.
+    /// Number of words passed.
     pub got: usize,
 }
 
 /// Packs one row of codes into `words_for(codes.len(), bits)` words.
 ///
-/// Codes must be below `2^bits`; others spill into their neighbours.
+/// Codes must be below `2^bits`; larger ones corrupt their neighbours.
 ///
 /// # Panics
 /// When `bits` is not 1 to 8.
@@ -50,7 +50,7 @@ pub fn pack_words(codes: &[u8], bits: u8) -> Vec<u32> {
 /// Unpacks one row of `count` codes. Padding bits are ignored.
 ///
 /// # Errors
-/// When there are more or fewer words than `count` codes take.
+/// When the number of words is not the one that `count` codes take.
 ///
 /// # Panics
 /// When `bits` is not 1 to 8.
@@ -64,13 +64,13 @@ pub fn unpack_words(words: &[u32], bits: u8, count: usize) -> Result<Vec<u8>, Wo
     Ok(codes)
 }
 
-/// Packs rows of `columns` codes, each padded to whole words: the words' bytes, row after row.
+/// Packs rows of `columns` codes, each padded to full words, into the words' bytes, row after row.
 ///
-/// Codes must be below `2^bits`; others spill into their neighbours. Rows are spread over the
-/// rayon pool the caller installed.
+/// Codes must be below `2^bits`; larger ones corrupt their neighbours. Rows are distributed over the current rayon
+/// pool.
 ///
 /// # Panics
-/// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
+/// When `columns` is 0, `codes` are not full rows, or `bits` is not 1 to 8.
 pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
     assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
@@ -89,10 +89,10 @@ pub fn pack_rows(codes: &[u8], columns: usize, bits: u8) -> Vec<u8> {
 /// Unpacks rows of `columns` codes from the bytes of their words. Padding bits are ignored.
 ///
 /// # Errors
-/// When `bytes` are not the words of as many rows as `codes` holds.
+/// When the length of `bytes` does not match the rows in `codes`.
 ///
 /// # Panics
-/// When `columns` is 0, `codes` are not whole rows, or `bits` is not 1 to 8.
+/// When `columns` is 0, `codes` are not full rows, or `bits` is not 1 to 8.
 pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> Result<(), WordCount> {
     assert!(columns > 0 && codes.len().is_multiple_of(columns), "codes are not whole rows");
     let row_bytes = words_for(columns, bits) * 4;
@@ -115,13 +115,13 @@ pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> V
     (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
 }
 
-/// The same for the bytes of words.
+/// Transposes the bytes of 32-bit words.
 pub(super) fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
     let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
     transpose(&words, rows, columns).into_iter().flatten().collect()
 }
 
-/// One row; `bytes` are its words', and what the codes leave of them becomes 0.
+/// Packs one row into the bytes of its words; unused bits become 0.
 fn pack_row(codes: &[u8], bits: u8, bytes: &mut [u8]) {
     debug_assert!(codes.iter().all(|&c| c <= u8::MAX >> (8 - bits)), "a code has more than {bits} bits");
     let used = (codes.len() * usize::from(bits)).div_ceil(8);
@@ -140,7 +140,7 @@ fn pack_row(codes: &[u8], bits: u8, bytes: &mut [u8]) {
     }
 }
 
-/// One row, from the bytes of its words.
+/// Unpacks one row from the bytes of its words.
 fn unpack_row(bytes: &[u8], bits: u8, codes: &mut [u8]) {
     let used = (codes.len() * usize::from(bits)).div_ceil(8);
     let bytes = &bytes[..used];
@@ -157,7 +157,7 @@ fn unpack_row(bytes: &[u8], bits: u8, codes: &mut [u8]) {
     }
 }
 
-/// Eight codes, a byte each, make `BITS` bytes.
+/// Packs groups of eight codes, one per byte, into `BITS` bytes each.
 fn pack_octets<const BITS: usize>(codes: &[u8], bytes: &mut [u8]) {
     let (octets, rest) = codes.as_chunks::<8>();
     let (full, last) = bytes.split_at_mut(octets.len() * BITS);
@@ -183,8 +183,8 @@ fn unpack_octets<const BITS: usize>(bytes: &[u8], codes: &mut [u8]) {
     rest.copy_from_slice(&widened(last)[..rest.len()]);
 }
 
-/// Moves eight codes together, in a 64-bit word at once: first pairs close the gap between them,
-/// then pairs of pairs, then the two halves. The first `BITS` bytes are the stream.
+/// Packs eight codes within a 64-bit word: first pairs close the gap between them, then pairs of pairs, then the two
+/// halves. The first `BITS` bytes are the stream.
 fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     let codes = u64::from_le_bytes(octet);
     let pairs = codes & every(16, 0, BITS) | codes >> (8 - BITS) & every(16, BITS, BITS);
@@ -193,7 +193,7 @@ fn squeeze<const BITS: usize>(octet: [u8; 8]) -> [u8; 8] {
     eight.to_le_bytes()
 }
 
-/// The way back: the halves, pairs, and single codes move apart.
+/// The inverse: halves, pairs, and single codes move apart.
 fn spread<const BITS: usize>(stream: [u8; 8]) -> [u8; 8] {
     let eight = u64::from_le_bytes(stream);
     let fours = eight & every(64, 0, 4 * BITS) | eight << (32 - 4 * BITS) & every(64, 32, 4 * BITS);
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn three_bits_straddle_words() {
-        // Each code in turn all ones: the bits it owns, by the table at the head of this file.
+        // Sets each code to all ones in turn: exactly the bits in the table at the top of this file are set.
         let owned = |i: usize| {
             let mut codes = [0; 32];
             codes[i] = 7;
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(pack_words(&codes, 4), [0x7654_3210, 0x0000_0098]);
         assert_eq!(pack_words(&codes, 8), [0x0302_0100, 0x0706_0504, 0x0000_0908]);
         let codes: Vec<u8> = (0..11).map(|i| i % 8).collect();
-        // Octal digits from the left are codes from the last: 2 1 0 | 7 6 5 4 3 2 1 0.
+        // Octal digits, from left to right, are the codes from last to first: 2 1 0 | 7 6 5 4 3 2 1 0.
         assert_eq!(pack_words(&codes, 3), [0o21_076_543_210_u64 as u32, (0o21_076_543_210_u64 >> 32) as u32]);
         assert_eq!(pack_words(&[1, 0, 1, 1], 1), [0b1101]);
         assert_eq!(pack_words(&[], 4), [0u32; 0]);

@@ -1,7 +1,7 @@
-//! Containers: how a [`QuantizedTensor`] becomes bytes that other engines load, and back.
+//! Checkpoint formats: how a [`QuantizedTensor`] becomes bytes that other engines load, and back.
 //!
-//! Everything an engine's layout dictates (keys, nibble order, packing direction) lives behind
-//! [`Container`]; adding one is a file here and a line in [`CONTAINERS`].
+//! Everything that an engine's layout requires (keys, nibble order, packing direction) is behind [`Container`]; to add
+//! a format, add a file here and an entry in [`CONTAINERS`].
 
 mod awq;
 mod bits;
@@ -42,50 +42,50 @@ pub struct FusedLinears {
     pub parts: Vec<String>,
 }
 
-/// What of a larger model a decoder is a part of, as far as configurations must name it.
+/// How a decoder is embedded in a larger model, as far as configurations must name it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WrapperNames {
-    /// Outermost modules beside the decoder that may hold linears, all float: `visual`, `multi_modal_projector`.
+    /// Outermost modules outside the decoder that may hold linears, all float: `visual`, `multi_modal_projector`.
     pub outside: Vec<String>,
-    /// What names of the decoder's modules begin with in the file, and what in the modules of readers that have
-    /// others: `("language_model.model.", "model.language_model.")`.
+    /// Name prefixes of the decoder's modules in the file, and the prefixes that readers with other module names use
+    /// instead: `("language_model.model.", "model.language_model.")`.
     pub renamed: Vec<(&'static str, &'static str)>,
 }
 
 impl WrapperNames {
-    /// Expressions for all modules beside the decoder, for readers that match from the start of a name. Some readers
-    /// have them below `model.`.
+    /// Returns regular expressions for all modules outside the decoder, for readers that match from the start of a
+    /// name. Some readers have these modules below `model.`.
     pub fn outside_patterns(&self) -> impl Iterator<Item = String> {
         self.outside.iter().map(|module| format!(r"(model\.)?{}\..*", regex::escape(module)))
     }
 }
 
-/// What a checkpoint's configuration must say: which modules are quantized how.
+/// The content of a checkpoint's quantization configuration: the scheme of every module.
 #[derive(Debug, Clone, Default)]
 pub struct ModuleSchemes<'a> {
     /// Quantized linears by module name (`model.layers.0.mlp.up_proj`), in model order.
     pub quantized: Vec<(&'a str, LinearScheme)>,
-    /// Linears that stay float, in model order (`lm_head` among them).
+    /// Linears that stay float, in model order, including `lm_head`.
     pub float: Vec<&'a str>,
-    /// Linears that engines run as one, in model order.
+    /// Linears that engines run as one matrix, in model order.
     pub fused: &'a [FusedLinears],
-    /// The head, where it is among the quantized.
+    /// The head, if it is quantized.
     pub head: Option<&'a str>,
-    /// The embedding's scheme, where it is quantized.
+    /// The embedding's scheme, if it is quantized.
     pub embedding: Option<LinearScheme>,
     /// `[n, k]` of the quantized linears, by module name.
     pub shapes: BTreeMap<&'a str, [usize; 2]>,
-    /// Whether keys and values are to be cached in FP8, with the scales that stand beside the weights.
+    /// Whether keys and values are cached in FP8, with scales stored next to the weights.
     pub fp8_cache: bool,
-    /// The types of tensors that are not quantized, each once.
+    /// The dtypes of unquantized tensors, each once.
     pub float_dtypes: Vec<Dtype>,
-    /// What the decoder is a part of, where it is not the whole model.
+    /// The larger model, if the decoder is only a part of it.
     pub wrapper: Option<&'a WrapperNames>,
 }
 
 impl ModuleSchemes<'_> {
-    /// All names that readers may have for these modules: their own, those of fused linears of which they are the
-    /// parts, and those in the modules of readers that are called otherwise than the tensors of the file.
+    /// All names that readers may use for these modules: their own names, those of fused linears that consist of them,
+    /// and the renamed ones of readers whose module names differ from the tensor names in the file.
     pub fn all_names(&self, modules: &[&str]) -> Vec<String> {
         let mut names: Vec<String> =
             modules.iter().copied().chain(self.fused_of(modules)).map(str::to_owned).collect();
@@ -98,13 +98,13 @@ impl ModuleSchemes<'_> {
         names
     }
 
-    /// The modules beside the decoder.
+    /// The modules outside the decoder.
     pub fn outside(&self) -> &[String] {
         self.wrapper.map_or(&[], |wrapper| &wrapper.outside)
     }
 
-    /// The names that engines give to fused linears of which all parts are among `modules`. Engines
-    /// that do not know which parts a fused name stands for look for that name itself.
+    /// Returns engine names of the fused linears all of whose parts are among `modules`. Engines that do not know the
+    /// parts of a fused linear look for its own name.
     pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
         let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
         let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
@@ -112,42 +112,42 @@ impl ModuleSchemes<'_> {
     }
 }
 
-/// A container for quantized checkpoints.
+/// A format of quantized checkpoints.
 pub trait Container: std::fmt::Debug + Send + Sync {
     /// The name that `--format` takes.
     fn name(&self) -> &'static str;
 
-    /// What its configurations say as `quant_method`.
+    /// The `quant_method` in its configurations.
     fn quant_method(&self) -> &'static str {
         self.name()
     }
 
-    /// One line for help and tables.
+    /// A one-line summary for help and tables.
     fn summary(&self) -> &'static str;
 
-    /// Whether grids of so many bits are symmetric where the user says nothing.
+    /// Whether grids with this number of bits are symmetric by default.
     fn symmetric_by_default(&self, _bits: u8) -> bool {
         true
     }
 
-    /// The type that scales are stored in, of weights of some type that are quantized to this scheme.
+    /// The dtype in which scales are stored for weights of dtype `weight` quantized to this scheme.
     fn scale_dtype(&self, scheme: LinearScheme, weight: Dtype) -> Dtype {
         scheme.scale_dtype(weight)
     }
 
-    /// Whether the two levels of scales of a progressive scheme are written apart; in other containers their products
-    /// are.
+    /// Whether the two levels of scales of a progressive scheme are stored separately; other formats store their
+    /// products.
     fn keeps_levels(&self) -> bool {
         false
     }
 
-    /// Whether configurations say how the inputs of linears are rounded; in other containers they stay float.
+    /// Whether configurations specify the rounding of inputs; in other formats they stay float.
     fn keeps_activations(&self) -> bool {
         true
     }
 
-    /// What is lost of a linear that is quantized to this scheme, beyond what quantizing it costs, when its scales are
-    /// written in this type: sentences for the user, none where all of it is kept.
+    /// Describes what this format loses of a linear quantized to this scheme with scales in this dtype, beyond the
+    /// quantization error: sentences for the user, none if everything is kept.
     fn loses(&self, scheme: LinearScheme, scale_dtype: Dtype) -> Vec<String> {
         let mut lost = Vec::new();
         let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
@@ -173,8 +173,8 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         lost
     }
 
-    /// How a linear that is quantized to this scheme is written. Static activations are never left out: what was found
-    /// for them would be gone.
+    /// The scheme in which a linear quantized to this scheme is stored. Static activations are always kept, since their
+    /// calibrated scales would be lost.
     fn stored_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         let scheme = if self.keeps_levels() { scheme } else { scheme.flattened() };
         match scheme.activations {
@@ -185,24 +185,24 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         }
     }
 
-    /// How a linear that is quantized to this scheme already is written: as [`stored_scheme`](Self::stored_scheme) says, or
-    /// in other words that say the same.
+    /// The scheme in which an already quantized linear is stored: [`stored_scheme`](Self::stored_scheme), or an
+    /// equivalent one.
     fn restated_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         self.stored_scheme(scheme)
     }
 
-    /// Whether these schemes can stand in one checkpoint.
+    /// Checks that these schemes can be combined in one checkpoint.
     ///
     /// # Errors
-    /// [`Error::Usage`] naming modules that cannot.
+    /// [`Error::Usage`] that names the conflicting modules.
     fn check(&self, _schemes: &ModuleSchemes<'_>) -> Result<()> {
         Ok(())
     }
 
-    /// The tensors that a linear of this shape becomes, before it is quantized.
+    /// The specs of the tensors that store a linear of this shape.
     ///
     /// # Errors
-    /// When the container cannot express the scheme or the shape.
+    /// When the format cannot represent the scheme or the shape.
     fn layout(
         &self,
         module: &str,
@@ -211,14 +211,14 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         scale_dtype: Dtype,
     ) -> Result<Vec<TensorSpec>>;
 
-    /// The bytes of those tensors, in the same order.
+    /// The tensors of [`layout`](Self::layout) with their bytes, in the same order.
     ///
     /// # Errors
     /// As [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
 
-    /// The tensor that holds the static FP8 scale of keys or values, by the linear that they come from; `None` where the
-    /// container has no place for it.
+    /// The tensor that holds the static FP8 scale of keys or values, by the linear that computes them; `None` if the
+    /// format cannot store it.
     fn cache_scale(&self, _linear: &str, _part: CachePart) -> Option<TensorSpec> {
         None
     }
@@ -226,35 +226,35 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The value of `quantization_config` in `config.json`.
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value;
 
-    /// Files beside `config.json` that readers of this container look for.
+    /// Files next to `config.json` that readers of this format require.
     fn companion_files(&self, _schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
         Vec::new()
     }
 
-    /// Notes for the user on readers that cannot load these schemes.
+    /// Warnings about readers that cannot load these schemes.
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
 
-    /// A reader for checkpoints with this `quantization_config`, if it is of this container.
+    /// Returns a reader for checkpoints with this `quantization_config`; `None` if it is of another format.
     ///
     /// # Errors
-    /// When it is, but uses what cannot be read: the reason, naming the key.
+    /// When it is of this format but uses an unsupported feature: the reason, naming the key.
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String>;
 }
 
-/// A weight of a checkpoint that a [`PackedReader`] says is quantized.
+/// A weight that is quantized according to a [`PackedReader`].
 #[derive(Debug, Clone, Copy)]
 pub struct PackedWeight<'a> {
     /// The module.
     pub module: &'a str,
-    /// `[n, k]`, as the model implies it.
+    /// `[n, k]` according to the model.
     pub shape: [usize; 2],
-    /// How it is quantized.
+    /// Its scheme.
     pub scheme: LinearScheme,
 }
 
 /// Reads quantized weights of one checkpoint back into logical order.
 pub trait PackedReader: Send + Sync {
-    /// Looks at the tensors, where the configuration alone does not say which modules are quantized and how. Called
+    /// Examines the tensors, if the configuration alone does not determine which modules are quantized and how. Called
     /// once, before anything else.
     ///
     /// # Errors
@@ -263,58 +263,58 @@ pub trait PackedReader: Send + Sync {
         Ok(())
     }
 
-    /// The scheme of a linear, or `None` if it is stored float.
+    /// The scheme of a linear, or `None` if it is float.
     fn scheme(&self, module: &str) -> Option<LinearScheme>;
 
-    /// The scheme of the embedding, a module of this name, or `None` if it is stored float.
+    /// The scheme of the embedding module of this name, or `None` if it is float.
     fn embedding_scheme(&self, _module: &str) -> Option<LinearScheme> {
         None
     }
 
-    /// Whether keys and values are cached in FP8, with the scales that stand beside the weights.
+    /// Whether keys and values are cached in FP8, with scales stored next to the weights.
     fn has_fp8_cache(&self) -> bool {
         false
     }
 
-    /// The type that a quantized module's scales are stored in.
+    /// The dtype of a quantized module's scales.
     ///
     /// # Errors
-    /// When there are none.
+    /// When it has none.
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype>;
 
-    /// The shape `[n, k]` of a linear's weight as its tensors have it, for callers that have no model to ask; `None` where
-    /// there are no codes of such a linear.
+    /// The shape `[n, k]` of a linear's weight according to its tensors, for callers without a model; `None` if the
+    /// linear has no codes.
     ///
     /// # Errors
-    /// When a tensor that says it is missing, is not of a shape that it can have, or cannot be read.
+    /// When the tensor that determines it is missing, has an invalid shape, or cannot be read.
     fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>>;
 
-    /// The tensors that hold a weight, each there with the type and shape that its scheme implies.
+    /// The tensors that hold a weight, checked to exist with the dtype and shape that the scheme implies.
     ///
     /// # Errors
-    /// When one is missing, or its type or shape is another.
+    /// When one is missing, or has another dtype or shape.
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>>;
 
-    /// The zeros of a weight, `[n, groups]`, where its scheme has any.
+    /// The zero points of a weight, `[n, groups]`, if its scheme has any.
     ///
     /// # Errors
     /// As [`tensors`](Self::tensors).
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>>;
 
-    /// The quantized weight.
+    /// Reads the quantized weight.
     ///
     /// # Errors
-    /// As [`tensors`](Self::tensors), and when contents are not what they should be.
+    /// As [`tensors`](Self::tensors), and when the contents are invalid.
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor>;
 }
 
-/// The containers this version writes and reads.
+/// The formats that this version writes and reads.
 pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe, &ModelOpt];
 
-/// The container of that name.
+/// Returns the format of that name.
 ///
 /// # Errors
-/// When no container has it; the message lists those that exist.
+/// When there is none; the message lists the known ones.
 pub fn container(name: &str) -> Result<&'static dyn Container> {
     CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
@@ -322,15 +322,15 @@ pub fn container(name: &str) -> Result<&'static dyn Container> {
     })
 }
 
-/// The container whose configurations say this as `quant_method`, if there is one.
+/// Returns the format whose configurations have this `quant_method`, if there is one.
 pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
     CONTAINERS.iter().copied().find(|c| c.quant_method() == quant_method)
 }
 
-/// The containers of those names, each once.
+/// Returns the formats of those names.
 ///
 /// # Errors
-/// As [`container`], and when the list is empty or names one twice.
+/// As [`container`], and when the list is empty or has a duplicate.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     const REMEDY: &str = "name each container once";
     if names.is_empty() {
@@ -344,10 +344,10 @@ pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     names.iter().map(|name| container(name)).collect()
 }
 
-/// A reader for a checkpoint whose `config.json` has this `quantization_config`.
+/// Returns a reader for a checkpoint whose `config.json` has this `quantization_config`.
 ///
 /// # Errors
-/// When no container recognizes it, or the one that does cannot read it: the reason, with the key.
+/// When the format is unknown, or its reader does not support the checkpoint: the reason, with the key.
 pub fn reader(quantization_config: &Value) -> Result<Box<dyn PackedReader>, String> {
     for container in CONTAINERS {
         if let Some(reader) = container.reader(quantization_config)? {

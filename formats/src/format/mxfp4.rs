@@ -1,13 +1,13 @@
-//! MXFP4 checkpoints as gpt-oss is published, `quant_method: "mxfp4"`: experts in tensors of three dimensions, in blocks
+//! MXFP4 checkpoints as published for gpt-oss, `quant_method: "mxfp4"`: experts in three-dimensional tensors, in blocks
 //! of 32 along a matrix's columns. Read, not written.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes a byte, that of the lower column in the low nibble |
+//! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes per byte, that of the lower column in the low nibble |
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
-//! The numbers are exact in bf16, and are read as such, expert by expert (`model/fused_experts.rs`): no linear is
-//! quantized for those who run the model.
+//! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to the user, none of
+//! the model's linears is quantized.
 
 use quant_kernels_cpu::e8m0_value;
 use serde_json::Value;
@@ -20,31 +20,31 @@ use crate::{Error, Result};
 
 /// `quant_method`.
 const METHOD: &str = "mxfp4";
-/// What the names of codes and scales add to that of the float tensor.
+/// Name suffixes of codes and scales, after the name of the float tensor.
 pub const SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
 /// Columns that share a scale.
 pub const BLOCK: usize = 32;
 
-/// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+/// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
 pub(super) fn reader(config: &Value) -> Option<Mxfp4> {
     (config.get("quant_method").and_then(Value::as_str) == Some(METHOD)).then_some(Mxfp4)
 }
 
-/// A row of a matrix as bf16, appended to `out`, from its codes, two a byte, and its scales.
+/// Appends a row of a matrix as bf16 to `out`, from its codes, two per byte, and its scales.
 pub fn decode_row(codes: &[u8], scales: &[u8], out: &mut Vec<u8>) {
     for (codes, &scale) in codes.chunks_exact(BLOCK / 2).zip(scales) {
         let scale = e8m0_value(scale);
         for &pair in codes {
             for code in [pair & 15, pair >> 4] {
                 let value = FloatFormat::E2m1.value(code) * scale;
-                // Both factors have few bits: what is cut off is 0.
+                // Both factors have few significant bits: the truncated bits are 0.
                 out.extend_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
             }
         }
     }
 }
 
-/// Such a checkpoint: all of its linears are read as floats.
+/// A reader that reads all linears as floats.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mxfp4;
 
@@ -84,7 +84,7 @@ impl PackedReader for Mxfp4 {
 mod tests {
     use super::*;
 
-    /// Every code under every scale, against numbers computed in double precision and rounded to bf16.
+    /// Every code under every scale, compared with values computed in double precision and rounded to bf16.
     #[test]
     fn all_codes_under_all_scales_are_exact() {
         let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];

@@ -1,5 +1,5 @@
-//! FP8 checkpoints as they are published with `quant_method: "fp8"`: DeepSeek's, Qwen's and others' own layout. Read, not
-//! written: compressed-tensors says the same, and its readers get blocks right that end at an edge.
+//! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. Read, not written:
+//! compressed-tensors expresses the same, and its readers handle partial blocks at the edges correctly.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
@@ -7,10 +7,10 @@
 //! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, or one number | scales |
 //! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, that of the even column in the low bits |
 //! | its scale, under the same names | F8_E8M0 or U8 | `[n, k/32]` | exponents |
-//! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, where it is static |
+//! | `X.input_scale` or `X.activation_scale` | float | one number | the input's scale, if it is static |
 //!
-//! Whatever its name says, a scale is multiplied with. Those of one byte are exponents, `2^(byte − 127)`. Which linears
-//! are quantized follows from the types of tensors: configurations leave some out without naming them.
+//! Scales are multipliers, whatever their name suggests. One-byte scales are exponents, `2^(byte − 127)`. The dtypes of
+//! tensors determine which linears are quantized: configurations leave some float without naming them.
 
 use std::collections::BTreeMap;
 
@@ -27,20 +27,20 @@ use crate::{Error, Result};
 
 /// `quant_method`.
 const METHOD: &str = "fp8";
-/// What scales are called, in the order in which they are looked for.
+/// Name suffixes of scales, in search order.
 const SCALES: [&str; 4] = ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"];
-/// What scales of inputs are called.
+/// Name suffixes of input scales.
 const INPUT_SCALES: [&str; 3] = ["input_scale", "activation_scale", "qscale_act"];
 
 /// Columns that share a scale of FP4 codes.
 const FP4_GROUP: usize = 32;
 
-/// Reads such a checkpoint.
+/// The reader of this layout.
 #[derive(Debug)]
 pub(super) struct NativeFp8 {
     /// Whether inputs have calibrated scales.
     static_inputs: bool,
-    /// Whether weights of I8 with exponents beside them are FP4 codes.
+    /// Whether I8 weights with exponents as scales are FP4 codes.
     reads_fp4: bool,
     modules: BTreeMap<String, Module>,
 }
@@ -52,10 +52,10 @@ struct Module {
     input: Option<String>,
 }
 
-/// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+/// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
 ///
 /// # Errors
-/// A reason that names the key, when it says what this reader does not implement.
+/// A reason that names the key, when the configuration uses a feature that this reader does not implement.
 pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
     if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
         return Ok(None);
@@ -81,7 +81,7 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
 }
 
 impl NativeFp8 {
-    /// A reader of FP8 that has not looked at the tensors yet; whether scales of inputs count.
+    /// Creates an FP8 reader that has not surveyed the tensors yet; `static_inputs` enables input scales.
     pub(super) fn new(static_inputs: bool) -> Self {
         Self { static_inputs, reads_fp4: false, modules: BTreeMap::new() }
     }
@@ -91,8 +91,8 @@ impl NativeFp8 {
         self.modules.get(name).ok_or_else(missing)
     }
 
-    /// What is said of a weight of I8 by a scale beside it: two FP4 codes a byte, with exponents for 32 columns. Without a
-    /// scale, the tensor does not have this layout.
+    /// Returns the module of an I8 weight with a scale: two FP4 codes per byte, with one exponent per 32 columns.
+    /// Without a scale, the tensor does not have this layout.
     fn survey_fp4(source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Option<Module>> {
         let names = SCALES.iter().map(|name| format!("{module}.{name}"));
         let found = names.filter_map(|name| source.info(&name).map(|info| (name, info.clone()))).next();
@@ -117,7 +117,7 @@ impl NativeFp8 {
         Ok(Some(Module { scheme, scale, input: None }))
     }
 
-    /// What a module's tensors say of it.
+    /// Determines a module's scheme from its tensors.
     fn survey_module(&self, source: &dyn TensorSource, module: &str, shape: &[usize]) -> Result<Module> {
         let weight = format!("{module}.weight");
         let unsupported =
@@ -191,7 +191,7 @@ impl PackedReader for NativeFp8 {
         if let Some(fixed) = module.scheme.fixed_scales() {
             return Ok(fixed.dtype());
         }
-        // Exponents are numbers of any wider type.
+        // Every wider float type can represent exponents.
         let dtype = source.require(&module.scale)?.dtype;
         Ok(if dtype.is_weight_float() { dtype } else { Dtype::Bf16 })
     }

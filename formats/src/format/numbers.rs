@@ -1,10 +1,10 @@
-//! Floating-point codes and scales as files hold them, checked when they are read.
+//! Floating-point codes and scales in files, validated when they are read.
 
 use crate::checkpoint::{Dtype, TensorSource, require_finite};
 use crate::scheme::FloatFormat;
 use crate::{Error, Result};
 
-/// A scale of a whole tensor or of all inputs: positive, with a finite inverse.
+/// Reads a scale of a whole tensor or of all inputs: positive, with a finite inverse.
 ///
 /// # Errors
 /// When it is not, or cannot be read.
@@ -19,10 +19,10 @@ pub fn read_positive(source: &dyn TensorSource, name: &str) -> Result<f32> {
     })
 }
 
-/// Codes of a floating-point format, one per byte, all of which are numbers.
+/// Reads codes of a floating-point format, one per byte, none of which is NaN or infinite.
 ///
 /// # Errors
-/// [`Error::NonFinite`] where one is not.
+/// [`Error::NonFinite`] when one is.
 pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatFormat) -> Result<Vec<u8>> {
     let codes = source.read(name)?;
     let is_bad = |code: &&u8| !format.is_number(**code);
@@ -37,10 +37,10 @@ pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatF
     }
 }
 
-/// E4M3 scales of groups, each divided by the global one.
+/// Converts E4M3 group scales, each divided by the global one.
 ///
 /// # Errors
-/// When one is not a number, or negative.
+/// When one is NaN or negative.
 pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f32) -> Result<Vec<f32>> {
     let codes = read_numbers(source, name, FloatFormat::E4m3)?;
     let scales: Vec<f32> = codes.into_iter().map(|code| FloatFormat::E4m3.value(code) / global).collect();
@@ -49,7 +49,7 @@ pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f
     Ok(scales)
 }
 
-/// Fails where a scale of a group is negative: some kernels take no sign.
+/// Fails if a group scale is negative: some kernels ignore the sign.
 ///
 /// # Errors
 /// [`Error::UnsupportedQuantization`].
@@ -61,7 +61,7 @@ pub(super) fn require_no_sign(source: &dyn TensorSource, name: &str, scales: &[f
     })
 }
 
-/// The dimensions of a matrix, where there is a tensor of that name and type, each multiplied by `times`.
+/// The dimensions of a matrix, each multiplied by `times`; `None` without a tensor of that name and dtype.
 ///
 /// # Errors
 /// [`Error::UnsupportedQuantization`] when it is not a matrix, or its size overflows.

@@ -1,6 +1,7 @@
-//! A quantized checkpoint for an engine that has a model of its own: which linears are quantized, and each of them.
+//! A quantized checkpoint for an engine with its own model: which linears are quantized, and their weights.
 //!
-//! Nothing here knows a family of models. Names, types and shapes of the tensors say which modules are linears.
+//! This works without knowledge of model families: names, dtypes and shapes of the tensors determine which modules are
+//! linears.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,16 +15,16 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
-/// The key of `config.json` that says how a checkpoint is quantized.
+/// The key of `config.json` that describes the quantization.
 const KEY: &str = "quantization_config";
-/// Where a model of several towers has the configuration of its text tower.
+/// The key of the text model's configuration in a multimodal model.
 const TEXT_CONFIG: &str = "text_config";
-/// What follows the name of a module in the name of the tensor that holds its codes.
+/// Suffixes of the tensors that hold a module's codes.
 const CODES: [&str; 3] = [".weight", ".qweight", ".weight_packed"];
-/// In names of embeddings, which are looked up and not multiplied.
+/// Name parts of embeddings, which are looked up and not multiplied.
 const EMBEDDINGS: [&str; 2] = ["embed", "wte"];
 
-/// The `quantization_config`: of the model, or of its text tower, which some exporters write it into.
+/// Returns the `quantization_config` of the model, or of its text model, where some exporters write it.
 ///
 /// # Errors
 /// [`Error::Config`] when there are two and they differ.
@@ -38,7 +39,7 @@ pub fn quantization_settings<'a>(config: &ConfigFields<'a>) -> Result<Option<&'a
     }
 }
 
-/// A linear whose weight is quantized.
+/// A linear with a quantized weight.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QuantizedLinear {
@@ -46,11 +47,11 @@ pub struct QuantizedLinear {
     pub name: String,
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
-    /// How it is quantized.
+    /// Its scheme.
     pub scheme: LinearScheme,
 }
 
-/// A checkpoint whose linears are quantized, in any container that this crate reads: AWQ, GPTQ, compressed-tensors,
+/// A checkpoint with quantized linears, in any format that this crate reads: AWQ, GPTQ, compressed-tensors,
 /// QServe, ModelOpt, FP8.
 ///
 /// ```
@@ -76,7 +77,7 @@ pub struct QuantizedLinear {
 /// let linear = &checkpoint.linears()[0];
 /// assert_eq!((linear.name.as_str(), linear.shape), ("proj", [16, 64]));
 ///
-/// // Packed once for the kernels of this processor, and multiplied with two rows.
+/// // Packed once for the kernels of this CPU, then multiplied with two rows.
 /// let packed = checkpoint.read(&linear.name)?.pack(None, &Serial)?;
 /// let mut rows = FloatRows::new(IsaToken::detect());
 /// rows.pack(&[0.5f32; 2 * 64], RowLayout::of(packed.layout()), &Serial)?;
@@ -102,14 +103,14 @@ impl fmt::Debug for QuantizedCheckpoint {
 }
 
 impl QuantizedCheckpoint {
-    /// Opens a model directory: `config.json`, and safetensors in one file or in shards. Headers and the types and shapes
-    /// of all packed tensors are checked; no weight is read.
+    /// Opens a model directory: `config.json`, and safetensors in one file or in shards. Headers and the dtypes and
+    /// shapes of all packed tensors are checked; no weight is read.
     ///
     /// # Errors
     /// - Those of [`ModelDirectory::open`].
-    /// - [`Error::UnsupportedQuantization`]: the checkpoint is not quantized, or in a way that cannot be read.
-    /// - [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::TensorDtype`]: the tensors of a linear do not belong
-    ///   together.
+    /// - [`Error::UnsupportedQuantization`]: the checkpoint is not quantized, or in an unsupported way.
+    /// - [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::TensorDtype`]: the tensors of a linear are
+    ///   inconsistent.
     pub fn open(path: &Path) -> Result<Self> {
         let directory = ModelDirectory::open(path)?;
         let settings = quantization_settings(&directory.fields())?;
@@ -123,7 +124,7 @@ impl QuantizedCheckpoint {
         Ok(Self { config, warnings, ..opened })
     }
 
-    /// A checkpoint from its tensors and its `quantization_config`; `path` is for messages.
+    /// Creates a checkpoint from its tensors and its `quantization_config`; `path` is for messages.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -132,7 +133,7 @@ impl QuantizedCheckpoint {
         Self::with_reader(source, reader(settings).map_err(unsupported)?)
     }
 
-    /// The same with your own reader, for a container that this crate does not know.
+    /// Creates a checkpoint with a custom reader, for a format that this crate does not know.
     ///
     /// # Errors
     /// Those of the reader.
@@ -142,24 +143,24 @@ impl QuantizedCheckpoint {
         Ok(Self { source, config: Map::new(), reader, linears, warnings: Vec::new() })
     }
 
-    /// The quantized linears, sorted by name. Experts are linears of their own; embeddings are not among them, and
-    /// linears that stay float are found in [`source`](Self::source).
+    /// The quantized linears, sorted by name. Every expert's linears are listed individually; embeddings are not
+    /// included, and linears that stay float are in [`source`](Self::source).
     pub fn linears(&self) -> &[QuantizedLinear] {
         &self.linears
     }
 
-    /// The linear of that name, if it is quantized.
+    /// Returns the linear of that name, if it is quantized.
     pub fn linear(&self, name: &str) -> Option<&QuantizedLinear> {
         let at = self.linears.binary_search_by(|linear| linear.name.as_str().cmp(name)).ok()?;
         Some(&self.linears[at])
     }
 
-    /// Reads a linear's weight: codes, scales and zeros in the order of the matrix, whatever order the file has them in.
-    /// Memory: a byte for each weight, and 4 for each scale.
+    /// Reads a linear's weight: codes, scales and zero points in the order of the matrix, independent of the order in
+    /// the file. Memory: one byte per weight and 4 per scale.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or holds
-    /// what the container does not allow.
+    /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
+    /// violates the format.
     pub fn read(&self, name: &str) -> Result<QuantizedTensor> {
         let Some(QuantizedLinear { shape, scheme, .. }) = self.linear(name) else {
             let tensor = format!("{name}.weight");
@@ -168,7 +169,7 @@ impl QuantizedCheckpoint {
         self.reader.read(self.source.as_ref(), PackedWeight { module: name, shape: *shape, scheme: *scheme })
     }
 
-    /// A linear's bias `[n]`, if it has one.
+    /// Reads a linear's bias `[n]`, if it has one.
     ///
     /// # Errors
     /// When it cannot be read, is not of a float type, or holds NaN or infinity.
@@ -177,22 +178,22 @@ impl QuantizedCheckpoint {
         self.source.info(&name).map(|_| self.source.read_f32(&name)).transpose()
     }
 
-    /// All tensors: those that are not quantized are read here by name.
+    /// All tensors, from which unquantized ones are read by name.
     pub fn source(&self) -> &dyn TensorSource {
         self.source.as_ref()
     }
 
-    /// `config.json`; empty where the checkpoint was not opened from a directory.
+    /// `config.json`; empty if the checkpoint was not opened from a directory.
     pub fn config(&self) -> &Map<String, Value> {
         &self.config
     }
 
-    /// Whether keys and values are meant to be cached in FP8.
+    /// Whether keys and values should be cached in FP8.
     pub fn has_fp8_cache(&self) -> bool {
         self.reader.has_fp8_cache()
     }
 
-    /// What is odd about the directory without making it unreadable, a line each.
+    /// Problems that do not make the directory unreadable, one line each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -203,7 +204,7 @@ impl QuantizedCheckpoint {
     }
 }
 
-/// The modules whose codes are there and that the configuration says are quantized.
+/// Finds the modules that have codes and that are quantized according to the configuration.
 fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<QuantizedLinear>> {
     let mut found = Vec::new();
     for tensor in source.names() {

@@ -1,17 +1,17 @@
-//! Inputs of linears on their grids: what `a8`, `af8` and `af4` schemes do to them before they are multiplied.
+//! Input grids of linears: the rounding of `a8`, `af8` and `af4` schemes before the multiplication.
 //!
-//! Integers are per token, or have one scale and zero for all tokens, as [`Int8Rows`](quant_kernels_cpu::Int8Rows)
-//! defines them: the integers here are those that the kernels multiply.
+//! Integers have a scale per token, or one scale and zero point for all tokens, as defined by
+//! [`Int8Rows`](quant_kernels_cpu::Int8Rows): the integers here are those that the kernels multiply.
 //!
-//! Floating-point numbers are those of compressed-tensors, bit for bit: `a` is the largest magnitude of the token or of
-//! the group of its inputs, and every operation one in `f32`:
+//! Floating-point grids match compressed-tensors, bit for bit: `a` is the largest magnitude of the token or of the
+//! group of its inputs, and every operation is in `f32`:
 //!
 //! | grid | scale | value |
 //! |---|---|---|
-//! | [`Fp8Token`](InputGrid::Fp8Token), [`Fp8Group`](InputGrid::Fp8Group) | `s = a / 448`; where that is 0, 2⁻²³ | `E4M3(x / s) · s` |
-//! | [`Fp8Static`](InputGrid::Fp8Static) | `s`, calibrated | the same |
-//! | [`Mxfp8`](InputGrid::Mxfp8) | `s = 2^(⌊log₂ a⌋ − 8)`, twice that where the mantissa of `a` is at least 1.75 | the same |
-//! | [`Nvfp4`](InputGrid::Nvfp4) | `s = E4M3(g · (a / 6)) / g`, `g` calibrated; 0.125 where the E4M3 is 0 | `E2M1(x / s) · s` |
+//! | [`Fp8Token`](InputGrid::Fp8Token), [`Fp8Group`](InputGrid::Fp8Group) | `s = a / 448`; 2⁻²³ if that is 0 | `E4M3(x / s) · s` |
+//! | [`Fp8Static`](InputGrid::Fp8Static) | `s`, calibrated | `E4M3(x / s) · s` |
+//! | [`Mxfp8`](InputGrid::Mxfp8) | `s = 2^(⌊log₂ a⌋ − 8)`, twice that if the mantissa of `a` is at least 1.75 | `E4M3(x / s) · s` |
+//! | [`Nvfp4`](InputGrid::Nvfp4) | `s = E4M3(g · (a / 6)) / g`, `g` calibrated; 0.125 if the E4M3 value is 0 | `E2M1(x / s) · s` |
 
 use quant_kernels_cpu::activation::SMALLEST;
 use quant_kernels_cpu::{StaticScale, e8m0_value};
@@ -21,38 +21,37 @@ use super::grid::ROUND_UP_FROM_1_75;
 use super::shared::SMALLEST_SCALE;
 use crate::scheme::{BLOCK, FloatFormat, MX_GROUP, NV_GROUP};
 
-/// Values that one task rounds, about.
+/// The approximate number of values that one task rounds.
 const TASK: usize = 1 << 14;
 
 /// The grid of a linear's input.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum InputGrid {
-    /// `max |x| / 127` of every token.
+    /// Int8, scale `max |x| / 127` per token.
     Token,
-    /// The same for all tokens.
+    /// Int8, the same scale and zero point for all tokens.
     Static(StaticScale),
-    /// E4M3, `max |x| / 448` of every token.
+    /// E4M3, scale `max |x| / 448` per token.
     Fp8Token,
-    /// E4M3, `max |x| / 448` of every token and 128 inputs.
+    /// E4M3, scale `max |x| / 448` per token and 128 inputs.
     Fp8Group,
     /// E4M3, the same scale for all tokens.
     Fp8Static {
         /// Positive and finite.
         scale: f32,
     },
-    /// E4M3, a power of two for every token and 32 inputs.
+    /// E4M3, a power of two per token and 32 inputs.
     Mxfp8,
-    /// E2M1, an E4M3 scale for every token and 16 inputs.
+    /// E2M1, an E4M3 scale per token and 16 inputs.
     Nvfp4 {
-        /// What scales are divided by: positive and finite.
+        /// The divisor of the scales: positive and finite.
         global: f32,
     },
 }
 
 impl InputGrid {
-    /// Replaces rows `x` `[tokens, k]` by the values that their integers stand for. A row that holds NaN or an
-    /// infinity becomes NaN where its scale is its own; of floating-point groups that holds of the group. Groups at the
-    /// end of a row may be smaller.
+    /// Replaces rows `x` `[tokens, k]` by their rounded values. With a scale per token, a row that holds NaN or an
+    /// infinity becomes NaN; with a scale per group, that group does. Groups at the end of a row may be smaller.
     pub fn round(self, x: &mut [f32], k: usize) {
         let k = k.max(1);
         let rows = (TASK / k).max(1);
@@ -85,7 +84,7 @@ impl InputGrid {
     }
 }
 
-/// The largest magnitude; NaN where a value is NaN.
+/// The largest magnitude; NaN if any value is NaN.
 fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0_f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max })
 }
@@ -119,7 +118,8 @@ fn round_fp8(values: &mut [f32], scale: f32) {
     round_floats(values, scale, FloatFormat::E4m3);
 }
 
-/// Rounds values to multiples of the numbers of a format; NaN stays NaN, and so becomes what has no finite scale.
+/// Rounds values to multiples of the numbers of a format. NaN stays NaN, and without a finite scale all values become
+/// NaN.
 fn round_floats(values: &mut [f32], scale: f32, format: FloatFormat) {
     if !scale.is_finite() {
         return values.fill(f32::NAN);
@@ -145,19 +145,19 @@ fn round_token(row: &mut [f32]) {
     }
 }
 
-/// The grid of inputs from `lowest` to `highest`.
+/// Returns the grid of inputs from `lowest` to `highest`.
 ///
-/// Symmetric: `s = max(|lowest|, |highest|) / 127`, zero 0. Otherwise, with the range widened to hold 0,
-/// `s = (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. An input that was always 0 says nothing of its
-/// scale, which is 1 then.
+/// Symmetric: `s = max(|lowest|, |highest|) / 127`, zero point 0. Otherwise, with the range widened to include 0,
+/// `s = (highest − lowest) / 255` and `zero = round(−128 − lowest / s)`. An input that was always 0 does not determine
+/// a scale; it gets 1.
 pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale {
     let (lowest, highest) = (lowest.min(0.0), highest.max(0.0));
     let scale = match symmetric {
         true => highest.max(-lowest) / 127.0,
-        // Halves, since the whole may leave the type.
+        // Divided first, since the difference may overflow.
         false => (highest / 255.0) - (lowest / 255.0),
     };
-    // The inverse, too, has to be a number.
+    // The inverse must be finite, too.
     if scale < SMALLEST {
         return StaticScale { scale: 1.0, zero: if symmetric { 0 } else { -128 } };
     }
@@ -165,17 +165,17 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
     StaticScale { scale, zero: zero as i8 }
 }
 
-/// The scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every reader holds
-/// exactly; 1 for an input that was always 0.
+/// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every reader
+/// represents exactly; 1 for an input that was always 0.
 pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
     let exact = highest.max(-lowest) / FloatFormat::E4m3.largest();
     let scale = half::bf16::from_f32(exact).to_f32();
-    // The inverse, too, has to be a number.
+    // The inverse must be finite, too.
     if scale < SMALLEST || !scale.is_finite() { 1.0 } else { scale }
 }
 
-/// The global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 for an input that was
-/// always 0.
+/// Returns the global scale of NVFP4 inputs from `lowest` to `highest`, a divisor: `448 · 6 / max |x|`; 1 for an input
+/// that was always 0.
 pub fn nvfp4_input_scale([lowest, highest]: [f32; 2]) -> f32 {
     super::ScaleSearch::Amax.global_scale(highest.max(-lowest))
 }
@@ -186,7 +186,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows as the kernels round them, times their scale.
+    /// Rows as rounded by the kernels, multiplied by their scale.
     fn by_kernels(x: &[f32], k: usize, grid: InputGrid) -> Vec<f32> {
         let (codes, scales) = (vec![8; k], [1.0]);
         let view = WeightView::new([1, k], 4, k, &codes, &scales, None).unwrap();
@@ -239,7 +239,7 @@ mod tests {
                 let mut x = [range[0], range[1], 0.0];
                 InputGrid::Static(grid).round(&mut x, 3);
                 assert_eq!(x[2], 0.0);
-                // The ends are met to half a step; where the zero is rounded, to a whole one.
+                // The ends are exact to half a step; with a rounded zero point, to one step.
                 for (got, asked) in x.iter().zip(range) {
                     let distance = (f64::from(*got) - f64::from(asked)).abs();
                     assert!(distance <= f64::from(grid.scale) * 1.001, "{range:?} {got}");
@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(static_grid([-127.0, 5.0], true), StaticScale { scale: 1.0, zero: 0 });
     }
 
-    /// The values of E4M3 that are not negative, from the definition.
+    /// The nonnegative E4M3 values, by definition.
     fn e4m3() -> Vec<f64> {
         (0..0x7f)
             .map(|code| match (code >> 3, f64::from(code & 7)) {
@@ -261,7 +261,7 @@ mod tests {
             .collect()
     }
 
-    /// Whether every value is the multiple of `scale` nearest to what it was.
+    /// Whether every value is the multiple of `scale` nearest to the original.
     fn is_nearest(x: &[f32], rounded: &[f32], scale: f64, numbers: &[f64]) -> bool {
         x.iter().zip(rounded).all(|(x, got)| {
             let exact = f64::from(*x).abs() / scale;

@@ -1,4 +1,4 @@
-//! What rounding cost: the error between weights and what their codes mean.
+//! The quantization error: the difference between weights and their dequantized codes.
 
 use quant_kernels_cpu::dequantize_rows;
 use rayon::prelude::*;
@@ -8,11 +8,10 @@ use crate::{Error, Result};
 
 /// Sums over the weights of a tensor, in `f64`.
 ///
-/// Each row is summed by itself and rows are added in order, so the result does not depend on the
-/// number of threads.
+/// Each row is summed separately and rows are added in order, so the result does not depend on the number of threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ErrorStats {
-    /// Weights compared.
+    /// Number of weights.
     pub count: u64,
     /// `Σ w²`.
     pub signal: f64,
@@ -23,7 +22,7 @@ pub struct ErrorStats {
 }
 
 impl ErrorStats {
-    /// The error of a tensor against the weights `[n, k]` it came from.
+    /// Returns the error of a tensor relative to the weights `[n, k]` it was quantized from.
     ///
     /// # Errors
     /// [`Error::Internal`] when the two do not have the same shape.
@@ -48,8 +47,7 @@ impl ErrorStats {
         Ok(rows.iter().fold(Self::default(), Self::plus))
     }
 
-    /// The error of both. In floating point the order counts: the whole is the sum of its rows from
-    /// the first to the last.
+    /// Adds two errors. In floating point the order matters: the total is the sum of the rows from first to last.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
         Self {
@@ -60,8 +58,7 @@ impl ErrorStats {
         }
     }
 
-    /// The error of one row, summed in a fixed pattern of running sums that can stand in vector
-    /// registers.
+    /// The error of one row, summed in a fixed number of accumulators that fit in vector registers.
     #[inline(always)]
     pub fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
         const LANES: usize = 16;
@@ -93,14 +90,13 @@ impl ErrorStats {
         }
     }
 
-    /// `√(Σ(w − ŵ)² / Σw²)`: 0 is exact, 1 as wrong as all zeros. 0 for a tensor of zeros that
-    /// came back as zeros.
+    /// `√(Σ(w − ŵ)² / Σw²)`: 0 for an exact result, 1 if all weights become zero. 0 for a tensor of zeros that stays
+    /// zero.
     pub fn relative_rms(&self) -> f64 {
         if self.noise == 0.0 { 0.0 } else { (self.noise / self.signal).sqrt() }
     }
 
-    /// Signal-to-quantization-noise ratio in decibels, `10 · log₁₀(Σw² / Σ(w − ŵ)²)`; infinite when
-    /// nothing was lost.
+    /// Signal-to-quantization-noise ratio in decibels, `10 · log₁₀(Σw² / Σ(w − ŵ)²)`; infinite for an exact result.
     pub fn sqnr_db(&self) -> f64 {
         -20.0 * self.relative_rms().log10()
     }

@@ -1,40 +1,40 @@
-//! The arithmetic under every method: the affine grid of one group of weights.
+//! The arithmetic of all methods: the affine grid of one group of weights.
 //!
-//! A *group* is a run of one row's weights that share a scale. [`GridRule`] says how a group's
-//! grid follows from the weights' range, [`Grid`] is the grid that came out, and everything that
-//! rounds (RTN, GPTQ, the AWQ and clip searches) rounds through them. The definition is that of
-//! compressed-tensors; `b` is the number of bits and every operation is one in `f32`:
+//! A *group* is a run of one row's weights that share a scale. [`GridRule`] defines how a group's grid follows from the
+//! weights' range, [`Grid`] is the resulting grid, and everything that rounds (RTN, GPTQ, the AWQ and clip searches)
+//! uses them. The definition is that of compressed-tensors; `b` is the number of bits and every operation is in `f32`:
 //!
 //! | | symmetric | asymmetric |
 //! |---|---|---|
 //! | range | `a = max \|w\|` | `lo = min(0, min w)`, `hi = max(0, max w)` |
 //! | scale | `s = round_to_dtype(a / ((2^b − 1) / 2))` | `s = round_to_dtype((hi − lo) / (2^b − 1))` |
-//! | zero | `z = 2^(b−1)` | `z = clamp(round(−lo / s), 0, 2^b − 1)` |
+//! | zero point | `z = 2^(b−1)` | `z = clamp(round(−lo / s), 0, 2^b − 1)` |
 //! | code | `clamp(round(w / s) + z, 0, 2^b − 1)` | the same |
 //! | value | `(code − z) · s` | the same |
 //!
 //! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and
-//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Scales that are
-//! powers of two (the MX formats) follow from the bits of `a`: of E4M3 the smallest with `a / s ≤ 448`, of E2M1 that of
-//! `⌊log₂ a⌋ − 2`, one more where the mantissa of `a` is at least 1.75, as in compressed-tensors. Scales that several
-//! rows share are those of `shared.rs`.
+//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Power-of-two
+//! scales (the MX formats) follow from the bits of `a`: for E4M3 the smallest with `a / s ≤ 448`, for E2M1 the exponent
+//! is `⌊log₂ a⌋ − 2`, plus one if the mantissa of `a` is at least 1.75, as in compressed-tensors. For scales shared by
+//! several rows, see `shared.rs`.
 //!
-//! `round` is to the nearest integer, halves to even. The scale is rounded to the type it is
-//! stored in *before* anything is computed with it, so what is evaluated is what is stored. `w / s`
-//! is a true division: multiplying by `1 / s` would move codes of weights that lie on a boundary.
+//! `round` is to the nearest integer, half to even. The scale is rounded to its stored dtype *before* anything is
+//! computed with it, so that results match the stored weights. `w / s` is a true division: multiplying by `1 / s` would
+//! change codes of weights on a boundary.
 //!
-//! # The edges
+//! # Edge cases
 //!
-//! * **All zeros** (−0.0 included): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the sign
-//!   of a zero. (compressed-tensors writes the smallest step of the type as the scale; the values are the same.)
-//! * **A scale that rounds to 0** becomes the smallest positive value of its type: 2⁻²⁴ in F16,
-//!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group asks for, and weights
-//!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but all of a group may be lost.
-//! * **A scale in the subnormal range of its type** is rounded as any other, by up to half of that
-//!   smallest value; where it is rounded down, the largest weights saturate.
-//! * **A scale or value that overflows** its type is an error ([`GridError::Overflow`]): a reader
-//!   that computes in that type would see infinity.
-//! * **NaN and infinity** have no grid; [`Extent::of`] tells.
+//! * **All zeros** (including −0.0): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the
+//!   sign
+//!   of a zero. (compressed-tensors writes the smallest step of the dtype as the scale; the values are the same.)
+//! * **A scale that rounds to 0** becomes the smallest positive value of its dtype: 2⁻²⁴ in F16,
+//!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group requires, and weights
+//!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but the entire group may become 0.
+//! * **A scale in the subnormal range of its dtype** is rounded like any other, by up to half of that
+//!   smallest value; if it is rounded down, the largest weights saturate.
+//! * **A scale or value that overflows** its dtype is an error ([`GridError::Overflow`]): a reader
+//!   that computes in that dtype would get infinity.
+//! * **NaN and infinity** have no grid; [`Extent::of`] detects them.
 
 use quant_kernels_cpu::e8m0_value;
 
@@ -42,18 +42,17 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{FloatFormat, Granularity, LinearScheme, ScaleFormat, WeightFormat};
 use crate::{Error, Result};
 
-/// `1.5 · 2²³`. Between 2²³ and 2²⁴ neighbouring `f32` are 1 apart, so for `|x| ≤ 2²²` the sum
-/// `x + MAGIC` is rounded by the addition itself, halves to even, and the integer stands in the low
-/// bits of the sum.
+/// `1.5 · 2²³`. Between 2²³ and 2²⁴ adjacent `f32` values are 1 apart, so for `|x| ≤ 2²²` the addition `x + MAGIC`
+/// itself rounds, half to even, and the integer is in the low bits of the sum.
 ///
-/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so `round_ties_even`
-/// becomes a function call a weight there; this is four weights an addition.
+/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so there `round_ties_even` becomes a
+/// function call per weight; this takes one addition per four weights.
 const MAGIC: f32 = 12_582_912.0;
 
 /// Weights that a loop keeps in flight: four SSE registers, two of AVX.
 const LANES: usize = 16;
 
-/// [`MAGIC`] at work: `x` rounded to an integer, halves to even, for `|x| ≤ 2²²`.
+/// Rounds `x` to an integer with [`MAGIC`], half to even, for `|x| ≤ 2²²`.
 #[inline(always)]
 pub(super) fn round_even(x: f32) -> f32 {
     (x + MAGIC) - MAGIC
@@ -71,15 +70,15 @@ fn greater(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// Steps from 0 to `w`, within limits but not rounded yet. Clamping to integers before rounding gives the
-/// same as clamping after it, and keeps [`MAGIC`] in its range.
+/// The number of steps from 0 to `w`, clamped to limits but not rounded. Clamping to integers before rounding gives the
+/// same result as clamping after it, and keeps [`MAGIC`] in its range.
 #[inline(always)]
 fn steps(w: f32, scale: f32, (low, high): (f32, f32)) -> f32 {
     lesser(greater(w / scale, low), high)
 }
 
-/// Whole steps of `scale` from 0 to `w`, within the [limits](Grid::limits) of a grid: what [`Grid::code`] says, for a
-/// loop over rows that have a grid each.
+/// The integer number of steps of `scale` from 0 to `w`, within the [limits](Grid::limits) of a grid: equivalent to
+/// [`Grid::code`], for a loop over rows with one grid each.
 #[inline(always)]
 pub fn nearest(w: f32, scale: f32, limits: (f32, f32)) -> f32 {
     round_even(steps(w, scale, limits))
@@ -95,11 +94,11 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The range of these weights, or `None` when one is NaN or infinite.
+    /// Returns the range of these weights, or `None` if one is NaN or infinite.
     #[inline(always)]
     pub fn of(weights: &[f32]) -> Option<Self> {
-        // Comparisons that pick an operand, unlike `f32::min`, are single instructions. NaN slips
-        // through them, but like infinity it leaves NaN in a sum of products with 0.
+        // Comparisons that select an operand, unlike `f32::min`, are single instructions. They let NaN pass, but NaN
+        // and infinity make a sum of products with 0 NaN.
         let (mut min, mut max, mut check) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
         let mut step = |i: usize, w: f32| {
             min[i] = lesser(w, min[i]);
@@ -140,7 +139,7 @@ pub enum GridError {
     /// A weight is NaN or infinite.
     #[error("weights are not finite")]
     NonFinite,
-    /// The scale, or a weight rounded to the grid, leaves the range of the scale's type.
+    /// The scale, or a weight rounded to the grid, overflows the dtype of the scale.
     #[error(
         "weights from {} to {} need a scale of {exact}, and {dtype} scales cannot hold it or its multiples",
         extent.min, extent.max
@@ -148,20 +147,20 @@ pub enum GridError {
     Overflow {
         /// The weights' range.
         extent: Extent,
-        /// The scale before it is rounded.
+        /// The scale before rounding.
         exact: f32,
-        /// The type it should be stored in.
+        /// The dtype of the stored scale.
         dtype: Dtype,
     },
 }
 
-/// How grids follow from ranges: bits, symmetry, and the type that scales are stored in.
+/// Determines grids from ranges: bits, symmetry, and the dtype of stored scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GridRule {
     pub(super) max_code: u8,
     pub(super) symmetric: bool,
     pub(super) progressive: bool,
-    /// Where codes are floating-point numbers.
+    /// Present if codes are floating-point numbers.
     pub(super) float: Option<FloatFormat>,
     scale_dtype: Dtype,
     /// Whether scales are powers of two.
@@ -169,20 +168,20 @@ pub struct GridRule {
 }
 
 impl GridRule {
-    /// Whether groups stand on integers of 8 bits, whose scale is the row's.
+    /// Whether groups are relative to int8 values, with the float scale per row.
     #[inline]
     pub fn is_progressive(self) -> bool {
         self.progressive
     }
 
-    /// The format of the codes, where they are floating-point numbers.
+    /// The format of the codes, if they are floating-point numbers.
     #[inline]
     pub fn float_format(self) -> Option<FloatFormat> {
         self.float
     }
 
-    /// The rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or F32, or
-    /// in the format that the scheme prescribes.
+    /// Creates the rule of a scheme with integers of 2 to 8 bits or floating-point numbers, and scales in F16, BF16 or
+    /// F32, or in the format that the scheme prescribes.
     ///
     /// # Errors
     /// [`Error::Usage`] for other bits or scale formats.
@@ -216,7 +215,7 @@ impl GridRule {
             symmetric: scheme.is_symmetric(),
             progressive,
             float: scheme.float_format(),
-            // Scales below a global one are not bounded by the type that they are stored in.
+            // With a global scale, scales are not limited by their stored dtype.
             scale_dtype: if is_wide { scale.dtype() } else { Dtype::F32 },
             powers_of_two: scale == ScaleFormat::E8m0,
         })
@@ -227,10 +226,10 @@ impl GridRule {
         self.max_code
     }
 
-    /// The grid for weights of this range.
+    /// Returns the grid for weights of this range.
     ///
     /// # Errors
-    /// [`GridError::Overflow`] when the scale type cannot hold the scale or the grid's values;
+    /// [`GridError::Overflow`] when the scale dtype cannot represent the scale or the grid's values;
     /// [`GridError::NonFinite`] when the range itself is not finite.
     pub fn fit(self, extent: Extent) -> Result<Grid, GridError> {
         if !(extent.min.is_finite() && extent.max.is_finite()) {
@@ -279,7 +278,7 @@ impl GridRule {
         Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: self.float }
     }
 
-    /// The grid for weights from `−amax` to `amax`.
+    /// Returns the grid for weights from `−amax` to `amax`.
     ///
     /// # Errors
     /// As [`fit`](Self::fit).
@@ -287,7 +286,7 @@ impl GridRule {
         self.fit(Extent { min: -amax, max: amax })
     }
 
-    /// The scale as it is stored.
+    /// The scale, rounded to its stored dtype.
     #[inline(always)]
     fn scale(self, exact: f32, extent: Extent) -> Result<f32, GridError> {
         match self.scale_dtype.round(exact) {
@@ -297,14 +296,15 @@ impl GridRule {
         }
     }
 
-    /// The grid, if its type holds what weights of this range become: values are at most `furthest` scales from 0.
+    /// Returns the grid if its dtype can represent the rounded weights of this range; values are at most `furthest`
+    /// scales from 0.
     #[inline(always)]
     fn holding(self, grid: Grid, furthest: f32, exact: f32, extent: Extent) -> Result<Grid, GridError> {
-        // No value is further out, which decides nearly always.
+        // This upper bound is almost always sufficient.
         if grid.scale * furthest <= largest(self.scale_dtype) {
             return Ok(grid);
         }
-        // Rounding is monotone, so the ends of the range give the ends of what comes out.
+        // Rounding is monotone, so it is enough to check the ends of the range.
         let holds = |w| self.scale_dtype.round(grid.value(grid.code(w))).is_finite();
         match holds(extent.min) && holds(extent.max) {
             true => Ok(grid),
@@ -312,7 +312,7 @@ impl GridRule {
         }
     }
 
-    /// The grid for these weights: [`fit`](Self::fit) on their [`Extent`].
+    /// Returns the grid for these weights: [`fit`](Self::fit) on their [`Extent`].
     ///
     /// # Errors
     /// As `fit`; [`GridError::NonFinite`] when a weight is NaN or infinite.
@@ -321,9 +321,10 @@ impl GridRule {
     }
 }
 
-/// The scale of a group of an MX format whose largest magnitude is `amax`: a power of two from 2⁻¹²⁷, which zeros get.
+/// The scale of a group of an MX format with largest magnitude `amax`: a power of two, at least 2⁻¹²⁷, which is also
+/// the scale of zeros.
 pub(super) fn power_of_two(amax: f32, format: FloatFormat) -> f32 {
-    // Of a subnormal the exponent is that of the smallest scale in any case.
+    // For a subnormal, the exponent is clamped to that of the smallest scale anyway.
     let exponent = match format {
         FloatFormat::E4m3 => (amax.to_bits() + ROUND_UP_BEYOND_1_75) >> 23,
         _ => (amax.to_bits() + ROUND_UP_FROM_1_75) >> 23,
@@ -332,12 +333,12 @@ pub(super) fn power_of_two(amax: f32, format: FloatFormat) -> f32 {
     e8m0_value((exponent as i32 - largest).clamp(0, 254) as u8)
 }
 
-/// What raises the exponent of an f32 whose mantissa is at least 1.75.
+/// Addend that increments the exponent of an f32 whose mantissa is at least 1.75.
 pub(super) const ROUND_UP_FROM_1_75: u32 = 1 << 21;
-/// What raises the exponent of an f32 whose mantissa is greater than 1.75: 448 is 1.75 · 2⁸.
+/// Addend that increments the exponent of an f32 whose mantissa is greater than 1.75: 448 is 1.75 · 2⁸.
 const ROUND_UP_BEYOND_1_75: u32 = (1 << 21) - 1;
 
-/// The smallest positive value of a scale type.
+/// The smallest positive value of a scale dtype.
 pub(super) fn smallest_positive(dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F16 => half::f16::from_bits(1).to_f32(),
@@ -346,7 +347,7 @@ pub(super) fn smallest_positive(dtype: Dtype) -> f32 {
     }
 }
 
-/// The largest finite value of a scale type.
+/// The largest finite value of a scale dtype.
 fn largest(dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F16 => half::f16::MAX.to_f32(),
@@ -355,31 +356,31 @@ fn largest(dtype: Dtype) -> f32 {
     }
 }
 
-/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1` or, of a progressive one, those
-/// whose integers lie in the protective range.
+/// The grid of one group: `value = (code − zero) · scale`, codes from 0 to `2^bits − 1` or, for a progressive group,
+/// those whose integers are in the protective range.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
     pub(super) scale: f32,
     pub(super) zero: u8,
     pub(super) lowest: u8,
     pub(super) highest: u8,
-    /// The format of the codes, where they are floating-point numbers; then `value = number(code) · scale`.
+    /// The format of the codes, if they are floating-point numbers; then `value = number(code) · scale`.
     pub(super) float: Option<FloatFormat>,
 }
 
 impl Grid {
-    /// What a code's number is multiplied by (of integers the step between neighbouring values); positive, and exact in
-    /// the rule's scale type.
+    /// The factor from a code's number to its value (for integers, the step between adjacent values); positive, and
+    /// exact in the rule's scale dtype.
     pub fn scale(self) -> f32 {
         self.scale
     }
 
-    /// The code of the value 0; 0 of floating-point numbers, which store none.
+    /// The code of the value 0, for integers; 0 for floating-point numbers, which have no zero point.
     pub fn zero(self) -> u8 {
         self.zero
     }
 
-    /// The lowest and the highest value, in scales.
+    /// The lowest and the highest value, in units of the scale.
     #[inline(always)]
     pub fn limits(self) -> (f32, f32) {
         if let Some(format) = self.float {
@@ -389,14 +390,14 @@ impl Grid {
         (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
     }
 
-    /// Steps from 0 to `w`, within the grid but not rounded yet.
+    /// The number of steps from 0 to `w`, clamped to the grid but not rounded.
     #[inline(always)]
     fn steps(self, w: f32, limits: (f32, f32)) -> f32 {
         steps(w, self.scale, limits)
     }
 
-    /// The code nearest to one weight: the definition, for a method that rounds a weight at a time.
-    /// A weight that is not finite gets an end of the grid.
+    /// Returns the code nearest to one weight: the definition, for a method that rounds one weight at a time. A weight
+    /// that is not finite gets an end of the grid.
     pub fn code(self, w: f32) -> u8 {
         if let Some(format) = self.float {
             return format.code(w / self.scale);
@@ -404,7 +405,7 @@ impl Grid {
         (round_even(self.steps(w, self.limits())) as i32 + i32::from(self.zero)) as u8
     }
 
-    /// The value of a code.
+    /// Returns the value of a code.
     #[inline(always)]
     pub fn value(self, code: u8) -> f32 {
         if let Some(format) = self.float {
@@ -413,7 +414,7 @@ impl Grid {
         (i32::from(code) - i32::from(self.zero)) as f32 * self.scale
     }
 
-    /// The codes of weights: [`code`](Self::code) of each, many at a time.
+    /// Writes the codes of weights: [`code`](Self::code) of each, vectorized.
     ///
     /// Stops at the end of the shorter slice.
     #[inline(always)]
@@ -426,12 +427,12 @@ impl Grid {
         }
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
-            // The low byte of the sum is the steps modulo 256, and so is their sum with the zero.
+            // The low byte of the sum is the number of steps modulo 256, and so is its sum with the zero point.
             *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
         }
     }
 
-    /// The values of codes: [`value`](Self::value) of each, many at a time.
+    /// Writes the values of codes: [`value`](Self::value) of each, vectorized.
     ///
     /// Stops at the end of the shorter slice.
     #[inline(always)]
@@ -448,7 +449,7 @@ impl Grid {
         }
     }
 
-    /// The squared error of weights that are rounded to a grid of floating-point numbers.
+    /// The squared error of weights rounded to a grid of floating-point numbers.
     #[inline(always)]
     pub(super) fn squared_error(self, weights: &[f32]) -> f64 {
         let Some(format) = self.float else { return f64::INFINITY };
@@ -476,7 +477,7 @@ impl Grid {
     }
 }
 
-/// Clamps weights to `[−bound, bound]`. A bound of infinity changes nothing.
+/// Clamps weights to `[−bound, bound]`. An infinite bound changes nothing.
 #[inline(always)]
 pub fn clip(weights: &mut [f32], bound: f32) {
     for w in weights {

@@ -1,4 +1,4 @@
-//! Tests of the grid: the definition by hand, its edges, and the fast loops against it.
+//! Tests of the grid: the definition by hand, its edge cases, and the fast loops against the definition.
 
 use proptest::prelude::*;
 
@@ -30,7 +30,7 @@ fn symmetric_four_bits_by_hand() {
 
 #[test]
 fn asymmetric_four_bits_by_hand() {
-    // From −3 to 12: scale 1, zero 3, both ends exact.
+    // From −3 to 12: scale 1, zero point 3, both ends exact.
     let weights = [-3.0, -1.5, -0.5, 0.0, 0.5, 2.5, 12.0];
     let grid = rule(4, false, Dtype::Bf16).fit_weights(&weights).unwrap();
     assert_eq!((grid.scale(), grid.zero()), (1.0, 3));
@@ -63,7 +63,7 @@ fn the_range_of_an_asymmetric_grid_includes_zero() {
 
 #[test]
 fn codes_follow_the_rounded_scale() {
-    // 0.7 / 7.5 is not a BF16 value; codes must come from the one that is stored.
+    // 0.7 / 7.5 is not exact in BF16; codes must come from the stored scale.
     let grid = rule(4, true, Dtype::Bf16).fit_weights(&[0.7, -0.1]).unwrap();
     assert_eq!(grid.scale(), Dtype::Bf16.round(0.7 / 7.5));
     assert_ne!(grid.scale(), 0.7 / 7.5);
@@ -109,7 +109,7 @@ fn an_underflowing_scale_becomes_the_smallest_of_its_type() {
         for symmetric in [true, false] {
             let grid = rule(4, symmetric, dtype).fit_weights(&[tiny, -tiny]).unwrap();
             assert_eq!(grid.scale(), smallest, "{dtype}");
-            // What is lost is bounded by half of that scale, unless the weight is a multiple of it.
+            // The loss is at most half of that scale, and zero if the weight is a multiple of it.
             let back = grid.value(grid.code(tiny));
             assert!((back - tiny).abs() <= smallest / 2.0, "{dtype}: {tiny:e} became {back:e}");
         }
@@ -132,9 +132,9 @@ fn subnormal_weights_and_scales_stay_finite() {
 fn overflow_is_an_error_not_infinity() {
     let f16 = rule(4, true, Dtype::F16);
     assert!(matches!(f16.fit_weights(&[1e6]), Err(GridError::Overflow { .. })));
-    // The scale fits, eight of them do not: a reader computing in F16 would see −inf …
+    // The scale fits, but 8 times the scale does not: a reader computing in F16 would get −inf …
     assert!(matches!(f16.fit_weights(&[-65472.0]), Err(GridError::Overflow { .. })));
-    // … while the seven of the positive side do, and those of a scale that was rounded up.
+    // … while 7 times the scale, on the positive side, fits; so does a scale that was rounded up.
     assert!(f16.fit_weights(&[65472.0]).is_ok());
     assert!(f16.fit_weights(&[-65504.0]).is_ok());
     assert!(f16.fit_weights(&[60000.0, -60000.0]).is_ok());
@@ -185,7 +185,7 @@ fn weights() -> impl Strategy<Value = Vec<f32>> {
         4 => -1f32..1.0,
         1 => (-8i8..8).prop_map(|i| f32::from(i) / 2.0),
         1 => any::<u16>().prop_map(|b| half::bf16::from_bits(b).to_f32())
-            // At 2 bits the grid reaches a third further than the largest weight, and must stay in F16.
+            // At 2 bits the grid extends a third beyond the largest weight, and must stay in F16.
             .prop_filter("far from both ends of f32", |w| w.abs() < 4e4 && w.abs() > 1e-30),
         1 => Just(-0.0),
     ];
@@ -204,7 +204,7 @@ proptest! {
         let mut faked = weights.clone();
         grid.fake_quantize(&mut faked);
         for ((&w, &code), &fake) in weights.iter().zip(&codes).zip(&faked) {
-            // The table at the head of grid.rs, literally.
+            // The table at the top of grid.rs, literally.
             let expected = ((w / grid.scale()).round_ties_even() as i32 + i32::from(grid.zero())).clamp(0, max);
             prop_assert_eq!(i32::from(code), expected);
             prop_assert_eq!(grid.code(w), code);
@@ -220,8 +220,8 @@ proptest! {
             let code = grid.code(w);
             let saturated = code == 0 || i32::from(code) == (1 << bits) - 1;
             let error = (f64::from(grid.value(code)) - f64::from(w)).abs();
-            // The symmetric grid lacks half a step at its positive end; so does an asymmetric one
-            // at the end that the rounded zero moved away from.
+            // The symmetric grid lacks half a step at its positive end; so does an asymmetric one at the end that the
+            // rounded zero point moved away from.
             let bound = if saturated { 1.0 } else { 0.5 };
             prop_assert!(error <= s * bound * 1.0001, "{} steps", error / s);
         }
@@ -268,7 +268,7 @@ fn floating_point_at_the_edges() {
             assert_eq!(rule.fit_weights(&[1.0, bad]), Err(GridError::NonFinite));
         }
     }
-    // F16 holds 65504, and no value beyond it: 448 times a scale that was rounded up.
+    // The F16 maximum is 65504, which 448 times a rounded-up scale exceeds.
     assert!(float_rule(Dtype::F16).fit_weights(&[65408.0]).is_ok());
     assert!(matches!(float_rule(Dtype::F16).fit_weights(&[65504.0]), Err(GridError::Overflow { .. })));
     assert!(matches!(float_rule(Dtype::F16).fit_weights(&[7e4]), Err(GridError::Overflow { .. })));
@@ -300,7 +300,7 @@ proptest! {
                 // The scale was rounded down.
                 prop_assert_eq!(faked[i], (448.0 * grid.scale()).copysign(weights[i]));
             } else {
-                // Half a unit of three bits of mantissa, or half of the smallest step.
+                // Half a unit of the three-bit mantissa, or half of the smallest step.
                 let bound = (w.abs() / 16.0).max(s * 2.0_f64.powi(-10)) * 1.001;
                 prop_assert!((f64::from(faked[i]) - w).abs() <= bound, "{} became {}", w, faked[i]);
             }

@@ -1,9 +1,9 @@
-//! Float weights become codes, scales and zeros; no packing yet. And inputs become integers where a scheme asks
-//! for it: [`activations`].
+//! Quantizes float weights to codes, scales and zero points, without packing, and rounds inputs for schemes with
+//! quantized activations: [`activations`].
 //!
-//! [`grid`] is the arithmetic of one group, [`progressive`] that of groups on integers, [`SharedScales`] what groups of
-//! several rows have in common; [`rtn`] rounds matrices to nearest, and [`ErrorStats`] measures what it cost. Methods
-//! that need a calibration text are in `quant-core`.
+//! [`grid`] is the arithmetic of one group, [`progressive`] that of two-level groups, [`SharedScales`] the scales that
+//! several rows share; [`rtn`] rounds matrices to nearest, and [`ErrorStats`] measures the error. Methods that need a
+//! calibration text are in `quant-core`.
 
 pub mod activations;
 mod error_stats;

@@ -1,7 +1,9 @@
-//! MXFP4 weights as NVFP4, without loss: the codes stay, and every group of 32 becomes two of 16 with the same scale.
+//! Lossless conversion of MXFP4 weights to NVFP4: the codes stay, and every group of 32 becomes two of 16 with the same
+//! scale.
 //!
-//! A power of two is an E4M3 number from 2⁻⁹ to 2⁸. With a global scale that is a power of two as well, all scales of a
-//! tensor can be said so whose exponents are at most 17 apart; groups in which all codes are 0 have none that matters.
+//! Powers of two from 2⁻⁹ to 2⁸ are exact in E4M3. With a global scale that is also a power of two, a tensor can be
+//! converted if the exponents of its scales are at most 17 apart; the scales of groups whose codes are all 0 do not
+//! matter.
 
 use quant_kernels_cpu::FloatFormat;
 
@@ -10,24 +12,24 @@ use super::shared::SMALLEST_SCALE;
 use crate::checkpoint::Dtype;
 use crate::scheme::{Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat};
 
-/// The exponents of the largest and smallest powers of two that E4M3 has.
+/// The exponents of the smallest and largest powers of two in E4M3.
 const E4M3_EXPONENTS: [i32; 2] = [-9, 8];
-/// The smallest exponent of a multiplier: it and its inverse are normal.
+/// The smallest exponent of a multiplier, such that it and its inverse are normal.
 const SMALLEST_MULTIPLIER: i32 = -120;
 
-/// The smallest and the largest exponent of the scales of a tensor, or of several that share a global scale.
+/// The smallest and the largest exponent of the scales of a tensor, or of several tensors that share a global scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ScaleExponents(Option<[i32; 2]>);
 
 impl ScaleExponents {
-    /// Those of an MXFP4 weight.
+    /// Returns the exponents of an MXFP4 weight.
     pub fn of(tensor: &QuantizedTensor) -> Self {
         let groups = tensor.codes.chunks_exact(MX_GROUP).zip(&tensor.scales);
         let used = groups.filter(|(codes, _)| codes.iter().any(|code| code & 7 != 0));
         used.fold(Self::default(), |all, (_, scale)| all.and(Self(Some([exponent(*scale); 2]))))
     }
 
-    /// Those of two.
+    /// Returns the union of two ranges.
     pub fn and(self, other: Self) -> Self {
         Self(match (self.0, other.0) {
             (Some([a, b]), Some([c, d])) => Some([a.min(c), b.max(d)]),
@@ -35,7 +37,7 @@ impl ScaleExponents {
         })
     }
 
-    /// The exponent of the global scale, a multiplier, with which all these are E4M3 numbers.
+    /// The exponent of the global scale, a multiplier, with which all these scales are exact in E4M3.
     fn multiplier(self) -> Result<i32, String> {
         let [smallest, largest] = self.0.unwrap_or([SMALLEST_MULTIPLIER; 2]);
         let multiplier = (largest - E4M3_EXPONENTS[1]).max(SMALLEST_MULTIPLIER);
@@ -55,7 +57,7 @@ impl ScaleExponents {
 /// The exponent of a power of two.
 fn exponent(scale: f32) -> i32 {
     match (scale.to_bits() >> 23) as i32 {
-        // The smallest of E8M0 is subnormal.
+        // The smallest E8M0 value is subnormal.
         0 => -127,
         biased => biased - 127,
     }
@@ -66,7 +68,7 @@ fn power(exponent: i32) -> f32 {
 }
 
 impl LinearScheme {
-    /// What weights of this scheme are in NVFP4, where they are MXFP4.
+    /// The NVFP4 scheme of these weights, if they are MXFP4.
     pub fn as_nvfp4(self) -> Option<Self> {
         let is_mxfp4 =
             self.float_format() == Some(FloatFormat::E2m1) && self.fixed_scales() == Some(ScaleFormat::E8m0);
@@ -75,10 +77,11 @@ impl LinearScheme {
 }
 
 impl QuantizedTensor {
-    /// The same weights in NVFP4, with the global scale that goes with these exponents: its own, and those of what shares it.
+    /// Converts the weights to NVFP4, with the global scale for these exponents: those of this tensor and of all that
+    /// share the scale.
     ///
     /// # Errors
-    /// When it is no MXFP4, or its scales are too far apart.
+    /// When it is not MXFP4, or its scales are too far apart.
     pub fn into_nvfp4(self, exponents: ScaleExponents) -> Result<Self, String> {
         let scheme = self.scheme.as_nvfp4().ok_or_else(|| format!("its weights are {}", self.scheme))?;
         let global = power(-exponents.multiplier()?);
@@ -96,7 +99,7 @@ impl QuantizedTensor {
 mod tests {
     use super::*;
 
-    /// Rows of one group of MXFP4, with such exponents of scales, and all codes; in the last row all are zeros.
+    /// Rows of one group of MXFP4, with these scale exponents, and all codes; in the last row all are zeros.
     fn rows(exponents: &[i32]) -> QuantizedTensor {
         let n = exponents.len() + 1;
         let codes: Vec<u8> = (0..n * MX_GROUP)
@@ -132,7 +135,7 @@ mod tests {
             assert_eq!(nvfp4.scheme.to_string(), "wf4a16-g16-nv");
             assert_eq!(bits(&nvfp4.dequantize().unwrap()), bits(&expected), "{exponents:?}");
             let codes = nvfp4.scale_codes().expect("all are E4M3 below the global scale");
-            // Powers of two without a sign.
+            // Unsigned powers of two.
             assert!(codes.iter().all(|c| *c < 0x7f && FloatFormat::E4m3.value(*c).log2().fract() == 0.0));
             let global = nvfp4.global.unwrap();
             assert!(global > 1.0 && global.log2().fract() == 0.0 && (1.0 / global).is_normal());

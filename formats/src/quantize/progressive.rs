@@ -1,13 +1,13 @@
-//! QServe's progressive group quantization (Lin et al., MLSys 2025, §4.1): two levels of scales under one code.
+//! QServe's progressive group quantization (Lin et al., MLSys 2025, §4.1): two levels of scales for each code.
 //!
-//! The first level takes a row to integers of 8 bits, with a float scale of the row; the second takes each group of
-//! those to codes of 4 bits, with a whole number as scale and another as zero. A kernel gets from codes to the
-//! integers by integer arithmetic, multiplies those with activations of 8 bits, and meets a float only once a row:
+//! The first level maps a row to int8 values, with a float scale per row; the second maps each group of those to 4-bit
+//! codes, with an integer scale and an integer zero point. A kernel gets from codes to the int8 values by integer
+//! arithmetic, multiplies them with 8-bit activations, and uses floats only once per row:
 //!
 //! ```text
-//! s₁ = f16(max |w| / 119)                      of the row; 1 where all of it is 0
+//! s₁ = f16(max |w| / 119)                      per row; 1 for a row of zeros
 //! x  = clamp(w / s₁, −119, 119)                not rounded: only codes are
-//! s₂ = max(1, round((max x − min x) / 15))     of the group; symmetric: round(max |x| / 7.5)
+//! s₂ = max(1, round((max x − min x) / 15))     per group; symmetric: round(max |x| / 7.5)
 //! z  = clamp(round(−min x / s₂), 0, 15)        symmetric: 8
 //! q  = clamp(round(x / s₂) + z, 0, 15)
 //! ŵ  = (q − z) · s₂ · s₁
@@ -15,22 +15,22 @@
 //!
 //! # The protective range
 //!
-//! `(q − z) · s₂` has to be an integer of 8 bits for every code that stands in a file, or the kernel's bytes wrap
-//! around. With rows that reach to ±127 it need not be: a group from −113 to 120 has `s₂ = 16` and `z = 7`, and
-//! its 120 becomes `(15 − 7) · 16 = 128`. Within ±119, `s₂ ≤ round(238 / 15) = 16`, and the integer nearest to an `x` is
-//! less than `119 + s₂ / 2 ≤ 127` from 0. That holds of weights *within the range*: GPTQ moves weights beyond it,
-//! so a [`Grid`] here has no codes for them, and they saturate at the last integer that the range rounds to.
+//! `(q − z) · s₂` must fit int8 for every stored code, or the kernel's bytes wrap around. With rows that extend to ±127
+//! it may not: a group from −113 to 120 has `s₂ = 16` and `z = 7`, and its 120 becomes `(15 − 7) · 16 = 128`. Within
+//! ±119, `s₂ ≤ round(238 / 15) = 16`, and the integer nearest to an `x` is less than `119 + s₂ / 2 ≤ 127` from 0. This
+//! holds for weights *within the range*. GPTQ moves weights beyond it, so a [`Grid`] has no codes for them here, and
+//! they saturate at the last integer that the range rounds to.
 
 use super::grid::{Extent, Grid, GridError, GridRule, round_even, smallest_positive};
 use crate::checkpoint::Dtype;
 
-/// How far from 0 the first level goes, of 127: what keeps the second within 8 bits.
+/// The range of the first level, out of 127, which keeps the second level within int8.
 pub const PROTECTIVE_RANGE: f32 = 119.0;
 
-/// The type that scales of rows are stored in.
+/// The dtype of row scales.
 pub const ROW_SCALE_DTYPE: Dtype = Dtype::F16;
 
-/// The second level of scales, and the float that it stands on.
+/// The two levels of scales: integers per group, and a float per row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Levels {
     /// `[n, k / group_size]`, from 1 to 16.
@@ -40,14 +40,14 @@ pub struct Levels {
 }
 
 impl Levels {
-    /// The levels of scales `[n, groups]` that are multiples of these scales of rows.
+    /// Splits scales `[n, groups]` that are multiples of these row scales into levels.
     pub fn of(scales: &[f32], rows: Vec<f32>) -> Self {
         let groups = scales.len() / rows.len().max(1);
         let group = |(i, scale): (usize, &f32)| (scale / rows[i / groups.max(1)]) as u8;
         Self { groups: scales.iter().enumerate().map(group).collect(), rows }
     }
 
-    /// The scales `[n, groups]` that the two make, exact in `f32`.
+    /// The products of the levels, `[n, groups]`, exact in `f32`.
     pub fn products(&self) -> Vec<f32> {
         let groups = self.groups.len() / self.rows.len().max(1);
         let rows = self.rows.iter().zip(self.groups.chunks_exact(groups.max(1)));
@@ -56,10 +56,10 @@ impl Levels {
 }
 
 impl GridRule {
-    /// The first level's scale of a row whose weights go `abs_max` far; `None` where there is but one level.
+    /// The first-level scale of a row with largest magnitude `abs_max`; `None` if the rule has only one level.
     ///
     /// # Errors
-    /// [`GridError::Overflow`] when it leaves the range of F16.
+    /// [`GridError::Overflow`] when it overflows F16.
     pub fn row_scale(self, abs_max: f32) -> Result<Option<f32>, GridError> {
         if !self.progressive {
             return Ok(None);
@@ -76,7 +76,8 @@ impl GridRule {
         }
     }
 
-    /// The grid for weights of this range in a row with this scale: [`fit`](Self::fit) where scales have one level.
+    /// Returns the grid for weights of this range in a row with this scale; [`fit`](Self::fit) if scales have one
+    /// level.
     ///
     /// # Errors
     /// As `fit`.
@@ -124,12 +125,12 @@ mod tests {
         GridRule::new(scheme.parse().unwrap(), ScaleFormat::F16).unwrap()
     }
 
-    /// The integer of 8 bits that a code stands for.
+    /// The int8 value of a code.
     fn integer(grid: Grid, row: f32, code: u8) -> f32 {
         (f32::from(code) - f32::from(grid.zero())) * (grid.scale() / row)
     }
 
-    /// Every range of integers there is, on a step of a quarter, and every code that a grid lets through.
+    /// All integer ranges, sampled in steps of a quarter, with every code of the grid.
     #[test]
     fn integers_of_every_group_have_8_bits() {
         let mut furthest = [0.0_f32; 2];
@@ -148,11 +149,11 @@ mod tests {
                 }
             }
         }
-        // 119 rounds to 7.93, so 8 steps of 15; symmetric groups have no 8th step upwards.
+        // 119 / 15 rounds from 7.93 to a step of 8, so 8 steps; symmetric groups have no 8th step upwards.
         assert_eq!(furthest, [121.0, 120.0]);
     }
 
-    /// The example of the paper, which the full range of 8 bits gets wrong.
+    /// The paper's example, which overflows with the full int8 range.
     #[test]
     fn a_range_of_127_would_overflow() {
         let rule = rule("w4a8-g128-asym-progressive");
@@ -176,7 +177,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against the procedure of the paper in double precision.
+        /// Compared with the paper's procedure in double precision.
         #[test]
         fn rows_are_rounded_by_the_definition(
             weights in prop::collection::vec(-2.0_f32..2.0, 128),
@@ -203,7 +204,7 @@ mod tests {
                 }
                 for (x, code) in x.iter().zip(&tensor.codes[g * 32..]) {
                     let exact = (x / s + z).clamp(0.0, 15.0);
-                    // Single precision may fall on the other side of a half.
+                    // Single precision may round ties differently.
                     prop_assert!((f64::from(*code) - exact).abs() <= 0.5 + 1e-4, "{} of {}", code, exact);
                     prop_assert!(((f64::from(*code) - z) * s).abs() <= 127.0);
                 }

@@ -1,5 +1,4 @@
-//! What the quantizers read: rows of a weight, widened one at a time, and what can be wrong with
-//! them.
+//! The input of the quantizers: rows of a weight, widened one at a time, and the errors they can have.
 
 use std::path::PathBuf;
 
@@ -11,8 +10,8 @@ use crate::{Error, Result};
 
 /// Rows of a weight `[rows, k]`, row-major.
 ///
-/// Either as they stand in a file, so that a large weight never needs a second copy in `f32`, or
-/// as values that a transform left.
+/// Either as stored in a file, so that a large weight never needs a second copy in `f32`, or as values from a
+/// transform.
 #[derive(Debug, Clone, Copy)]
 pub enum Rows<'a> {
     /// Little-endian bytes of elements of this type: F16, BF16 or F32.
@@ -22,10 +21,10 @@ pub enum Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// How many rows of `columns` values these are.
+    /// Returns the number of rows of `columns` values.
     ///
     /// # Errors
-    /// [`RowsError::Layout`] when they are not whole rows, or of a type that does not widen.
+    /// [`RowsError::Layout`] when the values are not complete rows, or the dtype does not widen.
     pub fn count(&self, columns: usize) -> Result<usize, RowsError> {
         let (len, row) = match self {
             Self::Bytes(_, dtype) if !dtype.is_weight_float() => {
@@ -40,8 +39,8 @@ impl Rows<'_> {
         Ok(len / row)
     }
 
-    /// Widens row `row` into `out`, which is as long as a row. Callers checked with
-    /// [`count`](Self::count) that it exists.
+    /// Widens row `row` into `out`, which has the length of a row. Callers check with [`count`](Self::count) that the
+    /// row exists.
     #[inline(always)]
     pub fn load(&self, row: usize, out: &mut [f32]) {
         let k = out.len();
@@ -57,8 +56,8 @@ impl Rows<'_> {
 
 /// Why rows could not be quantized.
 ///
-/// Says where in the rows that were given; [`within`](Self::within) makes it an [`Error`] that
-/// names the tensor.
+/// Positions are relative to the given rows; [`within`](Self::within) converts it into an [`Error`] that names the
+/// tensor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowsError {
@@ -67,15 +66,15 @@ pub enum RowsError {
     NonFinite {
         /// How many.
         count: u64,
-        /// The first one's position in row-major order.
+        /// Index of the first one, in row-major order.
         first_index: u64,
     },
-    /// A group's grid leaves the range of its scale's type.
+    /// A group's grid overflows the dtype of its scale.
     #[error("row {row}, group {group}: {source}")]
     Grid {
         /// The row.
         row: usize,
-        /// The group in the row.
+        /// Index of the group in the row.
         group: usize,
         /// What happened.
         source: GridError,
@@ -88,17 +87,16 @@ pub enum RowsError {
         /// The group size.
         group_size: usize,
     },
-    /// The scheme or scale type cannot be used.
+    /// The scheme or scale dtype is not supported.
     #[error("{0}")]
     Scheme(String),
-    /// Slices do not fit each other: a mistake of the caller.
+    /// Slices have inconsistent lengths: an error of the caller.
     #[error("{0}")]
     Layout(String),
 }
 
 impl RowsError {
-    /// The same error, seen from a tensor of which these rows are not the first: `first_row` rows
-    /// of `columns` stand before them.
+    /// Converts the error to the position in a tensor in which `first_row` rows of `columns` precede these rows.
     pub fn shifted(self, first_row: usize, columns: usize) -> Self {
         match self {
             Self::NonFinite { count, first_index } => {
@@ -109,8 +107,8 @@ impl RowsError {
         }
     }
 
-    /// The pipeline's error for these rows of `tensor`. `file`, where known, is the shard that
-    /// holds it.
+    /// Converts the error to the pipeline's error for these rows of `tensor`. `file`, if known, is the shard that holds
+    /// it.
     pub fn within(self, tensor: &str, file: Option<PathBuf>) -> Error {
         let tensor = tensor.to_owned();
         match (self, file) {

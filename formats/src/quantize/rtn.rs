@@ -1,9 +1,9 @@
-//! Round to nearest: every group of a matrix gets its [`Grid`](super::grid::Grid) and codes.
+//! Round to nearest: assigns a [`Grid`](super::grid::Grid) and codes to every group of a matrix.
 //!
-//! The baseline method, and the last step of those that rewrite weights first (AWQ, clipping).
-//! Work is split into runs of whole rows whose size depends on the width alone, and nothing is
-//! summed across rows, so results do not depend on the number of threads. A thread needs one row in
-//! `f32` beside its inputs and outputs. Rows are spread over the rayon pool the caller installed.
+//! The baseline method, and the last step of those that first modify weights (AWQ, clipping). Work is split into runs
+//! of full rows whose size depends only on the width, and nothing is summed across rows, so results do not depend on
+//! the number of threads. Besides its inputs and outputs, a thread needs one row in `f32`. Rows are distributed over
+//! the current rayon pool.
 
 use rayon::prelude::*;
 
@@ -18,20 +18,19 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{LinearScheme, ScaleFormat};
 use crate::vector::vectorized;
 
-/// Weights in one unit of parallel work: large beside the cost of a hand-over, small beside a
-/// matrix.
+/// Weights per unit of parallel work: many compared with the cost of a task, few compared with a matrix.
 const TASK_ELEMENTS: usize = 1 << 16;
 
-/// Where [`quantize_rows`] puts what it computes, for `r` rows of `k` weights.
+/// The output of [`quantize_rows`], for `r` rows of `k` weights.
 #[derive(Debug)]
 pub struct QuantizedRows<'a> {
-    /// `[r, k]` row-major, one code a byte.
+    /// `[r, k]` row-major, one code per byte.
     pub codes: &'a mut [u8],
     /// `[r, k / group_size]` row-major.
     pub scales: &'a mut [f32],
-    /// As `scales`, for asymmetric schemes; symmetric ones have none.
+    /// Like `scales`, for asymmetric schemes; absent for symmetric ones.
     pub zeros: Option<&'a mut [u8]>,
-    /// `[r]`, for progressive schemes, whose `scales` are multiples of these; others have none.
+    /// `[r]`, for progressive schemes, whose `scales` are multiples of these; absent for others.
     pub rows: Option<&'a mut [f32]>,
 }
 
@@ -39,11 +38,11 @@ pub struct QuantizedRows<'a> {
 ///
 /// * `scale_dtype`: F16, BF16 or F32. Scales are rounded to it before codes are computed.
 /// * `clip`: a bound `m ≥ 0` for each row and group, `[n, k / group_size]` row-major: weights are
-///   clamped to `[−m, m]` first. Infinity leaves a group as it is.
+///   clamped to `[−m, m]` first. An infinite bound leaves a group unchanged.
 ///
 /// # Errors
-/// When the group size does not divide `k`, a weight is not finite, or a scale overflows its type:
-/// the error names the tensor, the row and the group.
+/// When the group size does not divide `k`, a weight is not finite, or a scale overflows its dtype: the error names the
+/// tensor, the row and the group.
 pub fn quantize_rtn(
     name: &str,
     weights: &[f32],
@@ -57,8 +56,8 @@ pub fn quantize_rtn(
         .map_err(|e| e.within(name, None))
 }
 
-/// Quantizes a whole weight `[n, k]`, from values or straight from a file's bytes, and says what
-/// was lost by it: equal bit for bit to [`ErrorStats::of`].
+/// Quantizes a whole weight `[n, k]`, from values or directly from a file's bytes, and returns the error, bit-identical
+/// to [`ErrorStats::of`].
 ///
 /// # Errors
 /// As [`quantize_rows`].
@@ -72,7 +71,7 @@ pub fn quantize_tensor(
     quantize_within(rows, shape, (scheme, scale_dtype), clip, ScaleContext::default())
 }
 
-/// The same for a weight that shares a scale with others, or whose scales are chosen in another way.
+/// Quantizes a weight that shares a scale with others, or whose scales are chosen by another search.
 ///
 /// # Errors
 /// As [`quantize_rows`].
@@ -111,14 +110,14 @@ pub fn quantize_within(
     Ok((tensor, stats))
 }
 
-/// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight that
-/// is taken in parts. What comes back is the error of these rows, against the weights before
-/// clipping. Of a scheme whose rows share scales, these must be all rows.
+/// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight in parts. Returns the
+/// error of these rows, relative to the weights before clipping. For a scheme whose rows share scales, these must be
+/// all rows.
 ///
 /// # Errors
-/// As [`quantize_rtn`]; also [`RowsError::Layout`] when slices do not fit each other. Of several
-/// faults, non-finite weights are reported first, with the count over all rows given. `out` then
-/// holds nothing of use.
+/// As [`quantize_rtn`]; also [`RowsError::Layout`] when the lengths of slices are inconsistent. If there are several
+/// errors, non-finite weights are reported first, with the count over all rows given. The contents of `out` are then
+/// unspecified.
 pub fn quantize_rows(
     rows: Rows<'_>,
     columns: usize,
@@ -192,12 +191,12 @@ fn quantize_with(work: &Work<'_>, rows: Rows<'_>, out: QuantizedRows<'_>) -> Res
     Ok(stats.iter().flatten().fold(ErrorStats::default(), |sum, row| sum.plus(row)))
 }
 
-/// Replaces weights, row-major in rows of width `columns`, by what quantizing them to `scheme` and
-/// back would give: equal bit for bit to [`quantize_rtn`] and
-/// [`dequantize`](QuantizedTensor::dequantize). The searches for scales and clips run on it.
+/// Replaces weights, row-major in rows of width `columns`, by the result of quantizing them to `scheme` and
+/// dequantizing: bit-identical to [`quantize_rtn`] and [`dequantize`](QuantizedTensor::dequantize). The searches for
+/// scales and clips use it.
 ///
 /// # Errors
-/// As [`quantize_rows`]; the weights then hold nothing of use.
+/// As [`quantize_rows`]; the weights are then unspecified.
 pub fn fake_quantize(
     weights: &mut [f32],
     columns: usize,
@@ -210,7 +209,7 @@ pub fn fake_quantize(
     fake_quantize_within(weights, columns, (scheme, scale_dtype), clip, (&shared, 0))
 }
 
-/// The same for rows of a weight of which these begin at the row `first`, with the scales that its rows share.
+/// [`fake_quantize`] for some rows of a weight, starting at row `first`, with the scales that its rows share.
 ///
 /// # Errors
 /// As [`fake_quantize`].
@@ -248,7 +247,7 @@ pub fn fake_quantize_within(
     Faults::verdict(outcomes)
 }
 
-/// The first level's scales of rows `[n, columns]`, where a scheme has two.
+/// The first-level scales of rows `[n, columns]`, if the scheme has two levels.
 ///
 /// # Errors
 /// As [`quantize_rows`].
@@ -270,8 +269,8 @@ pub fn row_scales(
     Ok(Some(scales))
 }
 
-/// [`fake_quantize`] of one group of every row, `[rows, group_size]`: rounded as it is where it stands, in rows that
-/// have these scales if the scheme has two levels.
+/// [`fake_quantize`] of one group of every row, `[rows, group_size]`: rounded as within complete rows. If the scheme
+/// has two levels, `row_scales` are the scales of these rows.
 ///
 /// # Errors
 /// As [`quantize_rows`].
@@ -304,14 +303,14 @@ pub fn fake_quantize_group(
     Faults::verdict(vec![faults])
 }
 
-/// A checked request: how rows are cut and rounded.
+/// A validated request: how rows are divided and rounded.
 struct Work<'a> {
     rows: usize,
     columns: usize,
     group_size: usize,
     rule: GridRule,
     clip: Option<&'a [f32]>,
-    /// What rows share, and the place of the first of these in the weight.
+    /// The scales that rows share, and the index of the first of these rows in the weight.
     shared: &'a SharedScales,
     first: usize,
 }
@@ -327,7 +326,7 @@ impl<'a> Work<'a> {
         Self::of(columns, group_size(scheme, columns)?, rule(scheme, scale_dtype)?, clip, rows)
     }
 
-    /// Of rows that are cut into groups of this size, which divides them, whatever the scheme's own is.
+    /// Creates work on rows with groups of this size, which must divide them, regardless of the scheme's group size.
     fn of(
         columns: usize,
         group_size: usize,
@@ -344,7 +343,7 @@ impl<'a> Work<'a> {
         Ok(Self { rows, columns, group_size, rule, clip, shared: &SharedScales::None, first: 0 })
     }
 
-    /// The same for rows that share scales and begin at the row `first`.
+    /// Sets the shared scales, for rows that begin at row `first`.
     fn sharing(self, shared: &'a SharedScales, first: usize) -> Self {
         Self { shared, first, ..self }
     }
@@ -353,12 +352,13 @@ impl<'a> Work<'a> {
         self.columns / self.group_size
     }
 
-    /// Rows in one unit of parallel work.
+    /// Rows per unit of parallel work.
     fn task_rows(&self) -> usize {
         (TASK_ELEMENTS / self.columns).max(1)
     }
 
-    /// Codes, scales and zeros of row `at`, and the row's error. `buffers` are as long as a row.
+    /// Computes codes, scales and zero points of row `at`, and returns the row's error. The buffers have the length of
+    /// a row.
     #[inline(always)]
     fn quantize_row(
         &self,
@@ -385,14 +385,14 @@ impl<'a> Work<'a> {
             }
         }
         if self.clip.is_some() {
-            // What clipping took off is lost too.
+            // The error includes clipping.
             rows.load(at, row);
         }
         ErrorStats::of_row(row, rounded)
     }
 
-    /// The first level's scale of a row, where there are two; of all of it: clipping narrows the second level alone, so
-    /// that a bound can be judged by itself. Notes why it has none.
+    /// The first-level scale of a row, if there are two levels, from the unclipped row: clipping affects only the
+    /// second level, so that each bound can be evaluated independently. Records the fault if there is no scale.
     #[inline(always)]
     fn row_scale(&self, row: &[f32], at: usize, faults: &mut Faults) -> Result<Option<f32>, ()> {
         if !self.rule.progressive {
@@ -409,7 +409,7 @@ impl<'a> Work<'a> {
         self.rule.row_scale(abs_max).map_err(|source| faults.grid((at, 0), source))
     }
 
-    /// Clips a group of a row with this scale and finds its grid, or notes why it has none.
+    /// Clips a group of a row with this scale and finds its grid, or records the fault.
     #[inline(always)]
     fn fit(
         &self,
@@ -418,7 +418,7 @@ impl<'a> Work<'a> {
         at: (usize, usize),
         faults: &mut Faults,
     ) -> Option<grid::Grid> {
-        // Looked at before clipping, which would turn infinity into a bound.
+        // Checked before clipping, which would turn infinity into a bound.
         let Some(mut extent) = Extent::of(part) else {
             faults.non_finite(part, (at.0 * self.groups() + at.1) * self.group_size);
             return None;
@@ -454,7 +454,7 @@ fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {
     Err(RowsError::Layout(format!("{what}: {got} elements, {expected} expected")))
 }
 
-/// What went wrong in some rows, gathered so that the report is the same for any number of threads.
+/// The faults of some rows, collected so that the report does not depend on the number of threads.
 #[derive(Debug, Default)]
 struct Faults {
     non_finite: u64,
@@ -476,7 +476,7 @@ impl Faults {
         self.grid.get_or_insert(RowsError::Grid { row, group, source });
     }
 
-    /// The verdict over all rows, from the faults of their parts in order.
+    /// The result for all rows, from the faults of their parts in order.
     fn verdict(parts: Vec<Self>) -> Result<(), RowsError> {
         let count = parts.iter().map(|p| p.non_finite).sum();
         if let Some(first_index) = parts.iter().find_map(|p| p.first_index) {

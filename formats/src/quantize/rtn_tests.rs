@@ -1,5 +1,5 @@
-//! Tests of round-to-nearest over matrices: against single groups, in parts, on any pool, and on
-//! weights that cannot be quantized.
+//! Tests of round-to-nearest on matrices: compared with single groups, in parts, on any pool, and with weights that
+//! cannot be quantized.
 
 use proptest::prelude::*;
 
@@ -43,7 +43,7 @@ fn every_group_gets_its_own_grid() {
                 assert_eq!(tensor.codes[g * size + i], grid.code(w), "{text} group {g} weight {i}");
             }
         }
-        // What the kernels see is what the grid meant.
+        // The kernels get the values that the grid defines.
         let mut faked = weights.clone();
         fake_quantize(&mut faked, k, scheme, Dtype::Bf16, None).unwrap();
         assert_eq!(tensor.dequantize().unwrap(), faked);
@@ -52,7 +52,7 @@ fn every_group_gets_its_own_grid() {
 
 #[test]
 fn bytes_in_parts_give_the_same_as_values_at_once() {
-    // Some 70 000 weights a task: the matrix is cut into several, and the parts elsewhere.
+    // About 70 000 weights per task: the matrix is split into several, and the parts at other rows.
     let (n, k) = (150, 1024);
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
         let bytes = dtype.narrow(&weights(n, k, 2));
@@ -121,7 +121,7 @@ fn non_finite_weights_are_counted_across_tasks() {
     weights[at[0]] = f32::NAN;
     weights[at[1]] = f32::INFINITY;
     weights[at[2]] = f32::NEG_INFINITY;
-    weights[k] = 1e30; // an overflow as well: what is reported are the non-finite ones
+    weights[k] = 1e30; // also overflows; non-finite weights are reported first
     let expected = RowsError::NonFinite { count: 3, first_index: at[0] as u64 };
     let clip = vec![1.0; n * 4];
     for clip in [None, Some(&clip[..])] {
@@ -223,13 +223,13 @@ proptest! {
         let back = tensor.dequantize().unwrap();
         for (i, (v, w)) in back.iter().zip(&weights).enumerate() {
             let scale = tensor.scales[i / size];
-            // Half a step, or one at a saturated end.
+            // Half a step, or one step at a saturated end.
             prop_assert!((v - w).abs() <= scale * 1.0001);
         }
     }
 }
 
-/// Clipped weights saturate on the grid of the bound, and the error is that of the weights before clipping.
+/// Clipped weights saturate on the grid of the bound, and the error is relative to the weights before clipping.
 #[test]
 fn floating_point_rows_are_clipped_and_measured() {
     let (n, k) = (4, 64);

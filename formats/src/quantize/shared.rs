@@ -1,18 +1,18 @@
-//! Scales that several rows share: found from the whole weight, before any of it is rounded.
+//! Scales that several rows share: computed from the whole weight, before any of it is rounded.
 //!
-//! Three kinds of schemes have them, `a` being the largest magnitude:
+//! Three kinds of schemes have them, with `a` the largest magnitude:
 //!
-//! | | shared | what follows for a group |
+//! | | shared | group scale |
 //! |---|---|---|
-//! | `-tensor` | `s = round(a / 448)` of the tensor | its scale is `s` |
-//! | `-b128` | `s = round(a / 448)` of every block of 128 × 128 | its scale is that of its block |
-//! | `-nv` (NVFP4) | the global scale `g = 2688 / a` of the tensor, a divisor | `E4M3(g · a / 6) / g`, from its own `a` |
+//! | `-tensor` | `s = round(a / 448)` per tensor | `s` |
+//! | `-b128` | `s = round(a / 448)` per block of 128 × 128 | that of its block |
+//! | `-nv` (NVFP4) | the global scale `g = 2688 / a` per tensor, a divisor | `E4M3(g · a / 6) / g`, from the group's own `a` |
 //!
 //! 2688 is 448 · 6: the largest weight has the largest scale and the largest code. Linears that engines run as one need
-//! one `s` or `g` in common, so callers may give the largest magnitude of all of them.
+//! a common `s` or `g`, so callers may pass the largest magnitude of all of them.
 //!
-//! In memory every row and group has a scale of its own ([`QuantizedTensor::scales`](super::QuantizedTensor)); containers
-//! write each shared scale once.
+//! In memory every row and group has its own scale ([`QuantizedTensor::scales`](super::QuantizedTensor)); formats write
+//! each shared scale once.
 
 use std::str::FromStr;
 
@@ -25,13 +25,13 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 use crate::{Error, Result};
 
-/// The largest scale of a group: E4M3's largest value.
+/// The largest group scale: E4M3's maximum.
 const LARGEST_SCALE: f32 = 448.0;
-/// The same where a scale may still be multiplied by 1.5.
+/// The largest group scale if scales may still be multiplied by 1.5.
 const SCALE_WITH_ROOM: f32 = 256.0;
-/// What stands for a scale that rounds to 0; as in compressed-tensors.
+/// Replaces a scale that rounds to 0, as in compressed-tensors.
 pub(super) const SMALLEST_SCALE: f32 = 0.125;
-/// The codes that a sweep tries, relative to that of the largest magnitude.
+/// The scale codes that a sweep tries, relative to that of the largest magnitude.
 const SWEEP: std::ops::RangeInclusive<i16> = -4..=8;
 
 /// How the E4M3 scale of a group is chosen (NVFP4).
@@ -51,7 +51,7 @@ pub enum ScaleSearch {
 }
 
 impl ScaleSearch {
-    /// The global scale of a tensor whose largest magnitude is this; 1 where that is 0, or so small that its inverse
+    /// The global scale of a tensor with this largest magnitude; 1 if that is 0, or so small that its inverse
     /// overflows.
     pub fn global_scale(self, amax: f32) -> f32 {
         let reach = match self {
@@ -79,56 +79,56 @@ impl FromStr for ScaleSearch {
     }
 }
 
-/// What the grids of a weight depend on beside the weight itself.
+/// What the grids of a weight depend on besides the weight itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ScaleContext {
-    /// How scales of groups are chosen, where there is a choice.
+    /// How group scales are chosen, if there is a choice.
     pub search: ScaleSearch,
-    /// The largest magnitude of all linears that share a scale with this one; its own where not given.
+    /// The largest magnitude of all linears that share a scale with this one; `None` for its own.
     pub amax: Option<f32>,
 }
 
 /// The scales that rows of a weight share.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SharedScales {
-    /// None: every group has its own.
+    /// Every group has its own scale.
     None,
-    /// One for `height` rows: `[⌈n / height⌉, k / group_size]`.
+    /// One scale per `height` rows and one group: `[⌈n / height⌉, k / group_size]`.
     Blocks {
         /// Row-major.
         scales: Vec<f32>,
-        /// Groups of a row.
+        /// Groups per row.
         groups: usize,
-        /// Rows of a block.
+        /// Rows per block.
         height: usize,
     },
-    /// NVFP4's global scale, a divisor, and how the scales of groups are chosen.
+    /// NVFP4's global scale, a divisor, and how group scales are chosen.
     Global {
         /// Positive and finite.
         scale: f32,
-        /// How scales of groups are chosen.
+        /// How group scales are chosen.
         search: ScaleSearch,
     },
 }
 
-/// The largest magnitudes from which shared scales follow.
+/// The largest magnitudes that determine shared scales.
 #[derive(Debug, Clone)]
 pub struct SharedExtents {
     scheme: LinearScheme,
     columns: usize,
     group_size: usize,
-    /// Rows of a block; all of them where the tensor has one scale.
+    /// Rows per block; all rows if the tensor has one scale.
     height: usize,
     /// `[blocks, groups]`, or a single one.
     amax: Vec<f32>,
 }
 
 impl SharedExtents {
-    /// Those of a weight `[rows, columns]`, a row of which `load` writes to its second argument; `None` where rows share
-    /// nothing. Values that are not finite are passed over: rounding refuses them.
+    /// Computes them for a weight `[rows, columns]`; `load` writes a row to its second argument. `None` if rows share
+    /// no scales. Values that are not finite are skipped: rounding rejects them later.
     ///
     /// # Errors
-    /// When the group size does not divide the width; what `load` says.
+    /// When the group size does not divide the width; errors of `load`.
     pub fn of(
         scheme: LinearScheme,
         [rows, columns]: [usize; 2],
@@ -140,7 +140,7 @@ impl SharedExtents {
             return Ok(None);
         }
         let width = if over_tensor { columns } else { BLOCK };
-        // Rows of a block are looked at by one thread; a maximum does not depend on the order.
+        // One thread processes the rows of a block; a maximum does not depend on the order.
         let blocks: Vec<Result<Vec<f32>, RowsError>> = (0..rows.div_ceil(BLOCK))
             .into_par_iter()
             .map_init(
@@ -160,7 +160,7 @@ impl SharedExtents {
         let blocks = blocks.into_iter().collect::<Result<Vec<_>, _>>()?;
         let amax = match over_tensor {
             true => vec![blocks.iter().flatten().copied().fold(0.0, f32::max)],
-            // Groups side by side take the scale of the block that they are in.
+            // Adjacent groups take the scale of the block that contains them.
             false => {
                 let groups = columns / group_size;
                 let of_block =
@@ -172,15 +172,15 @@ impl SharedExtents {
         Ok(Some(Self { scheme, columns, group_size, height, amax }))
     }
 
-    /// The largest magnitude of all.
+    /// The overall largest magnitude.
     pub fn amax(&self) -> f32 {
         self.amax.iter().copied().fold(0.0, f32::max)
     }
 
-    /// The scales.
+    /// Computes the scales.
     ///
     /// # Errors
-    /// When one overflows the type it is stored in.
+    /// When one overflows its stored dtype.
     pub fn scales(&self, scale_dtype: Dtype, context: ScaleContext) -> Result<SharedScales, RowsError> {
         let own = self.amax();
         let all = context.amax.map_or(own, |amax| amax.max(own));
@@ -205,7 +205,7 @@ impl SharedExtents {
 }
 
 impl SharedScales {
-    /// Those of a whole weight.
+    /// Computes the scales of a whole weight.
     ///
     /// # Errors
     /// As [`SharedExtents::scales`].
@@ -234,7 +234,7 @@ impl SharedScales {
         }
     }
 
-    /// The scale of a group of a row, where others have decided it.
+    /// The shared scale of a group of a row, if there is one.
     #[inline(always)]
     pub(super) fn at(&self, row: usize, group: usize) -> Option<f32> {
         match self {
@@ -250,7 +250,7 @@ fn largest_magnitude(values: &[f32]) -> f32 {
 }
 
 impl GridRule {
-    /// The grid of a group of NVFP4 with this range and these weights, below a global scale.
+    /// The grid of an NVFP4 group with this range and these weights, for a global scale.
     ///
     /// # Errors
     /// [`GridError::Overflow`] when the largest value of the grid is infinite.

@@ -1,4 +1,4 @@
-//! Shared scales and the search for those of NVFP4, against definitions in double precision.
+//! Shared scales and the search for those of NVFP4, compared with definitions in double precision.
 
 use proptest::prelude::*;
 
@@ -15,7 +15,7 @@ fn gaussian(len: usize) -> Vec<f32> {
     };
     (0..len)
         .map(|_| {
-            // Box and Muller: a sum of uniform values would have no tails.
+            // Box–Muller: a sum of uniform values would have no tails.
             let (u, v) = (1.0 - uniform(), uniform());
             ((-2.0 * u.ln()).sqrt() * (2.0 * std::f64::consts::PI * v).cos() * 0.02) as f32
         })
@@ -33,7 +33,7 @@ fn error(weights: &[f32], shape: [usize; 2], scheme: &str, search: ScaleSearch) 
     ErrorStats::of(weights, &quantize(weights, shape, scheme, search)).unwrap().relative_rms()
 }
 
-/// What others measured for these grids on normally distributed weights, within 3 %.
+/// Published errors of these grids on normally distributed weights, within 3 %.
 #[test]
 fn relative_errors_are_those_of_the_formats() {
     use ScaleSearch::{Amax, FourOverSix, Sweep};
@@ -87,7 +87,7 @@ proptest! {
         }
     }
 
-    /// The scale of a group by its definition, and every code the nearest to its weight.
+    /// The scale of a group by definition, and every code the nearest to its weight.
     #[test]
     fn nvfp4_is_rounded_by_the_definition(weights in prop::collection::vec(-2.0_f32..2.0, 64)) {
         let tensor = quantize(&weights, [2, 32], "wf4a16-g16-nv", ScaleSearch::Amax);
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// Blocks against a loop over all pairs, on shapes that 128 does not divide.
+    /// Blocks compared with a loop over all pairs, on shapes that are not multiples of 128.
     #[test]
     fn blocks_share_the_scale_of_their_largest_weight(n in 1_usize..300, k in 1_usize..20, step in 1_usize..30) {
         let k = k * step;
@@ -170,7 +170,7 @@ fn zeros_and_extremes() {
         assert!(tensor.require_storable("m").is_ok(), "{scheme}");
         weights[5] = -0.0;
         assert_eq!(quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep).dequantize().unwrap(), [0.0; 64]);
-        // From the smallest numbers to the largest there is a grid, whose values are finite.
+        // There is a grid with finite values from the smallest numbers to the largest.
         for size in [f32::from_bits(1), 1e-40, 1e-37, 1e-30, 1e-10, 1.0, 1e10, 1e30, 1e38] {
             let weights: Vec<f32> = (0..64).map(|i| size * (i as f32 / 63.0)).collect();
             let tensor = quantize(&weights, [1, 64], scheme, ScaleSearch::Sweep);
@@ -201,7 +201,7 @@ fn zeros_and_extremes() {
     }
 }
 
-/// The rules of the MX formats at the mantissas where they turn.
+/// The rules of the MX formats at the mantissas where they change.
 #[test]
 fn powers_of_two() {
     let scale = |amax: f32, format| super::super::grid::power_of_two(amax, format);

@@ -1,4 +1,4 @@
-//! A quantized linear in logical order: what every method produces and every format packs.
+//! A quantized linear in logical order: the output of every method and the input of every format.
 
 use quant_kernels_cpu::{
     PackedLinear, Parallel, Scales, StaticScale, WeightView, dequantize_rows, e8m0_value,
@@ -10,45 +10,44 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// Codes, scales and zeros of a linear's weight `[n, k]`, unpacked.
+/// Codes, scales and zero points of a linear's weight `[n, k]`, unpacked.
 ///
-/// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric
-/// scheme stores no zeros and means `2^(bits − 1)`. Of a floating-point format, `ŵ[o, i] = number(codes[o, i]) ·
-/// scales[o, g]`.
+/// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`; a symmetric scheme stores no zero
+/// points, which are then `2^(bits − 1)`. For a floating-point format, `ŵ[o, i] = number(codes[o, i]) · scales[o, g]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QuantizedTensor {
     /// `[n, k]`: output and input features.
     pub shape: [usize; 2],
     /// The grid.
     pub scheme: LinearScheme,
-    /// `[n, k]` row-major, one unsigned code below `2^bits` a byte.
+    /// `[n, k]` row-major, one unsigned code below `2^bits` per byte.
     pub codes: Vec<u8>,
     /// `[n, k / group_size]` row-major; each value is exact in `scale_dtype`, unless there are `levels`.
     pub scales: Vec<f32>,
-    /// The type that scales are stored in where they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or
-    /// F8_E4M3 below a `global` scale.
+    /// The dtype of stored scales, if they have one level: F16, BF16 or F32, F8_E8M0 (powers of two), or F8_E4M3 with a
+    /// `global` scale.
     pub scale_dtype: Dtype,
-    /// The two levels whose products, exact in `f32`, `scales` are; of progressive schemes.
+    /// The two levels of a progressive scheme; their products, exact in `f32`, are `scales`.
     pub levels: Option<Levels>,
     /// `[n, k / group_size]` row-major, for asymmetric schemes.
     pub zeros: Option<Vec<u8>>,
     /// NVFP4's global scale, a divisor: `scales` are `f32(s / global)` of E4M3 values `s`.
     pub global: Option<f32>,
-    /// What was calibrated of the input: its grid where that is the same for all tokens. Of NVFP4, `scale` is the
-    /// input's global scale, a divisor.
+    /// Calibrated values of the input: its grid, if it is the same for all tokens. For NVFP4, `scale` is the input's
+    /// global scale, a divisor.
     pub input: Option<StaticScale>,
 }
 
 impl QuantizedTensor {
-    /// The same matrix as the kernels see it.
+    /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
-    /// When the parts do not fit each other, which readers of files must rule out by calling this.
+    /// When the parts are inconsistent; readers of files must call this to rule it out.
     pub fn view(&self) -> Result<WeightView<'_>> {
         self.view_with(None)
     }
 
-    /// The same, with the [codes of its scales](Self::scale_codes) in place of scales where there is a global one.
+    /// Returns a view with the [codes of the scales](Self::scale_codes) in place of scales if there is a global one.
     ///
     /// # Errors
     /// As [`view`](Self::view).
@@ -79,12 +78,12 @@ impl QuantizedTensor {
         view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
     }
 
-    /// The same matrix packed for the kernels, with a bias `[n]` where there is one. It holds what activations with a zero
-    /// point need where the checkpoint says that they have one.
+    /// Packs the matrix for the kernels, with a bias `[n]` if there is one. If the checkpoint has activations with a
+    /// zero point, the packed matrix contains the sums that they need.
     ///
     /// # Errors
-    /// When its parts do not fit each other, or the kernels do not multiply its scheme: groups that are too wide,
-    /// widths below 16.
+    /// When its parts are inconsistent, or the kernels do not support its scheme: groups that are too wide, widths
+    /// below 16.
     pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
         let codes = self.global.and_then(|_| self.scale_codes());
@@ -94,11 +93,11 @@ impl QuantizedTensor {
         })
     }
 
-    /// The same codes and zeros under one level of scales, the products of two rounded to `scale_dtype`: all that is
-    /// lost is half a unit of its last place.
+    /// Returns the same codes and zero points with one level of scales, the products of two rounded to `scale_dtype`,
+    /// which is the only error: half a unit in the last place.
     ///
     /// # Errors
-    /// The scale that overflows it, for the caller to name the tensor.
+    /// The scale that overflows it, so that the caller can name the tensor.
     pub fn flattened(mut self, scale_dtype: Dtype) -> Result<Self, f32> {
         if self.levels.take().is_none() {
             return Ok(self);
@@ -116,10 +115,10 @@ impl QuantizedTensor {
         Ok(Self { scheme: self.scheme.flattened(), scale_dtype, ..self })
     }
 
-    /// The grid of the input, where it does not stay float.
+    /// Returns the grid of the input, unless it stays float.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the scheme asks for one grid for all tokens and the tensor has no such grid.
+    /// [`Error::Internal`] when the scheme requires one grid for all tokens and the tensor has no such grid.
     pub fn input_grid(&self) -> Result<Option<InputGrid>> {
         match (self.scheme.activations, self.input) {
             (ActivationScheme::Float, None) => Ok(None),
@@ -140,11 +139,11 @@ impl QuantizedTensor {
         }
     }
 
-    /// Whether a container can write it as it is.
+    /// Checks that a format can write it unchanged.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the parts do not fit each other, zeros do not go with the scheme, a
-    /// code has too many bits (it would change its neighbours), or a scale is not exact in its type.
+    /// [`Error::Internal`] when the parts are inconsistent, zero points contradict the scheme, a code has too many bits
+    /// (it would change its neighbours), or a scale is not exact in its dtype.
     pub fn require_storable(&self, module: &str) -> Result<()> {
         let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
         self.view()?;
@@ -173,8 +172,7 @@ impl QuantizedTensor {
         }
     }
 
-    /// The codes of scales that have one byte: E8M0, or E4M3 below the global scale; `None` where a scale is no such
-    /// number.
+    /// The one-byte codes of scales: E8M0, or E4M3 with the global scale; `None` if a scale is not representable.
     pub fn scale_codes(&self) -> Option<Vec<u8>> {
         let code = |scale: f32| match self.global {
             None => {
@@ -189,8 +187,8 @@ impl QuantizedTensor {
         self.scales.iter().map(|&scale| code(scale)).collect()
     }
 
-    /// Every scale that is stored, once: of a tensor one, of blocks `[⌈n / 128⌉, ⌈k / 128⌉]`, else `[n, groups]`;
-    /// `None` where rows differ that should have one in common.
+    /// Every stored scale, once: one per tensor, `[⌈n / 128⌉, ⌈k / 128⌉]` per block, otherwise `[n, groups]`; `None` if
+    /// rows that must share a scale have different ones.
     pub fn stored_scales(&self) -> Option<Vec<f32>> {
         let [n, k] = self.shape;
         let size = self.scheme.granularity.group_size(k);
@@ -215,7 +213,7 @@ impl QuantizedTensor {
         all_same.then_some(stored)
     }
 
-    /// A scale for every row and group from [`stored_scales`](Self::stored_scales), whose number was checked.
+    /// Expands [`stored_scales`](Self::stored_scales), whose number was checked, to a scale for every row and group.
     pub fn spread_scales(stored: &[f32], [n, k]: [usize; 2], granularity: Granularity) -> Vec<f32> {
         let size = granularity.group_size(k).max(1);
         let groups = k / size;
@@ -229,13 +227,12 @@ impl QuantizedTensor {
         (0..n * groups).map(scale).collect()
     }
 
-    /// The same matrix on a grid that says the same in other words: symmetric or with the middle
-    /// code as stored zero, scales in another type or with one level in place of two, activations per token left float.
-    /// No weight changes.
+    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in
+    /// another dtype or with one level instead of two, per-token activations left float. No weight changes.
     ///
     /// # Errors
-    /// What cannot be said so: other bits or groups, a zero that is not the middle code, a scale
-    /// that is not exact in the type.
+    /// When the grid is not equivalent: other bits or groups, a zero point that is not the midpoint, a scale that is
+    /// not exact in the dtype.
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
@@ -243,7 +240,7 @@ impl QuantizedTensor {
             && self.scheme.activations != ActivationScheme::Float
             && !self.scheme.has_static_activations();
         let same_input = scheme.activations == self.scheme.activations || left_float;
-        // Two levels are not found again where there is one.
+        // Two levels cannot be recovered from one.
         let same_input = same_input && (self.scheme.is_progressive() || !scheme.is_progressive());
         let same_codes =
             scheme.bits() == self.scheme.bits() && scheme.float_format() == self.scheme.float_format();
@@ -279,7 +276,7 @@ impl QuantizedTensor {
         Ok(Self { scheme, scale_dtype, ..self })
     }
 
-    /// The whole matrix as `f32`, `[n, k]` row-major.
+    /// Returns the whole matrix as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
     /// As [`view`](Self::view).
@@ -309,7 +306,7 @@ mod tests {
         assert_eq!(with.zeros.as_deref(), Some(&[8; 16][..]));
         assert_eq!(with.dequantize().unwrap(), without.dequantize().unwrap());
         assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
-        // One group a row is the row.
+        // One group per row is the same as the row.
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
     }

@@ -1,4 +1,4 @@
-//! Keys and values of an attention as they are cached in FP8: what their static scales are called.
+//! FP8 caches of keys and values: the names of their static scales.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub enum CachePart {
     /// Keys, after rotary embedding.
     Keys,
-    /// Values, as they are projected.
+    /// Values, as projected.
     Values,
 }
 
@@ -24,8 +24,8 @@ impl CachePart {
         }
     }
 
-    /// The name of its scale beside the linears of an attention, of which `linear` is one:
-    /// `model.layers.0.self_attn.k_scale` of `model.layers.0.self_attn.k_proj`.
+    /// The name of its scale next to the linears of an attention, of which `linear` is one:
+    /// `model.layers.0.self_attn.k_scale` for `model.layers.0.self_attn.k_proj`.
     pub fn of_attention(self, linear: &str) -> String {
         match linear.rsplit_once('.') {
             Some((attention, _)) => format!("{attention}.{}", self.scale()),
@@ -38,7 +38,7 @@ impl CachePart {
         format!("{linear}.{}", self.scale())
     }
 
-    /// All names that files have for its scale, by the linear that it comes from; the last one is of old files.
+    /// All names that files use for its scale, by the linear that computes it; the last one is from old files.
     pub fn known_names(self, linear: &str) -> [String; 3] {
         [self.of_attention(linear), self.of_linear(linear), format!("{linear}.output_scale")]
     }

@@ -1,4 +1,5 @@
-//! Schemes of floating-point weights: which formats, granularities and activations go together, and their names.
+//! Schemes of floating-point weights: supported combinations of formats, granularities and activations, and their
+//! names.
 //!
 //! | name | weights | scales | activations |
 //! |---|---|---|---|
@@ -6,9 +7,9 @@
 //! | `wf8af8-channel`, `-tensor` | E4M3 | one per row or tensor | E4M3, one scale per token |
 //! | `wf8af8-channel-static`, `-tensor-static` | E4M3 | one per row or tensor | E4M3, one calibrated scale |
 //! | `wf8af8-b128` | E4M3 | one per block of 128 × 128 | E4M3, one scale per token and 128 inputs |
-//! | `wf4a16-g16-nv`, `wf4af4-g16-nv` | E2M1 | E4M3 per 16 inputs, and one F32 | float, or the same with a calibrated F32 |
+//! | `wf4a16-g16-nv`, `wf4af4-g16-nv` | E2M1 | E4M3 per 16 inputs, and one F32 | float, or like the weights with a calibrated F32 |
 //! | `wf4a16-g32-mx` | E2M1 | a power of two per 32 inputs | float |
-//! | `wf8a16-g32-mx`, `wf8af8-g32-mx` | E4M3 | a power of two per 32 inputs | float, or the same |
+//! | `wf8a16-g32-mx`, `wf8af8-g32-mx` | E4M3 | a power of two per 32 inputs | float, or like the weights |
 
 use super::{ActivationScheme, FloatFormat, Granularity, LinearScheme, ScaleFormat, SchemeRequest};
 use crate::checkpoint::Dtype;
@@ -21,7 +22,7 @@ pub const NV_GROUP: usize = 16;
 /// Inputs that share a scale in the MX formats.
 pub const MX_GROUP: usize = 32;
 
-/// Names that other tools have for schemes, and what they mean here.
+/// Names of schemes in other tools, and their meaning here.
 pub(super) const ALIASES: [(&str, &str); 9] = [
     ("fp8", "wf8af8-channel"),
     ("fp8-dynamic", "wf8af8-channel"),
@@ -51,12 +52,12 @@ pub const FLOAT_SCHEMES: [&str; 13] = [
     "wf8af8-g32-mx",
 ];
 
-/// The scheme that other tools call so.
+/// The scheme with this name in other tools.
 pub(super) fn alias(text: &str) -> Option<&'static str> {
     ALIASES.iter().find(|(name, _)| *name == text).map(|(_, scheme)| *scheme)
 }
 
-/// What the activations of floating-point weights are before their granularity is known.
+/// The activations of floating-point weights before their granularity is known.
 pub(super) fn activations(name: &str) -> Option<ActivationScheme> {
     match name {
         "f8" => Some(ActivationScheme::Fp8Token),
@@ -65,7 +66,7 @@ pub(super) fn activations(name: &str) -> Option<ActivationScheme> {
     }
 }
 
-/// The last part of a name, which says what scales of groups are.
+/// The last part of a name, which gives the kind of group scales.
 fn suffix(format: FloatFormat, granularity: Granularity) -> Option<&'static str> {
     match (format, granularity) {
         (FloatFormat::E2m1, Granularity::Group(NV_GROUP)) => Some("nv"),
@@ -83,7 +84,7 @@ pub(super) fn group_of(suffix: &str) -> Option<usize> {
     }
 }
 
-/// What stands in a name after the granularity: the kind of scales, and whether activations are static.
+/// The end of a name after the granularity: the kind of scales, and whether activations are static.
 pub(super) fn ending(
     format: FloatFormat,
     granularity: Granularity,
@@ -98,8 +99,8 @@ pub(super) fn ending(
 }
 
 impl SchemeRequest {
-    /// Settles what activations are by the granularity, and fails where no such scheme exists. `suffix` is what the
-    /// name says of scales.
+    /// Adjusts the activations to the granularity, and fails if no such scheme exists. `suffix` is the kind of scales
+    /// in the name.
     pub(super) fn settle_float(&mut self, format: FloatFormat, suffix: Option<&str>) -> Result<()> {
         self.activations = match (self.activations, self.granularity) {
             (ActivationScheme::Fp8Token, Granularity::Block) => ActivationScheme::Fp8Group,
@@ -115,7 +116,7 @@ impl SchemeRequest {
         }
     }
 
-    /// Fails unless this version has such a scheme.
+    /// Fails unless this version supports the scheme.
     pub(super) fn check_float(&self, format: FloatFormat) -> Result<()> {
         use ActivationScheme as A;
         let said = |what: &str| Err(Error::usage(format!("scheme `{self}`: {what}"), known()));
@@ -146,13 +147,13 @@ impl SchemeRequest {
     }
 }
 
-/// The schemes there are, for messages.
+/// The supported schemes, for messages.
 fn known() -> String {
     format!("the schemes of floating-point weights are {}", FLOAT_SCHEMES.join(", "))
 }
 
 impl LinearScheme {
-    /// What scales are stored as, where the format of the weight decides it: E4M3 of NVFP4, powers of two of the MX
+    /// The stored format of scales, if the weight's format determines it: E4M3 for NVFP4, powers of two for the MX
     /// formats.
     pub fn fixed_scales(&self) -> Option<ScaleFormat> {
         match (suffix(self.float_format()?, self.granularity), self.granularity) {
@@ -162,10 +163,10 @@ impl LinearScheme {
         }
     }
 
-    /// The type that scales are stored in beside weights of some type.
+    /// The dtype of stored scales for weights of dtype `weight`.
     ///
-    /// FP8 scales are BF16: some readers round scales to the model's type when they load it, and BF16 is exact in all
-    /// of F16 (within its range), BF16 and F32. `wf8a16-channel` has scales of the weight's type.
+    /// FP8 scales are BF16: some readers round scales to the model's dtype on loading, and BF16 is exact in F16 (within
+    /// its range), BF16 and F32. Scales of `wf8a16-channel` have the weight's dtype.
     pub fn scale_dtype(&self, weight: Dtype) -> Dtype {
         match (self.fixed_scales(), self.float_format(), self.granularity, self.activations) {
             (Some(fixed), ..) => fixed.dtype(),
@@ -174,24 +175,23 @@ impl LinearScheme {
         }
     }
 
-    /// Whether it is NVFP4: E4M3 scales below one F32 for the whole tensor.
+    /// Whether it is NVFP4: E4M3 scales with one F32 for the whole tensor.
     pub fn has_global_scale(&self) -> bool {
         self.fixed_scales() == Some(ScaleFormat::E4m3)
     }
 
-    /// Whether the weights of linears that engines run as one need a scale in common: that of the tensor, or the F32
-    /// above the scales of groups.
+    /// Whether linears that engines run as one need a common scale: that of the tensor, or the F32 global scale.
     pub fn shares_over_tensor(&self) -> bool {
         self.granularity == Granularity::Tensor || self.has_global_scale()
     }
 
-    /// Whether each row's ranges can be narrowed by themselves: not where rows share scales, nor where the search for
-    /// scales does the same.
+    /// Whether the range of each row and group can be clipped independently: not if rows share scales, nor if the
+    /// search for scales has the same effect.
     pub fn takes_clip_bounds(&self) -> bool {
         self.fixed_scales().is_none() && !matches!(self.granularity, Granularity::Tensor | Granularity::Block)
     }
 
-    /// What a width `columns` must be a multiple of: the group size of the weights, and that of the activations.
+    /// The divisor that the width `columns` must have: the group size of the weights, and of the activations.
     pub fn needed_divisor(&self, columns: usize) -> usize {
         match self.activations {
             ActivationScheme::Fp8Group => BLOCK,

@@ -1,4 +1,4 @@
-//! Numeric formats of linears, and the short names they are asked for by.
+//! Numeric formats of linears, and their short names.
 
 mod cache;
 mod float;
@@ -15,16 +15,16 @@ pub use request::{SchemeRequest, WeightRequest};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// The key of `config.json` that says how keys and values are cached.
+/// The key of `config.json` that describes how keys and values are cached.
 pub const KV_CONFIG_KEY: &str = "kv_cache_quantization";
 
-/// How many weights of a row share one scale.
+/// Which weights share one scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Granularity {
     /// Runs of this many input features; must divide the input width.
     Group(usize),
-    /// The whole row: one scale an output channel.
+    /// The whole row: one scale per output channel.
     Channel,
     /// Blocks of [`BLOCK`] rows and columns; those at the edges may be smaller.
     Block,
@@ -34,7 +34,7 @@ pub enum Granularity {
 
 impl Granularity {
     /// The group size for rows of width `columns`: the longest runs of equal length in which all weights of a row have
-    /// one scale. In memory every row and group has a scale of its own, also where several share one.
+    /// one scale. In memory every row and group has its own scale, even if several share one.
     pub fn group_size(self, columns: usize) -> usize {
         match self {
             Self::Group(size) => size,
@@ -44,34 +44,33 @@ impl Granularity {
     }
 }
 
-/// What becomes of the inputs of a linear before they are multiplied.
+/// How the inputs of a linear are quantized before the multiplication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ActivationScheme {
     /// They stay float (`a16`).
     Float,
-    /// Integers of 8 bits with a scale for every token, found when the token comes (`a8`).
+    /// Int8 with a dynamic scale per token (`a8`).
     Token,
-    /// Integers of 8 bits with one scale for all tokens, found on a calibration text (`a8`, `-static`).
+    /// Int8 with one calibrated scale for all tokens (`a8`, `-static`).
     Static {
-        /// Whether zero is the middle of the grid; otherwise it is where the text has it (`-static-asym`).
+        /// Whether the zero point is the midpoint of the grid; otherwise it is calibrated (`-static-asym`).
         symmetric: bool,
     },
-    /// E4M3 with a scale for every token, found when the token comes (`af8`).
+    /// E4M3 with a dynamic scale per token (`af8`).
     Fp8Token,
-    /// E4M3 with one scale for all tokens, found on a calibration text (`af8`, `-static`).
+    /// E4M3 with one calibrated scale for all tokens (`af8`, `-static`).
     Fp8Static,
-    /// E4M3 with a scale for every token and 128 inputs, found when the token comes (`af8` of `-b128`).
+    /// E4M3 with a dynamic scale per token and 128 inputs (`af8` of `-b128`).
     Fp8Group,
-    /// E4M3 with a power of two for every token and 32 inputs, found when the token comes (`af8` of `-mx`).
+    /// E4M3 with a dynamic power of two per token and 32 inputs (`af8` of `-mx`).
     Mxfp8,
-    /// E2M1 with an E4M3 scale for every token and 16 inputs, found when the token comes, below one F32 for all tokens,
-    /// found on a calibration text (`af4`).
+    /// E2M1 with a dynamic E4M3 scale per token and 16 inputs, and one calibrated F32 scale for all tokens (`af4`).
     Nvfp4,
 }
 
 impl ActivationScheme {
-    /// Whether a scale is found on a calibration text.
+    /// Whether a scale is calibrated.
     pub fn is_static(self) -> bool {
         matches!(self, Self::Static { .. } | Self::Fp8Static | Self::Nvfp4)
     }
@@ -81,7 +80,7 @@ impl ActivationScheme {
         matches!(self, Self::Fp8Token | Self::Fp8Static | Self::Fp8Group | Self::Mxfp8 | Self::Nvfp4)
     }
 
-    /// What stands after the `a` of a scheme.
+    /// The name after the `a` of a scheme.
     fn name(self) -> &'static str {
         match self {
             Self::Float => "16",
@@ -109,10 +108,10 @@ pub enum ScaleFormat {
 }
 
 impl ScaleFormat {
-    /// The format of scales that are stored in this type.
+    /// Returns the format of scales stored in this dtype.
     ///
     /// # Errors
-    /// [`Error::Usage`] for other types.
+    /// [`Error::Usage`] for other dtypes.
     pub fn of(dtype: Dtype) -> Result<Self> {
         match dtype {
             Dtype::F16 => Ok(Self::F16),
@@ -127,7 +126,7 @@ impl ScaleFormat {
         }
     }
 
-    /// The type that scales of this format are stored in.
+    /// The dtype in which scales of this format are stored.
     pub fn dtype(self) -> Dtype {
         match self {
             Self::F16 => Dtype::F16,
@@ -139,17 +138,17 @@ impl ScaleFormat {
     }
 }
 
-/// What the codes of a weight mean.
+/// The number format of a weight's codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum WeightFormat {
     /// Integers, times a scale.
     Int {
-        /// Bits of one code: one of [`WeightFormat::INT_BITS`].
+        /// Bits per code: one of [`WeightFormat::INT_BITS`].
         bits: u8,
         /// Whether the grid is symmetric about zero (no stored zero point).
         symmetric: bool,
-        /// Whether groups of 4 bits stand on integers of 8 bits, whose scale is the row's: QServe's progressive
+        /// Whether 4-bit groups are relative to int8 values, with the float scale per row: QServe's progressive
         /// quantization.
         two_level: bool,
     },
@@ -158,7 +157,7 @@ pub enum WeightFormat {
 }
 
 impl WeightFormat {
-    /// The bits of integers that this version can quantize to.
+    /// The integer bit widths that this version can quantize to.
     pub const INT_BITS: [u8; 7] = [2, 3, 4, 5, 6, 7, 8];
 
     /// Integers with one level of scales.
@@ -167,29 +166,29 @@ impl WeightFormat {
     }
 }
 
-/// How a linear is quantized: the format of its weight, and the grid of its input.
+/// The quantization of a linear: the format of its weight, and the grid of its input.
 ///
-/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1), bits of the activations, granularity (`g32`,
-/// `g64`, `g128` … or `channel`; of floating-point weights also `b128` and `tensor`), of integers symmetry (`sym` or
-/// `asym`), `progressive` where scales have two levels; of floating-point groups the kind of scales (`nv` or `mx`); with
-/// activations of 8 bits, `-static` or `-static-asym` where their scale is not found per token.
+/// Written `w4a16-g128-sym`: bits of the weight (`f8` is E4M3, `f4` E2M1); bits of the activations; granularity (`g32`,
+/// `g64`, `g128` … or `channel`; for floating-point weights also `b128` and `tensor`); symmetry for integers (`sym` or
+/// `asym`); `progressive` if scales have two levels; the kind of scales for floating-point groups (`nv` or `mx`); and
+/// for 8-bit activations `-static` or `-static-asym` if their scale is not computed per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
-    /// What the codes of the weight mean.
+    /// The format of the weight's codes.
     pub weight: WeightFormat,
     /// Which weights share a scale.
     pub granularity: Granularity,
-    /// What becomes of the input.
+    /// The quantization of the input.
     pub activations: ActivationScheme,
 }
 
 impl LinearScheme {
-    /// Weights of this format under float activations.
+    /// Creates a scheme with weights of this format and float activations.
     pub const fn weight_only(weight: WeightFormat, granularity: Granularity) -> Self {
         Self { weight, granularity, activations: ActivationScheme::Float }
     }
 
-    /// Bits of one code of the weight.
+    /// Bits per code of the weight.
     pub fn bits(&self) -> u8 {
         match self.weight {
             WeightFormat::Int { bits, .. } => bits,
@@ -197,7 +196,7 @@ impl LinearScheme {
         }
     }
 
-    /// Bits of one code, where codes are integers.
+    /// Bits per code, if codes are integers.
     pub fn int_bits(&self) -> Option<u8> {
         match self.weight {
             WeightFormat::Int { bits, .. } => Some(bits),
@@ -205,7 +204,7 @@ impl LinearScheme {
         }
     }
 
-    /// The format of the codes, where they stand for floating-point numbers.
+    /// The format of the codes, if they are floating-point numbers.
     pub fn float_format(&self) -> Option<FloatFormat> {
         match self.weight {
             WeightFormat::Int { .. } => None,
@@ -231,7 +230,7 @@ impl LinearScheme {
         u8::MAX >> (8 - self.bits())
     }
 
-    /// The same, with a grid of integers that is symmetric or not. Floating-point numbers stay as they are.
+    /// Returns the scheme with a symmetric or asymmetric integer grid. Floating-point schemes are unchanged.
     #[must_use]
     pub fn with_symmetry(mut self, said: bool) -> Self {
         if let WeightFormat::Int { symmetric, .. } = &mut self.weight {
@@ -240,7 +239,7 @@ impl LinearScheme {
         self
     }
 
-    /// The same with one level of scales: what is left of a progressive scheme in a container that knows only those.
+    /// Returns the scheme with one level of scales, for a format that cannot store two levels.
     #[must_use]
     pub fn flattened(mut self) -> Self {
         if let WeightFormat::Int { two_level, .. } = &mut self.weight {
@@ -249,14 +248,14 @@ impl LinearScheme {
         self
     }
 
-    /// Whether engines take it as bytes, one per weight, and not as packed words: integers of 8 bits on both sides, and
-    /// one symmetric scale per row.
+    /// Whether engines expect one byte per weight, instead of packed words: 8-bit integers on both sides, and one
+    /// symmetric scale per row.
     pub fn is_stored_as_bytes(&self) -> bool {
         let is_w8a8 = self.int_bits() == Some(8) && self.activations != ActivationScheme::Float;
         is_w8a8 && self.granularity == Granularity::Channel && self.is_symmetric()
     }
 
-    /// Whether the input's scale, or one of its two, is found on a calibration text.
+    /// Whether the input's scale, or one of its two, is calibrated.
     pub fn has_static_activations(&self) -> bool {
         self.activations.is_static()
     }
@@ -272,7 +271,7 @@ impl Default for LinearScheme {
 impl FromStr for LinearScheme {
     type Err = Error;
 
-    /// What the text leaves out comes from the default.
+    /// Omitted parts come from the default.
     fn from_str(text: &str) -> Result<Self> {
         let request: SchemeRequest = text.parse()?;
         Ok(request.with_default_symmetry(true))

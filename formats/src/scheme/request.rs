@@ -1,4 +1,4 @@
-//! Schemes as they are asked for: the grammar of their names, and what a name leaves open.
+//! Requested schemes: the grammar of their names, and the parts that a name can leave open.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,15 +7,15 @@ use super::float::{self, BLOCK, FLOAT_SCHEMES, NV_GROUP};
 use super::{ActivationScheme, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// The format of a weight as it is asked for.
+/// The requested format of a weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightRequest {
     /// Integers.
     Int {
-        /// Bits of one code: one of [`WeightFormat::INT_BITS`].
+        /// Bits per code: one of [`WeightFormat::INT_BITS`].
         bits: u8,
-        /// Whether the grid is symmetric, if that was said.
+        /// Whether the grid is symmetric, if specified.
         symmetric: Option<bool>,
         /// Whether scales have two levels.
         two_level: bool,
@@ -25,7 +25,7 @@ pub enum WeightRequest {
 }
 
 impl WeightRequest {
-    /// The format whose name stands after the `w` of a scheme.
+    /// Returns the format with this name after the `w` of a scheme.
     fn named(name: &str) -> Option<Self> {
         if let Some(format) = FloatFormat::ALL.into_iter().find(|f| f.name() == name) {
             return Some(Self::Float(format));
@@ -36,36 +36,36 @@ impl WeightRequest {
     }
 }
 
-/// A number in digits alone, written as it is printed.
+/// Parses a number that consists only of digits and has its canonical form.
 fn number(text: &str) -> Option<usize> {
     let number: usize = text.parse().ok()?;
     (number.to_string() == text).then_some(number)
 }
 
-/// A scheme as it is asked for: symmetry may be left to the container, since engines prefer
-/// symmetric grids in one and know only asymmetric ones in another.
+/// A requested scheme: symmetry may be left to the format, since engines prefer symmetric grids in one and support only
+/// asymmetric ones in another.
 ///
-/// Written as a [`LinearScheme`] is, without `-sym` or `-asym` where nothing was said.
+/// Written like a [`LinearScheme`], without `-sym` or `-asym` if it is left open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SchemeRequest {
     /// The format of the weight.
     pub weight: WeightRequest,
     /// Which weights share a scale.
     pub granularity: Granularity,
-    /// What becomes of the input.
+    /// The quantization of the input.
     pub activations: ActivationScheme,
 }
 
-/// Inputs that share a scale under FP8 activations, where weights are integers.
+/// Inputs that share a scale with FP8 activations, if weights are integers.
 const W4AFP8_GROUP: usize = 128;
 
 impl SchemeRequest {
-    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`; what it leaves out comes
-    /// from `self`, but for `w8a8` and floating-point weights, which have one scale per row unless `self` is such a
-    /// scheme itself. Two levels of scales have to be asked for. `fp8`, `nvfp4` and the like are understood too.
+    /// Parses `text` such as `w3a16`, `w4a16-g64`, `w8a8-channel-sym-static`. Omitted parts come from `self`, except
+    /// that `w8a8` and floating-point weights have one scale per row unless `self` is such a scheme itself. Two levels
+    /// of scales must be requested explicitly. Aliases such as `fp8` and `nvfp4` are accepted.
     ///
     /// # Errors
-    /// When a part is not understood; the message lists what is.
+    /// When a part is not understood; the message lists the valid ones.
     pub fn refine(self, text: &str) -> Result<Self> {
         let text = float::alias(text).unwrap_or(text);
         let mut parts = text.split('-');
@@ -122,7 +122,7 @@ impl SchemeRequest {
         Ok(scheme)
     }
 
-    /// The scheme with the first word of a name, `w4a16`; `None` where it is not understood.
+    /// Returns the scheme with the first word of a name, `w4a16`; `None` if it is not understood.
     fn with_head(self, head: &str) -> Option<Self> {
         let (weight, activations) = head.strip_prefix('w')?.split_once('a')?;
         let mut weight = WeightRequest::named(weight)?;
@@ -142,7 +142,7 @@ impl SchemeRequest {
         let mut scheme = Self { weight, activations, ..self };
         let is_other_float = scheme.is_float() && scheme.weight != self.weight;
         if self.is_float() && !scheme.is_float() {
-            // What floating-point weights have scales of says nothing of integers.
+            // The granularity of floating-point weights does not carry over to integers.
             scheme.granularity = Self::default().granularity;
         }
         if (scheme.is_w8a8() && !self.is_w8a8()) || is_other_float {
@@ -154,11 +154,11 @@ impl SchemeRequest {
         Some(scheme)
     }
 
-    /// Fails when its parts contradict each other, or this version has no such scheme.
+    /// Fails when its parts contradict each other, or this version does not support the scheme.
     ///
     /// # Errors
-    /// [`Error::Usage`] for two levels of scales where a row has one scale, and for floating-point weights with scales or
-    /// activations that no scheme of this version has.
+    /// [`Error::Usage`] for two levels of scales with one scale per row, and for floating-point weights with
+    /// unsupported scales or activations.
     pub fn check(&self) -> Result<()> {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
@@ -182,7 +182,7 @@ impl SchemeRequest {
         }
     }
 
-    /// 4-bit integers under FP8 activations, as the one engine kernel for them takes them.
+    /// 4-bit integers with FP8 activations, as the only engine kernel for them requires.
     fn is_w4afp8(self) -> bool {
         self.activations == ActivationScheme::Fp8Token
             && self.granularity == Granularity::Group(W4AFP8_GROUP)
@@ -201,7 +201,7 @@ impl SchemeRequest {
         matches!(self.weight, WeightRequest::Float(_))
     }
 
-    /// Whether the grid is symmetric, if that was said; floating-point numbers always are.
+    /// Whether the grid is symmetric, if specified; floating-point grids always are.
     pub fn symmetric(&self) -> Option<bool> {
         match self.weight {
             WeightRequest::Int { symmetric, .. } => symmetric,
@@ -209,7 +209,7 @@ impl SchemeRequest {
         }
     }
 
-    /// Asks for a symmetric or asymmetric grid.
+    /// Requests a symmetric or asymmetric grid.
     ///
     /// # Errors
     /// [`Error::Usage`] for asymmetric floating-point weights.
@@ -227,7 +227,8 @@ impl SchemeRequest {
         Ok(())
     }
 
-    /// The scheme; where nothing was said of symmetry, integers of some bits are symmetric if `default` says so.
+    /// Resolves the request; if symmetry is left open, integers with some number of bits are symmetric if `default`
+    /// returns true for it.
     pub fn resolve(self, default: impl FnOnce(u8) -> bool) -> LinearScheme {
         let weight = match self.weight {
             WeightRequest::Int { bits, symmetric, two_level } => {
@@ -238,13 +239,13 @@ impl SchemeRequest {
         LinearScheme { weight, granularity: self.granularity, activations: self.activations }
     }
 
-    /// The scheme, symmetric or not as given where nothing was said.
+    /// Resolves the request with this symmetry if it is left open.
     pub fn with_default_symmetry(self, symmetric: bool) -> LinearScheme {
         self.resolve(|_| symmetric)
     }
 }
 
-/// The weights of integers that this version knows, for messages: `w2, w3, w4 or w8`.
+/// The supported integer weights, for messages: `w2, w3, w4 or w8`.
 fn known_integers() -> String {
     let names: Vec<String> = WeightFormat::INT_BITS.iter().map(|bits| format!("w{bits}")).collect();
     match names.split_last() {
@@ -253,7 +254,7 @@ fn known_integers() -> String {
     }
 }
 
-/// What other tools call some of our schemes.
+/// Names of other tools for some of our schemes.
 const FOREIGN: [(&str, &str); 12] = [
     ("int2", "w2a16"),
     ("int3", "w3a16"),
@@ -268,13 +269,13 @@ const FOREIGN: [(&str, &str); 12] = [
     ("w8", "w8a16"),
     ("nf4", "w4a16"),
 ];
-/// Schemes that are asked for often, to which a misspelled name is compared beside those of floats.
+/// Common schemes, with which a misspelled name is compared in addition to the float schemes.
 const FREQUENT: [&str; 7] =
     ["w4a16", "w4a16-g128", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
-/// Names less alike than this are no misspelling of each other.
+/// The minimum similarity of a misspelled name.
 const ALIKE: f64 = 0.8;
 
-/// The scheme that was probably meant.
+/// The scheme that was probably intended.
 fn suggestion(text: &str) -> Option<&'static str> {
     let text = text.to_ascii_lowercase();
     if let Some((_, scheme)) = FOREIGN.iter().find(|(name, _)| *name == text) {
@@ -286,7 +287,7 @@ fn suggestion(text: &str) -> Option<&'static str> {
     likeness.filter(|(alike, _)| *alike >= ALIKE).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 
-/// Whether this is how llama.cpp names a type of GGUF files: `q4_k_m`, `IQ4_XS`.
+/// Whether this is llama.cpp's name of a GGUF type: `q4_k_m`, `IQ4_XS`.
 fn is_gguf_type(text: &str) -> bool {
     let text = text.to_ascii_lowercase();
     let rest = text.strip_prefix("iq").or(text.strip_prefix("tq")).or(text.strip_prefix('q'));
@@ -313,7 +314,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     )
 }
 
-/// What follows `-static` in a name.
+/// Parses what follows `-static` in a name.
 fn static_activations<'a>(text: &str, parts: &mut impl Iterator<Item = &'a str>) -> Result<ActivationScheme> {
     let symmetric = match parts.next() {
         None | Some("sym") => true,

@@ -1,4 +1,4 @@
-//! Names of schemes of integers, and what is refused.
+//! Names of integer schemes, and rejected names.
 
 use super::*;
 
@@ -43,7 +43,7 @@ fn activations_of_8_bits() {
     assert_eq!(scheme("w4a8").to_string(), "w4a8-g128-sym");
     assert_eq!(scheme("w8a8-g64-static-sym").to_string(), "w8a8-g64-sym-static");
     assert_eq!(scheme("w8a8-static-asym").activations, ActivationScheme::Static { symmetric: false });
-    // Of the scheme that it refines, only granularity and symmetry are left.
+    // Only granularity and symmetry carry over from the refined scheme.
     let base: SchemeRequest = "w8a8-g64-static".parse().unwrap();
     assert_eq!(base.refine("w8a8").unwrap().to_string(), "w8a8-g64");
     assert_eq!(base.refine("w8a16").unwrap().to_string(), "w8a16-g64");
@@ -96,7 +96,7 @@ fn floating_point_weights() {
     let mut request = SchemeRequest::from(scheme);
     assert!(request.set_symmetric(true).is_ok());
     assert!(matches!(request.set_symmetric(false), Err(Error::Usage { .. })));
-    // Back to integers, the granularity is theirs and symmetry is open.
+    // Back to integers, granularity is the integers' default and symmetry is open.
     for (base, refined, expected) in [
         ("wf8a16", "w4a16", "w4a16-g128"),
         ("wf8a16-tensor", "w8a16", "w8a16-g128"),
@@ -134,6 +134,6 @@ fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
     }
     assert_eq!(remedy("q4_k_m"), "Q4_K_M is a type of GGUF files: add ‹format=gguf›");
     assert!(!remedy("banana").contains("did you mean"));
-    // What is wrong with the rest of a name is no misspelling of its head.
+    // An error in the rest of a name is not reported as a misspelling of its first part.
     assert!(!remedy("w4a16-g0").contains("did you mean"));
 }

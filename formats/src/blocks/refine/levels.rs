@@ -3,11 +3,11 @@
 use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
 use super::{LANES, TURNS, total};
 
-/// Scales that a part's search starts from, on each side.
+/// Number of starting scales of a part's search, for each sign.
 const STARTS: usize = 24;
-/// Scales of a block that are looked at closely, of all that are tried.
+/// Number of block scales that are refined, out of all candidates.
 const CLOSELY: usize = 4;
-/// Steps of the candidates for a block's scale: so many, each of so many factors.
+/// Number of candidates for a block's scale, and the step between them in the factor of the largest part scale.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
 
@@ -25,7 +25,7 @@ fn sums<L: Levels>(levels: L, inverse: f32, x: &[f32], w: &[f32]) -> (f32, f32) 
     (total(xl), total(ll))
 }
 
-/// The weighted squared error with a scale.
+/// The weighted squared error for a scale.
 #[inline(always)]
 fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
     let inverse = if scale != 0.0 { 1.0 / scale } else { 0.0 };
@@ -39,7 +39,7 @@ fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
     total(sum)
 }
 
-/// The best scale of a part that is found, and `Σ w·l²` there.
+/// Returns the best scale found for a part, and `Σ w·l²` there.
 #[inline(always)]
 fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
@@ -47,7 +47,8 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
-    // From scales that leave the last code unused to those by which the largest values saturate; of fine grids fewer steps.
+    // From scales that leave the last code unused to scales that saturate the largest values; fine grids take smaller
+    // steps.
     let (first, last) = ((0.09 * low).max(-step), levels.beyond());
     let mut best = (0.0, 0.0, 0.0);
     for end in [low, -low] {
@@ -67,7 +68,7 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     (best.1, best.2)
 }
 
-/// The fields of a block, without its codes.
+/// Finds the fields of a block, without its codes.
 #[inline(always)]
 pub(super) fn fields<L: Levels>(
     levels: L,
@@ -128,7 +129,7 @@ pub(super) fn fields<L: Levels>(
         }
     }
     if best.0 == f32::INFINITY {
-        // No scale is both finite and not 0: what overflows is reported by who looks at the bytes.
+        // No scale is both finite and nonzero: the check of the encoded bytes reports the overflow.
         let d = half(
             scales[..count].iter().fold(0.0_f32, |most, s| if s.abs() > most.abs() { *s } else { most }),
         );
@@ -138,7 +139,7 @@ pub(super) fn fields<L: Levels>(
     best.1
 }
 
-/// The same where each part has the code of a scale of its own. Values are divided by `power`.
+/// Finds the fields if each part has its own scale code. Values are divided by `power`.
 #[inline(always)]
 pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32], power: f32) -> Fields {
     let mut fields = Fields::ZERO;
@@ -148,7 +149,7 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     for (j, (x, w)) in x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part)).enumerate() {
         let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
         let mut best = (f32::INFINITY, low);
-        // Around what suits the levels best, and around that by which the largest value is the last of them.
+        // Search around the optimal scale, and around the one that maps the largest value to the last level.
         for wanted in [fit(levels, x, w).0.abs(), most / levels.ends()[1]] {
             let (mut below, mut above) = (low, high);
             while below < above {
@@ -167,8 +168,8 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     fields
 }
 
-/// Scales of a block that suit the scales of its parts, the best first: those where errors by the rounding of
-/// factors, taken as squares around each fit, are least.
+/// Candidate block scales for the scales of its parts, best first: those with the least error from rounding factors,
+/// modelled as a parabola around each part's optimum.
 #[inline(always)]
 fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {

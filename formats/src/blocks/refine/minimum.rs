@@ -3,7 +3,7 @@
 use super::super::grid::{Fields, Grid, PARTS, code_above};
 use super::{LANES, TURNS, total};
 
-/// Where a part's search starts: its range drawn in at each end by these shares of it.
+/// Starting points of a part's search: its range, shrunk at each end by these fractions.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
 /// Candidates for the scales of a block.
 const CANDIDATES: usize = 24;
@@ -46,7 +46,7 @@ fn error(top: i32, [scale, minimum]: [f32; 2], x: &[f32], w: &[f32]) -> f32 {
     total(sum)
 }
 
-/// `Σ w`, `Σ w·x`, of a part.
+/// `Σ w` and `Σ w·x` of a part.
 #[inline(always)]
 fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     let (mut sum_w, mut sum_x) = ([0.0; LANES], [0.0; LANES]);
@@ -59,7 +59,7 @@ fn moments(x: &[f32], w: &[f32]) -> [f32; 2] {
     [total(sum_w), total(sum_x)]
 }
 
-/// The best scale and minimum of a part that are found, and how much its error grows with their squares.
+/// Returns the best scale and minimum found for a part, and the curvature of its error in each.
 #[inline(always)]
 fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
     let [sum_w, sum_x] = moments(x, w);
@@ -69,7 +69,7 @@ fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
         low = low.min(0.0);
     }
     if high <= low {
-        // All alike, and below zero or of any sign: the minimum is all there is.
+        // All values are equal, and not positive unless `any_sign`: the minimum alone represents them.
         return ([0.0, -low], [0.0, sum_w]);
     }
     let mut best = (f32::INFINITY, [0.0, (-low).max(if any_sign { -low } else { 0.0 })], [0.0, sum_w]);
@@ -109,7 +109,7 @@ fn fit(top: i32, x: &[f32], w: &[f32], any_sign: bool) -> ([f32; 2], [f32; 2]) {
     (best.1, best.2)
 }
 
-/// The fields of a block, without its codes.
+/// Finds the fields of a block, without its codes.
 #[inline(always)]
 pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(f32) -> f32) -> Fields {
     let parts = || x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part));
@@ -147,7 +147,7 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
                 let mut found = (f32::INFINITY, near, integer(minimums[j], dmin));
                 for f in (near - 1).max(low)..=(near + 1).min(high) {
                     let scale = d * f as f32;
-                    // The minimum that is best for the codes of the one before.
+                    // The second candidate is the optimal minimum for the codes of the first.
                     let first = integer(minimums[j], dmin);
                     let s = sums(top, [scale, dmin * first as f32], x, w);
                     let second = integer((scale * s.l - sum_x) / sum_w, dmin);
@@ -191,7 +191,7 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
     best.1
 }
 
-/// Scales of a block that suit the values of its parts.
+/// Candidate block scales for the values of its parts.
 #[inline(always)]
 fn starts(values: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     let most = values.iter().fold(0.0_f32, |most, v| most.max(*v));

@@ -1,11 +1,11 @@
-//! The search that is ours: scales, factors and minimums of a block chosen together, for the least weighted squared
-//! error of what is stored.
+//! Our own search: chooses scales, factors and minimums of a block together, for the least weighted squared error of
+//! the stored values.
 //!
-//! The reference weighs errors by magnitudes too, searches each part's scale by itself, and rounds it to the block's
-//! grid afterwards. Here the error of every candidate is that of the bytes: parts are fitted from many starts with codes
-//! and scales in turns; then the block's scale is sought among those that suit the factors of all parts, each of
-//! which takes the best integer near its fit; then scale and factors in turns. Sums run in lanes of eight, in one
-//! order on all machines.
+//! The reference also weights errors by magnitude, but searches each part's scale independently and rounds it to the
+//! block's grid afterwards. Here, the error of every candidate is that of the stored bytes. First, parts are fitted
+//! from many starting points, alternating between codes and scales. Then the block's scale is searched among candidates
+//! that fit the scales of all parts; each part takes the best integer factor near its optimum. Finally, scale and
+//! factors are refined alternately. Sums run in eight lanes, in the same order on all machines.
 
 mod levels;
 mod minimum;
@@ -18,17 +18,18 @@ use super::grid::{Even, Fields, Fp4, Grid, MOST, Steps, Ternary, Uneven};
 use super::search::mean_square;
 use crate::vector::vectorized;
 
-/// Lanes of a sum.
+/// Number of lanes of a sum.
 pub(super) const LANES: usize = 8;
-/// How often the scale of a block and the factors of its parts take turns, at most.
+/// Maximum number of iterations that alternate between a block's scale and its parts' factors.
 const TURNS: usize = 4;
 
-/// What elements of a part weigh that no text needs, beside a mean of 1.
+/// The weight of elements in parts without importance, relative to a mean of 1.
 const UNIMPORTANT: f32 = 1e-6;
 
-/// Finds the fields of every block of a row, `elements` in each; `take` gets them with the block's number. Beside its
-/// importance an element weighs the fourth root of `σ² + x²`, `σ²` being the mean square of the row: between errors that
-/// count alike and those of large values that count more, this cost least on calibration texts.
+/// Finds the fields of every block of a row, with `elements` elements each; `take` receives them with the block's
+/// number. The weight of an element is its importance times the fourth root of `σ² + x²`, with `σ²` the mean square of
+/// the row. This compromise between equal weights and a preference for large values had the smallest loss on
+/// calibration texts.
 pub(super) fn row(
     grid: &Grid,
     row: &[f32],
@@ -51,13 +52,13 @@ pub(super) fn row(
     }
 }
 
-/// The fields for one block of values. `weights` are positive or zero; where all of a part are zero, its elements count
-/// alike.
+/// Finds the fields of one block of values. `weights` are nonnegative; if those of a part are all zero, its elements
+/// have equal weights.
 pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     let mut own = [0.0_f32; MOST];
     let own = &mut own[..x.len()];
     own.copy_from_slice(weights);
-    // To a mean of 1, so that sums stay inside the range of the numbers.
+    // Normalize to a mean of 1, so that sums do not overflow.
     let mean = own.iter().sum::<f32>() / own.len() as f32;
     let inverse = 1.0 / mean;
     match inverse.is_normal() {
@@ -73,7 +74,7 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     if most == 0.0 || !most.is_finite() {
         return zero(grid, most);
     }
-    // Values to a magnitude of 1, by a power of two so that nothing is rounded.
+    // Normalize values to a magnitude of about 1, by a power of two so that nothing is rounded.
     let power = power_of_two_below(most);
     let mut scaled = [0.0_f32; MOST];
     let scaled = &mut scaled[..x.len()];
@@ -97,7 +98,7 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     fields
 }
 
-/// A block of zeros; with a scale that is not finite where the values are not.
+/// A block of zeros; if values are not finite, its scale is infinite.
 fn zero(grid: &Grid, most: f32) -> Fields {
     let mut fields = Fields { d: if most == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
     let (code, _) = grid.round([0.0, 0.0], 0.0);
@@ -108,12 +109,12 @@ fn zero(grid: &Grid, most: f32) -> Fields {
     fields
 }
 
-/// The largest power of two that is not above a positive value, and normal.
+/// The largest normal power of two that is not above a positive value.
 fn power_of_two_below(value: f32) -> f32 {
     f32::from_bits(value.to_bits() & 0x7f80_0000).max(f32::MIN_POSITIVE)
 }
 
-/// Sums of lanes in a fixed order.
+/// The sum of lanes in a fixed order.
 #[inline(always)]
 fn total(lanes: [f32; LANES]) -> f32 {
     let [a, b, c, d, e, f, g, h] = lanes;

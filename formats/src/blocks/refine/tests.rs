@@ -1,10 +1,10 @@
-//! The search held to the reference's, and its fields to what decoding makes of their bytes.
+//! Compares the search with the reference's, and its fields with what decoding makes of their bytes.
 
 use super::super::grid::{Fields, Steps};
 use super::super::{BLOCK_TYPES, BlockType};
 use crate::random::SplitMix64;
 
-/// Types, and the share of the reference's weighted error that the search may leave on rows with heavy tails.
+/// Types, with the maximum error relative to the reference's, on rows with heavy tails.
 const MOST_OF_THE_REFERENCE: [(&str, f64); 16] = [
     ("Q8_0", 1.0),
     ("Q4_0", 0.97),
@@ -41,7 +41,7 @@ fn importances(random: &mut SplitMix64, len: usize) -> Vec<f32> {
     (0..len).map(|_| (4.0 * (uniform(random) + uniform(random) - 1.0)).exp()).collect()
 }
 
-/// What the search minimizes.
+/// The objective that the search minimizes.
 fn error(kind: &BlockType, row: &[f32], importance: Option<&[f32]>, bytes: &[u8]) -> f64 {
     let mut back = vec![0.0; row.len()];
     kind.decode(bytes, &mut back);
@@ -99,7 +99,7 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
         ("large", scaled(1e5)),
         ("small", scaled(1e-3)),
     ];
-    // Half of the channels are of no importance, and so are all of some parts.
+    // Half of the channels have zero importance, including all channels of some parts.
     let gaps: Vec<f32> = (0..256).map(|i| if i < 96 || i % 2 == 0 { 0.0 } else { 1.0 }).collect();
     for kind in BLOCK_TYPES.iter().filter(|kind| !kind.is_float()) {
         for (what, row) in &rows {

@@ -1,4 +1,4 @@
-//! Model directories: configuration, its fields, and what goes along.
+//! Model directories: configuration, its fields, and accompanying files.
 
 use std::fs;
 use std::os::unix::fs::symlink;

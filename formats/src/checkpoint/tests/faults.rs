@@ -1,8 +1,8 @@
-//! Every file operation of a run fails once, and once is the last before the power goes off.
+//! Makes every file operation of a run fail once, and simulates a power loss at each.
 //!
-//! What the disk was not asked to keep is lost with the power: written ranges that were not synced
-//! turn to garbage, files whose directory was not synced disappear. Whatever happens, the target
-//! holds nothing, the complete old, or the complete new, and the next run succeeds.
+//! On a power loss, unsynced data is lost: written ranges that were not synced turn to garbage, files whose directory
+//! was not synced disappear. In every case the target is absent, the complete old one, or the complete new one, and the
+//! next run succeeds.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -22,9 +22,9 @@ use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
-    /// The operation fails for want of room; those after it succeed.
+    /// The operation fails because the disk is full; later ones succeed.
     DiskFull,
-    /// The operation is done by half, and none after it.
+    /// The operation is half done, and none follows.
     PowerLoss,
 }
 
@@ -42,14 +42,14 @@ struct State {
     off: bool,
     /// Written and not synced.
     dirty: Vec<(Arc<File>, u64, u64)>,
-    /// Created in a directory that was not synced since.
+    /// Created in a directory that has not been synced since.
     unsynced: HashSet<PathBuf>,
 }
 
-/// What the next operation is to do.
+/// The outcome of the next operation.
 enum Turn {
     Succeed,
-    /// Do a part of it, then report the error.
+    /// Do part of it, then report the error.
     Fail(io::Error),
 }
 
@@ -83,8 +83,8 @@ impl FaultyFileSystem {
         }))
     }
 
-    /// An operation that happens entirely or not at all. With the power it may happen and still not
-    /// be reported; both are tried, by the parity of the operation.
+    /// An operation that happens entirely or not at all. At a power loss it may happen without being reported; the
+    /// parity of the operation selects one of both.
     fn atomic<T>(&self, operation: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self.turn()? {
             Turn::Succeed => operation(),
@@ -104,7 +104,7 @@ impl FaultyFileSystem {
         state.operations > state.fault_at
     }
 
-    /// What the disk holds when the power is back.
+    /// The disk's contents after the power loss.
     fn lose_unsynced(&self) {
         let state = self.state.lock().unwrap();
         for (file, offset, len) in &state.dirty {
@@ -117,7 +117,7 @@ impl FaultyFileSystem {
     }
 }
 
-/// One that never fails, and waits for no disk.
+/// A file system that never fails, and does not wait for the disk.
 fn steady() -> FaultyFileSystem {
     FaultyFileSystem::new(usize::MAX, Fault::DiskFull, true)
 }
@@ -208,8 +208,8 @@ impl FileSystem for FaultyFileSystem {
         self.atomic(|| {
             fs::rename(from, to)?;
             let mut state = self.state.lock().unwrap();
-            // Until the directory is synced, the file may be under either name; that the new name
-            // holds whole content is what matters.
+            // Until the directory is synced, the file may have either name; what matters is that the new name holds
+            // complete content.
             state.unsynced.remove(from);
             Ok(())
         })
@@ -257,7 +257,7 @@ impl FileSystem for FaultyFileSystem {
 }
 
 impl FaultyFileSystem {
-    /// At the moment that a directory becomes the target, the disk must hold all of it.
+    /// When a directory becomes the target, the disk must hold all of it.
     fn check_durable(&self, directory: &Path) {
         let state = self.state.lock().unwrap();
         assert!(!state.unsynced.iter().any(|p| p.starts_with(directory)), "{:?}", state.unsynced);
@@ -282,7 +282,7 @@ fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> 
     CheckpointWriter::create_on(fs, target, specs(), options)
 }
 
-/// A whole run, as the pipeline drives the writer.
+/// A whole run that uses the writer as the pipeline does.
 fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<()> {
     let mut writer = create(fs, target, force, resume)?;
     writer.add_file("config.json", b"{}")?;
@@ -307,12 +307,12 @@ fn put(target: &Path, files: &Files) {
     }
 }
 
-/// In memory where there is such a place: thousands of small files are made here.
+/// In memory if possible: the test creates thousands of small files.
 fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Lets operation `k` fail, for every `k` that a run has, and looks at what is left.
+/// Makes operation `k` fail, for every `k` of a run, and checks what is left.
 fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     let reference = scratch();
     let place = reference.path().join("out");
@@ -342,7 +342,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
             let aside = dir.path().join("out.job/previous");
             let is_new = left.as_ref() == Some(&new);
             let is_old = left == old;
-            // Only without an exchange is there a moment at which the old stands aside.
+            // Only without an exchange is the old target ever set aside.
             let is_aside = !can_exchange && left.is_none() && content_of(&aside) == old;
             assert!(is_new || is_old || is_aside, "{case}");
             if outcome.is_ok() {
@@ -355,7 +355,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
 
             if is_aside {
                 was_aside = true;
-                // The mere start of the next run puts it back, whatever becomes of that run.
+                // Starting the next run restores it, whatever happens to that run.
                 let started = create(Arc::new(steady()), &target, false, resume);
                 assert!(matches!(started, Err(Error::OutputExists { .. })), "{case}");
                 assert_eq!(content_of(&target), old, "{case}: not put back");
@@ -416,7 +416,7 @@ fn power_loss_at_any_operation_without_exchange() {
     every_operation(Fault::PowerLoss, old(), false);
 }
 
-/// A run that resumes is itself cut off at every operation.
+/// A run that resumes is itself interrupted at every operation.
 #[test]
 fn power_loss_while_resuming() {
     let reference = scratch();
@@ -426,7 +426,7 @@ fn power_loss_while_resuming() {
     for k in 0..500 {
         let dir = scratch();
         let target = dir.path().join("out");
-        // Cut off after the first commit.
+        // Interrupted after the first commit.
         let first = FaultyFileSystem::new(30, Fault::PowerLoss, true);
         run(Arc::new(first.clone()), &target, false, false).unwrap_err();
         first.lose_unsynced();

@@ -1,4 +1,4 @@
-//! Files that break one rule each, and files that nobody thought of.
+//! Files that violate one rule each, and random files.
 
 use proptest::prelude::*;
 
@@ -144,7 +144,7 @@ fn limits_hold() {
     assert!(parse_with(&vectors(&[("a", 1), ("b", 1)]), few).is_ok());
     let three = vectors(&[("a", 1), ("b", 1), ("c", 1)]);
     assert!(matches!(parse_with(&three, few), Err(HeaderError::TooManyTensors { limit: 2 })));
-    // A length over the limit in a file that is long enough for it: refused before it is read.
+    // A length over the limit in a file that is long enough for it: rejected before it is read.
     let limits = Limits::default();
     let prefix = (40u64 << 20).to_le_bytes();
     let refused = crate::checkpoint::header::checked_len(prefix, 1 << 30, limits);
@@ -207,14 +207,14 @@ proptest! {
     }
 }
 
-/// Whatever is accepted must lie within the file, and be accepted by the reference reader.
+/// Everything accepted must be within the file, and be accepted by the reference reader.
 fn agrees_with_the_file(bytes: &[u8]) -> Result<(), TestCaseError> {
     match parse(bytes) {
         Ok(header) => {
             for located in header.tensors.values() {
                 prop_assert!(located.offset + located.info.byte_len() <= bytes.len() as u64);
             }
-            // The reference reader refuses types that it does not know.
+            // The reference reader rejects unknown types.
             let known = |t: &Located| !matches!(t.info.dtype, Dtype::Opaque(_));
             if header.tensors.values().all(known) {
                 prop_assert!(safetensors::SafeTensors::deserialize(bytes).is_ok());
@@ -264,7 +264,7 @@ fn unknown_types_keep_their_name_and_length() {
     let info = &header.tensors["t"].info;
     assert_eq!((info.dtype.name(), info.byte_len(), info.elements()), ("C64", 16, 2));
     assert!(!info.dtype.is_weight_float());
-    // Their lengths are held to the file as all are.
+    // Their lengths are checked against the file like all others.
     refused!(file(of_type("C64", "[2]", 17), &[1; 16]), E::PastEnd { .. }, "`t`");
     refused!(file(of_type("C64", "[2]", 15), &[1; 16]), E::TrailingBytes { .. }, "1 byte");
     refused!(file(of_type("C64", "[2]", u64::MAX), &[1; 16]), E::PastEnd { .. }, "`t`");

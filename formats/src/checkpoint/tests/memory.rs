@@ -1,4 +1,4 @@
-//! The ends of the path in memory.
+//! The in-memory source and sink.
 
 use super::{assert_holds, content, spec};
 use crate::Error;

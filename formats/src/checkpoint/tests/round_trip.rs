@@ -1,4 +1,4 @@
-//! What is written reads back equal, through our reader and through the reference one.
+//! What is written reads back equal, with our reader and with the reference reader.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -29,7 +29,7 @@ impl<S: Strategy<Value = BTreeMap<String, (Dtype, Vec<usize>)>> + 'static> Shuff
             map.into_iter()
                 .map(|(name, (dtype, mut shape))| {
                     if dtype.bits() % 8 != 0 {
-                        // Whole bytes whatever else the shape has.
+                        // Whole bytes, whatever else the shape has.
                         shape.push(4);
                     }
                     TensorSpec::new(name, dtype, shape)
@@ -98,7 +98,7 @@ proptest! {
     }
 }
 
-/// Types that this version does not know go through byte for byte, under their name.
+/// Unknown types are copied byte for byte, with their names.
 #[test]
 fn unknown_types_are_written_as_they_were_read() {
     let dir = tempfile::tempdir().unwrap();

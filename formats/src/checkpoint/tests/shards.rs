@@ -1,4 +1,4 @@
-//! Directories of shards: what the index says against what is there, and links that lead elsewhere.
+//! Directories of shards: indexes that do not match the files, and links that point elsewhere.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -36,7 +36,7 @@ fn open(dir: &TempDir) -> Result<ShardedCheckpoint> {
     ShardedCheckpoint::open(dir.path())
 }
 
-/// The reason of the index error that opening ends with.
+/// The reason of the index error that opening returns.
 fn index_reason(dir: &TempDir) -> String {
     match open(dir) {
         Err(Error::Index { path, reason }) => {
@@ -211,7 +211,7 @@ fn links_stay_inside_or_in_the_cache() {
     fs::remove_file(&shard).unwrap();
     symlink("s2.safetensors", &shard).unwrap();
     assert!(index_reason(&dir).contains("itself"));
-    // The index itself may not lead out either.
+    // The index itself may not point outside either.
     let index = dir.path().join(INDEX);
     fs::remove_file(&index).unwrap();
     symlink(outside.path().join("secret.safetensors"), &index).unwrap();
@@ -228,7 +228,7 @@ fn hugging_face_cache_layout() {
     let link = snapshot.join("model.safetensors");
     symlink("../../blobs/0123", &link).unwrap();
     assert_eq!(ShardedCheckpoint::open(&snapshot).unwrap().read("a").unwrap(), [0, 1, 2]);
-    // Also when the snapshot is reached through a link.
+    // Also if the snapshot is reached through a link.
     symlink(&snapshot, cache.path().join("model")).unwrap();
     assert!(ShardedCheckpoint::open(&cache.path().join("model")).is_ok());
 
@@ -252,7 +252,7 @@ fn hugging_face_cache_layout() {
     put(&repo, "blobs/deep/0123", vectors(&[("a", 3)]));
     relink("../../blobs/deep/0123");
     no_checkpoint("leaves");
-    // Blobs that are themselves a link prove nothing.
+    // A `blobs` directory that is itself a link is not trusted.
     fs::rename(repo.join("blobs"), cache.path().join("elsewhere")).unwrap();
     symlink(cache.path().join("elsewhere"), repo.join("blobs")).unwrap();
     relink("../../blobs/0123");
@@ -304,7 +304,7 @@ fn a_file_that_shrinks_is_an_error() {
     shard.set_len(shard.metadata().unwrap().len() - 2).unwrap();
     let message = checkpoint.read("c").unwrap_err().to_string();
     assert!(message.contains("s2.safetensors") && message.contains("have 3, need 5"), "{message}");
-    // A file that takes the name later is not read.
+    // A file that gets the name later is not read.
     let dir = sharded(&good());
     let checkpoint = open(&dir).unwrap();
     fs::remove_file(dir.path().join("s2.safetensors")).unwrap();

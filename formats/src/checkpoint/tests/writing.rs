@@ -1,4 +1,4 @@
-//! The writer: promises about the target, the job directory, resuming and locking.
+//! The writer's guarantees on the target, the job directory, resuming and locking.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -95,7 +95,7 @@ fn published_is_complete_and_listed() {
     let index: Value =
         serde_json::from_slice(&fs::read(target.join("model.safetensors.index.json")).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], 32 + 5 + 24 + 14);
-    // The same permissions as any file has that is created here.
+    // The same permissions as any new file here.
     fs::write(dir.path().join("probe"), "").unwrap();
     let mode = |p: PathBuf| fs::metadata(p).unwrap().permissions().mode();
     assert_eq!(mode(target.join("config.json")), mode(dir.path().join("probe")));
@@ -128,7 +128,7 @@ fn existing_target_needs_force() {
 fn force_replaces_only_what_was_written_here() {
     let (_dir, target) = place();
     fs::create_dir(&target).unwrap();
-    // An original model is worth more than anything made of it.
+    // An original model must never be replaced.
     fs::write(target.join("config.json"), "{}").unwrap();
     fs::write(target.join("model.safetensors"), "years of work").unwrap();
     assert!(usage_message(create(&target, forced())).contains("was not written by quant"));
@@ -146,7 +146,7 @@ fn force_replaces_only_what_was_written_here() {
     fs::create_dir(target.join("more")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `more`"));
     fs::remove_dir(target.join("more")).unwrap();
-    // A directory in the place of a file that is listed.
+    // A directory in place of a listed file.
     fs::remove_file(target.join("config.json")).unwrap();
     fs::create_dir(target.join("config.json")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `config.json`"));
@@ -161,7 +161,7 @@ fn force_replaces_only_what_was_written_here() {
     fs::write(&target, "a file").unwrap();
     assert!(usage_message(create(&target, forced())).contains("not a directory"));
 
-    // Someone's own directory with the job's name is not emptied.
+    // A user's own directory with the job's name is not emptied.
     let (_dir, target) = place();
     fs::create_dir(job(&target)).unwrap();
     fs::write(job(&target).join("mine"), "x").unwrap();
@@ -265,7 +265,7 @@ fn resuming_keeps_what_was_committed() {
     assert_eq!(complete(&writer), [true, true, false, false]);
     assert!(writer.notes()[0].contains("2 of 4"));
     drop(writer);
-    // And again, after a run that did nothing; a complete tensor may be written anew.
+    // Once more, after a run that did nothing; a complete tensor may be written again.
     let mut writer = create(&target, resumed()).unwrap();
     writer.write("a", 0, &content(&specs()[0])).unwrap();
     finish(writer).unwrap();
@@ -416,11 +416,11 @@ fn staged_files_take_their_room_at_once() {
         CheckpointWriter::create(&target, vec![spec("a", Dtype::U8, &[1 << 20])], options()).unwrap();
     let metadata = fs::metadata(writer.job_directory().join("out/model.safetensors")).unwrap();
     assert_eq!(metadata.len(), writer.layout().file_bytes());
-    // File systems without preallocation leave a hole; the length is right on all.
+    // File systems without preallocation leave a hole; the length is correct on all of them.
     assert!(metadata.blocks() == 0 || metadata.blocks() * 512 >= 1 << 20);
 }
 
-/// Somebody's directory that happens to be called like ours, with files called like ours.
+/// A user's directory that happens to have the job's name, with files that have the names of a job's files.
 #[test]
 fn a_directory_without_our_lock_is_not_emptied() {
     let dir = tempfile::tempdir().unwrap();
@@ -446,7 +446,7 @@ fn a_directory_without_our_lock_is_not_emptied() {
     fs::create_dir(job.join("lock")).unwrap();
     refused("`lock`, which is not the lock of a run");
     assert_eq!(fs::read_to_string(job.join("journal.jsonl")).unwrap(), "my diary");
-    // With the lock of a run that died it is one of ours, as is an empty directory.
+    // With the lock of a dead run it is a job's, and so is an empty directory.
     fs::remove_dir(job.join("lock")).unwrap();
     fs::write(job.join("lock"), "4711\n").unwrap();
     create().unwrap().abandon().unwrap();

@@ -4,8 +4,8 @@
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.qweight` | I32 | `[k, n/8]` | codes of eight outputs a word |
-//! | `X.qzeros` | I32 | `[k/g, n/8]` | zeros, packed alike |
+//! | `X.qweight` | I32 | `[k, n/8]` | codes of eight outputs per word |
+//! | `X.qzeros` | I32 | `[k/g, n/8]` | zero points, packed in the same way |
 //! | `X.scales` | F16 | `[k/g, n]` | scales |
 //!
 //! Nibble `j` (bits `4j` to `4j + 3`) of word `c` holds output `8c + ORDER[j]`.
@@ -17,11 +17,11 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::{Error, Result};
 
-/// Which of a word's eight outputs stands in each nibble, the lowest first: the order in which the
-/// format's first kernels took them apart.
+/// Index of the output in each nibble of a word, lowest nibble first: the order in which the format's first kernels
+/// unpacked them.
 const ORDER: [usize; ROWS_A_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-/// The zero that a symmetric grid of four bits has.
+/// The zero point of a symmetric 4-bit grid.
 const MIDDLE: u8 = 8;
 
 pub(super) fn codes_name(module: &str) -> String {
@@ -98,11 +98,11 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Codes `[n, columns]` as the little-endian bytes of words `[columns, n/8]`.
+/// Packs codes `[n, columns]` into the little-endian bytes of words `[columns, n/8]`.
 fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
     let words = n / ROWS_A_WORD;
     let mut bytes = vec![0; columns * words * 4];
-    // Eight rows at a time stay in the cache while they are walked side by side.
+    // Eight rows at a time stay in the cache while they are traversed in parallel.
     for (c, rows) in codes.chunks_exact((ROWS_A_WORD * columns).max(1)).enumerate() {
         let row: [&[u8]; ROWS_A_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
         for i in 0..columns {
@@ -114,7 +114,7 @@ fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
     bytes
 }
 
-/// The codes `[n, columns]` from the bytes of words `[columns, n/8]`.
+/// Unpacks codes `[n, columns]` from the bytes of words `[columns, n/8]`.
 pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Vec<u8> {
     let words = n / ROWS_A_WORD;
     let mut codes = vec![0; n * columns];

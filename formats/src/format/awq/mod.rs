@@ -1,8 +1,8 @@
-//! AutoAWQ `gemm`: the container that vLLM, SGLang and transformers read as `awq`.
+//! AutoAWQ `gemm`: the format that vLLM, SGLang and transformers read as `awq`.
 //!
-//! Four bits, one group size for the whole model, scales in F16, always a zero point; a symmetric
-//! grid is stored with zero 8. [`layout`] packs and unpacks, [`reader`] tells what a configuration
-//! means. `docs/formats/awq.md` draws the bytes.
+//! Four bits, one group size for the whole model, scales in F16, always a zero point; a symmetric grid is stored with
+//! zero point 8. [`layout`] packs and unpacks, [`reader`] interprets the configuration. `docs/formats/awq.md` draws the
+//! bytes.
 
 mod layout;
 mod reader;
@@ -17,18 +17,18 @@ use crate::{Error, Result};
 
 /// `quant_method`.
 const METHOD: &str = "awq";
-/// `version`: the layout that engines kept.
+/// `version`: the only layout that engines still support.
 const VERSION: &str = "gemm";
-/// The only width.
+/// The only bit width.
 const BITS: u8 = 4;
-/// The module that readers leave float whatever the configuration says.
+/// The module that readers always leave float.
 const HEAD: &str = "lm_head";
-/// Outputs whose codes share a word: rows of a weight come in multiples of it.
+/// Outputs whose codes share a word; the number of rows must be a multiple of it.
 const ROWS_A_WORD: usize = 8;
-/// Group sizes that vLLM's kernels take.
+/// Group sizes that vLLM's kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 
-/// The container that vLLM, SGLang and transformers read as `awq`.
+/// The format that vLLM, SGLang and transformers read as `awq`.
 #[derive(Debug, Clone, Copy)]
 pub struct AutoAwq;
 
@@ -67,8 +67,7 @@ impl Container for AutoAwq {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: the configuration has room for no second. The head stays float: readers
-    /// look for no other.
+    /// One scheme for all: the configuration can hold only one. The head stays float: readers support nothing else.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);

@@ -1,4 +1,4 @@
-//! Reads `gemm` checkpoints back, ours or others', into logical order.
+//! Reads `gemm` checkpoints, our own and others', back into logical order.
 
 use serde_json::Value;
 
@@ -11,20 +11,19 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// Which modules are quantized, all by one scheme.
+/// The quantized modules, all with one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     granularity: Granularity,
-    /// Parts of the names of modules that stay float.
+    /// Substrings of the names of modules that stay float.
     float: Vec<String>,
 }
 
 impl Reader {
-    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another
-    /// method.
+    /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
     ///
     /// # Errors
-    /// A reason that names the key, when it says what this reader does not implement.
+    /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
     pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
         let Some(map) = config.as_object() else { return Ok(None) };
         if map.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
@@ -182,7 +181,7 @@ mod tests {
         }
     }
 
-    /// Codes and zeros of two levels of scales as they are, and their products rounded once.
+    /// With two levels of scales, codes and zero points are unchanged, and the products are rounded once.
     #[test]
     fn two_levels_of_scales_are_read_back_as_one() {
         let weights: Vec<f32> =

@@ -1,8 +1,8 @@
 //! The `quantization_config` of `config.json`.
 //!
-//! Readers forbid keys that they do not know, and three versions of them are in use at once, so
-//! this writes the smallest set that means the same to all: no `zp_dtype`, `actorder`, `observer` or
-//! `version`, and `scale_dtype` only where readers need it.
+//! Readers reject unknown keys, and three of their versions are in use, so this writes the smallest set of keys that
+//! means the same to all: no `zp_dtype`, `actorder`, `observer` or `version`, and `scale_dtype` only where readers need
+//! it.
 
 use std::collections::BTreeSet;
 
@@ -21,8 +21,8 @@ struct Group<'a> {
     modules: Vec<&'a str>,
 }
 
-/// Groups in the order that they are written: the scheme of most modules (of equals, the first in
-/// model order), then the others in model order.
+/// Groups in the order in which they are written: the scheme of most modules (on ties, the first in model order), then
+/// the others in model order.
 fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
     let mut groups: Vec<Group<'a>> = Vec::new();
     for &(module, scheme) in &schemes.quantized {
@@ -40,11 +40,10 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
 
 /// See [`Container::quantization_config`](crate::format::Container::quantization_config).
 ///
-/// `group_0` targets every `Linear`, the other groups their modules by name, which readers prefer
-/// to the class; a quantized head is always named, since some readers do not count it among the
-/// linears. `ignore` names every linear that stays float, and by expressions all that stands beside the decoder. Where all parts of what engines fuse are
-/// named, so is the fused linear. A quantized embedding has a group of its own, by its class: not
-/// all readers know it by a name.
+/// `group_0` targets every `Linear`; the other groups target their modules by name, which readers prefer to the class.
+/// A quantized head is always named, since some readers do not count it among the linears. `ignore` names every linear
+/// that stays float, and has expressions for everything outside the decoder. If all parts of a fused linear are named,
+/// so is the fused linear. A quantized embedding has its own group, by class: not all readers match it by name.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let named = |modules: &[&str]| -> Value { schemes.all_names(modules).into() };
     let outside = schemes.wrapper.into_iter().flat_map(|wrapper| wrapper.outside_patterns());
@@ -69,8 +68,8 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
                 "weights": weights(scheme),
                 "input_activations": input_activations(scheme.activations),
                 "output_activations": null,
-                // Some readers look for it only here, and would take packed weights with activations of 8 bits
-                // for bytes.
+                // Some readers look for it only here, and would otherwise interpret packed weights with 8-bit
+                // activations as bytes.
                 "format": Storage::of(scheme).name(),
             });
             (format!("group_{i}"), value)
@@ -87,7 +86,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let mut config = json!({
         "quant_method": METHOD,
         "format": format,
-        // Without it, transformers loads the file without complaint and computes garbage.
+        // Without it, transformers loads the file without an error and computes garbage.
         "quantization_status": STATUS,
         "config_groups": config_groups,
         "ignore": ignored.collect::<Vec<_>>(),
@@ -124,8 +123,9 @@ fn weights(scheme: LinearScheme) -> Value {
     weights
 }
 
-/// The type of scales, where it must be said: of the MX formats readers know them by it, and of NVFP4 they round the
-/// scales of activations to it only then. With float activations it says nothing, and readers before 0.13 refuse it.
+/// The dtype of scales, if it must be stated: readers identify the MX formats by it, and round the scales of NVFP4
+/// activations to it only if it is present. With float activations it has no meaning, and readers before 0.13 reject
+/// it.
 fn scale_dtype(scheme: LinearScheme) -> Option<&'static str> {
     match scheme.fixed_scales()? {
         ScaleFormat::E4m3 => (scheme.activations != ActivationScheme::Float).then_some(E4M3_SCALES),
@@ -201,7 +201,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     notes
 }
 
-/// Notes on floating-point weights. What is said of engines rests on their sources; see `docs/formats/engines.md`.
+/// Notes on floating-point weights. Statements about engines are based on their sources; see `docs/formats/engines.md`.
 fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let all = || schemes.quantized.iter().map(|(module, scheme)| (*module, *scheme));
     let any = |test: fn(LinearScheme) -> bool| all().any(|(_, scheme)| test(scheme));
@@ -348,7 +348,7 @@ mod tests {
         });
         let asymmetric = of("w8a8-static-asym");
         assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
-        // Packed weights say so where some readers look.
+        // For packed weights, the format is stated where some readers look for it.
         let packed = of("w4a8");
         assert_eq!(packed["format"], json!("pack-quantized"));
         assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));
@@ -373,7 +373,7 @@ mod tests {
         let config = quantization_config(&schemes);
         assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv"]));
         assert_eq!(config["ignore"], json!(["m.gate", "m.up", "m.gate_up"]));
-        // A part alone is not the whole.
+        // A single part does not name the fused linear.
         schemes.float.pop();
         assert_eq!(quantization_config(&schemes)["ignore"], json!(["m.gate"]));
     }

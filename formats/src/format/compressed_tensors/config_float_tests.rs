@@ -1,4 +1,4 @@
-//! What configurations and notes say of floating-point formats, where readers take one for another.
+//! Configurations and notes of floating-point formats that readers could confuse.
 
 use super::*;
 
@@ -11,8 +11,8 @@ fn group(scheme: &str) -> Value {
     quantization_config(&of(scheme))["config_groups"]["group_0"].clone()
 }
 
-/// Readers know MX groups by the type of their scales, and round the scales of NVFP4 activations only where it stands;
-/// older ones refuse the key, so that it stands nowhere else.
+/// Readers identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
+/// stated; older ones reject the key, so it is written nowhere else.
 #[test]
 fn types_of_scales_are_said_where_readers_need_them() {
     for (scheme, weights, inputs) in [
@@ -30,7 +30,8 @@ fn types_of_scales_are_said_where_readers_need_them() {
     }
 }
 
-/// 4-bit integers under FP8 activations say their format in the group: without it readers take the words for bytes.
+/// 4-bit integers with FP8 activations state their format in the group: without it readers interpret the words as
+/// bytes.
 #[test]
 fn w4afp8_says_that_it_is_packed() {
     let group = group("w4af8-g128-sym");
@@ -54,7 +55,7 @@ fn caches_of_fp8_are_said_and_explained() {
         new.len() == 2 && new[0].contains("--kv-cache-dtype fp8") && new[1].contains("llama.cpp"),
         "{new:?}"
     );
-    // Beside NVFP4 alone llama.cpp's converter passes over them.
+    // llama.cpp's converter ignores them only if all weights are NVFP4.
     let nvfp4 = ModuleSchemes { fp8_cache: true, ..of("wf4a16-g16-nv") };
     assert!(!warnings(&nvfp4).iter().any(|n| n.contains("stops at FP8 scales")));
 }

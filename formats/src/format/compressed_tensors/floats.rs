@@ -5,18 +5,18 @@
 //! | format | tensor | type | shape | holds |
 //! |---|---|---|---|---|
 //! | `float-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
-//! | | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]`; `[1]` of a tensor; `[⌈n/128⌉, ⌈k/128⌉]` of blocks | scales |
+//! | | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]`; `[1]` per tensor; `[⌈n/128⌉, ⌈k/128⌉]` per block | scales |
 //! | | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
-//! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes a byte, that of the even column in the low bits |
-//! | | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | scales of groups |
-//! | | `X.weight_global_scale` | F32 | `[1]` | what those are divided by |
-//! | | `X.input_global_scale` | F32 | `[1]` | the same of the input; rounded activations only |
+//! | `nvfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | two codes per byte, that of the even column in the low bits |
+//! | | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
+//! | | `X.weight_global_scale` | F32 | `[1]` | the divisor of the group scales |
+//! | | `X.input_global_scale` | F32 | `[1]` | the input's global scale, a divisor; rounded activations only |
 //! | `mxfp4-pack-quantized` | `X.weight_packed` | U8 | `[n, k/2]` | as above |
 //! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents: `2^(byte − 127)` |
 //! | `mxfp8-quantized` | `X.weight` | F8_E4M3 | `[n, k]` | codes |
 //! | | `X.weight_scale` | U8 | `[n, k/32]` | exponents |
 //!
-//! A value is the code's number times its scale, in `f32`; of NVFP4 the scale is `f32(scale / global)`, divided first.
+//! A weight is the code's value times its scale, in `f32`; for NVFP4 the scale is `f32(scale / global)`, divided first.
 
 use quant_kernels_cpu::{StaticScale, e8m0_value};
 
@@ -38,8 +38,8 @@ pub(super) fn input_global_scale_name(module: &str) -> String {
     format!("{module}.input_global_scale")
 }
 
-/// The tensors of a linear of a scheme of floating-point weights. The caller has checked that its product of sizes fits
-/// in memory.
+/// The tensors of a linear with floating-point weights. The caller has checked that the product of its sizes fits in
+/// memory.
 pub(super) fn layout(
     storage: Storage,
     module: &str,
@@ -72,7 +72,7 @@ pub(super) fn layout(
         Some(FloatFormat::E2m1) => TensorSpec::new(packed_name(module), Dtype::U8, [n, k / 2]),
         _ => TensorSpec::new(weight_name(module), Dtype::F8E4M3, [n, k]),
     };
-    // Exponents are U8 there, not the type that safetensors has for them.
+    // This format stores exponents as U8, not as the E8M0 type of safetensors.
     let stored_dtype = if scale_dtype == Dtype::F8E8M0 { Dtype::U8 } else { scale_dtype };
     let scale = match scheme.granularity {
         Granularity::Tensor => TensorSpec::new(scale_name(module), stored_dtype, [1]),
@@ -97,7 +97,7 @@ pub(super) fn layout(
     Ok(specs)
 }
 
-/// The bytes of those tensors, in the same order, of a tensor that can be stored.
+/// Returns the bytes of those tensors, in the same order, for a tensor that can be stored.
 pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>>> {
     let inconsistent = |what: &str| Error::Internal(format!("quantized `{module}.weight`: {what}"));
     let codes = match tensor.scheme.float_format() {
@@ -125,7 +125,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>
     Ok(bytes)
 }
 
-/// A weight whose tensors were checked against [`layout`].
+/// Reads a weight whose tensors were checked against [`layout`].
 pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
     let PackedWeight { module, shape, scheme } = weight;
     let codes = match scheme.float_format() {

@@ -1,4 +1,4 @@
-//! What a group of a `quantization_config` says of weights and activations, read strictly.
+//! Weights and activations of a group of a `quantization_config`, read strictly.
 
 use serde_json::{Value, json};
 
@@ -9,11 +9,11 @@ use crate::scheme::{
     ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, NV_GROUP, ScaleFormat, WeightFormat,
 };
 
-/// The `format` of a configuration or one of its groups; `None` where the groups have theirs.
+/// The `format` of a configuration or one of its groups; `None` if the groups have their own.
 pub(super) fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Storage>, String> {
     match of.get("format").and_then(Value::as_str) {
         Some(MIXED) if may_be_mixed => Ok(None),
-        // What compressed-tensors itself calls FP8 weights under float activations.
+        // The name that compressed-tensors uses for FP8 weights with float activations.
         Some("naive-quantized") => Ok(Some(Storage::Float)),
         Some(name) => match Storage::ALL.into_iter().find(|s| s.name() == name) {
             Some(storage) => Ok(Some(storage)),
@@ -60,8 +60,8 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
     }
 }
 
-/// Whether the `kv_cache_scheme` of a configuration says FP8 with one static scale for the keys of a layer and one for its
-/// values; `false` where keys and values stay float.
+/// Whether the `kv_cache_scheme` of a configuration is FP8 with one static scale for the keys and one for the values of
+/// a layer; `false` if keys and values stay float.
 pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     if root.get("kv_cache_scheme").is_none() {
         return Ok(false);
@@ -76,7 +76,7 @@ pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     }
 }
 
-/// The `input_activations` of a group, where they are floating-point numbers.
+/// The `input_activations` of a group with floating-point activations.
 fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     for key in ["block_structure", "actorder"] {
         input.require_absent(key)?;
@@ -107,12 +107,12 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     }
 }
 
-/// What the values of a scheme's weights are, for messages.
+/// The number type of a scheme's weights, for messages.
 pub(super) fn kind_of(scheme: LinearScheme) -> &'static str {
     if scheme.float_format().is_some() { "float" } else { "int" }
 }
 
-/// Keys that say how something is quantized.
+/// Keys that describe a quantization.
 const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "num_bits",
     "type",
@@ -128,7 +128,7 @@ const QUANTIZATION_ARGUMENTS: &[&str] = &[
     "zp_dtype",
 ];
 
-/// The scheme of a `weights` object; that of the activations stands beside it.
+/// The scheme of a `weights` object, without the activations, which are specified next to it.
 pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     weights.allow_only(QUANTIZATION_ARGUMENTS)?;
     let bits = weights
@@ -150,7 +150,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if flag("dynamic", false)? {
         return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
     }
-    // Static ordering leaves groups in natural order; the other kind needs an index a column.
+    // Static ordering keeps groups in natural order; the other kind needs an index per column.
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
         Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),
@@ -165,7 +165,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     let positive = group_size.and_then(|g| usize::try_from(g).ok()).filter(|g| *g > 0);
     let strategy = match weights.get("strategy") {
         Some(value) => value.as_str().ok_or_else(|| weights.refuse("strategy", "is not a string"))?,
-        // What the format's reference fills in.
+        // The defaults of the reference implementation.
         None if group_size.is_some() => "group",
         None if weights.get("group_size").is_some() => "channel",
         None => "tensor",

@@ -4,24 +4,24 @@
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.weight_packed` | I32 | `[n, ⌈k·b/32⌉]` | codes, a row at a time |
+//! | `X.weight_packed` | I32 | `[n, ⌈k·b/32⌉]` | codes, packed along rows |
 //! | `X.weight_scale` | F16, BF16 or F32 | `[n, k/g]` | scales |
-//! | `X.weight_zero_point` | I32 | `[⌈n·b/32⌉, k/g]` | zeros, a **column** at a time; asymmetric only |
+//! | `X.weight_zero_point` | I32 | `[⌈n·b/32⌉, k/g]` | zero points, packed along **columns**; asymmetric only |
 //! | `X.weight_shape` | I64 | `[2]` | `n`, `k` |
 //!
-//! and `int-quantized`, which is how W8A8 with a symmetric scale a row is stored:
+//! and `int-quantized`, which stores W8A8 with a symmetric scale per row:
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.weight` | I8 | `[n, k]` | codes |
 //! | `X.weight_scale` | F16, BF16 or F32 | `[n, 1]` | scales |
 //! | `X.input_scale` | F32 | `[1]` | the input's scale; static activations only |
-//! | `X.input_zero_point` | I8 | `[1]` | its zero; asymmetric static activations only |
+//! | `X.input_zero_point` | I8 | `[1]` | its zero point; asymmetric static activations only |
 //!
-//! Floating-point weights are those of [`floats`](super::floats).
+//! For floating-point weights, see [`floats`](super::floats).
 //!
-//! The format speaks of signed integers from `−2^(b−1)` stored with `2^(b−1)` added: these are the
-//! unsigned codes and zeros of [`QuantizedTensor`] as they are. `int-quantized` stores them without.
+//! The format defines signed integers from `−2^(b−1)`, stored with `2^(b−1)` added: these are the unsigned codes and
+//! zero points of [`QuantizedTensor`] unchanged. `int-quantized` stores them without the offset.
 
 use super::floats;
 use crate::checkpoint::{Dtype, TensorSpec};
@@ -32,7 +32,7 @@ use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat, We
 
 use crate::{Error, Result};
 
-/// How a linear's weight is stored: the `format` of its group.
+/// The storage of a linear's weight: the `format` of its group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Storage {
     /// `pack-quantized`
@@ -54,7 +54,7 @@ impl Storage {
     pub(super) const ALL: [Self; 6] =
         [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 
-    /// What we store a scheme as. Engines take W8A8 from `int-quantized`, and other integers packed.
+    /// The storage in which we write a scheme. Engines take W8A8 from `int-quantized`, and other integers packed.
     pub(super) fn of(scheme: LinearScheme) -> Self {
         match scheme.weight {
             WeightFormat::Float(format) => match (scheme.fixed_scales(), format) {
@@ -114,7 +114,7 @@ pub(super) fn shape_name(module: &str) -> String {
     format!("{module}.weight_shape")
 }
 
-/// Written by old versions for activation ordering across groups; never by us.
+/// Old versions write it for activation ordering across groups; we never do.
 pub(super) fn group_index_name(module: &str) -> String {
     format!("{module}.weight_g_idx")
 }
@@ -129,7 +129,7 @@ pub(super) fn layout(
     layout_as(Storage::of(scheme), module, shape, scheme, scale_dtype)
 }
 
-/// The tensors of a linear that is stored in this way.
+/// The tensors of a linear in this storage.
 pub(super) fn layout_as(
     storage: Storage,
     module: &str,
@@ -215,7 +215,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
             let input = tensor.input.into_iter();
             let input =
                 input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
-            // There is no zero where the input's grid is symmetric.
+            // The input has no zero point if its grid is symmetric.
             [codes, scales].into_iter().chain(input).take(specs.len()).collect()
         }
         _ => {
@@ -230,10 +230,10 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// What a code of 8 bits exceeds the signed number by that it stands for; the two differ in their highest bit.
+/// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
 pub(super) const MIDDLE: u8 = 128;
 
-/// Packs zeros `[n, groups]` along `n`: word `w` of group `g` stands at `[w, g]`.
+/// Packs zero points `[n, groups]` along `n`: word `w` of group `g` is at `[w, g]`.
 fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {
     if zeros.is_empty() {
         return Vec::new();
@@ -244,8 +244,7 @@ fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {
     transpose_words(&packed, groups, words_for(n, bits))
 }
 
-/// The zeros `[n, groups]` from the bytes of `[⌈n·bits/32⌉, groups]` words; the caller checked their
-/// number.
+/// Unpacks zero points `[n, groups]` from the bytes of `[⌈n·bits/32⌉, groups]` words; the caller checked their number.
 pub(super) fn unpack_zeros(bytes: &[u8], n: usize, groups: usize, bits: u8) -> Result<Vec<u8>> {
     if n == 0 || groups == 0 {
         return Ok(Vec::new());

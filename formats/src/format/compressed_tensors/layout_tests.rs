@@ -26,7 +26,7 @@ fn tensor(
     }
 }
 
-/// Packs and lists `(name, type, shape, bytes)`; the agreed layout must be what comes out.
+/// Packs and lists `(name, type, shape, bytes)`; the result must match the layout.
 fn packed(tensor: &QuantizedTensor) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
     let packed = CompressedTensors.pack("m.up_proj", tensor).unwrap();
     let agreed =
@@ -75,7 +75,7 @@ fn four_bits_symmetric_groups() {
 
 #[test]
 fn four_bits_asymmetric_packs_zeros_down_columns() {
-    // 9 rows of 2 groups: zeros of group 0 are 0 … 8, of group 1 15 … 7; eight rows a word.
+    // 9 rows of 2 groups: the zero points of group 0 are 0 … 8, of group 1 15 … 7; eight rows per word.
     let zeros: Vec<u8> = (0..9).flat_map(|r| [r, 15 - r]).collect();
     let tensor = tensor([9, 8], "w4a16-g4-asym", &[3; 72], &[1.0; 18], Some(&zeros));
     let parts = packed(&tensor);
@@ -95,7 +95,7 @@ fn four_bits_asymmetric_packs_zeros_down_columns() {
 
 #[test]
 fn three_bits_per_channel_with_padding() {
-    // 11 codes are 33 bits: two words, and the high bit of the last code opens the second.
+    // 11 codes are 33 bits: two words, and the high bit of the last code is the first bit of the second word.
     let codes = [7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5];
     let symmetric = tensor([1, 11], "w3a16-channel", &codes, &[1.0], None);
     let parts = packed(&symmetric);
@@ -225,7 +225,7 @@ fn floating_point_weights() {
     assert!(matches!(CompressedTensors.pack("m", &broken), Err(Error::Internal(_))));
 }
 
-/// Two nibbles a byte, the even column in the low bits; E4M3 scales, a divisor above them; exponents as bytes.
+/// Two nibbles per byte, the even column in the low bits; E4M3 scales with a global divisor; exponents as bytes.
 #[test]
 fn four_bit_floats_by_hand() {
     let codes: Vec<u8> = (0..16).collect();

@@ -1,11 +1,10 @@
-//! compressed-tensors: the container that vLLM, SGLang and transformers read; integers as `pack-quantized` and
+//! compressed-tensors: the format that vLLM, SGLang and transformers read; integers as `pack-quantized` and
 //! `int-quantized`, floating-point numbers as `float-quantized`, `nvfp4-pack-quantized`, `mxfp4-pack-quantized` and
 //! `mxfp8-quantized`.
 //!
-//! [`layout`] says which tensors a linear becomes and packs them ([`floats`] those of floating-point numbers), [`config`] writes the
-//! `quantization_config` that describes them, [`reader`] takes both apart again, with what [`group`]
-//! reads of a group.
-//! `docs/formats/compressed-tensors.md` draws the bytes.
+//! [`layout`] defines the tensors of a linear and packs them ([`floats`] for floating-point numbers), [`config`] writes
+//! the `quantization_config` that describes them, and [`reader`] reads both back, using [`group`] for the groups of a
+//! configuration. `docs/formats/compressed-tensors.md` draws the bytes.
 
 mod config;
 mod floats;
@@ -24,22 +23,22 @@ use crate::scheme::{CachePart, LinearScheme};
 
 /// `quant_method`.
 const METHOD: &str = "compressed-tensors";
-/// `format` of a checkpoint whose groups differ in theirs.
+/// `format` of a checkpoint whose groups have different formats.
 const MIXED: &str = "mixed-precision";
 /// The only `quantization_status` that means "the tensors are packed".
 const STATUS: &str = "compressed";
-/// The class that readers build quantized modules for.
+/// The class of modules that readers replace by quantized linears.
 const LINEAR: &str = "Linear";
-/// The class that readers build quantized embeddings for.
+/// The class of modules that readers replace by quantized embeddings.
 const EMBEDDING: &str = "Embedding";
-/// The `scale_dtype` of scales that are E4M3.
+/// The `scale_dtype` of E4M3 scales.
 const E4M3_SCALES: &str = "torch.float8_e4m3fn";
-/// The `scale_dtype` of scales that are exponents.
+/// The `scale_dtype` of exponents.
 const E8M0_SCALES: &str = "torch.uint8";
-/// What a target or ignored name begins with when it is a regular expression.
+/// Prefix of a target or ignored name that is a regular expression.
 const REGEX: &str = "re:";
 
-/// The container that vLLM, SGLang and transformers read.
+/// The format that vLLM, SGLang and transformers read.
 #[derive(Debug, Clone, Copy)]
 pub struct CompressedTensors;
 

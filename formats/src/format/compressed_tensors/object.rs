@@ -1,8 +1,8 @@
-//! The objects of a `quantization_config`, read strictly: what is wrong is named by its path.
+//! The objects of a `quantization_config`, read strictly: errors name the path.
 
 use serde_json::{Map, Value};
 
-/// A JSON object that knows where it stands, for messages.
+/// A JSON object with its path, for messages.
 pub(super) struct Object<'a> {
     pub(super) map: &'a Map<String, Value>,
     path: String,
@@ -16,7 +16,7 @@ impl<'a> Object<'a> {
             .ok_or(format!("`{path}` is not an object"))
     }
 
-    /// A key's value; `null` counts as absent.
+    /// Returns a key's value; `null` counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
@@ -25,7 +25,7 @@ impl<'a> Object<'a> {
         Object::new(self.get(key).unwrap_or(&Value::Null), format!("{}.{key}", self.path))
     }
 
-    /// The strings of an array, each with its path.
+    /// Returns the strings of an array, each with its path.
     pub(super) fn strings(&self, key: &str) -> Result<Vec<(String, &'a str)>, String> {
         let path = |i: usize| format!("{}.{key}[{i}]", self.path);
         let array =
@@ -66,7 +66,7 @@ impl<'a> Object<'a> {
     }
 }
 
-/// A JSON value in a message, cut where it is long.
+/// Formats a JSON value for a message, truncated if it is long.
 fn brief(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

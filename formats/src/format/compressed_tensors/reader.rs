@@ -1,7 +1,7 @@
-//! Reads checkpoints of the formats that are written back, ours or others', into logical order.
+//! Reads checkpoints of the written formats, our own and others', into logical order.
 //!
-//! Strict: what the configuration says and this does not implement is refused with the key's path,
-//! because a reader that ignores such a key computes garbage without a sign of it.
+//! The reader is strict: a key that this does not implement is an error with the key's path, because a reader that
+//! ignores such a key silently computes garbage.
 
 use std::collections::HashMap;
 
@@ -24,15 +24,15 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, LinearScheme, SchemeRequest};
 use crate::{Error, Result};
 
-/// Regular expressions a configuration may hold; real ones hold a handful.
+/// Maximum number of regular expressions in a configuration; real ones have a few.
 const MAX_PATTERNS: usize = 256;
-/// Bytes one compiled expression may take.
+/// Maximum size of a compiled expression in bytes.
 const PATTERN_SIZE: usize = 1 << 20;
 /// Packed bytes read at a time.
 const READ_BYTES: usize = 8 << 20;
 
-/// Which modules are quantized how, by the rules of compressed-tensors: a module's own name counts
-/// before regular expressions, these before its class; being ignored counts before all.
+/// The scheme of each module, by the rules of compressed-tensors: a module's exact name takes precedence over regular
+/// expressions, and these over its class; being ignored takes precedence over all.
 #[derive(Debug)]
 pub(super) struct Reader {
     targets: Names<Target>,
@@ -40,14 +40,14 @@ pub(super) struct Reader {
     fp8_cache: bool,
 }
 
-/// What a group says of its modules.
+/// The scheme and storage of a group's modules.
 #[derive(Debug, Clone, Copy)]
 struct Target {
     scheme: LinearScheme,
     storage: Storage,
 }
 
-/// What applies to modules, by exact name, regular expression or class.
+/// Values for modules, by exact name, regular expression or class.
 #[derive(Debug)]
 struct Names<T> {
     exact: HashMap<String, T>,
@@ -61,7 +61,7 @@ impl<T: Copy> Names<T> {
         Self { exact: HashMap::new(), patterns: Vec::new(), linear: None, embedding: None }
     }
 
-    /// Notes that `name` means `what`. Of several that apply to a module, the first counts.
+    /// Assigns `what` to `name`. If several entries match a module, the first one counts.
     fn add(&mut self, name: &str, what: T, path: &str) -> Result<(), String> {
         if let Some(pattern) = name.strip_prefix(REGEX) {
             if self.patterns.len() == MAX_PATTERNS {
@@ -73,8 +73,8 @@ impl<T: Copy> Names<T> {
                     .build()
                     .map_err(|e| format!("`{path}` is not a regular expression that can be used: {e}"))
             };
-            // Checked by itself first: inside the group, `a)|(b` would be well-formed. The group
-            // anchors all of it at the start, as Python's `re.match` does.
+            // Compiled alone first: inside the group, `a)|(b` would be well-formed. The group anchors all of it at the
+            // start, as Python's `re.match` does.
             compile(pattern)?;
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
@@ -87,7 +87,7 @@ impl<T: Copy> Names<T> {
         Ok(())
     }
 
-    /// What applies to a module whose class is `class`.
+    /// Returns the value of a module; `class` is the value for its class.
     fn get(&self, module: &str, class: Option<T>) -> Option<T> {
         self.exact
             .get(module)
@@ -98,11 +98,10 @@ impl<T: Copy> Names<T> {
 }
 
 impl Reader {
-    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another
-    /// method.
+    /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
     ///
     /// # Errors
-    /// A reason that names the key, when it says what this reader does not implement.
+    /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
     pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
         if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
             return Ok(None);
@@ -188,7 +187,7 @@ impl Reader {
         if ignored { None } else { self.targets.get(module, self.targets.embedding) }
     }
 
-    /// How a weight of that scheme is stored: as its linear, or else its embedding, is said to be.
+    /// The storage of a weight with that scheme: that of the linear, or else the embedding, with this name.
     fn storage(&self, weight: PackedWeight<'_>) -> Storage {
         let said = [self.linear(weight.module), self.embedding(weight.module)];
         let said = said.into_iter().flatten().find(|target| target.scheme == weight.scheme);
@@ -242,7 +241,7 @@ impl PackedReader for Reader {
             }
         };
 
-        // What the file must hold follows from what we would write.
+        // The expected tensors are those that we would write.
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
@@ -316,7 +315,7 @@ impl PackedReader for Reader {
     }
 }
 
-/// Whether there are zeros of a symmetric weight, all of them 0, as some versions write them beside bytes.
+/// Whether a symmetric weight has zero points that are all 0, as some versions write them in byte storage.
 fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
     let name = zero_point_name(module);
     match source.info(&name) {
@@ -327,7 +326,7 @@ fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &st
     }
 }
 
-/// The grid of the input, where the scheme has one for all tokens.
+/// Reads the grid of the input, if the scheme has one for all tokens.
 fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> Result<Option<StaticScale>> {
     let ActivationScheme::Static { symmetric } = scheme.activations else { return Ok(None) };
     let name = input_scale_name(module);
@@ -345,10 +344,10 @@ fn read_input(source: &dyn TensorSource, module: &str, scheme: LinearScheme) -> 
     Ok(Some(StaticScale { scale, zero }))
 }
 
-/// Checks a tensor's type and shape against what the scheme implies.
+/// Checks a tensor's dtype and shape against the spec that the scheme implies.
 fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Result<()> {
     let TensorInfo { dtype, shape } = source.require(&spec.name)?;
-    // Written as I64, but I32 is met in the wild and means the same; so are scales in the model's type.
+    // Written as I64, but some files have I32, which means the same; some have scales in the model's dtype.
     let accepted = *dtype == spec.info.dtype
         || (spec.name == shape_name(module) && *dtype == Dtype::I32)
         || (spec.name == input_scale_name(module) && dtype.is_weight_float())
@@ -372,7 +371,7 @@ fn check_spec(source: &dyn TensorSource, spec: &TensorSpec, module: &str) -> Res
     Ok(())
 }
 
-/// The numbers of a `weight_shape`, as they are.
+/// Reads the numbers of a `weight_shape` without checking them.
 fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> {
     let size = source.require(name)?.dtype.size();
     let number = |b: &[u8]| match b.try_into() {
@@ -382,7 +381,7 @@ fn read_weight_shape(source: &dyn TensorSource, name: &str) -> Result<Vec<i64>> 
     Ok(source.read(name)?.chunks_exact(size).map(number).collect())
 }
 
-/// The shape of a packed weight by its `weight_shape`. That the codes are as many is checked with their tensor.
+/// The shape of a packed weight by its `weight_shape`. The number of codes is checked with their tensor.
 fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;
@@ -406,8 +405,8 @@ fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     })
 }
 
-/// Compares the contents of `weight_shape` with the shape that the model implies: packing hides up
-/// to a word's worth of columns.
+/// Compares the contents of `weight_shape` with the shape that the model implies: the packed size leaves up to a word's
+/// worth of columns undetermined.
 fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize; 2]) -> Result<()> {
     let name = shape_name(module);
     let stated = read_weight_shape(source, &name)?;
@@ -420,8 +419,8 @@ fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize;
     })
 }
 
-/// Unpacks codes some rows at a time, so that a large weight is not held twice. Type and shape of
-/// the tensor were checked.
+/// Unpacks codes some rows at a time, so that a large weight is not in memory twice. The caller checked the tensor's
+/// dtype and shape.
 fn read_codes(source: &dyn TensorSource, name: &str, [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
     let row_bytes = words_for(k, bits) * 4;
     let rows = (READ_BYTES / row_bytes).max(1);

@@ -1,8 +1,8 @@
-//! Floating-point schemes read back, others' configurations of them, and what is refused.
+//! Reading floating-point schemes, configurations of other writers, and rejected ones.
 
 use super::*;
 
-/// Every scheme of floating-point weights, on shapes that 128 does not divide, read back from what was packed.
+/// Every scheme of floating-point weights, on shapes that are not multiples of 128, read back after packing.
 #[test]
 fn every_floating_point_scheme_comes_back() {
     for name in FLOAT_SCHEMES {
@@ -21,7 +21,7 @@ fn every_floating_point_scheme_comes_back() {
         }
     }
     for name in ["wf8a16-b128", "wf8a16-tensor"] {
-        // Weights alone may end inside a block on both sides.
+        // Weight-only schemes allow partial blocks on both sides.
         let scheme: LinearScheme = name.parse().unwrap();
         for (n, k) in [(192, 320), (3, 100), (576, 7), (129, 129)] {
             let tensor = quantize_rtn("w", &wave(n, k), [n, k], scheme, Dtype::Bf16, None).unwrap();
@@ -109,8 +109,7 @@ fn floating_point_tensors_are_checked() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
-    /// A configuration and tensors of which anything may be something else: an error or a tensor whose parts fit, never
-    /// a panic.
+    /// A configuration and tensors with arbitrary modifications: an error or a consistent tensor, never a panic.
     #[test]
     fn hostile_files_are_errors(
         scheme in 0..FLOAT_SCHEMES.len(), key in 0_usize..12, value in 0_usize..14,

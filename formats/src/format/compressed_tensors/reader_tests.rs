@@ -1,4 +1,4 @@
-//! Tests of the reader: what comes back, who gets which scheme, and everything that is refused.
+//! Tests of the reader: round trips, the scheme of each module, and every rejected feature.
 
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ impl Memory {
     }
 }
 
-/// The weight `m`, as the reader's configuration has it.
+/// The weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
     let scheme = reader.scheme("m").expect("it is quantized");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
@@ -61,7 +61,7 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("w", &wave(shape[0], shape[1]), shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// A configuration that the module `m` of that tensor stands in.
+/// A configuration that contains the module `m` of that tensor.
 fn config_for(scheme: LinearScheme) -> Value {
     CompressedTensors
         .quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
@@ -88,7 +88,7 @@ fn padding_bits_and_i32_shapes_are_accepted() {
     let tensor = quantized([3, 9], "w3a16-channel-asym");
     let mut source = Memory::of("m", &tensor);
     for name in ["m.weight_packed", "m.weight_zero_point"] {
-        // 27 and 9 of 32 bits are codes.
+        // 27 and 9 of the 32 bits are codes.
         *source.0.get_mut(name).unwrap().1.last_mut().unwrap() |= 0xf8;
     }
     source.put("m.weight_shape", Dtype::I32, &[2], vec![3, 0, 0, 0, 9, 0, 0, 0]);
@@ -336,7 +336,7 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
         assert!(said.contains("m.input_scale") && said.contains("not a scale of inputs"), "{said}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
-    // Zeros that say nothing are met beside bytes; others contradict the scheme.
+    // Some files have redundant zero points with byte storage; other values contradict the scheme.
     let symmetric = quantized([4, 16], "w8a8");
     for (zero, accepted) in [(0, true), (1, false)] {
         let mut source = Memory::of("m", &symmetric);
@@ -373,7 +373,7 @@ fn tensors_are_checked() {
 
 #[test]
 fn another_logical_shape_is_refused() {
-    // 15 and 16 columns pack to the same words; only `weight_shape` tells them apart.
+    // 15 and 16 columns pack to the same words; only `weight_shape` distinguishes them.
     for (n, k) in [(4i64, 15i64), (5, 16), (-4, 16), (i64::MAX, 16)] {
         let error = read_changed("w4a16-channel", |s| {
             let bytes = [n, k].iter().flat_map(|d| d.to_le_bytes()).collect();
@@ -438,7 +438,7 @@ fn floating_point_weights_come_back() {
         let back = read(&*reader(&config_for(scheme)), &source, [5, 48]).unwrap();
         assert_eq!(back, tensor);
         assert_eq!(back.dequantize().unwrap(), tensor.dequantize().unwrap());
-        // A code that is no number.
+        // A code that is NaN.
         source.0.get_mut("m.weight").unwrap().1[7] = 0xff;
         let error = read(&*reader(&config_for(scheme)), &source, [5, 48]).unwrap_err();
         assert!(matches!(error, Error::NonFinite { count: 1, first_index: 7, .. }), "{error}");

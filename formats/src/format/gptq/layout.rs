@@ -4,16 +4,17 @@
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.qweight` | I32 | `[k·b/32, n]` | codes, an output's along the inputs: a column at a time |
-//! | `X.qzeros` | I32 | `[k/g, n·b/32]` | zeros less one modulo `2^b`, a group's along the outputs |
+//! | `X.qweight` | I32 | `[k·b/32, n]` | codes of each output, packed along the inputs (columns) |
+//! | `X.qzeros` | I32 | `[k/g, n·b/32]` | zero points minus one modulo `2^b`, of each group, packed along the outputs |
 //! | `X.scales` | F16 | `[k/g, n]` | scales |
 //! | `X.g_idx` | I32 | `[k]` | the group of every input |
 //!
-//! Codes and zeros are a dense little-endian bit stream ([`bits`](crate::format::bits)).
+//! Codes and zero points are a dense little-endian bit stream ([`bits`](crate::format::bits)).
 //!
-//! A zero of 0 less one does not fit. It is taken from whole words, with a borrow from the next zero, as gptqmodel does,
-//! which adds it back the same way. Readers that add one to each zero (llama.cpp's converter) see `2^b`; where the
-//! codes of such a group leave room, they and the zero are written one higher, which is the same numbers to all.
+//! A zero point of 0 minus one does not fit. The one is subtracted from whole words, with a borrow from the next zero
+//! point, as in gptqmodel, which adds it back the same way. Readers that add one to each zero point (llama.cpp's
+//! converter) see `2^b`. If the codes of such a group are below the maximum, codes and zero point are stored one
+//! higher, which gives the same weights in all readers.
 
 use std::borrow::Cow;
 
@@ -121,7 +122,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Codes and zeros of which no zero is 0 where the codes leave room for that.
+/// Returns codes and zero points without zero points of 0, where the codes can be raised by one.
 fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -> (Cow<'t, [u8]>, Vec<u8>) {
     let mut codes = Cow::Borrowed(&tensor.codes[..]);
     let mut raised = zeros.to_vec();
@@ -135,12 +136,13 @@ fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -
     (codes, raised)
 }
 
-/// A one for every zero of a word.
+/// A word with a one in the place of every zero point.
 fn ones(bits: u8) -> u32 {
     (0..32 / u32::from(bits)).fold(0, |word, i| word | 1 << (i * u32::from(bits)))
 }
 
-/// Words of zeros `[groups, n]`, each less one: taken from whole words, but of 3 bits, which straddle words, from each.
+/// Packs zero points `[groups, n]`, each minus one. The one is subtracted from whole words, except for 3 bits, which
+/// straddle words and are decremented individually.
 fn pack_zeros(mut zeros: Vec<u8>, n: usize, bits: u8) -> Vec<u8> {
     if bits == 3 {
         zeros.iter_mut().for_each(|z| *z = z.wrapping_sub(1) & 7);
@@ -156,7 +158,7 @@ pub(super) fn group_index(k: usize, group_size: usize) -> impl Iterator<Item = i
     (0..k).map(move |i| (i / group_size.max(1)) as i32)
 }
 
-/// The codes `[n, k]` from the bytes of words `[k·bits/32, n]`; the caller checked their number.
+/// Unpacks codes `[n, k]` from the bytes of words `[k·bits/32, n]`; the caller checked their number.
 pub(super) fn unpack_codes(bytes: &[u8], [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
     let mut codes = vec![0; n * k];
     if !codes.is_empty() {
@@ -166,10 +168,11 @@ pub(super) fn unpack_codes(bytes: &[u8], [n, k]: [usize; 2], bits: u8) -> Result
     Ok(codes)
 }
 
-/// The zeros `[n, groups]` from the bytes of words `[groups, n·bits/32]`, which hold them less one or as they are.
+/// Unpacks zero points `[n, groups]` from the bytes of words `[groups, n·bits/32]`, which are stored minus one or
+/// unchanged.
 ///
-/// One is added to whole words, as gptqmodel does: where it wrote zeros of 0, its own words come back. Of 3 bits, which
-/// straddle words, it is added to each.
+/// One is added to whole words, as gptqmodel does, which also restores the zero points of 0 that it wrote. For 3 bits,
+/// which straddle words, it is added to each zero point.
 pub(super) fn unpack_zeros(
     bytes: &[u8],
     n: usize,
@@ -232,8 +235,8 @@ mod tests {
         let zeros: Vec<u8> = (0..8).flat_map(|o| [o, 15 - o]).collect();
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
         let codes = words(&parts[0].1);
-        // Inputs 0 to 7 of outputs 0 to 7, then inputs 8 to 15.
-        // Those of output 0 are one higher, for its zero of 0 is.
+        // Inputs 0 to 7 of outputs 0 to 7, then inputs 8 to 15. Codes of output 0 are one higher, because its zero
+        // point was 0.
         assert_eq!(codes[..3], [0x8765_4321, 0x8765_4321, 0x9876_5432]);
         assert_eq!(codes[8], 0xfedc_ba98);
         assert_eq!(words(&parts[1].1), [0x6543_2100, 0x789a_bcde]);
@@ -251,7 +254,7 @@ mod tests {
             let parts = pack("x", &tensor(scheme, [16, 32], vec![0; 16 * 32], None)).unwrap();
             assert!(words(&parts[1].1).iter().all(|w| *w == word), "{scheme}");
         }
-        // 3 bits of 3, 32 times.
+        // The 3-bit value 3, 32 times.
         let parts = pack("x", &tensor("w3a16-g32", [32, 32], vec![0; 32 * 32], None)).unwrap();
         assert_eq!(words(&parts[1].1), [0xdb6d_b6db, 0xb6db_6db6, 0x6db6_db6d]);
     }
@@ -293,11 +296,11 @@ mod tests {
         let mut zeros = vec![8; 16];
         (zeros[0], zeros[1]) = (0, 0);
         let parts = pack("x", &tensor("w4a16-g8-asym", [8, 16], codes, Some(zeros))).unwrap();
-        // Group 0 had room, group 1 of output 0 had not.
+        // Codes of group 0 could be raised, those of group 1 of output 0 could not.
         assert_eq!(words(&parts[1].1), [0x7777_7770, 0x8888_8880_u32.wrapping_sub(0x1111_1111)]);
         let back = unpack_zeros(&parts[1].1, 8, 2, 4, true).unwrap();
         assert_eq!(back[..4], [1, 0, 8, 8]);
-        // Of 3 bits each wraps by itself.
+        // With 3 bits, each wraps individually.
         let zeros: Vec<u8> = (0..32).map(|i| i % 8).collect();
         let full = tensor("w3a16-g32-asym", [32, 32], vec![7; 32 * 32], Some(zeros.clone()));
         let parts = pack("x", &full).unwrap();

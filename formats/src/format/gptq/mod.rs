@@ -1,9 +1,9 @@
-//! GPTQ v1: the container that AutoGPTQ began and gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
+//! GPTQ v1: the format that AutoGPTQ introduced and gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
 //!
-//! 2, 3, 4 or 8 bits, one scheme for the whole model, scales in F16, always zeros (stored less one) and an index of
-//! groups. Groups are runs of neighbouring inputs whatever the order in which they were rounded, so the index is
-//! `i / group_size` and `desc_act` false. [`layout`] packs and unpacks, [`reader`] tells what a configuration means.
-//! `docs/formats/gptq.md` draws the bytes.
+//! 2, 3, 4 or 8 bits, one scheme for the whole model, scales in F16, always zero points (stored minus one) and a group
+//! index. Groups are runs of adjacent inputs in whatever order these were rounded, so the index is `i / group_size` and
+//! `desc_act` is false. [`layout`] packs and unpacks, [`reader`] interprets the configuration. `docs/formats/gptq.md`
+//! draws the bytes.
 
 mod layout;
 mod reader;
@@ -18,18 +18,18 @@ use crate::{Error, Result};
 
 /// `quant_method`.
 const METHOD: &str = "gptq";
-/// `checkpoint_format` of zeros that are stored less one.
+/// `checkpoint_format` for zero points stored minus one.
 const V1: &str = "gptq";
-/// `checkpoint_format` of zeros that are stored as they are; read, not written.
+/// `checkpoint_format` for zero points stored unchanged; read, not written.
 const V2: &str = "gptq_v2";
 /// The module that readers leave float unless `lm_head` is set.
 const HEAD: &str = "lm_head";
 /// Copy of the configuration that older readers look for.
 const CONFIG_FILE: &str = "quantize_config.json";
-/// What a key of `dynamic` begins with whose modules stay float.
+/// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
 
-/// The container that gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
+/// The format that gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
 #[derive(Debug, Clone, Copy)]
 pub struct GptqV1;
 
@@ -64,7 +64,7 @@ impl Container for GptqV1 {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: readers differ in how they look for others. Head and embedding stay float.
+    /// One scheme for all: readers differ in how they look up others. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
         let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));

@@ -1,4 +1,4 @@
-//! Reads GPTQ checkpoints back, ours or others', into logical order.
+//! Reads GPTQ checkpoints, our own and others', back into logical order.
 
 use regex::Regex;
 use serde_json::Value;
@@ -14,11 +14,11 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// Which modules are quantized, all by one scheme.
+/// The quantized modules, all with one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     scheme: LinearScheme,
-    /// Whether zeros are stored less one.
+    /// Whether zero points are stored minus one.
     less_one: bool,
     /// Whether the head is quantized too.
     head: bool,
@@ -27,10 +27,10 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+    /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
     ///
     /// # Errors
-    /// A reason that names the key, when it says what this reader does not implement.
+    /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
     pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
         let Some(map) = config.as_object() else { return Ok(None) };
         if map.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
@@ -88,7 +88,7 @@ impl Reader {
         Ok(Some(Self { scheme, less_one, head, float }))
     }
 
-    /// What a file holds that its configuration rules out.
+    /// The error for contents that contradict the configuration.
     fn broken(source: &dyn TensorSource, tensor: &str, reason: &str) -> Error {
         Error::UnsupportedQuantization {
             path: source.location(tensor),
@@ -129,7 +129,7 @@ impl PackedReader for Reader {
             let tensor = spec.name.clone();
             let is_index = tensor == index_name(module);
             let fits = match dtype {
-                // Other writers keep the type of the model.
+                // Other writers keep the model's dtype.
                 Dtype::F16 | Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
                 Dtype::I64 => is_index,
                 other => other == spec.info.dtype,
@@ -259,7 +259,7 @@ mod tests {
         };
         let error = reader.read(&source, of(&reader)).unwrap_err();
         assert!(error.to_string().contains("beside the middle"), "{error}");
-        // The same words as v2 mean zeros that are one less.
+        // The same words as v2 mean zero points that are one less.
         config["sym"] = json!(false);
         config["checkpoint_format"] = json!("gptq_v2");
         let reader = Reader::new(&config).unwrap().unwrap();

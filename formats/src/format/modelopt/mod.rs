@@ -1,17 +1,17 @@
-//! ModelOpt's layout of NVFP4, which vLLM, SGLang and TensorRT-LLM load: written and read. Its FP8 is read as well.
+//! ModelOpt's layout of NVFP4, which vLLM, SGLang and TensorRT-LLM load: written and read. Its FP8 is only read.
 //!
 //! For a module `X` with weight `[n, k]`:
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.weight` | U8 | `[n, k/2]` | two codes per byte, that of the even column in the low bits |
-//! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | scales of groups |
-//! | `X.weight_scale_2` | F32 | `[]` | what those are multiplied by |
-//! | `X.input_scale` | F32 | `[]` | the same of the input; rounded activations only |
-//! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | what cached keys and values are multiplied by; FP8 caches only |
+//! | `X.weight_scale` | F8_E4M3 | `[n, k/16]` | group scales |
+//! | `X.weight_scale_2` | F32 | `[]` | the multiplier of the group scales |
+//! | `X.input_scale` | F32 | `[]` | the input's global scale, a multiplier; rounded activations only |
+//! | `…k_proj.k_scale`, `…v_proj.v_scale` | F32 | `[]` | the multiplier of cached keys and values; FP8 caches only |
 //!
-//! Codes and scales of groups are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
-//! divisor there: [`reciprocal`] turns one into the other, [`reader`] takes checkpoints apart.
+//! Codes and group scales are those of compressed-tensors, byte for byte. The global scale is a multiplier here and a
+//! divisor there: [`reciprocal`] converts between them; [`reader`] reads checkpoints.
 
 mod reader;
 mod reciprocal;
@@ -29,13 +29,13 @@ use crate::{Error, Result};
 
 /// `quant_method`, and the name of the format.
 const METHOD: &str = "modelopt";
-/// The file that older readers take the configuration from.
+/// The file from which older readers take the configuration.
 const CONFIG_FILE: &str = "hf_quant_config.json";
-/// `quant_algo` of rounded weights and activations.
+/// `quant_algo` for quantized weights and activations.
 const NVFP4: &str = "NVFP4";
-/// `kv_cache_quant_algo` of keys and values in FP8.
+/// `kv_cache_quant_algo` for keys and values in FP8.
 const FP8: &str = "FP8";
-/// `quant_algo` of rounded weights alone.
+/// `quant_algo` for quantized weights only.
 const WEIGHT_ONLY: &str = "W4A16_NVFP4";
 
 fn weight_name(module: &str) -> String {
@@ -54,7 +54,7 @@ fn input_scale_name(module: &str) -> String {
     format!("{module}.input_scale")
 }
 
-/// The container that ModelOpt writes.
+/// The format that ModelOpt writes.
 #[derive(Debug, Clone, Copy)]
 pub struct ModelOpt;
 
@@ -67,7 +67,7 @@ impl Container for ModelOpt {
         "ModelOpt's layout of NVFP4, for vLLM, SGLang and TensorRT-LLM"
     }
 
-    /// MXFP4 becomes NVFP4, whose codes and scales hold all of it.
+    /// MXFP4 becomes NVFP4, whose codes and scales represent it exactly.
     fn restated_scheme(&self, scheme: LinearScheme) -> LinearScheme {
         scheme.as_nvfp4().unwrap_or_else(|| self.stored_scheme(scheme))
     }
@@ -112,7 +112,7 @@ impl Container for ModelOpt {
         Ok(specs.into_iter().zip(bytes).collect())
     }
 
-    /// One scheme for all: what readers know as `MIXED_PRECISION` names every layer, and is not written.
+    /// One scheme for all: `MIXED_PRECISION` would have to list every layer, and is not written.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(
@@ -133,7 +133,7 @@ impl Container for ModelOpt {
         }
     }
 
-    /// Readers look for the scales below the projections only where there are projections for keys and for values alone.
+    /// Readers look for the scales below the projections only if keys and values have separate projections.
     fn cache_scale(&self, linear: &str, part: CachePart) -> Option<TensorSpec> {
         let own = match part {
             CachePart::Keys => ".self_attn.k_proj",
@@ -177,7 +177,7 @@ impl Container for ModelOpt {
         let mut notes = vec!["transformers 5.23 does not load the modelopt format".to_owned()];
         let names: Vec<&str> = schemes.quantized.iter().map(|(module, _)| *module).collect();
         let quantized = schemes.all_names(&names);
-        // vLLM looks for excluded names within the names of modules.
+        // vLLM searches for excluded names as substrings of module names.
         let taken = |excluded: &String| quantized.iter().find(|module| module.contains(excluded.as_str()));
         if let Some((float, module)) =
             excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
@@ -200,7 +200,7 @@ fn cache_scheme() -> Value {
     json!({ "dynamic": false, "num_bits": 8, "type": "float" })
 }
 
-/// Readers ask for the name of the program whose layout it is.
+/// Readers require the name of the program that defines the layout.
 fn producer() -> Value {
     json!({ "name": METHOD, "version": concat!("quant ", env!("CARGO_PKG_VERSION")) })
 }
@@ -213,7 +213,7 @@ fn algorithm(schemes: &ModuleSchemes<'_>) -> &'static str {
     }
 }
 
-/// Modules that stay float, by all their names, and what stands beside a decoder.
+/// Modules that stay float, under all their names, and everything outside the decoder.
 fn excluded(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut names = schemes.all_names(&schemes.float);
     names.extend(schemes.outside().iter().map(|module| format!("{module}*")));

@@ -1,7 +1,7 @@
 //! Reads checkpoints with `quant_method: modelopt`: NVFP4, and FP8 through the reader of [`native_fp8`].
 //!
-//! The types of tensors decide which linears are quantized and how. The configuration must name an algorithm that this
-//! version knows, and is read strictly.
+//! The dtypes of tensors determine which linears are quantized and how. The configuration must name an algorithm that
+//! this version knows, and is read strictly.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,7 @@ const KEYS: [&str; 12] = [
     "producer",
 ];
 
-/// Algorithms whose tensors can be read.
+/// Supported algorithms.
 const ALGORITHMS: [&str; 6] =
     ["NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION"];
 
@@ -42,7 +42,7 @@ fn is_fp8(name: &str) -> bool {
     name.eq_ignore_ascii_case(super::FP8)
 }
 
-/// Whether a `kv_cache_scheme` says FP8 with static scales.
+/// Whether a `kv_cache_scheme` is FP8 with static scales.
 fn is_fp8_scheme(scheme: &Value) -> bool {
     let mut known = super::cache_scheme();
     known["strategy"] = "tensor".into();
@@ -51,23 +51,23 @@ fn is_fp8_scheme(scheme: &Value) -> bool {
     scheme.as_object().is_some_and(|map| map.contains_key("num_bits") && map.iter().all(same))
 }
 
-/// Reads such a checkpoint.
+/// The reader of this layout.
 #[derive(Debug)]
 pub(super) struct Reader {
     fp8: NativeFp8,
-    /// NVFP4 modules, and whether their inputs are rounded.
+    /// NVFP4 modules with their schemes, which include whether inputs are rounded.
     nvfp4: BTreeMap<String, LinearScheme>,
-    /// Whether the configuration says that no input is rounded.
+    /// Whether no input is rounded according to the configuration.
     weight_only: bool,
     /// Whether keys and values are cached in FP8.
     fp8_cache: bool,
 }
 
 impl Reader {
-    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+    /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
     ///
     /// # Errors
-    /// A reason that names the key, when it says what this reader does not implement.
+    /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
     pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
         if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
             return Ok(None);
@@ -117,7 +117,7 @@ impl Reader {
         }))
     }
 
-    /// The tensors of a linear, which must be there with these types and shapes.
+    /// The tensors of a linear, which must exist with these dtypes and shapes.
     fn specs(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
         let PackedWeight { module, shape: [n, k], scheme } = weight;
         if !k.is_multiple_of(NV_GROUP) {
@@ -144,7 +144,7 @@ impl Reader {
                     got: dtype.to_string(),
                 });
             }
-            // One number is a scalar or a vector.
+            // A single number may be a scalar or a vector of one.
             let is_one = spec.info.shape.is_empty() && *shape == [1];
             if *shape != spec.info.shape && !is_one {
                 return Err(Error::TensorShape {
@@ -160,10 +160,10 @@ impl Reader {
     }
 }
 
-/// The global scale of weights, as the divisor that it is elsewhere.
+/// Reads the global scale of weights, converted to the divisor of other formats.
 fn read_divisor(source: &dyn TensorSource, name: &str) -> Result<f32> {
     let multiplier = read_positive(source, name)?;
-    // The largest value of any weight is 2688 times it.
+    // The largest possible weight is 2688 times the multiplier.
     if multiplier < 1.0 {
         return Ok(reciprocal(multiplier));
     }
@@ -243,7 +243,7 @@ impl PackedReader for Reader {
         let global = read_divisor(source, &global_scale_name(module))?;
         let input = match scheme.activations {
             ActivationScheme::Nvfp4 => {
-                // Of inputs, which may be large, it may be 1 or more.
+                // Inputs may be large, so their scale may be 1 or more.
                 let scale = reciprocal(read_positive(source, &input_scale_name(module))?);
                 Some(StaticScale { scale, zero: 0 })
             }

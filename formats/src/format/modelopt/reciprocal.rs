@@ -1,17 +1,18 @@
 //! Global scales of NVFP4: a multiplier in one layout, a divisor in the other.
 //!
-//! An `f32` and its reciprocal do not determine each other: several numbers may have the same rounded reciprocal. But
-//! global scales are no arbitrary numbers. A tool finds the largest magnitude `a` of a weight, which is of the weight's
-//! type, and stores `a / 2688` or `2688 / a` (1536 where the search leaves room for a larger scale). Where such an `a`
-//! exists in BF16 or F16, the other form is computed from it, as that tool would have, and both ways are exact. Elsewhere,
-//! as with weights of F32, it is the rounded reciprocal, and what comes back may differ by a unit or two in the last place.
+//! An `f32` and its rounded reciprocal do not determine each other: several numbers may have the same reciprocal. But
+//! global scales are not arbitrary. A tool finds the largest magnitude `a` of a weight, which has the weight's dtype,
+//! and stores `a / 2688` or `2688 / a` (1536 if the search leaves room for a larger scale). If such an `a` exists in
+//! BF16 or F16, the other form is computed from it, as that tool would have, and both directions are exact. Otherwise,
+//! for example for F32 weights, it is the rounded reciprocal, and the round trip may differ by one or two units in the
+//! last place.
 
 use half::{bf16, f16};
 
-/// 6 · 448, the largest values of codes and scales, and 6 · 256, where scales are left room to grow by half.
+/// 6 · 448, the largest code value times the largest scale, and 6 · 256, which leaves room for scales to grow by half.
 const LARGEST: [f32; 2] = [2688.0, 1536.0];
 
-/// The divisor for a multiplier, and the other way round. The scale is positive, and so are it and its inverse finite.
+/// Converts a multiplier to a divisor and vice versa. The scale must be positive, and it and its inverse finite.
 pub(super) fn reciprocal(scale: f32) -> f32 {
     let narrow: [fn(f32) -> f32; 2] = [|x| bf16::from_f32(x).to_f32(), |x| f16::from_f32(x).to_f32()];
     let candidates = LARGEST.into_iter().flat_map(|largest| narrow.map(|narrow| (largest, narrow)));
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Scales that were found from the largest magnitude of a weight of 16 bits go there and back.
+        /// Scales computed from the largest magnitude of a 16-bit weight survive the round trip.
         #[test]
         fn scales_of_weights_of_16_bits_come_back(bits in 1u16..0x7f80, half in 1u16..0x7c00, numerator in 0usize..2) {
             let largest = LARGEST[numerator];
@@ -55,7 +56,7 @@ mod tests {
             }
         }
 
-        /// All others come back within two units of the last place.
+        /// All others come back within two units in the last place.
         #[test]
         fn others_are_off_by_units(scale in 1e-20_f32..1e20) {
             let other = reciprocal(scale);

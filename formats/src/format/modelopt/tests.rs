@@ -8,7 +8,7 @@ use crate::checkpoint::MemorySource;
 use crate::format::{CompressedTensors, FusedLinears, PackedWeight};
 use crate::quantize::quantize_rtn;
 
-/// Weights of BF16, as checkpoints have them: `largest` is the largest magnitude.
+/// BF16 weights, as in checkpoints: `largest` is the largest magnitude.
 fn wave(n: usize, k: usize, largest: f32) -> Vec<f32> {
     let mut weights: Vec<f32> =
         (0..n * k).map(|i| bf16::from_f32((i as f32 * 0.7).sin() * 0.9 * largest).to_f32()).collect();
@@ -39,7 +39,7 @@ fn config(container: &dyn Container, scheme: LinearScheme) -> Value {
     container.quantization_config(&ModuleSchemes { quantized: vec![("m", scheme)], ..Default::default() })
 }
 
-/// What a container's reader makes of tensors.
+/// Reads tensors with a format's reader.
 fn read(
     container: &dyn Container,
     config: &Value,
@@ -53,7 +53,7 @@ fn read(
 }
 
 proptest! {
-    /// What compressed-tensors holds of a model of BF16 goes to this layout and back, byte for byte; so does the reverse.
+    /// A BF16 model in compressed-tensors is converted to this layout and back, byte for byte; so is the reverse.
     #[test]
     fn each_layout_becomes_the_other_and_comes_back(
         n in 1_usize..20, groups in 1_usize..6, largest in 1e-6_f32..200.0, rounded: bool,
@@ -69,12 +69,12 @@ proptest! {
             let between = second.pack("m", &read_first).unwrap();
             let read_second = read(second, &config(second, tensor.scheme), &source(&between), shape).unwrap();
             prop_assert_eq!(&first.pack("m", &read_second).unwrap(), &before);
-            // Codes and scales of groups are the same bytes.
+            // Codes and group scales are the same bytes.
             prop_assert!(before[0].1 == between[0].1 && before[1].1 == between[1].1);
         }
     }
 
-    /// Tensors and a configuration of which anything may be something else: an error, or a tensor whose parts fit.
+    /// Tensors and a configuration with arbitrary modifications: an error, or a consistent tensor.
     #[test]
     fn hostile_files_are_errors(
         name in 0_usize..5, dtype in 0..Dtype::ALL.len(), shape in prop::collection::vec(0_usize..70, 0..3), fill: u8,
@@ -221,7 +221,7 @@ fn tensors_are_checked() {
             read(&ModelOpt, &config(&ModelOpt, tensor.scheme), &source(&packed), [4, 32]).unwrap_err();
         assert!(error.to_string().contains(expected), "{expected}: {error}");
     }
-    // Inputs are large where weights are not.
+    // Input scales may be large, weight scales may not.
     let tensor = quantized([4, 32], "wf4af4-g16-nv", 0.25);
     let mut packed = ModelOpt.pack("m", &tensor).unwrap();
     packed[3].1.copy_from_slice(&1.0_f32.to_le_bytes());

@@ -4,18 +4,18 @@
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.qweight` | I8 | `[n, k/2]` | codes of 4 bits, in tiles ([`pack_nibbles`]) |
-//! | `X.s1_scales` | F16 | `[n]` | scales of rows |
-//! | `X.s2_scales` | I8 | `[k/128, n]` | scales of groups, 1 to 16, in the order of [`S2Order`]; progressive |
+//! | `X.qweight` | I8 | `[n, k/2]` | 4-bit codes, in tiles ([`pack_nibbles`]) |
+//! | `X.s1_scales` | F16 | `[n]` | row scales |
+//! | `X.s2_scales` | I8 | `[k/128, n]` | group scales, 1 to 16, in the order of [`S2Order`]; progressive |
 //! | `X.s2_zeros` | I8 | `[k/128, n]` | `−zero · scale` modulo 256, in that order; progressive |
-//! | `X.s1_szeros` | F16 | `[n]` | `zero · scale`; a scale per row |
+//! | `X.s1_szeros` | F16 | `[n]` | `zero · scale`; one scale per row |
 //!
-//! and of 8 bits:
+//! and for 8 bits:
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
-//! | `X.weight` | I8 | `[n, k]` | signed numbers |
-//! | `X.dequant_scale` | F16 | `[n]` | scales of rows |
+//! | `X.weight` | I8 | `[n, k]` | signed integers |
+//! | `X.dequant_scale` | F16 | `[n]` | row scales |
 
 use rayon::prelude::*;
 
@@ -26,22 +26,22 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
-/// What a code of 8 bits exceeds the signed number by that it stands for; the two differ in their highest bit.
+/// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
 pub(super) const MIDDLE: u8 = 128;
 
-/// Which of the three kinds of weights that QServe knows.
+/// The three kinds of weights that QServe supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// 4 bits in groups of 128 with two levels of scales.
     Group,
-    /// 4 bits with a scale and a zero a row.
+    /// 4 bits with a scale and a zero point per row.
     Channel,
     /// 8 bits with a scale per row.
     Bytes,
 }
 
 impl Kind {
-    /// The kind of a scheme; `None` where the format cannot hold it.
+    /// The kind of a scheme; `None` if the format cannot represent it.
     pub(super) fn of(scheme: LinearScheme) -> Option<Self> {
         let WeightFormat::Int { bits, symmetric, two_level } = scheme.weight else { return None };
         match (bits, scheme.granularity, symmetric, two_level, scheme.activations) {
@@ -52,7 +52,7 @@ impl Kind {
         }
     }
 
-    /// Bits of a code.
+    /// Bits per code.
     pub(super) fn bits(self) -> u8 {
         match self {
             Self::Group | Self::Channel => 4,
@@ -79,13 +79,13 @@ impl Kind {
     }
 }
 
-/// Where the scale and the zero of an output stand among those of its 32 neighbours.
+/// The order in which scales and zero points of 32 adjacent outputs are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum S2Order {
-    /// 0, 8, 16, 24, 1, 9, …: what QServe's kernels read, and what is written.
+    /// 0, 8, 16, 24, 1, 9, …: the order that QServe's kernels read, which is written.
     #[default]
     Kernel,
-    /// 0, 8, 1, 9, …, 7, 15, 16, 24, …: what deepcompressor's converter writes.
+    /// 0, 8, 1, 9, …, 7, 15, 16, 24, …: the order that deepcompressor's converter writes.
     Deepcompressor,
 }
 
@@ -101,7 +101,7 @@ impl S2Order {
         }
     }
 
-    /// The place of an output.
+    /// The position of an output.
     pub(super) fn place(self, n: usize) -> usize {
         let within = n % TILE;
         n - within
@@ -111,7 +111,7 @@ impl S2Order {
             }
     }
 
-    /// Values `[n, groups]` as they are stored: `[groups, n]`, outputs in this order.
+    /// Reorders values `[n, groups]` for storage: `[groups, n]`, outputs in this order.
     pub(super) fn store(self, values: &[u8], n: usize, groups: usize) -> Vec<u8> {
         let mut stored = vec![0; values.len()];
         for (g, column) in stored.chunks_exact_mut(n.max(1)).enumerate() {
@@ -122,7 +122,7 @@ impl S2Order {
         stored
     }
 
-    /// What [`store`](Self::store) was given.
+    /// The inverse of [`store`](Self::store).
     pub(super) fn restore(self, stored: &[u8], n: usize, groups: usize) -> Vec<u8> {
         let ordered: Vec<u8> = (0..groups)
             .flat_map(|g| (0..n).map(move |o| (g, o)))
@@ -263,8 +263,8 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// The first group with a scale outside 1 to 16, or a code whose integer `(code − zero) · scale` does not fit 8 bits, in
-/// words; codes are `[n, k]`, scales and zeros `[n, groups]`.
+/// Describes the first group with a scale outside 1 to 16, or with a code whose integer `(code − zero) · scale` does
+/// not fit int8; codes are `[n, k]`, scales and zero points `[n, groups]`.
 pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) -> Option<String> {
     let of_groups = codes.par_chunks_exact(GROUP).zip(scales.par_iter().zip(zeros));
     of_groups.enumerate().find_map_first(|(i, (codes, (&scale, &zero)))| {
@@ -279,9 +279,9 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
     })
 }
 
-/// Codes `[n, k]` of 4 bits as the bytes that QServe's kernels load, half as many; `n` and `k` are multiples of 32.
+/// Packs 4-bit codes `[n, k]` into the bytes that QServe's kernels load, half as many; `n` and `k` are multiples of 32.
 ///
-/// A tile is 32 outputs by 32 inputs, 512 bytes; tiles stand in rows. With `n = 32·nt + 16·p + 8·h + nl` and
+/// A tile is 32 outputs by 32 inputs, 512 bytes; tiles are stored row by row. With `n = 32·nt + 16·p + 8·h + nl` and
 /// `k = 32·kt + 16·kh + 4·kl + kr`,
 ///
 /// ```text
@@ -289,7 +289,7 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
 /// nibble = p
 /// ```
 ///
-/// so that the lane `4·nl + kl` of a warp loads 16 bytes, which are its part of the operand of `mma.m16n8k32`.
+/// so that lane `4·nl + kl` of a warp loads the 16 bytes that are its fragment of the operand of `mma.m16n8k32`.
 pub(super) fn pack_nibbles(codes: &[u8], n: usize, k: usize) -> Vec<u8> {
     let mut bytes = vec![0; n * k / 2];
     let of_tiles = bytes.par_chunks_exact_mut((TILE * k / 2).max(1));
@@ -304,7 +304,7 @@ pub(super) fn pack_nibbles(codes: &[u8], n: usize, k: usize) -> Vec<u8> {
     bytes
 }
 
-/// The codes `[n, k]` that [`pack_nibbles`] was given.
+/// The inverse of [`pack_nibbles`]: codes `[n, k]`.
 pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
     let mut codes = vec![0; n * k];
     let of_tiles = codes.par_chunks_exact_mut((TILE * k).max(1));
@@ -319,7 +319,7 @@ pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
     codes
 }
 
-/// Of a row of tiles, every four neighbouring inputs of an output below 16: output, first input, first byte.
+/// Visits every four adjacent inputs of the outputs below 16 in a row of tiles: output, first input, first byte.
 fn for_quads(k: usize, mut visit: impl FnMut(usize, usize, usize)) {
     for row in 0..16 {
         let (h, nl) = (row / 8, row % 8);

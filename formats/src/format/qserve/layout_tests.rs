@@ -1,4 +1,4 @@
-//! The published positions of single codes, golden bytes of small matrices, and what is refused.
+//! Published positions of single codes, golden bytes of small matrices, and rejected input.
 
 use proptest::prelude::*;
 
@@ -12,7 +12,7 @@ fn quantized(shape: [usize; 2], scheme: &str) -> QuantizedTensor {
     quantize_rtn("x", &weights, shape, scheme.parse().unwrap(), Dtype::F16, None).unwrap()
 }
 
-/// Where the nibble of one code stands: the byte, and whether it is the high one.
+/// The position of one code's nibble: the byte, and whether it is the high nibble.
 fn place_of(row: usize, column: usize, n: usize, k: usize) -> (usize, bool) {
     let mut codes = vec![0; n * k];
     codes[row * k + column] = 15;
@@ -24,7 +24,7 @@ fn place_of(row: usize, column: usize, n: usize, k: usize) -> (usize, bool) {
     (at, byte == 0xf0)
 }
 
-/// Positions that the published kernels and converters give, at k = 4096.
+/// Positions according to the published kernels and converters, for k = 4096.
 #[test]
 fn codes_stand_where_the_kernels_read_them() {
     for (row, column, at, high) in [
@@ -43,7 +43,7 @@ fn codes_stand_where_the_kernels_read_them() {
     }
 }
 
-/// Every code of a matrix against the formula, written out a second time.
+/// Every code of a matrix compared with an independent implementation of the formula.
 #[test]
 fn the_formula() {
     let (n, k) = (96, 160);
@@ -72,7 +72,7 @@ fn both_orders_of_scales() {
     let other = outputs(S2Order::Deepcompressor);
     assert_eq!(other[..6], [0, 8, 1, 9, 2, 10]);
     assert_eq!(other[14..20], [7, 15, 16, 24, 17, 25]);
-    // Groups are rows of what is stored.
+    // Stored rows are groups.
     let values: Vec<u8> = (0..64).flat_map(|n| [n, 100 + n]).collect();
     for order in S2Order::ALL {
         let stored = order.store(&values, 64, 2);
@@ -118,7 +118,7 @@ fn tensors_of_each_kind() {
     }
 }
 
-/// One output of a group by hand: scale 3, zero 5, codes 0 to 15 over and over.
+/// One output of a group by hand: scale 3, zero point 5, codes 0 to 15 repeated.
 #[test]
 fn a_group_by_hand() {
     let mut tensor = quantized([32, 128], GROUPS);
@@ -131,11 +131,11 @@ fn a_group_by_hand() {
     // Codes 0 to 3 of rows 0 and 16, then of 8 and 24; then those from input 16.
     assert_eq!(parts[0].1[..12], [0x00, 0x11, 0x22, 0x33, 0x00, 0x11, 0x22, 0x33, 0x00, 0x11, 0x22, 0x33]);
     assert_eq!(parts[1].1[..2], [0x00, 0x34], "0.25 in F16");
-    // Outputs 0, 8, 16, 24, 1, 9: scales 1, 9, 1, 9, 2, 10 and zeros 3, 8, 3, 8, 4, 8.
+    // Outputs 0, 8, 16, 24, 1, 9: scales 1, 9, 1, 9, 2, 10 and zero points 3, 8, 3, 8, 4, 8.
     assert_eq!(parts[2].1[..6], [1, 9, 1, 9, 2, 10]);
     let zeros: Vec<i8> = parts[3].1[..6].iter().map(|&b| b as i8).collect();
     assert_eq!(zeros, [-3, -72, -3, -72, -8, -80]);
-    // What a kernel does with bytes, without a carry out of them.
+    // The kernel's arithmetic on bytes, without a carry between them.
     for output in 0..32 {
         let at = S2Order::Kernel.place(output);
         for code in 0..16_u8 {

@@ -1,8 +1,9 @@
-//! What a loader must know that the tensors do not say: the `quantization_config`, and all of it in
-//! `qserve_manifest.json` beside it.
+//! What a loader must know beyond the tensors: the `quantization_config`, and the complete description in
+//! `qserve_manifest.json` next to it.
 //!
 //! QServe's own loader takes bits and group size from its command line, and assumes the rest: the order of scales,
-//! which two converters wrote in two ways; norms of all ones, which it does not load. Here all of it is written down.
+//! which two converters wrote differently; norms of all ones, which it does not load. Here all of it is stated
+//! explicitly.
 
 use serde_json::{Value, json};
 
@@ -14,14 +15,14 @@ use crate::quantize::progressive::PROTECTIVE_RANGE;
 use crate::scheme::KV_CONFIG_KEY;
 use crate::scheme::LinearScheme;
 
-/// The manifest.
+/// The manifest's file name.
 pub(super) const FILE: &str = "qserve_manifest.json";
 /// The version of its schema.
 const SCHEMA: &str = "quant-qserve/1";
-/// `layout_version`: everything that the tables of `docs/formats/qserve.md` say.
+/// `layout_version`: stands for the tables of `docs/formats/qserve.md`.
 pub(super) const LAYOUT_VERSION: u64 = 1;
 
-/// The kind of all quantized linears: `check` lets but one scheme through.
+/// The kind of all quantized linears: `check` accepts only one scheme.
 fn kind(schemes: &ModuleSchemes<'_>) -> Kind {
     let scheme = schemes.quantized.first().map(|(_, scheme)| *scheme);
     scheme.and_then(Kind::of).unwrap_or(Kind::Group)
@@ -29,7 +30,7 @@ fn kind(schemes: &ModuleSchemes<'_>) -> Kind {
 
 /// See [`Container::quantization_config`](crate::format::Container::quantization_config).
 ///
-/// The first three keys are what SGLang read; the others are ours.
+/// SGLang reads the first three keys; the others are our own.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let kind = kind(schemes);
     let mut config = json!({
@@ -109,8 +110,8 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
     })
 }
 
-/// What the tiles of QServe's kernels ask of a matrix, all sizes of batches taken together: multiples of outputs and
-/// inputs, and the least inputs.
+/// Requirements of QServe's kernels on a matrix, over all batch sizes: multiples of outputs and inputs, and the minimum
+/// number of inputs.
 fn tiles(kind: Kind) -> [usize; 3] {
     match kind {
         Kind::Group => [64, GROUP, 256],
@@ -146,7 +147,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     notes
 }
 
-/// The first matrix, with what engines fuse taken as one, that does not consist of the kernels' tiles.
+/// The first matrix, counting fused linears as one, that does not consist of complete kernel tiles.
 fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [usize; 3])> {
     let shape = |module: &str| schemes.shapes.get(module).copied();
     let kind_of = |scheme: &LinearScheme| Kind::of(*scheme);

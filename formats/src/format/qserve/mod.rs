@@ -1,9 +1,9 @@
-//! QServe (Lin et al., MLSys 2025): 4 bits under activations of 8 bits, in the order in which its kernels load them.
+//! QServe (Lin et al., MLSys 2025): 4-bit weights with 8-bit activations, in the order in which its kernels load them.
 //!
-//! The one container that keeps both levels of scales of progressive groups; it also knows 4 bits with a scale per
-//! row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`] says what a
-//! reader must know and the tensors do not, [`reader`] tells what a configuration means. `docs/formats/qserve.md`
-//! draws the bytes.
+//! The only format that keeps both levels of scales of progressive groups; it also supports 4 bits with a scale per
+//! row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`] describes
+//! what a reader must know beyond the tensors, [`reader`] interprets the configuration. `docs/formats/qserve.md` draws
+//! the bytes.
 
 mod layout;
 mod manifest;
@@ -20,16 +20,16 @@ use layout::Kind;
 
 /// The name that `--format` takes.
 const METHOD: &str = "qserve";
-/// `quant_method`: what SGLang called it.
+/// `quant_method`: SGLang's name for it.
 const QUANT_METHOD: &str = "qoq";
-/// The only size of groups.
+/// The only group size.
 const GROUP: usize = 128;
-/// Outputs and inputs of a tile: codes come in multiples of it both ways.
+/// Outputs and inputs per tile; both dimensions must be multiples of it.
 const TILE: usize = 32;
-/// The module that readers leave float whatever the configuration says.
+/// The module that readers always leave float.
 const HEAD: &str = "lm_head";
 
-/// The container of QServe's kernels, which SGLang read as `qoq`.
+/// The format of QServe's kernels, which SGLang reads as `qoq`.
 #[derive(Debug, Clone, Copy)]
 pub struct QServe;
 

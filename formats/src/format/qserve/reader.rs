@@ -1,7 +1,7 @@
-//! Reads QServe checkpoints back, ours or others', into logical order.
+//! Reads QServe checkpoints, our own and others', back into logical order.
 //!
-//! Strict: nothing in the tensors says in which order the scales of groups stand, or that zeros are integers. What
-//! does not follow from the configuration is checked as far as it can be: a group that no kernel could run is refused.
+//! The reader is strict: the tensors do not show the order of group scales, or that zero points are integers. What the
+//! configuration does not state is checked as far as possible: a group that no kernel could run is rejected.
 
 use serde_json::{Map, Value};
 
@@ -18,7 +18,7 @@ use crate::quantize::{Levels, QuantizedTensor};
 use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
-/// Keys that a configuration may have; what another would mean is not known.
+/// Keys that a configuration may have; the meaning of others is unknown.
 const KEYS: [&str; 7] = [
     "quant_method",
     "wbits",
@@ -29,7 +29,7 @@ const KEYS: [&str; 7] = [
     "manifest",
 ];
 
-/// Which modules are quantized, all by one scheme.
+/// The quantized modules, all with one scheme.
 #[derive(Debug)]
 pub(super) struct Reader {
     kind: Kind,
@@ -39,10 +39,10 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// The reader for a checkpoint with this `quantization_config`; `None` when it is of another method.
+    /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
     ///
     /// # Errors
-    /// A reason that names the key, when it says what this reader does not implement.
+    /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
     pub(super) fn new(config: &Value) -> Result<Option<Self>, String> {
         let Some(map) = config.as_object() else { return Ok(None) };
         if map.get("quant_method").and_then(Value::as_str) != Some(QUANT_METHOD) {
@@ -68,7 +68,7 @@ impl Reader {
         Ok(Some(Self { kind, order: order(map, kind)?, float: float(map)? }))
     }
 
-    /// What a file holds that a checkpoint of this kind cannot.
+    /// The error for contents that a checkpoint of this kind cannot have.
     fn broken(source: &dyn TensorSource, tensor: &str, reason: &str, remedy: &str) -> Error {
         Error::InputFile {
             path: source.location(tensor),
@@ -78,7 +78,7 @@ impl Reader {
         }
     }
 
-    /// Scales of rows: finite and positive.
+    /// Reads row scales: finite and positive.
     fn row_scales(source: &dyn TensorSource, name: &str, n: usize) -> Result<Vec<f32>> {
         let scales = half_precision(source, name, n)?;
         match scales.iter().position(|s| *s <= 0.0) {
@@ -92,7 +92,7 @@ impl Reader {
         }
     }
 
-    /// The zeros and scales of groups `[n, k/128]`.
+    /// Reads zero points and scales of groups `[n, k/128]`.
     fn groups(&self, source: &dyn TensorSource, module: &str, n: usize, k: usize) -> Result<[Vec<u8>; 2]> {
         let groups = k / GROUP;
         let (scales_name, zeros_name) = (group_scales_name(module), group_zeros_name(module));
@@ -129,14 +129,14 @@ impl Reader {
         Ok([scales, zeros])
     }
 
-    /// The zeros of rows, which are stored times their scales.
+    /// Reads the zero points of rows, which are stored multiplied by their scales.
     fn row_zeros(source: &dyn TensorSource, module: &str, n: usize) -> Result<Vec<u8>> {
         let scales = Self::row_scales(source, &row_scales_name(module), n)?;
         let name = row_zeros_name(module);
         let stored = half_precision(source, &name, n)?;
         let zero = |(row, (stored, scale)): (usize, (&f32, &f32))| {
             let zero = (stored / scale).round();
-            // Rounding to F16 moves a zero by less than a hundredth, so the nearest one is the one.
+            // Rounding to F16 moves a zero point by less than a hundredth, so the nearest integer is the original.
             if (0.0..=15.0).contains(&zero) && Dtype::F16.round(zero * scale) == *stored {
                 return Ok(zero as u8);
             }
@@ -154,7 +154,7 @@ impl Reader {
     }
 }
 
-/// The order of scales that a configuration names: the kernels', where it names none.
+/// The order of scales that a configuration names; by default the kernels'.
 fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     let Some(order) = map.get("s2_order").filter(|v| !v.is_null()) else { return Ok(S2Order::default()) };
     if kind != Kind::Group {
@@ -179,7 +179,7 @@ fn float(map: &Map<String, Value>) -> Result<Vec<String>, String> {
     }
 }
 
-/// A tensor of F16, all of it finite.
+/// Reads an F16 tensor, all of it finite.
 fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<Vec<f32>> {
     let mut values = vec![0.0; len];
     Dtype::F16.widen(&source.read(name)?, &mut values);

@@ -1,4 +1,4 @@
-//! Checkpoints that come back as they were, those of others, and what is refused by its name.
+//! Round trips, checkpoints of other writers, and errors for invalid ones.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -36,7 +36,7 @@ impl File {
 
 fn quantized(shape: [usize; 2], scheme: &str, seed: u64) -> QuantizedTensor {
     let noise = |i: usize| (seed.wrapping_add(1).wrapping_mul(2 * i as u64 + 1) >> 40) as f32 / 16_777_216.0;
-    // Neighbouring groups differ in range and in where their zero is.
+    // Adjacent groups differ in range and in their zero point.
     let group = |i: usize| ((1 + i / 128 % 5) as f32 * 0.01, (i / 128 % 3) as f32 * 0.3);
     let weights: Vec<f32> =
         (0..shape[0] * shape[1]).map(|i| (noise(i) - group(i).1 - 0.1) * group(i).0).collect();
@@ -75,7 +75,7 @@ fn what_is_written_reads_back() {
         for float in ["lm_head", "model.layers.3.mlp.up_proj"] {
             assert_eq!(reader.scheme(float), None);
         }
-        // Whole names only.
+        // Only complete names match.
         assert!(reader.scheme("model.layers.3.mlp.up_proj2").is_some());
         assert_eq!(reader.scale_dtype(&file.source(), "m").unwrap(), Dtype::F16);
         let weight = PackedWeight { module: "m", shape: [64, 256], scheme: tensor.scheme };
@@ -83,7 +83,7 @@ fn what_is_written_reads_back() {
     }
 }
 
-/// What SGLang's users wrote into `config.json` by hand.
+/// What SGLang's users added to `config.json` by hand.
 #[test]
 fn a_checkpoint_of_others_needs_no_keys_of_ours() {
     let tensor = quantized([64, 256], GROUPS, 5);
@@ -105,7 +105,7 @@ fn the_order_of_the_other_converter_is_read_by_its_name() {
     file.tensor("m.s2_scales").1 = S2Order::Deepcompressor.store(&levels.groups, 64, 2);
     file.tensor("m.s2_zeros").1 = S2Order::Deepcompressor.store(&scaled, 64, 2);
     let mut theirs = json!({ "quant_method": "qoq", "wbits": 4, "group_size": 128 });
-    // Nothing in the file gives it away unless an integer overflows.
+    // Nothing in the file reveals the order unless an integer overflows.
     match read_with(&theirs, &file, [64, 256]) {
         Ok(wrong) => assert!(wrong != tensor),
         Err(error) => assert!(error.remedy().contains("\"s2_order\": \"deepcompressor\""), "{error}"),
@@ -214,7 +214,7 @@ fn groups_that_no_kernel_could_run_are_refused() {
     refused(with_group(1, 256_u16.wrapping_sub(16) as u8, None), "s2_zeros", "a zero from 0 to 15");
     // 15 · 10 = 150 is more than 127.
     refused(with_group(10, 0, Some(15)), "qweight", "stands for 150");
-    // −15 · 16 = −240 wraps to 16, and a code of 0 then stands for less than −128.
+    // −15 · 16 = −240 wraps to 16, and code 0 then has a value below −128.
     refused(with_group(16, 16, Some(0)), "qweight", "stands for -240");
     let fits = with_group(16, 16, Some(15)).unwrap();
     assert_eq!((fits.levels.unwrap().groups[19], fits.zeros.unwrap()[19]), (16, 15));
@@ -266,7 +266,7 @@ fn zeros_of_rows_are_whole_or_refused() {
 }
 
 proptest! {
-    /// Every zero under every scale that F16 has, subnormal ones included.
+    /// Every zero point with every F16 scale, including subnormal ones.
     #[test]
     fn a_zero_times_any_scale_is_found_again(bits in 1_u16..0x7c00, zero in 0_u8..16) {
         let scale = half::f16::from_bits(bits).to_f32();
