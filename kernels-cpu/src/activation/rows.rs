@@ -77,7 +77,7 @@ unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
 /// The magnitude as bits: magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
 #[inline(always)]
 unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::and(L::as_i32(a), L::splat(0x7fff_ffff)) }
 }
 
@@ -87,7 +87,7 @@ unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
 /// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = [L::splat(0); SUMS];
         let mut at = 0;
@@ -111,7 +111,7 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..x.len()).step_by(LANES) {
@@ -127,7 +127,7 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         for at in (0..x.len()).step_by(LANES) {
             store::<L, E>(out, at, load::<L, f32>(x, at));
@@ -146,7 +146,7 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
 ) -> f32 {
     let k = x.len();
     assert!(weight.len() == k && out.len() == k && residual.as_ref().is_none_or(|r| r.len() == k));
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut sums = [L::zero(); SUMS];
         for (i, at) in (0..k).step_by(LANES).enumerate() {
@@ -190,7 +190,7 @@ fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
 #[inline(always)]
 pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out: &mut [f32]) -> f32 {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..out.len()).step_by(LANES) {
@@ -207,7 +207,7 @@ pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out
 pub(super) unsafe fn gelu_tanh_mul<L: RowLanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     use crate::reference::GELU;
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         for at in (0..out.len()).step_by(LANES) {
             let g = load::<L, f32>(gate, at);
@@ -227,7 +227,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     out: &mut [f32],
 ) {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let (most, one) = (L::splat_f32(limit), L::splat_f32(1.0));
         for at in (0..out.len()).step_by(LANES) {
@@ -244,7 +244,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
 #[inline(always)]
 pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: &[f32]) {
     assert_eq!(sum.len(), y.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let weight = L::splat_f32(weight);
         for at in (0..y.len()).step_by(LANES) {
@@ -258,7 +258,7 @@ pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: 
 /// `g / (1 + e^−g)`, see [`crate::reference::silu`].
 #[inline(always)]
 unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
 }
 
@@ -266,7 +266,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
 #[inline(always)]
 unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let end = L::splat_f32(SILU_END);
         let z = L::sub_f32(L::zero(), g);

@@ -98,7 +98,7 @@ impl<'a> KvPages<'a> {
         self.attend_to(token, heads, &|head| lists[head], q, out, lse, workspace, parallel)
     }
 
-    /// As [`attend`](Self::attend), with a function that returns the list of each head below `heads.kv`.
+    /// Same as [`attend`](Self::attend), with a function that returns the list of each head below `heads.kv`.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub(super) fn attend_to(
         &self,

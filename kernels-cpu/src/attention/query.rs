@@ -23,7 +23,7 @@ pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelE
     Ok(quantize(q, codes))
 }
 
-/// As [`quantize_query`], for `codes` of the same length as `q`.
+/// Same as [`quantize_query`], for `codes` of the same length as `q`.
 pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {

@@ -58,7 +58,7 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
 /// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: &[Factor], scale: f32) {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         sylvester::<L>(x, 1 << power);
         let mut stride = 1 << power;
@@ -83,7 +83,7 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
 /// `(a + b, a − b)` of lanes at a distance.
 #[inline(always)]
 unsafe fn within<L: RowLanes, const DISTANCE: usize>(v: L::F, signs: L::F) -> L::F {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::add_f32(L::partner::<DISTANCE>(v), L::flip(v, signs)) }
 }
 

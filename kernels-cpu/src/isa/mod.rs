@@ -145,7 +145,7 @@ impl Isa {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
 
-    /// As [`detect`](Self::detect), but reports a wrong `QUANT_ISA`, for programs that check it when they start.
+    /// Same as [`detect`](Self::detect), but reports a wrong `QUANT_ISA`, for programs that check it when they start.
     ///
     /// # Errors
     /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or that of a path which this processor lacks.

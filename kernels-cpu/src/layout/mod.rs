@@ -398,7 +398,7 @@ impl Layout {
         self.pack_panels(view, panels, out)
     }
 
-    /// As [`pack`](Self::pack), for a view that is known to have this layout and for `out` of the right length.
+    /// Same as [`pack`](Self::pack), for a view that is known to have this layout and for `out` of the right length.
     pub(crate) fn pack_panels(
         &self,
         view: &WeightView<'_>,

@@ -102,7 +102,7 @@ pub(crate) unsafe fn multiply<
 /// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         match CODES {
             codes::E2M1 | codes::E4M3 => L::values::<CODES>(),
@@ -127,7 +127,7 @@ unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
 ) {
     for m in 0..MR {
         for p in 0..NP {
-            // SAFETY: the caller has the instructions.
+            // SAFETY: the caller guarantees the instructions of `L`.
             sums[m][p] = unsafe { L::fma(block[m][p], L::splat_f32(1.0), sums[m][p]) };
         }
     }
