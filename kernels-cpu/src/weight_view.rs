@@ -24,8 +24,8 @@ pub enum ViewError {
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned codes below
 /// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`.
 ///
-/// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row: `ŵ[o, i]
-/// = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
+/// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row:
+/// `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
 /// zero points. In NVFP4 the group scales are E4M3 codes, divided by one global `f32` scale.

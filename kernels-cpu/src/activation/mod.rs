@@ -4,9 +4,9 @@
 //! 127. A row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that holds NaN or an
 //! infinity has `s = NaN`, and so does everything that is computed from it.
 //!
-//! Static: one scale and one zero point for all tokens, from calibration: `a = clamp(round(x · (1 / s)) + a₀, −128,
-//! 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point of 0; the widths that [`Layout::of`]
-//! accepts allow for it.
+//! Static: one scale and one zero point for all tokens, from calibration:
+//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
+//! of 0; the widths that [`Layout::of`] accepts allow for it.
 //!
 //! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
 //! the weights.

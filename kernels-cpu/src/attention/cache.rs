@@ -185,8 +185,8 @@ impl KvCache {
         self.attend(1, q, out, lse, workspace, parallel)
     }
 
-    /// Computes causal attention for the last `m` tokens, which must already have been appended: `q` and `out` are `[m,
-    /// heads.query, head_dim]`, `lse` `[m, heads.query]`.
+    /// Computes causal attention for the last `m` tokens, which must already have been appended: `q` and `out` are
+    /// `[m, heads.query, head_dim]`, `lse` `[m, heads.query]`.
     ///
     /// # Errors
     /// When a length is wrong, there are more queries than tokens, or memory is short.

@@ -8,8 +8,8 @@ use crate::simd::Lanes;
 const LEAST: f32 = -87.0;
 /// ln 2 in two parts: its upper bits, few enough that products with integers are exact, and the rest.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
-/// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes; the relative error of `eʳ` is `1.1 ·
-/// 10⁻⁸`.
+/// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes; the relative error of `eʳ` is
+/// `1.1 · 10⁻⁸`.
 const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_64];
 
 /// `eˣ` for `x ≤ 0`, with a relative error of at most `2⁻²²`; `e⁻⁸⁷` for `x` below −87, including minus infinity.

@@ -6,8 +6,8 @@ use crate::KernelError;
 /// `lse` and `other_lse` `[rows]`, as returned by [`attend`](super::KvPages::attend).
 ///
 /// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`: an
-/// error of `ε` in a log-sum-exp, such as its rounding error of `2⁻²⁴` of itself, changes the result by at most `ε ·
-/// |out − other| / 2`.
+/// error of `ε` in a log-sum-exp, such as its rounding error of `2⁻²⁴` of itself, changes the result by at most
+/// `ε · |out − other| / 2`.
 ///
 /// # Errors
 /// When lengths differ, or are not whole rows.

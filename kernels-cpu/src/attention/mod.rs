@@ -31,16 +31,15 @@
 //! for f16 `B = max_t |scale| Σ |q · k|`, `n` the number of tokens, and `P_t` the exact probabilities.
 //!
 //! - The error of a score is `δ ≤ 2⁻²² B` (f16: `(d + 2) · 2⁻²⁴ B`); that of its distance from the largest score is
-//!   `2δ`
-//!   plus one rounding, below `2⁻²³ B`.
+//!   `2δ` plus one rounding, below `2⁻²³ B`.
 //! - So each `p_t` has a relative error of at most `ε = 2δ + 2⁻²³ B + 2⁻²²`, plus an absolute error of `e⁻⁸⁷` for those
-//!   that
-//!   are practically zero; and each ratio of a `p_t` to their sum a relative error of at most `2ε`.
+//!   that are practically zero; and each ratio of a `p_t` to their sum a relative error of at most `2ε`.
 //! - Sums of at most 1024 values in a chunk, merging of chunks, and a division: `(1024 + 3 · ⌈n / 1024⌉ + 8) · 2⁻²⁴`.
 //!
 //! `|out − exact| ≤ (2ε + 2 (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ [+ 2⁻⁸]) Σ P_t (|s_t| |c_t − centre| + |z_t + centre · s_t|)`,
-//! where the term in brackets applies to `avx512bf16`; and `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³
-//! |lse|`. These bounds assume that no `p_t · s_t` that matters is below `10⁻³⁸`.
+//! where the term in brackets applies to `avx512bf16`; and
+//! `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³ |lse|`. These bounds assume that no `p_t · s_t` that
+//! matters is below `10⁻³⁸`.
 
 mod ahead;
 mod append;

@@ -12,8 +12,8 @@ pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
 
-/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`, `a =
-/// round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero if the largest magnitude is below
+/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`,
+/// `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero if the largest magnitude is below
 /// [`SMALLEST`], and `s` is NaN if a value is not finite.
 ///
 /// # Errors

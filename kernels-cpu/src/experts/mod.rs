@@ -15,8 +15,7 @@
 //!
 //! 1. The rows of each expert are gathered and quantized or packed.
 //! 2. Gate and up are multiplied, by pieces of rows and panels, and the activation is applied while their results are
-//!    in
-//!    the L1 cache.
+//!    in the L1 cache.
 //! 3. The result is quantized or packed.
 //! 4. `down` is multiplied by columns: a piece of work computes some columns of all experts, and adds each row to its
 //!    token as soon as it is multiplied. So no thread waits for the one that has the expert with the most tokens.

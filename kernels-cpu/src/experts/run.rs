@@ -52,8 +52,9 @@ pub(super) struct Active {
 }
 
 impl Experts<'_> {
-    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens,
-    /// hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates nothing.
+    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is
+    /// `[tokens, hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates
+    /// nothing.
     ///
     /// # Errors
     /// When the plan is for other experts or activations, there are more tokens or slots than planned, a length is

@@ -1,15 +1,12 @@
 //! Constructs Hadamard matrices of orders `4t`, `t` odd, without any tables.
 //!
 //! - Paley (1933): from the quadratic residues of a prime `q`. The first kind has order `q + 1`, `q ≡ 3 mod 4`; the
-//!   second
-//!   `2 (q + 1)`, `q ≡ 1 mod 4`.
+//!   second `2 (q + 1)`, `q ≡ 1 mod 4`.
 //! - Williamson (1944): four symmetric circulant sequences of ±1 of length `t`, whose autocorrelations cancel, give
-//!   order
-//!   `4t`. They are searched for among those that are constant on the orbits of a group of multipliers, trying the largest
-//!   group first; these are few enough for exhaustive search.
+//!   order `4t`. They are searched for among those that are constant on the orbits of a group of multipliers, trying
+//!   the largest group first; these are few enough for exhaustive search.
 //! - Cooper and Wallis (1972): Williamson's four sequences of length `w`, combined three at a time into sequences of
-//!   length
-//!   `3w`, give order `12w`.
+//!   length `3w`, give order `12w`.
 //!
 //! The last two use the array of Goethals and Seidel (1967), which does not require symmetry.
 
@@ -101,8 +98,8 @@ fn paley_second(q: usize) -> Vec<f32> {
     })
 }
 
-/// The matrix of four circulant sequences of length `t`: with `A[r, c] = a[c − r]` and `R` the reflection, `[A BR CR
-/// DR; −BR A DᵀR −CᵀR; −CR −DᵀR A BᵀR; −DR CᵀR −BᵀR A]`.
+/// The matrix of four circulant sequences of length `t`: with `A[r, c] = a[c − r]` and `R` the reflection,
+/// `[A BR CR DR; −BR A DᵀR −CᵀR; −CR −DᵀR A BᵀR; −DR CᵀR −BᵀR A]`.
 fn goethals_seidel(sequences: &[Vec<f32>; 4]) -> Vec<f32> {
     let t = sequences[0].len();
     let block = |which: usize, reflected: bool, transposed: bool, r: usize, c: usize| {

@@ -1,8 +1,8 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
-//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform: `(W Hᵀ)(H x) =
-//! n W x`.
+//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform:
+//! `(W Hᵀ)(H x) = n W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S`
 //! of Sylvester, `S[r, c] = (−1)^(number of bits that r and c share)`. Among the factorizations of `m`, those that

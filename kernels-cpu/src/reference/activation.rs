@@ -35,9 +35,9 @@ pub(crate) const LN_2: [f32; 2] = [core::f32::consts::LN_2, -1.904_654_3e-9];
 pub(crate) const EXP_TERMS: [f32; 8] =
     [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
 
-/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with a custom exponential, so that all machines give the same bits: `e^z = 2^n
-/// · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, where the sum up to `i = 7` is computed by Horner's rule
-/// with fused multiply-adds.
+/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with a custom exponential, so that all machines give the same bits:
+/// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, where the sum up to `i = 7` is computed by
+/// Horner's rule with fused multiply-adds.
 ///
 /// The relative error is at most `2⁻²²` where `silu(g)` is normal and `g ≥ −87`; below, the result is −0, with an
 /// absolute error of at most `1.5 · 10⁻³⁶`. NaN and −∞ give NaN, as in the formula.
@@ -58,8 +58,8 @@ fn sigmoid(g: f32) -> f32 {
 /// `2 √(2/π)`, and 0.044715 times this.
 pub(crate) const GELU: [f32; 2] = [1.595_769, 0.071_354_814];
 
-/// GELU in the tanh approximation, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is `g · σ(g · (2 √(2/π) + 2
-/// √(2/π) 0.044715 g²))`, with the `σ` of [`silu`].
+/// GELU in the tanh approximation, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is
+/// `g · σ(g · (2 √(2/π) + 2 √(2/π) 0.044715 g²))`, with the `σ` of [`silu`].
 ///
 /// Within `2⁻²⁰ |g|` of the formula. NaN and −∞ give NaN.
 pub fn gelu_tanh(g: f32) -> f32 {

@@ -2,8 +2,8 @@
 
 use crate::Hadamard;
 
-/// Transforms a row in place: within the Sylvester part at distances 1, 2, 4 and so on, where `(a, b)` becomes `(a + b,
-/// a − b)`; then factor by factor from the last, each sum in order of columns; then the scale.
+/// Transforms a row in place: within the Sylvester part at distances 1, 2, 4 and so on, where `(a, b)` becomes
+/// `(a + b, a − b)`; then factor by factor from the last, each sum in order of columns; then the scale.
 ///
 /// # Panics
 /// When the row has the wrong width.

@@ -1,8 +1,8 @@
 //! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` if the processor has it for such
 //! registers (AVX-VNNI).
 //!
-//! `vpmaddubsw` adds two products in 16 bits and saturates. For codes below 32, the sum of two products is at most `2 ·
-//! 31 · 128 = 7936`, so two such sums can be added. 8-bit codes would saturate, so they are split into halves of 4
+//! `vpmaddubsw` adds two products in 16 bits and saturates. For codes below 32, the sum of two products is at most
+//! `2 · 31 · 128 = 7936`, so two such sums can be added. 8-bit codes would saturate, so they are split into halves of 4
 //! bits: the sums of the high halves are multiplied by sixteen when they are widened.
 
 use core::arch::x86_64::*;
