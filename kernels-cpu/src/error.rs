@@ -35,7 +35,7 @@ pub enum KernelError {
     LayoutId {
         /// The id of the requested layout.
         expected: u64,
-        /// That found.
+        /// The given id.
         got: u64,
     },
     /// The processor lacks the requested instructions.

@@ -72,7 +72,7 @@ pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
 /// The peak rates of a path in registers, in operations per second summed over threads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
-    /// Which path.
+    /// The path.
     pub isa: Isa,
     /// The rate for 8-bit integers.
     pub integers: f64,

@@ -46,7 +46,7 @@ pub struct WeightView<'a> {
 pub enum Scales<'a> {
     /// `[n, k / group_size]`
     Float(&'a [f32]),
-    /// Two levels.
+    /// Two levels of scales.
     Progressive {
         /// `[n, k / group_size]`
         groups: &'a [u8],
@@ -231,7 +231,7 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// All scales.
+    /// The scales of the whole matrix.
     pub fn all_scales(&self) -> Scales<'a> {
         self.scales
     }

@@ -77,7 +77,7 @@ pub enum FaultKind {
 /// An error of a kernel, and where it occurred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// What it is.
+    /// The kind of fault.
     pub kind: FaultKind,
     /// The kernel's name.
     pub kernel: String,

@@ -102,7 +102,7 @@ pub enum BlockOrder {
     Seeded(u64),
 }
 
-/// How to run.
+/// Options of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// The order of warps within a block.
@@ -131,7 +131,7 @@ impl Default for Options {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// Its counts.
+    /// The counts of the launch.
     pub counters: Counters,
     /// Its faults, if faults are not errors.
     pub faults: Vec<Fault>,

@@ -67,7 +67,7 @@ impl FloatRows {
         Self { m: 0, layout: None, token, parts, words, sums, tiling, tiles, exact_in_bf16: false, made }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub fn m(&self) -> usize {
         self.m
     }

@@ -159,7 +159,7 @@ impl Int8Rows {
         }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub fn m(&self) -> usize {
         self.m
     }

@@ -30,7 +30,7 @@ pub enum GateUp<'a, E> {
 
 /// Rows that are computed on request.
 pub(crate) trait Source: Sync {
-    /// Rows.
+    /// The number of rows.
     fn m(&self) -> usize;
 
     /// Whether rows are computed into memory that the caller provides.

@@ -93,7 +93,7 @@ impl KvCache {
         &self.layout
     }
 
-    /// Its heads.
+    /// The numbers of heads, and the scale of scores.
     pub fn heads(&self) -> Heads {
         self.heads
     }

@@ -32,7 +32,7 @@ fn tile(strip: &[u32], panel: &[u32]) -> Tile {
     let mut out = [[0.0; RIGHT_ROWS]; LEFT_ROWS];
     for (row, sums) in out.iter_mut().zip(sums) {
         for (part, sum) in row.chunks_exact_mut(LANES).zip(sums) {
-            // SAFETY: the slice is as long as the register, and the load is unaligned.
+            // SAFETY: the slice is as long as the register, and the store is unaligned.
             unsafe { _mm512_storeu_ps(part.as_mut_ptr(), sum) };
         }
     }

@@ -124,7 +124,7 @@ macro_rules! operand {
                 pack_strip::<$rows>(rows, k, strip);
             }
 
-            /// Rows.
+            /// The number of rows.
             pub fn rows(&self) -> usize {
                 self.0.rows
             }

@@ -80,7 +80,7 @@ pub enum ExpertGate {
 }
 
 impl ExpertGate {
-    /// A row.
+    /// Applies the function to a row.
     fn apply(self, token: IsaToken, gate: &[f32], up: &[f32], out: &mut [f32]) {
         match self {
             Self::Silu => {

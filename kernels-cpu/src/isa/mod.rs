@@ -212,7 +212,7 @@ impl IsaToken {
         Self(Isa::detect())
     }
 
-    /// Which.
+    /// The path.
     pub fn isa(self) -> Isa {
         self.0
     }

@@ -295,7 +295,7 @@ impl Layout {
         self.groups() * self.steps() * STEP
     }
 
-    /// Panels.
+    /// The number of panels.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(PANEL_ROWS)
     }

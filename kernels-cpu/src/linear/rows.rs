@@ -105,7 +105,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub(crate) fn m(&self) -> usize {
         self.m
     }
