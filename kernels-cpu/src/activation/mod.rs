@@ -1,8 +1,8 @@
 //! Activations quantized to int8, in the order in which the kernels read them.
 //!
-//! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))`, ties to even, so `x ≈ s · a` with `a` from −127 to
-//! 127. A row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that holds NaN or an
-//! infinity has `s = NaN`, and so does everything that is computed from it.
+//! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))`, ties to even, so `x ≈ s · a` with `|a| ≤ 127`. A
+//! row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that contains NaN or an infinity
+//! has `s = NaN`, and so does everything that is computed from it.
 //!
 //! Static: one scale and one zero point for all tokens, from calibration:
 //! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
@@ -11,7 +11,7 @@
 //! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
 //! the weights.
 //!
-//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: such a row is computed into memory
+//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into memory
 //! that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]); all
 //! arithmetic is in `f32`, in the order of [`reference`](crate::reference), and every instruction set, split and number
 //! of threads gives the same bits.
