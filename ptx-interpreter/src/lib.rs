@@ -38,11 +38,13 @@
 //!
 //! Lanes of a warp that are at the same instruction run together; the lanes that are first in the text run first.
 //! Warps take turns according to [`Options::warp_order`], and blocks run one after the other.
-//! Memory is sequentially consistent: where a device may reorder accesses, a race is reported, but values do not change.
+//! Memory is sequentially consistent: where a device may reorder accesses, a race is reported, but values do not
+//! change.
 //!
 //! # What is checked
 //! Each [`Fault`] contains the kernel, PTX line, block, warp, lane, buffer and offset. Checked are:
-//! - bounds, alignment (as declared for the buffer, see [`Memory::buffer`]), and reads of bytes that were never written;
+//! - bounds, alignment (as declared for the buffer, see [`Memory::buffer`]), and reads of bytes that were never
+//!   written;
 //! - accesses to bytes of a copy in flight. A copy completes when its own thread waits for its group; other lanes
 //!   of the warp may read it after a `bar.warp.sync` or a barrier, other warps after a barrier;
 //! - accesses of two warps to the same shared bytes with no barrier in between, at least one of them a write;

@@ -11,10 +11,10 @@
 //! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
 //! the weights.
 //!
-//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into memory
-//! that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]); all
-//! arithmetic is in `f32`, in the order of [`reference`](crate::reference), and every instruction set, split and number
-//! of threads gives the same bits.
+//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into
+//! memory that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]);
+//! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and every instruction set, split and
+//! number of threads gives the same bits.
 //!
 //! Rows are stored in strips of up to twelve rows, the height of a kernel tile; up to sixteen rows form a single strip.
 //! A strip stores the eight codes of every row step by step, so that a kernel reads it sequentially. For a tile unit,
