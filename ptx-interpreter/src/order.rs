@@ -135,7 +135,7 @@ impl Order {
             || view.seen.get(&party).is_some_and(|seen| time < *seen)
     }
 
-    /// As [`follows`](Self::follows), for a read, which never races with warps of the same block.
+    /// As [`follows`](Self::follows), for a read; reads by warps of the same block are not checked.
     pub fn follows_read(&self, party: Party, time: u32) -> bool {
         party.0 == self.block || self.follows(party, time)
     }
