@@ -6,15 +6,15 @@ use std::slice;
 
 use crate::device::{Code, Device, MEMORY, SHARED_MOST, device};
 
-/// The one context.
+/// The only context.
 const CONTEXT: usize = 0x10;
-/// CUDA 13.0, whose compiler the tests take.
+/// CUDA 13.0, whose compiler the tests use.
 const VERSION: c_int = 13_000;
-/// Bytes of the L2 cache: few, so that measuring beyond it stays short.
+/// Bytes of the L2 cache: few, so that measurements beyond it stay short.
 const CACHE: usize = 16 << 10;
 
 thread_local! {
-    /// The contexts of a thread, the current one last; null means no context.
+    /// The context stack of a thread, with the current one last; null means no context.
     static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -22,7 +22,7 @@ fn current() -> usize {
     CONTEXTS.with_borrow(|contexts| contexts.last().copied().unwrap_or(0))
 }
 
-/// What needs no context.
+/// Runs a call that needs no context.
 fn initialised(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
     let mut device = device();
     if !device.initialised {
@@ -31,7 +31,7 @@ fn initialised(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
     call(&mut device).err().unwrap_or(Code::SUCCESS)
 }
 
-/// What needs one, and a device on which nothing went wrong.
+/// Runs a call that needs a context, and a device on which no launch has failed.
 fn in_context(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
     initialised(|device| match (current(), device.broken) {
         (0, _) => Err(Code::INVALID_CONTEXT),
@@ -40,15 +40,15 @@ fn in_context(call: impl FnOnce(&mut Device) -> Result<(), Code>) -> Code {
     })
 }
 
-/// Writes where the caller wants it.
+/// Writes a result.
 ///
 /// # Safety
-/// The pointer is null, or to a place for the value.
+/// The pointer must be null or valid for writing a value.
 unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Code> {
     if to.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: as the caller says.
+    // SAFETY: the pointer is not null, and the caller guarantees that it is then valid for a write.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -63,26 +63,26 @@ pub extern "C" fn cuInit(flags: c_uint) -> Code {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     initialised(|_| unsafe { give(count, 1) })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
     initialised(|_| match ordinal {
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees by the driver's contract.
         0 => unsafe { give(device, 0) },
         _ => Err(Code::INVALID_DEVICE),
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> Code {
     initialised(|_| {
@@ -91,26 +91,27 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
         if device != 0 || name.is_null() || len < bytes.len() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: there is room, as the caller says and was just seen.
+        // SAFETY: the caller guarantees `len` bytes, which are enough, as checked above.
         unsafe { name.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Code {
-    // SAFETY: as the caller says. It may be asked for before all else.
+    // SAFETY: as the caller guarantees by the driver's contract. This function may be called before `cuInit`.
     unsafe { give(version, VERSION) }.err().unwrap_or(Code::SUCCESS)
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Code {
     initialised(|_| {
-        // By their numbers: multiprocessors, the L2 cache, compute capability, shared memory of a multiprocessor and of a block.
+        // By number: multiprocessors, L2 cache size, compute capability, shared memory per multiprocessor and per
+        // block.
         let found = match attribute {
             16 => 2,
             38 => CACHE as c_int,
@@ -120,16 +121,16 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
             97 => SHARED_MOST as c_int,
             _ => return Err(Code::INVALID_VALUE),
         };
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees by the driver's contract.
         if device == 0 { unsafe { give(value, found) } } else { Err(Code::INVALID_DEVICE) }
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     initialised(|_| if device == 0 { unsafe { give(context, CONTEXT) } } else { Err(Code::INVALID_DEVICE) })
 }
 
@@ -148,18 +149,18 @@ pub extern "C" fn cuCtxSetCurrent(context: usize) -> Code {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut usize) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     initialised(|_| unsafe { give(context, current()) })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     in_context(|_| unsafe { give(device, 0) })
 }
 
@@ -175,11 +176,11 @@ pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> Code {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut usize) -> Code {
     initialised(|_| match CONTEXTS.with_borrow_mut(Vec::pop) {
-        // SAFETY: as the caller says; it may be null here.
+        // SAFETY: as the caller guarantees by the driver's contract; here the pointer may also be null.
         Some(top) => unsafe { if context.is_null() { Ok(()) } else { give(context, top) } },
         None => Err(Code::INVALID_CONTEXT),
     })
@@ -191,10 +192,10 @@ pub extern "C" fn cuCtxSynchronize() -> Code {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     in_context(|device| unsafe {
         give(free, MEMORY.saturating_sub(device.allocated()))?;
         give(total, MEMORY)
@@ -202,10 +203,10 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     in_context(|device| unsafe { give(address, device.allocate(bytes)?) })
 }
 
@@ -220,51 +221,52 @@ pub extern "C" fn cuMemsetD8_v2(address: u64, value: u8, bytes: usize) -> Code {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Code {
     in_context(|device| {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: so many bytes are there, as the caller says.
+        // SAFETY: the caller guarantees `bytes` bytes, by the driver's contract.
         let from = unsafe { slice::from_raw_parts(from.cast::<u8>(), bytes) };
         device.bytes(to, bytes).map(|to| to.copy_from_slice(from))
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> Code {
     in_context(|device| {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: there is room, as the caller says.
+        // SAFETY: the caller guarantees room for `bytes` bytes, by the driver's contract.
         let to = unsafe { slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         device.bytes(from, bytes).map(|from| to.copy_from_slice(from))
     })
 }
 
 /// # Safety
-/// As the driver's own; the image is PTX closed by a zero, for no other form is taken.
+/// See the driver's documentation; the image must be PTX terminated by a zero, since no other form is supported.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(module: *mut usize, image: *const c_char) -> Code {
     in_context(|device| {
         if image.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: as the caller says. Machine code begins with bytes that are no text, and has a zero soon.
+        // SAFETY: the caller guarantees a terminating zero. Machine code begins with bytes that are not text, and soon
+        // has a zero.
         let text = unsafe { CStr::from_ptr(image) }.to_str().map_err(|_| Code::INVALID_IMAGE)?;
         let loaded = device.load(text)?;
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees by the driver's contract.
         unsafe { give(module, loaded) }
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(
     function: *mut usize,
@@ -275,10 +277,10 @@ pub unsafe extern "C" fn cuModuleGetFunction(
         if name.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees by the driver's contract.
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::NOT_FOUND)?;
         let found = device.function(module, name)?;
-        // SAFETY: as the caller says.
+        // SAFETY: as the caller guarantees by the driver's contract.
         unsafe { give(function, found) }
     })
 }
@@ -291,14 +293,14 @@ pub extern "C" fn cuModuleUnload(module: usize) -> Code {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_uint, value: c_int) -> Code {
     in_context(|device| match (attribute, u32::try_from(value)) {
-        // The most dynamic shared memory.
+        // Maximum dynamic shared memory.
         (8, Ok(bytes)) => device.allow_shared(function, bytes),
         _ => Err(Code::INVALID_VALUE),
     })
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuLaunchKernel(
     function: usize,
@@ -319,7 +321,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         let mut arguments = Vec::new();
         for (i, parameter) in device.parameters(function)?.into_iter().enumerate() {
-            // SAFETY: there is a pointer to a value for each parameter, as the caller says.
+            // SAFETY: the caller guarantees a pointer to a value for each parameter, by the driver's contract.
             arguments.push(unsafe { parameter.read(*parameters.add(i)) });
         }
         device.launch(function, [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]], shared, arguments)
@@ -327,10 +329,10 @@ pub unsafe extern "C" fn cuLaunchKernel(
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(event: *mut usize, _flags: c_uint) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     in_context(|_| unsafe { give(event, 0x30) })
 }
 
@@ -344,13 +346,13 @@ pub extern "C" fn cuEventSynchronize(_event: usize) -> Code {
     in_context(|_| Ok(()))
 }
 
-/// Between any two events lies a second: time is not what is looked at here.
+/// Returns one second between any two events: time is not modelled.
 ///
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, _from: usize, _to: usize) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     in_context(|_| unsafe { give(milliseconds, 1000.0) })
 }
 
@@ -376,17 +378,17 @@ fn words(code: Code) -> &'static CStr {
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(code: Code, text: *mut *const c_char) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
 }
 
 /// # Safety
-/// As the driver's own.
+/// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> Code {
-    // SAFETY: as the caller says.
+    // SAFETY: as the caller guarantees by the driver's contract.
     unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
 }

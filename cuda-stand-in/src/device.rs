@@ -7,7 +7,7 @@ use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
 
 use crate::parameters::{self, Parameter};
 
-/// A result of the driver, by its number in `cuda.h`.
+/// A result code of the driver, as numbered in `cuda.h`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Code(pub u32);
@@ -35,13 +35,13 @@ impl Code {
     pub const LAUNCH_FAILED: Self = Self(719);
 }
 
-/// Addresses begin here, far from the host's and from the interpreter's own.
+/// The first address, far from those of the host and of the interpreter.
 const FIRST: u64 = 0x7000_0000_0000;
 const ALIGN: u64 = 256;
-/// Dynamic shared memory that a kernel has without asking for more, and the most that it gets.
+/// Dynamic shared memory of a kernel by default, and at most.
 const SHARED_UNASKED: u32 = 48 * 1024;
 pub(crate) const SHARED_MOST: u32 = 227 * 1024;
-/// Bytes that can be allocated.
+/// Total bytes of memory.
 pub(crate) const MEMORY: usize = 4 << 30;
 
 struct Loaded {
@@ -56,7 +56,7 @@ struct Function {
     most_shared: u32,
 }
 
-/// All that there is.
+/// The state of the device.
 #[derive(Default)]
 pub(crate) struct Device {
     pub(crate) initialised: bool,
@@ -65,11 +65,11 @@ pub(crate) struct Device {
     modules: HashMap<usize, Loaded>,
     functions: HashMap<usize, Function>,
     handles: usize,
-    /// What went wrong in a launch: all calls fail from then on.
+    /// The error of a failed launch: all later calls fail with it.
     pub(crate) broken: Option<Code>,
 }
 
-/// The device, for one caller at a time.
+/// Locks the device for one caller.
 pub(crate) fn device() -> MutexGuard<'static, Device> {
     static DEVICE: LazyLock<Mutex<Device>> = LazyLock::new(Mutex::default);
     DEVICE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -97,7 +97,7 @@ impl Device {
         Ok(address)
     }
 
-    /// Bytes that are.
+    /// The number of allocated bytes.
     pub(crate) fn allocated(&self) -> usize {
         self.allocations.values().map(Vec::len).sum()
     }
@@ -106,15 +106,15 @@ impl Device {
         self.allocations.remove(&address).map(|_| ()).ok_or(Code::INVALID_VALUE)
     }
 
-    /// The allocation that an address lies in, and where.
+    /// The allocation that contains an address, and the offset in it.
     fn find(&self, address: u64) -> Option<(u64, usize)> {
         let (&base, memory) = self.allocations.range(..=address).next_back()?;
         let at = usize::try_from(address - base).ok()?;
-        // One behind the last byte is still its own: an empty part may lie there.
+        // The address after the last byte still belongs to the allocation: an empty range may begin there.
         (at <= memory.len()).then_some((base, at))
     }
 
-    /// So many bytes at an address.
+    /// The `len` bytes at an address.
     pub(crate) fn bytes(&mut self, address: u64, len: usize) -> Result<&mut [u8], Code> {
         let (base, at) = self.find(address).ok_or(Code::INVALID_VALUE)?;
         let memory = self.allocations.get_mut(&base).ok_or(Code::INVALID_VALUE)?;
@@ -156,7 +156,7 @@ impl Device {
         self.functions.get(&function).map(|f| f.parameters.clone()).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Runs a kernel to its end, on copies of what its arguments point into.
+    /// Runs a kernel to its end, on copies of the allocations that its arguments point into.
     pub(crate) fn launch(
         &mut self,
         function: usize,
@@ -199,7 +199,7 @@ impl Device {
     }
 }
 
-/// A number says little; what the interpreter found is said on stderr.
+/// Prints the interpreter's error to stderr, since a code lacks the details.
 fn logged(error: &quant_ptx_interpreter::Error, code: Code) -> Code {
     eprintln!("stand-in for the CUDA driver: {error}");
     code

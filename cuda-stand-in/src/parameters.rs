@@ -1,15 +1,15 @@
-//! The sizes of a kernel's parameters, which the driver knows from the image and its callers do not say.
+//! The sizes of a kernel's parameters, which the driver reads from the image, since callers do not pass them.
 
 use quant_ptx_interpreter::Argument;
 
-/// The type of a parameter, as far as its size goes.
+/// The type of a parameter, distinguished only by size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parameter {
     Word,
     Long,
 }
 
-/// Those of a kernel in a PTX text; `None` where there is no such kernel, or one with other parameters.
+/// The parameters of a kernel in a PTX text; `None` if there is no such kernel, or it has unsupported parameters.
 pub(crate) fn of(text: &str, kernel: &str) -> Option<Vec<Parameter>> {
     let mut rest = text;
     loop {
@@ -19,7 +19,7 @@ pub(crate) fn of(text: &str, kernel: &str) -> Option<Vec<Parameter>> {
             continue;
         }
         let behind = rest[name_end..].trim_start();
-        // A kernel may have none, and then no brackets either.
+        // A kernel without parameters may omit the parentheses.
         let Some(list) = behind.strip_prefix('(') else { return Some(Vec::new()) };
         let list = list.split_once(')')?.0;
         return list.split(',').filter(|one| !one.trim().is_empty()).map(parameter).collect();
@@ -44,9 +44,9 @@ impl Parameter {
     /// Reads an argument.
     ///
     /// # Safety
-    /// The pointer is to as many bytes as the parameter has.
+    /// The pointer must be valid for reading as many bytes as the parameter has.
     pub(crate) unsafe fn read(self, from: *const std::ffi::c_void) -> Argument {
-        // SAFETY: as the caller says; alignment is not asked for.
+        // SAFETY: the caller guarantees the bytes; the reads are unaligned.
         unsafe {
             match self {
                 Self::Word => Argument::U32(from.cast::<u32>().read_unaligned()),

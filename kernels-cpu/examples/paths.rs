@@ -1,9 +1,9 @@
-//! Compares the paths of linear layers with each other, in turns within one process, on one thread.
+//! Compares the instruction-set paths of linear layers, interleaved within one process, on one thread.
 //!
-//! `paths SHAPES TOKENS [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. Times are those that the
-//! thread ran (CPU time), so that other work on the machine disturbs them less: it still takes caches and memory.
-//! Weights are read in turn from copies of 256 MiB together. Rates are of medians; the products alone, then what
-//! making the rows takes beside them.
+//! `paths SHAPES TOKENS [KERNEL] [PATHS]`, such as `paths 4096x4096 1,16,512 w4a8 avx512vnni,amx`. Times are CPU times
+//! of the thread, so that other load on the machine disturbs them less; it still competes for caches and memory
+//! bandwidth. Weights rotate through copies of 256 MiB in total, so that they come from memory. Rates are medians of
+//! the products alone; the time to quantize or pack the rows is reported as a percentage of the product.
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -24,7 +24,7 @@ mod linux {
     use rustix::time::{ClockId, clock_gettime};
 
     const COPIES: usize = 256 << 20;
-    /// Name, bits, group size (0: the row), integer activations.
+    /// Name, bits, group size (0: per row), integer activations.
     const KERNELS: [(&str, u8, usize, bool); 5] = [
         ("w4a8-g128", 4, 128, true),
         ("w4a8-g32", 4, 32, true),
@@ -33,7 +33,7 @@ mod linux {
         ("w8a16-channel", 8, 0, false),
     ];
 
-    /// Seconds that this thread ran.
+    /// CPU seconds of this thread.
     fn cpu_time(run: impl FnOnce()) -> f64 {
         let now = || {
             let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -96,7 +96,7 @@ mod linux {
                                 true => whole.quantize(&x, layout, &Serial).expect("rows"),
                                 false => floats.pack(&x, layout, &Serial).expect("rows"),
                             };
-                            // Memory is taken in the first call.
+                            // The first call allocates.
                             rows();
                             times.1.push(cpu_time(&mut rows));
                             let weight = copies[(round * paths.len() + i) % copies.len()].view();

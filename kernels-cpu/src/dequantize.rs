@@ -1,17 +1,17 @@
-//! Packed weights become floats again: for layers that run dense, and for measuring errors.
+//! Dequantizes packed weights, for layers that run dense and for measuring errors.
 
 use std::ops::Range;
 
 use crate::{KernelError, Scales, WeightView, reference};
 
-/// Dequantizes some rows: the same values, bit for bit, as
+/// Dequantizes some rows. The values are bit-identical to those of
 /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
 ///
-/// `out` is `[rows.len(), k]` row-major. Allocates nothing and spawns nothing; callers that want
-/// threads give each its own rows.
+/// `out` is `[rows.len(), k]`, row-major. Allocates nothing and spawns no threads; callers that use threads give each
+/// its own rows.
 ///
 /// # Errors
-/// When `rows` leaves the matrix or `out` has another length.
+/// When `rows` is out of range or `out` has the wrong length.
 pub fn dequantize_rows(
     weight: &WeightView<'_>,
     rows: Range<usize>,
@@ -21,14 +21,14 @@ pub fn dequantize_rows(
         return Err(KernelError::Mismatch { what: "rows", expected: weight.n(), got: rows.end });
     }
     KernelError::length("output", rows.len() * weight.k(), out.len())?;
-    // One pass over groups, whatever row they are in: a scale and a zero are looked up a group, and
-    // nothing is looked up or checked a weight.
+    // One pass over the groups of all rows: the scale and the zero point are looked up once per group, and nothing is
+    // looked up or checked per weight.
     let size = weight.group_size();
     let zeros = weight.zeros(rows.clone());
     let middle = 1 << (weight.bits() - 1);
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
-        // Rare, and read once: the definition will do.
+        // Rare, and each value is read once, so the reference definition suffices.
         Scales::Progressive { .. } | Scales::E4m3 { .. } => {
             reference::dequantize_rows(weight, rows, out);
             return Ok(());
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use crate::FloatFormat;
 
-    /// A matrix of any shape, with every code, zero and scale possible.
+    /// A matrix of any shape, with every possible code, zero point and scale.
     #[derive(Debug)]
     struct Matrix {
         shape: [usize; 2],

@@ -1,44 +1,44 @@
-//! Why a kernel refuses what it is given: packing, and multiplying packed weights, do not panic.
+//! Errors of this crate: packing, and multiplying packed weights, return these instead of panicking.
 
-/// An argument that does not fit.
+/// An invalid argument.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// A slice has another length than its shape says.
+    /// The length of a slice differs from what its shape requires.
     #[error("{what} has {got} elements, {expected} expected")]
     Length {
         /// Which slice.
         what: &'static str,
-        /// Elements that the shape asks for.
+        /// The number of elements that the shape requires.
         expected: usize,
-        /// Elements there are.
+        /// The actual number of elements.
         got: usize,
     },
-    /// A shape whose size is beyond this machine's numbers, or whose sums are beyond 32 bits.
+    /// A shape whose size overflows `usize`, or whose sums overflow 32 bits.
     #[error("{0} is too large")]
     TooLarge(&'static str),
-    /// This kernel does not multiply the scheme.
+    /// The kernel does not support the scheme.
     #[error("{0} is not supported")]
     Scheme(&'static str),
-    /// Two operands that do not belong together.
+    /// Two operands that do not match.
     #[error("{what}: {got} does not fit {expected}")]
     Mismatch {
-        /// In what they differ.
+        /// The property in which they differ.
         what: &'static str,
         /// What was expected.
         expected: usize,
         /// What was given.
         got: usize,
     },
-    /// Packed bytes of another layout, or of another version of this one.
+    /// Packed bytes of another layout, or of another version of this layout.
     #[error("packed weights have layout {got:#018x}, {expected:#018x} expected")]
     LayoutId {
-        /// That of the layout asked for.
+        /// The id of the requested layout.
         expected: u64,
-        /// That found.
+        /// The given id.
         got: u64,
     },
-    /// The processor lacks the instructions that were asked for.
+    /// The processor lacks the requested instructions.
     #[error("this processor does not have {0}")]
     Isa(&'static str),
     /// `QUANT_ISA` names an unknown path, or one that this processor lacks.
@@ -46,21 +46,21 @@ pub enum KernelError {
         "QUANT_ISA is {value:?}; this processor has {known}, and f32 is the widest that rounds no float to bf16"
     )]
     IsaName {
-        /// What it says.
+        /// The value of the variable.
         value: String,
-        /// The names that could be had.
+        /// The available names.
         known: String,
     },
-    /// Memory that the system does not give.
+    /// Memory allocation failed.
     #[error("there is no memory for {0}")]
     Memory(&'static str),
-    /// A size for which no Hadamard matrix is constructed here.
+    /// A size for which this crate constructs no Hadamard matrix.
     #[error("there is no Hadamard matrix of order {0} here")]
     Order(usize),
 }
 
 impl KernelError {
-    /// A number for callers that cannot match on the variant; it never changes its meaning.
+    /// A stable error code, for callers that cannot match on the variant.
     pub fn code(&self) -> u32 {
         match self {
             Self::Length { .. } => 1,

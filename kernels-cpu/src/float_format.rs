@@ -1,6 +1,6 @@
-//! Floating-point formats that weights are stored in: what every code means, and how values are rounded.
+//! Floating-point formats of weights: the value of every code, and rounding to codes.
 //!
-//! E4M3 has a sign, four bits of exponent with bias 7 and three of mantissa; no infinity, and one NaN of each sign:
+//! E4M3 has a sign bit, four exponent bits with bias 7 and three mantissa bits; no infinity, and one NaN of each sign:
 //!
 //! | codes (without the sign) | value |
 //! |---|---|
@@ -9,13 +9,15 @@
 //! | `0x08`–`0x7E` | `(1 + m/8) · 2^(e − 7)`, at most 448 |
 //! | `0x7F` | NaN |
 //!
-//! A value becomes the nearest code, halves to even; beyond ±448 it saturates, as torch 2.12 and later does. No value
-//! becomes a NaN code. The sign of a zero is kept, and a negative value that rounds to zero becomes `0x80`, as in torch.
+//! A value rounds to the nearest code, ties to even; beyond ±448 it saturates, as in torch 2.12 and later. No value
+//! becomes a NaN code. The sign of a zero is kept, and a negative value that rounds to zero becomes `0x80`, as in
+//! torch.
 //!
-//! E2M1 has four bits, a code per byte here: the sign is bit 3, and the codes 0 to 7 mean 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-//! There is no infinity and no NaN. Rounding is the same: nearest, halves to the even code, saturating at ±6.
+//! E2M1 has four bits, stored here as one code per byte: bit 3 is the sign, and the codes 0 to 7 stand for 0, 0.5, 1,
+//! 1.5, 2, 3, 4 and 6. There is no infinity and no NaN. Rounding is the same: to nearest, ties to the even code,
+//! saturating at ±6.
 //!
-//! Scales may be powers of two, E8M0: [`e8m0_value`]. E5M2 is read, and no scheme writes it: [`e5m2_value`].
+//! Scales may be powers of two, E8M0: [`e8m0_value`]. E5M2 can be read, but no scheme writes it: [`e5m2_value`].
 
 /// A floating-point format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,10 +30,10 @@ pub enum FloatFormat {
 }
 
 impl FloatFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 2] = [Self::E4m3, Self::E2m1];
 
-    /// Its name in schemes: `f8` for E4M3, `f4` for E2M1.
+    /// The name in schemes: `f8` for E4M3, `f4` for E2M1.
     pub const fn name(self) -> &'static str {
         match self {
             Self::E4m3 => "f8",
@@ -39,7 +41,7 @@ impl FloatFormat {
         }
     }
 
-    /// Bits of one code.
+    /// Bits per code.
     pub const fn bits(self) -> u8 {
         match self {
             Self::E4m3 => 8,
@@ -55,7 +57,7 @@ impl FloatFormat {
         }
     }
 
-    /// What every code means; NaN where it means no number, or has more bits than the format.
+    /// The value of every code; NaN for codes that are NaN or have more bits than the format.
     #[inline]
     pub fn values(self) -> &'static [f32; 256] {
         match self {
@@ -77,18 +79,18 @@ impl FloatFormat {
         values
     }
 
-    /// What a code means; NaN where it means no number.
+    /// The value of a code; NaN for codes that are not numbers.
     #[inline(always)]
     pub fn value(self, code: u8) -> f32 {
         self.values()[code as usize]
     }
 
-    /// Whether a code means a number.
+    /// Whether the value of a code is a number.
     pub fn is_number(self, code: u8) -> bool {
         !self.value(code).is_nan()
     }
 
-    /// The nearest value of the format, halves to even, saturating: `value(code(x))`. NaN becomes the largest value.
+    /// The nearest value of the format, ties to even, saturating: `value(code(x))`. NaN becomes the largest value.
     #[inline(always)]
     pub fn round(self, x: f32) -> f32 {
         match self {
@@ -97,8 +99,8 @@ impl FloatFormat {
         }
     }
 
-    /// The code of the nearest value, halves to even, saturating. NaN becomes the code of the largest value; callers
-    /// refuse values that are not finite.
+    /// The code of the nearest value, ties to even, saturating. NaN becomes the code of the largest value; callers
+    /// reject values that are not finite.
     #[inline(always)]
     pub fn code(self, x: f32) -> u8 {
         match self {
@@ -131,8 +133,8 @@ const fn e4m3_value(code: u8) -> f32 {
     f32::from_bits(magnitude.to_bits() | sign)
 }
 
-/// What a packed E4M3 code is multiplied as: its value, and of the two codes that are no numbers what their bits would be
-/// without that exception, ±480. Vectors read every code so, and so do all paths that are held to them.
+/// The value that kernels use for a packed E4M3 code: its value, except that the two NaN codes count as ±480, which
+/// their bits would be without the special case. Vector code decodes every code this way, and all paths must match it.
 #[inline(always)]
 pub(crate) fn e4m3_packed(code: u8) -> f32 {
     match code & 0x7f {
@@ -141,24 +143,24 @@ pub(crate) fn e4m3_packed(code: u8) -> f32 {
     }
 }
 
-/// What a packed E8M0 scale is multiplied as: its value, and infinity of 255, which is no number.
+/// The value that kernels use for a packed E8M0 scale: its value, except that 255 (NaN) counts as infinity.
 #[inline(always)]
 pub(crate) fn e8m0_packed(code: u8) -> f32 {
     f32::from_bits((u32::from(code) << 23).max(1 << 22))
 }
 
-/// What a packed E4M3 scale of a group is multiplied as, times `2⁻⁸`: the same bits as a half. It has no sign, and what has
-/// one is no scale.
+/// The value that kernels use for a packed E4M3 group scale, times `2⁻⁸`: the same bits read as an f16. Scales have no
+/// sign; codes with a sign bit are invalid scales.
 #[inline(always)]
 pub(crate) fn e4m3_scale_packed(code: u8) -> f32 {
     half::f16::from_bits(u16::from(code) << 7).to_f32()
 }
 
-/// Mantissa bits of an f32 that E4M3 does not have.
+/// Mantissa bits that an f32 has and E4M3 does not.
 const DROPPED: u32 = 20;
 /// The smallest normal value, `2⁻⁶`.
 const SMALLEST_NORMAL: f32 = 0.015_625;
-/// Between `2¹⁴` and `2¹⁵` neighbouring f32 are `2⁻⁹` apart: adding it rounds a subnormal, halves to even.
+/// Neighbouring f32 between `2¹⁴` and `2¹⁵` are `2⁻⁹` apart: adding this rounds a subnormal to a code, ties to even.
 const SUBNORMALS: f32 = 16_384.0;
 
 /// The magnitude of `x`, at most 448. NaN becomes 448.
@@ -168,7 +170,7 @@ fn saturated(x: f32) -> f32 {
     if magnitude < 448.0 { magnitude } else { 448.0 }
 }
 
-/// The bits of a magnitude from `2⁻⁶` to 448, rounded to three bits of mantissa; bits below are left as they fall.
+/// The bits of a magnitude from `2⁻⁶` to 448, rounded to three mantissa bits; the bits below those are not cleared.
 #[inline(always)]
 fn normal_bits(magnitude: f32) -> u32 {
     let bits = magnitude.to_bits();
@@ -187,14 +189,14 @@ fn e4m3_round(x: f32) -> f32 {
 #[inline(always)]
 fn e4m3_code(x: f32) -> u8 {
     let magnitude = saturated(x);
-    // In the sum the lowest bits count steps of 2⁻⁹: 8 of them are the code of 2⁻⁶.
+    // In the sum the lowest bits count steps of 2⁻⁹: 8 steps are the code of 2⁻⁶.
     let subnormal = (magnitude + SUBNORMALS).to_bits() & 15;
     let normal = (normal_bits(magnitude) >> DROPPED).wrapping_sub(120 << 3);
     let code = if magnitude < SMALLEST_NORMAL { subnormal } else { normal };
     code as u8 | (x.to_bits() >> 24) as u8 & 0x80
 }
 
-/// The values of E2M1; what has more than four bits means nothing.
+/// The values of E2M1; NaN for codes of more than four bits.
 static E2M1_VALUES: [f32; 256] = {
     let numbers = FloatFormat::e2m1_values();
     let mut values = [f32::NAN; 256];
@@ -215,7 +217,7 @@ fn e2m1_step(x: f32) -> (f32, f32) {
     (magnitude, if magnitude < 2.0 { 0.5 } else { step })
 }
 
-/// `1.5 · 2²³`: times a power of two, adding it rounds to multiples of that power, halves to even.
+/// `1.5 · 2²³`: adding it, times a power of two, rounds to multiples of that power, ties to even.
 const MULTIPLES: f32 = 12_582_912.0;
 
 #[inline(always)]
@@ -229,14 +231,15 @@ fn e2m1_round(x: f32) -> f32 {
 #[inline(always)]
 fn e2m1_code(x: f32) -> u8 {
     let (magnitude, step) = e2m1_step(x);
-    // In the sum the lowest bits count steps. Two more codes lie below each wider range than it has steps below it.
+    // In the sum the lowest bits count steps. The code exceeds this count by 2 for magnitudes from 2 on, and by 4 from
+    // 4 on.
     let steps = (magnitude + step * MULTIPLES).to_bits() & 15;
     let below = if magnitude < 4.0 { 2 } else { 4 };
     let below = if magnitude < 2.0 { 0 } else { below };
     (steps + below) as u8 | (x.to_bits() >> 28) as u8 & 8
 }
 
-/// What a code of E8M0 means, `2^(code − 127)`; NaN of 255. Every value is exact in `f32` (2⁻¹²⁷ is subnormal there).
+/// The value of an E8M0 code, `2^(code − 127)`; NaN for 255. Every value is exact in `f32` (2⁻¹²⁷ is subnormal there).
 #[inline]
 pub const fn e8m0_value(code: u8) -> f32 {
     match code {
@@ -246,7 +249,7 @@ pub const fn e8m0_value(code: u8) -> f32 {
     }
 }
 
-/// What a code of E5M2 means: it is the high byte of an IEEE half. `0x7C` is infinity, `0x7D` to `0x7F` are NaN.
+/// The value of an E5M2 code, which is the high byte of an f16. `0x7C` is infinity, `0x7D` to `0x7F` are NaN.
 #[inline]
 pub fn e5m2_value(code: u8) -> f32 {
     half::f16::from_bits(u16::from(code) << 8).to_f32()
@@ -280,7 +283,7 @@ mod tests {
                 Some(value) => {
                     assert_eq!(f64::from(E4M3.value(code)), value, "{code:#x}");
                     assert_eq!(E4M3.value(code).is_sign_negative(), code & 0x80 != 0);
-                    // Every value is its own nearest, the zeros with their signs.
+                    // Every value rounds to itself, and zeros keep their signs.
                     assert_eq!(E4M3.code(E4M3.value(code)), code);
                     assert_eq!(E4M3.round(E4M3.value(code)).to_bits(), E4M3.value(code).to_bits());
                 }
@@ -352,7 +355,7 @@ mod tests {
             assert_eq!(E2M1.is_number(code), code < 16);
         }
         for code in 0..16 {
-            // A sign, two bits of exponent with bias 1, one of mantissa.
+            // A sign bit, two exponent bits with bias 1, one mantissa bit.
             let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
             let magnitude = match exponent {
                 0 => mantissa / 2.0,

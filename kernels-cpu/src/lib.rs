@@ -1,9 +1,8 @@
 //! Kernels that multiply activations with quantized weights on a CPU.
 //!
-//! This crate is a leaf: it takes slices and shapes, and knows no checkpoint, model, file or
-//! thread pool. Weights reach it as a [`WeightView`], are packed once ([`PackedLinear`], or [`Layout`] for
-//! callers that hold the bytes), and are multiplied with rows that became integers ([`Int8Rows`]).
-//! Threads are the caller's ([`Parallel`]).
+//! This crate is a leaf: it takes slices and shapes, and knows nothing of checkpoints, models, files or thread pools.
+//! Weights are passed as a [`WeightView`], packed once ([`PackedLinear`], or [`Layout`] for callers that own the
+//! bytes), and multiplied with quantized rows ([`Int8Rows`]). Callers provide threads ([`Parallel`]).
 #![deny(unsafe_code)]
 
 pub mod activation;

@@ -1,7 +1,7 @@
-//! What a machine can do at most: how fast it reads memory, and how fast it multiplies what is in registers.
+//! The limits of a machine: memory bandwidth, and the peak rate of multiplications in registers.
 //!
-//! Kernels are judged by these, measured in the same run: machines are shared, and a number of another day
-//! says little.
+//! Benchmarks compare kernels with limits measured in the same run: machines are shared, so limits measured at another
+//! time do not apply.
 #![allow(unsafe_code, reason = "loops compiled for instructions that a token proves")]
 
 use core::hint::black_box;
@@ -14,18 +14,18 @@ use crate::simd::tiles::{Shape, TileUnit, emulated::Emulated};
 use crate::simd::{FloatLanes, Lanes};
 use crate::{Isa, IsaToken, PANEL_ROWS, STEP};
 
-/// A limit that was reached.
+/// A measured bandwidth limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemoryLimit {
-    /// Bytes a second, of all threads together.
+    /// Bytes per second, summed over threads.
     pub bytes_per_second: f64,
-    /// Streams of a thread that reached it.
+    /// Streams per thread that reached it.
     pub streams: usize,
 }
 
-/// Reads `memory` once in each of several patterns, and the best of `rounds`: each thread its own part, in
-/// 1 to 16 streams side by side. What is to be the limit of memory must be larger than all caches; a thread's last
-/// kilobyte may not be read and is counted.
+/// Measures the read bandwidth of `memory`: the best of `rounds` rounds, each of which reads it once in each of several
+/// patterns. Each thread reads its own part, in 1 to 16 concurrent streams. To measure main memory, `memory` must be
+/// larger than all caches. Up to the last kilobyte of a thread's part may not be read, but is counted.
 pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn Parallel) -> MemoryLimit {
     let threads = parallel.threads().max(1);
     let part = (memory.len() / threads).max(1);
@@ -46,17 +46,18 @@ pub fn read_limit(token: IsaToken, memory: &[u64], rounds: usize, parallel: &dyn
     best
 }
 
-/// Operations a second (a multiplication and an addition are two) of integers in registers.
+/// Peak integer operations per second in registers; a multiplication and an addition count as two.
 pub fn dot_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
     limit(rounds, parallel, &|| dots(token, black_box(STEPS)))
 }
 
-/// The same of floats, or of the bf16 that stand for them on this path: every product counts.
+/// Peak floating-point operations per second in registers, in the type that this path multiplies (`f32` or bf16). Every
+/// product counts.
 pub fn float_limit(token: IsaToken, rounds: usize, parallel: &dyn Parallel) -> f64 {
     limit(rounds, parallel, &|| floats(token, black_box(STEPS)))
 }
 
-/// What the paths of this processor reach in registers, portable code left out.
+/// Peak rates in registers of the paths of this processor, except portable code.
 pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
     let paths = Isa::available().filter(|isa| *isa != Isa::Scalar);
     paths
@@ -68,28 +69,28 @@ pub fn peaks(rounds: usize, parallel: &dyn Parallel) -> Vec<Peak> {
         .collect()
 }
 
-/// What a path reaches in registers, operations a second of all threads together.
+/// The peak rates of a path in registers, in operations per second summed over threads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
-    /// Which path.
+    /// The path.
     pub isa: Isa,
-    /// Of 8-bit integers.
+    /// The rate for 8-bit integers.
     pub integers: f64,
-    /// Of `f32`, or of bf16 where the path multiplies these: every product counts.
+    /// The rate for `f32`, or for bf16 where the path multiplies bf16: every product counts.
     pub floats: f64,
 }
 
 impl Peak {
-    /// What is left of [`floats`](Self::floats) for activations of `f32`, which are two bf16 on some paths.
+    /// The part of [`floats`](Self::floats) that activations of `f32` reach; some paths split each into two bf16.
     pub fn floats_of_f32(&self) -> f64 {
         if self.isa.splits_floats() { self.floats / 2.0 } else { self.floats }
     }
 }
 
-/// Rounds of the loops in registers.
+/// Iterations of the loops in registers.
 const STEPS: usize = 50_000;
 
-/// Operations a second of what says how many operations it did; the best of some rounds.
+/// Operations per second of `run`, which returns the number of operations it did; the best of `rounds`.
 fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync)) -> f64 {
     let threads = parallel.threads().max(1);
     (0..rounds)
@@ -104,10 +105,10 @@ fn limit(rounds: usize, parallel: &dyn Parallel, run: &(dyn Fn() -> usize + Sync
         .fold(0.0, f64::max)
 }
 
-/// Sums in flight: enough to hide what one takes.
+/// Independent sums in flight: enough to hide the latency of one.
 const CHAINS: usize = 12;
 
-/// Adds up words, so that they are read.
+/// Adds up all words, so that the compiler cannot skip the reads.
 #[inline(always)]
 fn sum(words: &[u64], streams: usize) -> u64 {
     const LINE: usize = 8;
@@ -124,11 +125,11 @@ fn sum(words: &[u64], streams: usize) -> u64 {
     sums.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
-/// Products of integers; says how many operations there were.
+/// Integer products; returns the number of operations.
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
-    // SAFETY: the caller has the instructions; the arrays are as long as what is read of them.
+    // SAFETY: the caller guarantees the instructions of `L`; each array is as long as the reads from it.
     unsafe {
         let (codes, x) = (L::codes4(codes.as_ptr()), L::activations(x.as_ptr()));
         let mut sums = [L::splat(0); CHAINS];
@@ -142,11 +143,12 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
 
-/// The same of floats, each with what rounding it to bf16 leaves over where that is done.
+/// Floating-point products, with the rounding remainders where the path splits values into bf16; returns the number of
+/// operations.
 #[inline(always)]
 unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
-    // SAFETY: the caller has the instructions; the arrays are as long as what is read of them.
+    // SAFETY: the caller guarantees the instructions of `L`; each array is as long as the reads from it.
     unsafe {
         let weights = L::weights::<4>(codes.as_ptr(), 0, L::centre(8));
         let mut sums = [L::zero(); CHAINS];
@@ -157,26 +159,26 @@ unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
         }
         keep::<L>(sums);
     }
-    // A part of a step has one feature, or two in two bf16 each.
+    // A part of a step is one feature, or two features of two bf16 each.
     let features = if L::PARTS == STEP { 1 } else { 4 };
     2 * PANEL_ROWS * features * CHAINS * steps
 }
 
-/// Lets nobody leave sums out.
+/// Keeps the compiler from removing sums.
 #[inline(always)]
 unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
     for sum in sums {
-        // SAFETY: the caller has the instructions; the array has sixteen values.
+        // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are written.
         unsafe { L::store_f32(out.as_mut_ptr(), sum) };
         black_box(&out);
     }
 }
 
-/// Products of whole tiles, of integers or of bf16.
+/// Products of whole tiles, of integers or of bf16; returns the number of operations.
 #[inline(always)]
 unsafe fn tiles<U: TileUnit, const BF16: bool>(steps: usize) -> usize {
-    // SAFETY: the caller has the unit.
+    // SAFETY: the caller guarantees that the processor has the tile unit `U`.
     unsafe {
         let mut unit = U::configure(Shape { rows: 16, depth: 16 });
         for _ in 0..steps {
@@ -204,12 +206,12 @@ macro_rules! compiled {
         }
         #[target_feature(enable = $features)]
         unsafe fn $dot(steps: usize) -> usize {
-            // SAFETY: compiled for the instructions that the lanes ask for.
+            // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
             unsafe { dot::<$lanes>(steps) }
         }
         #[target_feature(enable = $features)]
         unsafe fn $float(steps: usize) -> usize {
-            // SAFETY: compiled for the instructions that the lanes ask for.
+            // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
             unsafe { float::<$lanes>(steps) }
         }
     };
@@ -233,12 +235,12 @@ mod x86 {
     );
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
     unsafe fn float_bf16(steps: usize) -> usize {
-        // SAFETY: compiled for the instructions that the lanes ask for.
+        // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
         unsafe { float::<Avx512Bf16>(steps) }
     }
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => sum_avx2(words, streams),
@@ -250,7 +252,7 @@ mod x86 {
     }
 
     pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => dot_avx2(steps),
@@ -264,7 +266,7 @@ mod x86 {
     }
 
     pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => float_avx2(steps),
@@ -291,7 +293,7 @@ mod arm {
     compiled!(sum_neoni8mm, dot_neoni8mm, float_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => sum_neon(words, streams),
@@ -303,7 +305,7 @@ mod arm {
     }
 
     pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => dot_neon(steps),
@@ -316,7 +318,7 @@ mod arm {
     }
 
     pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves the instructions.
+        // SAFETY: the token proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => float_neon(steps),
@@ -338,7 +340,7 @@ fn read(_: IsaToken, words: &[u64], streams: usize) -> u64 {
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn dots(token: IsaToken, steps: usize) -> usize {
-    // SAFETY: portable.
+    // SAFETY: portable code needs no instruction set.
     unsafe {
         match token.isa() {
             Isa::AmxEmulated => tiles::<Emulated, false>(steps / 1000),
@@ -349,7 +351,7 @@ fn dots(token: IsaToken, steps: usize) -> usize {
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn floats(token: IsaToken, steps: usize) -> usize {
-    // SAFETY: portable.
+    // SAFETY: portable code needs no instruction set.
     unsafe {
         match token.isa() {
             Isa::AmxEmulated => tiles::<Emulated, true>(steps / 1000),

@@ -1,19 +1,19 @@
-//! Packed bytes from elsewhere, such as a file: whether they are what [`Layout::pack`] writes.
+//! Validation of packed bytes from elsewhere, such as a file: whether [`Layout::pack`] could have written them.
 //!
-//! Kernels read any bytes of a layout without harm, and all paths make the same numbers of them, but not of all of them
-//! numbers that mean something: codes and scales that are NaN in their format count as what their bits would be without
-//! that exception, ±480 and infinity. Whoever loads packed bytes asks here once.
+//! Kernels can read any bytes of a layout safely, and all paths compute the same numbers from them. Some of these
+//! numbers are meaningless, however: codes and scales that are NaN in their format count as what their bits would be
+//! without the special case, ±480 and infinity. Call [`PackedView::check`] once when packed bytes are loaded.
 
 use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MOST, factor};
 use crate::{FloatFormat, KernelError, Layout, PackedView, ScaleType};
 
 impl PackedView<'_> {
-    /// Fails on bytes that packing refuses to write: codes that are no numbers of their format, scales of E4M3 or E8M0
-    /// that are none or have a sign, a global scale that is not positive and finite, and progressive weights beyond 8 bits.
-    /// Reads everything once; nothing is allocated.
+    /// Fails on bytes that packing never writes: NaN codes, E4M3 or E8M0 scales that are NaN or negative, a global
+    /// scale that is not positive and finite, and progressive weights that exceed 8 bits. Reads everything once and
+    /// allocates nothing.
     ///
     /// # Errors
-    /// [`KernelError::Scheme`] with what is wrong.
+    /// [`KernelError::Scheme`] with the problem.
     pub fn check(&self) -> Result<(), KernelError> {
         let layout = self.layout();
         self.bytes().chunks_exact(layout.panel_bytes().max(LINE)).try_for_each(|panel| check(layout, panel))
@@ -23,7 +23,7 @@ impl PackedView<'_> {
 fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
     let codes = &panel[..layout.scales_at()];
     let scales = &panel[layout.scales_at()..layout.zeros_at()];
-    // Fillers are 0, which is a number.
+    // Padding is 0, which is a number.
     if layout.float_format() == Some(FloatFormat::E4m3) && codes.iter().any(|code| code & 0x7f == E4M3_NAN) {
         return Err(KernelError::Scheme("a code that is not a number"));
     }
@@ -38,7 +38,7 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
             };
             for row in 0..PANEL_ROWS {
                 let [by, global] = [number(row), number(PANEL_ROWS + row)];
-                // Rows that fill the last panel have none.
+                // Padding rows of the last panel have no scales.
                 let is_filler = by == 0.0 && global == 0.0;
                 let fits = global > 0.0 && global.is_finite() && by.is_normal() && by == factor(global);
                 if !is_filler && !fits {

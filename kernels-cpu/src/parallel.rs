@@ -1,25 +1,25 @@
-//! Threads that the caller has: this crate starts none.
+//! The interface to the caller's threads: this crate starts none.
 
 /// Runs independent pieces of work.
 ///
 /// # Safety
-/// Pieces write to parts of one output without looking at each other: an implementation must call each
-/// number below `count` at most once and no other, and neither return nor unwind while a call runs. Results are
-/// whole only if every number was called.
+/// Pieces write to parts of one output without synchronization: an implementation must call `piece` at most once with
+/// each number below `count` and with no other number, and must neither return nor unwind while a call is running.
+/// Results are complete only if every number was called.
 #[allow(unsafe_code, reason = "what implementations must keep")]
 pub unsafe trait Parallel: Sync {
-    /// How many pieces may run at once; at least 1.
+    /// The number of pieces that may run concurrently; at least 1.
     fn threads(&self) -> usize;
 
-    /// Calls `piece` once with every number below `count`, in any order, and returns when all are done.
+    /// Calls `piece` once with every number below `count`, in any order, and returns when all calls have returned.
     fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync));
 }
 
-/// One after another, on the calling thread.
+/// Runs pieces one after another on the calling thread.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Serial;
 
-// SAFETY: a loop over the range, done when it ends.
+// SAFETY: `for_each` calls each number of the range once, and returns when the loop has ended.
 #[allow(unsafe_code, reason = "it keeps what the trait asks")]
 unsafe impl Parallel for Serial {
     fn threads(&self) -> usize {
@@ -31,13 +31,14 @@ unsafe impl Parallel for Serial {
     }
 }
 
-/// The rayon pool that the calling thread is in.
+/// The rayon pool of the calling thread.
 #[cfg(feature = "rayon")]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Rayon;
 
 #[cfg(feature = "rayon")]
-// SAFETY: a loop over the range, done when it ends.
+// SAFETY: `for_each` calls each number of the range once, and returns or unwinds only when rayon has finished all
+// calls.
 #[allow(unsafe_code, reason = "it keeps what the trait asks")]
 unsafe impl Parallel for Rayon {
     fn threads(&self) -> usize {
@@ -53,20 +54,20 @@ unsafe impl Parallel for Rayon {
     }
 }
 
-/// Memory of which each piece of work takes its own part.
+/// Memory that pieces of work write to in disjoint parts.
 #[allow(unsafe_code, reason = "parts of a slice that threads write to side by side")]
 mod disjoint {
     use core::marker::PhantomData;
     use core::ops::Range;
 
-    /// A slice in parts.
+    /// A mutable slice that is handed out in disjoint parts.
     pub(crate) struct Disjoint<'a, T> {
         at: *mut T,
         len: usize,
         of: PhantomData<&'a mut [T]>,
     }
 
-    // SAFETY: it hands out no reference but through `part`, whose callers see to it that none overlap.
+    // SAFETY: references are handed out only by `part`, whose callers guarantee that they do not overlap.
     unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 
     impl<'a, T> Disjoint<'a, T> {
@@ -74,19 +75,20 @@ mod disjoint {
             Self { at: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
         }
 
-        /// Where it begins.
+        /// The start of the slice.
         pub(crate) fn pointer(&self) -> *mut T {
             self.at
         }
 
-        /// A part.
+        /// The elements in `range`.
         ///
         /// # Safety
-        /// No other part that overlaps it may be alive.
+        /// No other overlapping part may be alive.
         #[allow(clippy::mut_from_ref, reason = "the caller guarantees that it is the only one")]
         pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
             assert!(range.start <= range.end && range.end <= self.len);
-            // SAFETY: within the slice, and the caller guarantees that it is the only reference to it.
+            // SAFETY: the range is within the slice, as asserted above, and the caller guarantees that no other
+            // reference overlaps it.
             unsafe { core::slice::from_raw_parts_mut(self.at.add(range.start), range.len()) }
         }
     }

@@ -1,10 +1,10 @@
-//! The contract through which every kernel receives weights.
+//! The form in which every kernel receives weights.
 
 use std::ops::Range;
 
 use crate::{FloatFormat, KernelError};
 
-/// Why slices do not form a [`WeightView`].
+/// The reason why slices do not form a [`WeightView`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 #[non_exhaustive]
@@ -21,14 +21,14 @@ pub enum ViewError {
 
 /// A quantized weight matrix `[n, k]` in logical order, row-major, as plain slices.
 ///
-/// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned
-/// codes below `2^bits`. Without `zeros` the grid is symmetric: every zero is `2^(bits − 1)`.
+/// `ŵ[o, i] = (codes[o, i] − zeros[o, i / group_size]) · scales[o, i / group_size]`, with unsigned codes below
+/// `2^bits`. Without `zeros` the grid is symmetric: every zero point is `2^(bits − 1)`.
 ///
-/// A progressive one (QServe, §4.1) has two levels of scales, integers of groups below a float of the
-/// row: `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, the product inside exact.
+/// Progressive quantization (QServe, §4.1) has two levels of scales, an integer per group and a float per row:
+/// `ŵ[o, i] = ((codes[o, i] − zeros[…]) · groups[…]) · channels[o]`, where the inner product is exact.
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
-/// zeros. Of NVFP4 the scales of groups are E4M3 codes below one `f32` that they are divided by.
+/// zero points. In NVFP4 the group scales are E4M3 codes, divided by one global `f32` scale.
 #[derive(Debug, Clone, Copy)]
 pub struct WeightView<'a> {
     n: usize,
@@ -46,31 +46,31 @@ pub struct WeightView<'a> {
 pub enum Scales<'a> {
     /// `[n, k / group_size]`
     Float(&'a [f32]),
-    /// Two levels.
+    /// Two levels of scales.
     Progressive {
         /// `[n, k / group_size]`
         groups: &'a [u8],
         /// `[n]`
         channels: &'a [f32],
     },
-    /// NVFP4: the scale is `value(groups[…]) / global`, rounded to `f32`. Only floating-point codes have such.
+    /// NVFP4: the scale is `value(groups[…]) / global`, rounded to `f32`. Only for floating-point codes.
     E4m3 {
         /// `[n, k / group_size]`, E4M3 codes without a sign
         groups: &'a [u8],
-        /// What all are divided by: above zero and finite.
+        /// The divisor of all scales: positive and finite.
         global: f32,
     },
 }
 
 impl<'a> WeightView<'a> {
-    /// Checks that the slices fit each other.
+    /// Creates a view and checks that the slices match.
     ///
-    /// * `codes`: `[n, k]`, one code a byte
+    /// * `codes`: `[n, k]`, one code per byte
     /// * `scales`, `zeros`: `[n, k / group_size]`; per channel means `group_size == k`
     ///
     /// # Errors
-    /// When a length, the group size or the bit width is wrong. Values are not checked: packing refuses codes and
-    /// zeros above `2^bits − 1`.
+    /// When a length, the group size or the bit width is wrong. Values are not checked: packing rejects codes and zero
+    /// points above `2^bits − 1`.
     pub fn new(
         [n, k]: [usize; 2],
         bits: u8,
@@ -82,10 +82,10 @@ impl<'a> WeightView<'a> {
         Self::with_scales([n, k], bits, group_size, codes, Scales::Float(scales), zeros)
     }
 
-    /// A matrix whose codes are those of a floating-point format.
+    /// Creates a view of a matrix with floating-point codes.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// See [`new`](Self::new).
     pub fn float(
         shape: [usize; 2],
         format: FloatFormat,
@@ -96,10 +96,10 @@ impl<'a> WeightView<'a> {
         Self::float_with_scales(shape, format, group_size, codes, Scales::Float(scales))
     }
 
-    /// The same with scales of either kind that floating-point codes have.
+    /// Creates a view of a matrix with floating-point codes and any scales that these support.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when the scales are progressive.
+    /// See [`new`](Self::new); also when the scales are progressive.
     pub fn float_with_scales(
         shape: [usize; 2],
         format: FloatFormat,
@@ -114,10 +114,10 @@ impl<'a> WeightView<'a> {
         Ok(Self { float: Some(format), ..view })
     }
 
-    /// The same with scales of either kind that integers have.
+    /// Creates a view of a matrix with integer codes and any scales that these support.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when the scales are E4M3 codes.
+    /// See [`new`](Self::new); also when the scales are E4M3 codes.
     pub fn with_scales(
         [n, k]: [usize; 2],
         bits: u8,
@@ -176,17 +176,17 @@ impl<'a> WeightView<'a> {
         self.k
     }
 
-    /// Bits of one code.
+    /// Bits per code.
     pub fn bits(&self) -> u8 {
         self.bits
     }
 
-    /// The format of codes that stand for floating-point numbers; `None` of integers.
+    /// The format of floating-point codes; `None` for integers.
     pub fn float_format(&self) -> Option<FloatFormat> {
         self.float
     }
 
-    /// Fails unless codes are integers: what a kernel asks that multiplies nothing else.
+    /// Fails unless codes are integers; called by kernels that support nothing else.
     ///
     /// # Errors
     /// [`KernelError::Scheme`].
@@ -203,7 +203,7 @@ impl<'a> WeightView<'a> {
         self.group_size
     }
 
-    /// Groups in one row.
+    /// Groups per row.
     pub fn groups(&self) -> usize {
         self.k / self.group_size
     }
@@ -211,7 +211,7 @@ impl<'a> WeightView<'a> {
     /// The codes of some rows.
     ///
     /// # Panics
-    /// As a slice's index does, where rows leave the matrix.
+    /// When `rows` is out of range.
     pub fn codes(&self, rows: Range<usize>) -> &'a [u8] {
         &self.codes[rows.start * self.k..rows.end * self.k]
     }
@@ -219,7 +219,7 @@ impl<'a> WeightView<'a> {
     /// The scales of some rows.
     ///
     /// # Panics
-    /// As a slice's index does, where rows leave the matrix.
+    /// When `rows` is out of range.
     pub fn scales(&self, rows: Range<usize>) -> Scales<'a> {
         let groups_of = rows.start * self.groups()..rows.end * self.groups();
         match self.scales {
@@ -231,28 +231,28 @@ impl<'a> WeightView<'a> {
         }
     }
 
-    /// All scales.
+    /// The scales of the whole matrix.
     pub fn all_scales(&self) -> Scales<'a> {
         self.scales
     }
 
-    /// Whether every group has a zero of its own.
+    /// Whether every group has its own zero point.
     pub fn has_zeros(&self) -> bool {
         self.zeros.is_some()
     }
 
-    /// The stored zeros of some rows, laid out as [`scales`](Self::scales); none in a symmetric grid.
+    /// The stored zero points of some rows, in the order of [`scales`](Self::scales); `None` for a symmetric grid.
     ///
     /// # Panics
-    /// As a slice's index does, where rows leave the matrix.
+    /// When `rows` is out of range.
     pub fn zeros(&self, rows: Range<usize>) -> Option<&'a [u8]> {
         self.zeros.map(|zeros| &zeros[rows.start * self.groups()..rows.end * self.groups()])
     }
 
-    /// The zero of a group: stored, or the middle of a symmetric grid. Codes of a floating-point format have none.
+    /// The zero point of a group: the stored one, or the midpoint of a symmetric grid. Floating-point codes have none.
     ///
     /// # Panics
-    /// As a slice's index does, where zeros are stored and there is no such row.
+    /// When zero points are stored and the row is out of range.
     pub fn zero(&self, row: usize, group: usize) -> u8 {
         match self.zeros {
             Some(zeros) => zeros[row * self.groups() + group],
@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(new([3, 4], 4, 2, 11, 6, None), length("codes", 12, 11));
         assert_eq!(new([3, 4], 4, 2, 12, 5, None), length("scales", 6, 5));
         assert_eq!(new([3, 4], 4, 2, 12, 6, Some(&[0; 7])), length("zeros", 6, 7));
-        // A shape whose product overflows is no reason to panic.
+        // A shape whose product overflows must not panic.
         assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), length("codes", usize::MAX, 12));
     }
 

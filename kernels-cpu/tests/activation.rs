@@ -1,4 +1,4 @@
-//! Rows become integers: every instruction set against the definition, to the bit.
+//! Quantization of rows: every instruction set against the definition, bit for bit.
 
 mod common;
 
@@ -10,7 +10,7 @@ use quant_kernels_cpu::{
     RowLayout, Serial, StaticScale, WeightView, narrow, reference, rms_norm, silu_mul,
 };
 
-/// Rows of `groups` groups of `size`.
+/// The layout of rows of `groups` groups of `size`.
 fn layout(groups: usize, size: usize) -> RowLayout {
     let codes = vec![0; groups * size];
     let scales = vec![1.0; groups];
@@ -18,7 +18,7 @@ fn layout(groups: usize, size: usize) -> RowLayout {
     RowLayout::of(&Layout::of(&view, true).unwrap())
 }
 
-/// Magnitudes over many powers of two, both signs, and now and then something special.
+/// Magnitudes over many powers of two, both signs, with occasional special values.
 fn values(len: usize, seed: u64, special: bool) -> Vec<f32> {
     let mut state = seed | 1;
     let mut next = || {
@@ -40,7 +40,7 @@ fn values(len: usize, seed: u64, special: bool) -> Vec<f32> {
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
-    // All NaN are one.
+    // All NaN count as equal.
     values.iter().map(|v| if v.is_nan() { 0x7fc0_0000 } else { v.to_bits() }).collect()
 }
 
@@ -78,7 +78,7 @@ fn check_rows(rows: &Int8Rows, x: &[f32], [groups, size]: [usize; 2], by: Option
     assert_eq!(rows.zero(), by.map_or(0, |by| i32::from(by.zero)));
 }
 
-/// What one type of activations does on one path.
+/// Checks one type of activations on one path.
 fn check<E: Element>(
     isa: Isa,
     m: usize,
@@ -95,7 +95,7 @@ fn check<E: Element>(
     let norm = RmsNorm { weight: &weight, eps: 1e-5 };
     let joined: Vec<E> = x.chunks(k).zip(up.chunks(k)).flat_map(|(g, u)| [g, u].concat()).collect();
     let apart = GateUp::Apart { gate: &x, up: &up };
-    // What the definition makes of them.
+    // The results of the definition.
     let normed =
         |x: &[f32]| x.chunks(k).flat_map(|x| reference::rms_norm(x, &weight, 1e-5)).collect::<Vec<_>>();
     let plain = normed(&float(&x));
@@ -145,7 +145,7 @@ proptest! {
     }
 }
 
-/// Against `f64`, with the bounds that are stated.
+/// Compares with `f64`, within the stated bounds.
 #[test]
 fn norms_and_gates_are_near_their_formulas() {
     let mut worst = 0.0_f64;
@@ -171,7 +171,7 @@ fn norms_and_gates_are_near_their_formulas() {
         let (x, weight) = (values(k, k as u64, false), values(k, 9, false));
         let mean = x.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / k as f64;
         let r = 1.0 / (mean + f64::from(1e-6_f32)).sqrt();
-        // Half the relative error of the sum, and a rounding each of mean, ε, root, inverse and products.
+        // Half the relative error of the sum, plus one rounding each for mean, ε, root, inverse and products.
         let bound = (0.5 * (k as f64 / 64.0 + 8.0) + 5.0) * 2.0_f64.powi(-24);
         for ((got, x), w) in reference::rms_norm(&x, &weight, 1e-6).iter().zip(&x).zip(&weight) {
             let exact = f64::from(*x) * r * f64::from(*w);
@@ -211,7 +211,7 @@ fn floats_are_rounded_half_to_even() {
     }
 }
 
-/// Squares beyond `f32` are not taken for a row of zeros, and a row of zeros is one.
+/// A sum of squares that overflows `f32` is not treated as a row of zeros, and a row of zeros is.
 #[test]
 fn extreme_rows_of_a_norm() {
     let layout = layout(2, 32);
@@ -229,7 +229,7 @@ fn extreme_rows_of_a_norm() {
     }
 }
 
-/// Memory that is used again holds nothing of what was there before.
+/// Reused memory has no effect on later results.
 #[test]
 fn what_was_held_is_replaced() {
     let (small, large) = (layout(3, 13), layout(2, 128));
@@ -260,7 +260,7 @@ fn misuse_is_an_error() {
     for eps in [0.0, -1.0, f32::NAN, f32::INFINITY] {
         assert_eq!(go(&x, norm(ones, eps), None, None), Err(3));
     }
-    // A residual is as it was when the call is refused.
+    // A residual is unchanged when the call fails.
     let mut residual = vec![1.0; 128];
     let broken = StaticScale { scale: 0.0, zero: 0 };
     assert_eq!(go(&x, norm(ones, 1e-5), Some(&mut residual), Some(broken)), Err(3));
@@ -281,7 +281,7 @@ fn misuse_is_an_error() {
     assert_eq!(silu_mul(token, gate(&x, &x), 64, &mut out, &Serial).unwrap_err().code(), 1);
 }
 
-/// Packed floats of any type multiply as their values do.
+/// Packed floats of any type are multiplied as their values.
 #[test]
 fn floats_of_any_type_are_packed() {
     let (n, k, m) = (20, 96, 15);
@@ -307,7 +307,7 @@ fn floats_of_any_type_are_packed() {
         b.pack(&wide, layout, &Serial).unwrap();
         assert!(!a.exact_in_bf16());
         assert_eq!(product(&a), product(&b));
-        // Made rows are packed as rows that were made before.
+        // Rows that are computed on the fly are packed like rows that were computed before.
         let weight = values(k, 8, false);
         let norm = RmsNorm { weight: &weight, eps: 1e-5 };
         a.pack_rms_norm(&halves, norm, None, layout, &Serial).unwrap();

@@ -1,5 +1,5 @@
-//! The tile unit belongs to the thread, and other code of the process may use it: kernels leave it released on every way
-//! out, and where the system does not permit tiles, another path is taken.
+//! The tile unit belongs to the thread, and other code of the process may use it: kernels release it on every way out,
+//! and if the system does not permit tiles, another path is used.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod common;
@@ -20,16 +20,16 @@ const N: usize = 16 * 9 + 5;
 const K: usize = 192;
 const M: usize = 40;
 
-/// What the tile unit is configured for.
+/// The configuration of the tile unit.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Config([u8; 64]);
 
 impl Config {
-    /// That of this thread.
+    /// The configuration of this thread.
     fn current() -> Self {
         let mut config = Self([0xa5; 64]);
-        // SAFETY: the callers look for `Isa::Amx` first; the instruction writes the 64 bytes.
+        // SAFETY: the callers check for `Isa::Amx` first; the instruction writes the 64 bytes of `config`.
         unsafe { asm!("sttilecfg [{0}]", in(reg) &raw mut config, options(nostack, preserves_flags)) };
         config
     }
@@ -38,7 +38,7 @@ impl Config {
         self.0 == [0; 64]
     }
 
-    /// All tiles of 16 rows of 64 bytes.
+    /// All tiles with 16 rows of 64 bytes.
     fn whole() -> Self {
         let mut config = Self([0; 64]);
         config.0[0] = 1;
@@ -66,7 +66,7 @@ fn activations() -> Vec<f32> {
     (0..M * K).map(|_| s.float()).collect()
 }
 
-/// A product of integers and one of floats.
+/// A product on integers and one on floats.
 fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> [Vec<f32>; 2] {
     let (x, layout) = (activations(), RowLayout::of(weight.layout()));
     let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
@@ -78,10 +78,10 @@ fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> 
     out
 }
 
-/// Looks at the unit after every piece, on the thread that ran it.
+/// Checks the unit after every piece, on the thread that ran it.
 struct Watched;
 
-// SAFETY: each number is called once, and all calls are done at the end.
+// SAFETY: each number is called once, and all calls have returned at the end.
 unsafe impl Parallel for Watched {
     fn threads(&self) -> usize {
         2
@@ -121,11 +121,11 @@ fn tiles_are_released_after_errors_and_panics() {
     }
 }
 
-/// `[16, 16]` sums of products of tiles, as a host might compute them itself.
+/// `[16, 16]` sums of products of tiles, as a host program might compute them itself.
 fn product_of_host(left: &[i8; 1024], right: &[i8; 1024]) -> [i32; 256] {
     let mut sums = [0; 256];
     let config = Config::whole();
-    // SAFETY: the caller looked for `Isa::Amx`; all buffers are tiles of 16 rows of 64 bytes.
+    // SAFETY: the caller checked for `Isa::Amx`; all buffers are tiles of 16 rows of 64 bytes.
     unsafe {
         asm!("ldtilecfg [{0}]", in(reg) &raw const config, options(nostack, preserves_flags));
         asm!("tilezero tmm0", "tileloadd tmm1, [{0} + {2}*1]", "tileloadd tmm2, [{1} + {2}*1]", "tdpbssd tmm0, tmm1, tmm2",
@@ -136,8 +136,8 @@ fn product_of_host(left: &[i8; 1024], right: &[i8; 1024]) -> [i32; 256] {
     sums
 }
 
-/// A host that configures the unit before each of its own products goes on working, and gets what it got before; what it
-/// leaves configured does not disturb the kernels.
+/// A host program that configures the unit before each of its own products continues to work with unchanged results,
+/// and the configuration that it leaves does not disturb the kernels.
 #[test]
 fn a_host_may_use_tiles_itself() {
     let Some(token) = amx() else { return };
@@ -157,7 +157,7 @@ fn a_host_may_use_tiles_itself() {
         assert!(Config::current().is_released());
         assert_eq!(product_of_host(&left, &right), own);
     }
-    // SAFETY: releasing is always allowed.
+    // SAFETY: releasing is always allowed on a processor with AMX, which was checked above.
     unsafe { asm!("tilerelease", options(nostack, preserves_flags)) };
 }
 
@@ -192,12 +192,12 @@ fn without_permission() {
         size: usize,
     }
     const SIGALTSTACK: usize = 131;
-    // Enough for a signal without tiles, never used. The process keeps it until it ends.
+    // Enough for a signal without tiles, and never used. The process keeps it until it ends.
     static SMALL: OnceLock<Vec<AtomicU8>> = OnceLock::new();
     let small = SMALL.get_or_init(|| (0..8192).map(|_| AtomicU8::new(0)).collect());
     let stack = Stack { at: small[0].as_ptr(), flags: 0, size: small.len() };
     let refused: isize;
-    // SAFETY: the structure is what the call reads, and the memory stays for as long as the process.
+    // SAFETY: the structure has the layout that the call reads, and the memory lives as long as the process.
     unsafe {
         asm!("syscall", inlateout("rax") SIGALTSTACK => refused, in("rdi") &raw const stack, in("rsi") 0_usize,
              lateout("rcx") _, lateout("r11") _, options(nostack));

@@ -1,4 +1,5 @@
-//! A row has the same bits alone and among others, on every path, for every kind of activations and any threads.
+//! A row has the same bits alone and among others, on every path, for all kinds of activations and any number of
+//! threads.
 
 mod common;
 
@@ -9,10 +10,10 @@ use quant_kernels_cpu::{
     StaticScale, WeightView,
 };
 
-/// The most rows: more than three strips.
+/// The maximum number of rows: more than three strips.
 const MOST: usize = 40;
 
-/// One way from activations to a product.
+/// A product, from activations to output bits.
 type Product = fn(IsaToken, &PackedLinear, &[f32], &dyn Parallel) -> Vec<u32>;
 
 fn bits(out: &[f32]) -> Vec<u32> {
@@ -59,7 +60,7 @@ const PRODUCTS: [Product; 5] = [
     |t, w, x, p| float(t, w, x, bf16::from_f32, p),
 ];
 
-/// Weights of `groups` groups, with or without zeros, of one level of scales or two.
+/// Weights of `groups` groups, with or without zero points, with one level of scales or two.
 fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progressive: bool) -> PackedLinear {
     let mut s = Stream(u64::from(bits) + n as u64);
     let (k, top) = (groups * size, 1_u64 << bits);
@@ -78,7 +79,7 @@ fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progress
 
 #[test]
 fn rows_are_the_same_in_every_batch() {
-    // Numbers of panels that fill tiles and do not; groups that are taken side by side and one by one.
+    // Numbers of panels that fill tiles or not; groups that are computed in parallel or one at a time.
     for (bits, n, groups, zeros, progressive) in [
         (4, 5 * 16 + 3, [7, 32], false, false),
         (4, 16, [1, 100], true, false),
@@ -103,7 +104,7 @@ fn rows_are_the_same_in_every_batch() {
                         1 => &Backwards,
                         _ => &Threads(2),
                     };
-                    // The last rows, so that a row's place in its strip changes too.
+                    // The last rows, so that a row's position in its strip changes too.
                     let first = MOST - m;
                     let got = product(token, &packed, &x[first * k..], parallel);
                     assert!(got == each[first * n..], "{isa:?}, product {i}, {m} rows of {bits} bits");

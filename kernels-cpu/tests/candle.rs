@@ -1,4 +1,4 @@
-//! Linears on candle's tensors give the bits of the kernels they are made of.
+//! Linears on candle tensors give the same bits as the underlying kernels.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,11 +15,11 @@ use quant_kernels_cpu::{
 const STATIC: Activations = Activations::Static(StaticScale { scale: 0.03, zero: 7 });
 const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
 
-/// Threads of its own, and how often they were asked for.
+/// Separate threads that count calls.
 #[derive(Clone, Default)]
 struct Threads(Arc<AtomicUsize>);
 
-// SAFETY: each number is called once, and all calls are done at the end.
+// SAFETY: each number is called once, and all calls have returned at the end.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         3
@@ -40,7 +40,7 @@ fn number(i: usize) -> usize {
     ((z ^ z >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as usize
 }
 
-/// Weights of 4 bits with zeros, sums and a bias.
+/// 4-bit weights with zero points, sums and a bias.
 fn weight([n, k]: [usize; 2], group_size: usize) -> Arc<PackedLinear> {
     let codes: Vec<u8> = (0..n * k).map(|i| (number(i) % 16) as u8).collect();
     let groups = n * k / group_size;
@@ -55,7 +55,7 @@ fn values(len: usize) -> Vec<f32> {
     (0..len).map(|i| number(i) as f32 / 4e6 - 2.0).collect()
 }
 
-/// What the kernels give, called one by one.
+/// The results of calling the kernels directly.
 fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) -> Vec<f32> {
     let (layout, m) = (RowLayout::of(weight.layout()), x.len() / weight.layout().k());
     let (mut out, mut whole) = (vec![f32::NAN; m * weight.layout().n()], Int8Rows::default());
@@ -73,7 +73,7 @@ fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) 
     out
 }
 
-/// The same of a tensor, in its type.
+/// The same for a tensor, in its type.
 fn expected(weight: &PackedLinear, activations: Activations, x: &Tensor) -> Vec<f32> {
     let x = x.flatten_all().unwrap();
     match x.dtype() {
@@ -93,12 +93,12 @@ fn found(y: &Tensor) -> Vec<f32> {
     y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Every kind of activations of a tensor, in every type; zeros and infinities are distinguished.
+/// Checks a tensor with all kinds of activations, in every type; zeros and infinities are compared by bits.
 fn holds(weight: &Arc<PackedLinear>, runner: &Runner, x: &Tensor) {
     for activations in ALL {
         let linear = QuantizedLinear::new(weight.clone(), activations, runner).unwrap();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            // A change of type would make it contiguous: the strides are those of the view.
+            // A conversion would make it contiguous; without one, the strides are those of the view.
             let x = if x.dtype() == dtype { x.clone() } else { x.to_dtype(dtype).unwrap() };
             let y = linear.forward(&x).unwrap();
             assert_eq!(y.dtype(), dtype);
@@ -120,7 +120,7 @@ fn bits_are_those_of_the_kernels() {
     let runner = Runner::new(Threads::default());
     for (shape, group_size) in [([1, 4], 4), ([33, 96], 32), ([100, 128], 128), ([16, 60], 20)] {
         let weight = weight(shape, group_size);
-        // Large and small calls in turn, so that what one left does not show in the next.
+        // Large and small calls alternate, so that leftover data of one would show in the next.
         for inputs in [&[37, shape[1]][..], &[shape[1]], &[2, 9, shape[1]], &[1, 1, 1, shape[1]]] {
             holds(&weight, &runner, &tensor(inputs));
         }
@@ -130,7 +130,7 @@ fn bits_are_those_of_the_kernels() {
 
 #[test]
 fn rounded_results_may_be_many() {
-    // More than one piece of work, the last one ragged.
+    // More than one piece of work, the last one partial.
     let weight = weight([301, 32], 32);
     holds(&weight, &Runner::new(Threads::default()), &tensor(&[121, 32]));
 }
@@ -199,7 +199,7 @@ fn not_a_number_and_infinities_come_through() {
     let mut x = values(3 * 32);
     x[3] = f32::NAN;
     x[40] = f32::INFINITY;
-    // Sums beyond what f16 holds.
+    // Sums beyond the range of f16.
     x[64..].fill(60_000.0);
     let linear = QuantizedLinear::new(weight.clone(), Activations::PerToken, &Runner::new(Serial)).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -212,7 +212,7 @@ fn not_a_number_and_infinities_come_through() {
     }
 }
 
-/// What an error says; candle may add a backtrace below.
+/// The message of an error; candle may append a backtrace.
 fn said(error: candle_core::Error) -> String {
     error.to_string().lines().next().unwrap_or_default().to_owned()
 }
@@ -234,7 +234,7 @@ fn what_does_not_fit_is_refused() {
     let metal = said(linear.metal_fwd(&candle_core::MetalStorage, &layout).unwrap_err());
     assert!(metal.contains("runs on the CPU only") && metal.contains("Metal"), "{metal}");
 
-    // A layout that is about more than there is says what the kernels would.
+    // A layout that describes more elements than exist gives the error of the kernels.
     let short = candle_core::CpuStorage::F32(vec![0.0; 70]);
     let error = linear.cpu_fwd(&short, &Layout::contiguous((2, 64))).unwrap_err();
     let kernels = KernelError::Length { what: "activations", expected: 128, got: 70 };
@@ -259,7 +259,8 @@ fn there_is_no_gradient() {
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
 
-/// Five linears at once, more than one round of them, of any sizes: what each gives alone, in fewer calls to threads.
+/// Five linears of any sizes at once, more than one call of threads takes: the same results as separately, with fewer
+/// calls of threads.
 #[test]
 fn linears_that_read_the_same_run_at_once() {
     let threads = Threads::default();
@@ -283,11 +284,11 @@ fn linears_that_read_the_same_run_at_once() {
                     assert_eq!(bits(a), bits(b), "{activations:?}, {m} rows, {n}");
                 }
                 let calls = threads.0.swap(0, Ordering::Relaxed);
-                // Rows are packed once, and four products at most are one call.
+                // Rows are packed once, and at most four products share one call.
                 assert!(dtype != DType::F32 || calls <= 4, "{calls} calls");
             }
         }
-        // A view of a larger tensor is taken as it stands.
+        // A view of a larger tensor works without a copy.
         let whole = Tensor::from_vec(values(4 * 3 * 96), (4, 3, 96), &Device::Cpu).unwrap();
         let one = whole.narrow(0, 2, 1).unwrap();
         let together = QuantizedLinear::forward_each(&all[..2], &one).unwrap();
@@ -298,7 +299,7 @@ fn linears_that_read_the_same_run_at_once() {
             .unwrap()
             .is_empty()
     );
-    // Other groups, another width, other activations do not take the same rows.
+    // Linears with other groups, widths or activations do not share rows.
     let first = QuantizedLinear::new(weights[0].clone(), Activations::Float, &runner).unwrap();
     for (weight, activations) in [
         (weight([8, 96], 96), Activations::Float),
@@ -319,7 +320,8 @@ fn flat(x: &Tensor) -> Vec<f32> {
     x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Experts as a layer gives a loop of single products, in the type of the input; a long prompt is taken in parts.
+/// The experts of a layer match a loop of separate products, in the type of the input; a long prompt is split into
+/// parts.
 #[test]
 fn experts_of_a_layer() {
     let (hidden, inner) = (64, 48);
@@ -373,7 +375,7 @@ fn experts_of_a_layer() {
                 if tokens != 3 {
                     continue;
                 }
-                // Rounded once, half to even; bf16 inputs are the floats that they stand for.
+                // Rounded once, half to even; bf16 inputs count as their float values.
                 let short = x.to_dtype(DType::BF16).unwrap();
                 let wide = layer.forward(&short.to_dtype(DType::F32).unwrap(), &numbers, &shares).unwrap();
                 let narrow = layer.forward(&short, &numbers, &shares).unwrap();

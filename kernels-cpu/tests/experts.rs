@@ -1,5 +1,5 @@
-//! The experts of a layer in one call equal a loop of single products, to the bit: on every path, for every routing, any
-//! threads, and experts that differ in bits, groups and formats.
+//! The experts of a layer in one call match a loop of separate products bit for bit: on every path, for every routing,
+//! any number of threads, and experts that differ in bits, groups and formats.
 
 mod common;
 
@@ -15,7 +15,7 @@ use quant_kernels_cpu::{
 
 const HIDDEN: usize = 96;
 const INNER: usize = 80;
-/// Widths, groups of gate and up, of down, and whether there are zeros, of one expert after the other.
+/// Bits, group sizes of gate and up, and of down, and whether there are zero points, for successive experts.
 const KINDS: [(u8, usize, usize, bool); 5] =
     [(4, 32, 16, false), (8, 96, 80, true), (4, 48, 40, true), (3, 96, 20, false), (8, 16, 80, false)];
 
@@ -41,14 +41,14 @@ fn linear(
     PackedLinear::pack(&view, bias.as_deref(), false, &Serial).unwrap()
 }
 
-/// Experts of all kinds in turn.
+/// Experts that cycle through all kinds.
 fn owned(count: usize, inner: usize) -> Vec<Owned> {
     let mut s = Stream(inner as u64);
     let mut expert = |i: usize| {
         let (bits, of_rows, of_inner, zeros) = KINDS[i % KINDS.len()];
         let of_inner = if inner.is_multiple_of(of_inner) { of_inner } else { inner };
         let bias = i.is_multiple_of(3);
-        // The up differs in bits from the gate.
+        // `up` differs in bits from the gate.
         let other = if bits == 8 { 4 } else { 8 };
         let parts = [
             linear(&mut s, [inner, HIDDEN], (bits, of_rows, zeros), bias),
@@ -95,7 +95,7 @@ impl Routed {
     }
 }
 
-/// Routings of so many tokens to four of eight experts at most.
+/// Routings of `tokens` tokens to at most four of eight experts.
 fn routings(tokens: usize) -> Vec<(&'static str, Routed)> {
     let mut s = Stream(tokens as u64);
     let mut uniform = Vec::new();
@@ -108,7 +108,7 @@ fn routings(tokens: usize) -> Vec<(&'static str, Routed)> {
     }
     let one = (0..tokens).flat_map(|_| [5, NO_EXPERT]).collect();
     let twice = (0..tokens).flat_map(|_| [6, 6]).collect();
-    // Half of the tokens to one expert, one token to another, and three without any.
+    // Half of the tokens to one expert, one token to another, and three experts without any.
     let skewed = (0..tokens).flat_map(|t| match t {
         0 => [7, 1],
         t if t % 2 == 0 => [1, NO_EXPERT],
@@ -128,7 +128,7 @@ fn bits(out: &[f32]) -> Vec<u32> {
     out.iter().map(|v| v.to_bits()).collect()
 }
 
-/// One call with a workspace that was reserved for it.
+/// One call with a workspace reserved for it.
 fn grouped<E: Element>(
     experts: &[Expert<'_>],
     (token, rows, gate): (IsaToken, ExpertRows, ExpertGate),
@@ -187,7 +187,7 @@ fn a_call_equals_a_loop_of_single_products() {
     }
 }
 
-/// Widths that fill no panel, and rows of more than one block of strips and tiles.
+/// Widths that do not fill a panel, and rows of more than one block of strips and tiles.
 #[test]
 fn many_rows_of_ragged_widths() {
     let owned = owned(3, 21);
@@ -210,8 +210,8 @@ fn many_rows_of_ragged_widths() {
     }
 }
 
-/// Slots of a token in another order change nothing; experts in another order change the order of the sum alone, which
-/// two terms do not have.
+/// Reordering the slots of a token changes nothing; reordering experts changes only the order of the sum, which does
+/// not matter for two terms.
 #[test]
 fn permutations_of_slots_and_of_experts() {
     let owned = owned(8, INNER);
@@ -247,7 +247,7 @@ fn permutations_of_slots_and_of_experts() {
     }
 }
 
-/// Activations of f16 and bf16 are the floats that they stand for. On paths that split floats, bf16 is one part.
+/// Activations of f16 and bf16 count as their float values. On paths that split floats, bf16 is one part.
 #[test]
 fn activations_of_16_bits() {
     fn check<E: Element>(experts: &[Expert<'_>], to: fn(f32) -> E, from: fn(E) -> f32) {
@@ -273,7 +273,7 @@ fn activations_of_16_bits() {
     check(&experts, bf16::from_f32, bf16::to_f32);
 }
 
-/// The sum is that of the definition in double precision, within what rounding to 8 bits and floats leaves.
+/// The sum matches the definition in double precision, within the error of rounding to 8 bits and floats.
 #[test]
 fn the_sum_is_that_of_the_experts() {
     let owned = owned(8, INNER);
@@ -312,7 +312,7 @@ fn the_sum_is_that_of_the_experts() {
     }
 }
 
-/// Floating-point weights: FP4 with both kinds of rows, FP8 with floats alone.
+/// Floating-point weights: FP4 with both kinds of rows, FP8 with floats only.
 #[test]
 fn floating_point_weights() {
     let mut s = Stream(5);
@@ -381,7 +381,7 @@ fn what_does_not_fit_is_refused() {
     wrong[2] = experts[2];
     wrong[2].gate.bias = Some(&short);
     assert_eq!(Experts::new(&wrong).unwrap_err().code(), 1);
-    // A limit that bounds nothing, and sizes beyond all numbers.
+    // Invalid limits, and sizes that overflow.
     let new = |gate, tokens, top_k| {
         ExpertsPlan::new::<f32>(&all, token, ExpertRows::Int8, gate, tokens, top_k).map(drop)
     };
@@ -420,7 +420,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(run(&all, &plan, &x, Routing { top_k: 3, ..routed.view() }, true), Err(4));
     assert_eq!(run(&all, &plan, &rows(4, 1), routed.view(), true), Err(4));
     assert_eq!(run(&Experts::new(&experts[..3]).unwrap(), &plan, &x, routed.view(), true), Err(4));
-    // A workspace for fewer rows, and a plan for experts with wider groups, whose rows take less.
+    // A workspace for fewer rows, and a plan for experts with wider groups, whose rows need less memory.
     let small = ExpertsPlan::new::<f32>(&all, token, ExpertRows::Int8, gate, 1, 2).unwrap();
     let mut workspace = ExpertsWorkspace::default();
     workspace.reserve(&small).unwrap();

@@ -1,4 +1,5 @@
-//! Weights of floating-point formats: every instruction set against the definition, random, extreme and ragged.
+//! Weights of floating-point formats: every instruction set against the definition, with random, extreme and ragged
+//! cases.
 
 mod common;
 
@@ -9,7 +10,7 @@ use quant_kernels_cpu::{
     ScaleType, Scales, Serial, StaticScale, WeightView, e8m0_value, reference,
 };
 
-/// How scales are stored.
+/// The storage type of scales.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     F32,
@@ -99,7 +100,7 @@ impl Case {
         rows
     }
 
-    /// Integer products: the same bits on all paths, those of the definition.
+    /// Integer products: the same bits on all paths, equal to the definition.
     fn check_integers(&self) {
         let (view, packed) = (self.view(), self.packed());
         let rows = self.rows(Isa::Scalar, packed.layout());
@@ -115,7 +116,7 @@ impl Case {
         }
     }
 
-    /// Floats: the same bits on all paths but those of bf16, all within the bound.
+    /// Floats: the same bits on all paths except those with bf16, and all within the bound.
     fn check_floats(&self) {
         let (view, packed) = (self.view(), self.packed());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());
@@ -200,7 +201,7 @@ proptest! {
     }
 }
 
-/// Every code of both formats, alone in its row, is what it means on every path: subnormals, the largest, both zeros.
+/// Every code of both formats, alone in its row, has its value on every path: subnormals, the largest, both zeros.
 #[test]
 fn every_code_is_what_it_means() {
     for format in FloatFormat::ALL {
@@ -224,7 +225,7 @@ fn every_code_is_what_it_means() {
     }
 }
 
-/// Bytes per weight are those of the formats: nothing is stored wider than it is.
+/// Bytes per weight are those of the formats: nothing is stored in a wider type.
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (64, 4096);
@@ -236,7 +237,7 @@ fn packed_weights_are_small() {
     let (powers, codes) = (vec![0.25; n * k / 32], vec![0x38; n * k / 16]);
     assert_eq!(bits(FloatFormat::E2m1, 32, Scales::Float(&powers)), 4.25);
     assert_eq!(bits(FloatFormat::E4m3, 32, Scales::Float(&powers)), 8.25);
-    // Beside them two floats of every row.
+    // Plus two floats per row.
     let nvfp4 = bits(FloatFormat::E2m1, 16, Scales::E4m3 { groups: &codes, global: 3.0 });
     assert_eq!(nvfp4, 4.5 + 64.0 / k as f64);
 }
@@ -252,9 +253,9 @@ fn what_no_kernel_multiplies_is_refused() {
         refused.unwrap_err().to_string(),
         "a product of integers with FP8 (E4M3) weights is not supported"
     );
-    // Sums of codes are for zeros of activations, which these weights are not multiplied with.
+    // Sums of codes are for zero points of activations, which these weights do not support.
     assert_eq!(Layout::of(&case.view(), true).unwrap_err().code(), 3);
-    // NaN codes, beyond four bits, and scales without a meaning.
+    // NaN codes, codes beyond four bits, and invalid scales.
     let pack = |view: WeightView<'_>| PackedLinear::pack(&view, None, false, &Serial).map(|_| ());
     for (format, code) in [(FloatFormat::E4m3, 0x7f), (FloatFormat::E4m3, 0xff), (FloatFormat::E2m1, 16)] {
         assert_eq!(pack(row(format, &[0, code], Scales::Float(&[1.0]))).unwrap_err().code(), 3, "{code:#x}");

@@ -1,8 +1,8 @@
-//! No kernel touches memory beyond its buffers, on any instruction set.
+//! No kernel accesses memory beyond its buffers, on any instruction set.
 //!
-//! While a case runs, everything it allocates lies alone on its pages, and ends where a page ends that nobody
-//! may touch (or begins where one does): a byte read or written beyond ends the process. Freed memory stays
-//! forbidden. What sanitizers look for in instrumented code, this finds in any instruction.
+//! While a case runs, every allocation has pages of its own, and ends at the start of an inaccessible page (or begins
+//! at the end of one): a byte read or written beyond it terminates the process. Freed memory stays inaccessible.
+//! Sanitizers find such errors in instrumented code only; this finds them in any instruction.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
@@ -27,7 +27,7 @@ use quant_kernels_cpu::{
 };
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
-/// Where a buffer touches the forbidden page.
+/// The side on which a buffer touches the inaccessible page.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Side {
     Off,
@@ -35,10 +35,10 @@ enum Side {
     After,
 }
 
-/// Takes from a reserved range and never gives an address out twice.
+/// An allocator that takes memory from a reserved range and never returns the same address twice.
 struct Fence;
 
-/// Addresses, not memory.
+/// Address space, not memory.
 const RANGE: usize = 1 << 40;
 /// A multiple of every common page size.
 const PAGE: usize = 1 << 16;
@@ -48,36 +48,36 @@ thread_local! {
     static SIDE: Cell<Side> = const { Cell::new(Side::Off) };
 }
 
-/// Where the range begins.
+/// The start of the range.
 fn range() -> usize {
     static RESERVED: OnceLock<usize> = OnceLock::new();
     *RESERVED.get_or_init(|| {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a mapping of its own, wherever the system puts it.
+        // SAFETY: a new mapping at an address that the system chooses.
         let at = unsafe { mmap_anonymous(null_mut(), RANGE, ProtFlags::empty(), flags) };
-        // Without it nothing would be tested; unwinding from here is not allowed.
+        // Without the range nothing would be tested; an allocator must not unwind.
         at.unwrap_or_else(|_| std::process::abort()).addr().next_multiple_of(PAGE)
     })
 }
 
-// SAFETY: memory of the range is given out once, in whole pages that are accessible until it is freed; the rest
-// is the system's.
+// SAFETY: memory of the range is returned once, in whole pages that are accessible until it is freed; the rest comes
+// from the system allocator.
 unsafe impl GlobalAlloc for Fence {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         let side = SIDE.get();
         if side == Side::Off || memory.align() > PAGE {
-            // SAFETY: the contract of `GlobalAlloc`, passed on.
+            // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
             return unsafe { System.alloc(memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
-        // A forbidden page on either side.
+        // An inaccessible page on either side.
         let first = TAKEN.fetch_add(pages + PAGE, Ordering::Relaxed) + PAGE;
         if first + pages + 2 * PAGE > RANGE {
             std::process::abort();
         }
         let start = range() + first;
         let flags = MprotectFlags::READ | MprotectFlags::WRITE;
-        // SAFETY: pages of the range that nobody else has.
+        // SAFETY: pages of the range that no other allocation has.
         if unsafe { mprotect(start as *mut _, pages, flags) }.is_err() {
             return null_mut();
         }
@@ -88,11 +88,11 @@ unsafe impl GlobalAlloc for Fence {
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
         let start = at.addr() & !(PAGE - 1);
         if !(range()..range() + RANGE).contains(&at.addr()) {
-            // SAFETY: it came from there.
+            // SAFETY: it was allocated by `System`; the caller guarantees the rest.
             return unsafe { System.dealloc(at, memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
-        // SAFETY: the pages that `alloc` gave out, which nobody uses any more.
+        // SAFETY: the pages that `alloc` returned; the caller guarantees that they are no longer used.
         unsafe {
             let _ = madvise(start as *mut _, pages, Advice::LinuxDontNeed);
             let _ = mprotect(start as *mut _, pages, MprotectFlags::empty());
@@ -103,7 +103,7 @@ unsafe impl GlobalAlloc for Fence {
 #[global_allocator]
 static FENCE: Fence = Fence;
 
-/// Runs with every buffer at a forbidden page.
+/// Runs with every buffer at an inaccessible page.
 fn fenced<T>(side: Side, run: impl FnOnce() -> T) -> T {
     struct Reset;
     impl Drop for Reset {
@@ -150,7 +150,7 @@ impl Case {
         let [m, n, k] = self.shape;
         let groups = n * (k / self.group_size);
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << self.bits)) as u8).collect();
-        // Of three bytes each, so that they are stored as `f32`, or of one.
+        // A value that needs `f32` storage, or one that f16 represents.
         let scale = if self.wide { 1.000_000_1_f32 } else { 0.5 };
         let scales = vec![scale; if self.progressive { n } else { groups }];
         let whole = vec![3_u8; groups];
@@ -211,7 +211,7 @@ proptest! {
     }
 }
 
-/// Pages, lists, queries, results and workspace of exactly the sizes that are asked for, and a cache.
+/// Pages, lists, queries, results and workspace of exactly the required sizes, and a cache.
 fn attend(kind: KvType, d: usize, [kv, group]: [usize; 2], [tokens, m]: [usize; 2]) {
     let layout = KvLayout::new(kind, d).unwrap();
     let heads = Heads { query: kv * group, kv, scale: 0.25 };
@@ -256,7 +256,7 @@ proptest! {
     }
 }
 
-/// Experts of exactly the memory that their plan states; `tokens` of them go to each of two experts in turn.
+/// Experts with exactly the memory that their plan states; each of `tokens` tokens has two experts.
 fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let part = |[n, k]: [usize; 2]| {
         let codes: Vec<u8> = (0..n * k).map(|i| (i % (1 << bits)) as u8).collect();
@@ -269,7 +269,7 @@ fn experts([hidden, inner]: [usize; 2], count: usize, tokens: usize, bits: u8) {
     let experts = vec![expert; count];
     let experts = Experts::new(&experts).unwrap();
     let x: Vec<f32> = (0..tokens * hidden).map(|i| (i % 17) as f32 - 8.0).collect();
-    // Every second slot goes to the first.
+    // Every second slot goes to the first expert.
     let numbers: Vec<u32> =
         (0..2 * tokens).map(|i| if i % 2 == 0 { 0 } else { (i * i) as u32 % count as u32 }).collect();
     let weights = vec![0.5; 2 * tokens];
@@ -304,11 +304,11 @@ proptest! {
 const SIGBUS: i32 = 7;
 const SIGSEGV: i32 = 11;
 
-/// What each child does wrong.
+/// The fault of each child process.
 const FAULTS: [&str; 4] = ["weights", "out", "bias", "freed"];
 const FAULT: &str = "QUANT_PLANTED_FAULT";
 
-/// Goes beyond a buffer through a kernel, by a slice that says it is longer than it is.
+/// Accesses memory beyond a buffer through a kernel, by a slice that is too long.
 #[test]
 #[ignore = "ends the process: `the_fence_holds` runs it"]
 fn planted_fault() {
@@ -322,7 +322,7 @@ fn planted_fault() {
     let layout = Layout::of(&view, false).unwrap();
     let mut bytes = vec![0; layout.bytes()];
     layout.pack(&view, 0..layout.panels(), &mut bytes).unwrap();
-    // Rows enough for tiles.
+    // Enough rows for tiles.
     let m = 16;
     let mut rows = Int8Rows::new(isa.token().unwrap());
     rows.quantize(&vec![1.0; m * k], RowLayout::of(&layout), &Serial).unwrap();
@@ -335,7 +335,7 @@ fn planted_fault() {
         if fault == "freed" {
             drop(std::mem::take(&mut weights));
         }
-        // SAFETY: it is not: this test must not survive it.
+        // SAFETY: deliberately violated: the slices are too long or freed, and this test must not survive it.
         let (weights, bias, out) = unsafe {
             (
                 std::slice::from_raw_parts(at, len),
@@ -348,7 +348,7 @@ fn planted_fault() {
     });
 }
 
-/// This program, under the emulator that it runs under.
+/// This program, under the same emulator if there is one.
 fn this_program() -> Command {
     let this = std::env::current_exe().unwrap();
     let Some(emulator) = std::env::var_os("QUANT_EMULATOR") else { return Command::new(this) };
@@ -357,7 +357,7 @@ fn this_program() -> Command {
     command
 }
 
-/// Does something wrong in a child, and says how that ended.
+/// Runs a fault in a child process, and returns how it ended.
 fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     let mut child = this_program();
     child.args(["--ignored", "--exact", "planted_fault"]);
@@ -365,7 +365,8 @@ fn plant(fault: &str, isa: Isa, side: &str) -> (ExitStatus, String) {
     (ended.status, String::from_utf8_lossy(&ended.stderr).into_owned())
 }
 
-/// The test above can fail: a byte or a float too far, and memory that was freed, end the process on every path.
+/// Shows that the test above can fail: an access one byte or float too far, or to freed memory, terminates the process
+/// on every path.
 #[test]
 fn the_fence_holds() {
     for isa in Isa::runnable() {
@@ -374,13 +375,13 @@ fn the_fence_holds() {
         for fault in FAULTS {
             let (status, output) = plant(fault, isa, "fence");
             let killed = matches!(status.signal(), Some(SIGBUS | SIGSEGV));
-            // A sanitizer catches the signal, and tells.
+            // A sanitizer catches the signal and reports it.
             assert!(killed || output.contains("AddressSanitizer: SEGV"), "{isa:?} {fault}: {status}");
         }
     }
 }
 
-/// The same on the heap, where only a sanitizer sees it: tried where `QUANT_SANITIZER` says that there is one.
+/// The same faults on the heap, where only a sanitizer detects them: runs if `QUANT_SANITIZER` names one.
 #[test]
 fn the_sanitizer_sees() {
     if std::env::var("QUANT_SANITIZER").as_deref() != Ok("address") {

@@ -1,4 +1,4 @@
-//! Every instruction set against the definition, to the bit: random, extreme and ragged.
+//! Every instruction set against the definition, bit for bit, with random, extreme and ragged cases.
 
 mod common;
 
@@ -45,7 +45,7 @@ impl Case {
     ) -> Self {
         let mut s = Stream(seed);
         let k = groups * group_size;
-        // Weights of two levels are signed numbers of 8 bits.
+        // Weights with two levels of scales are signed 8-bit numbers.
         let bits = if kind == Kind::Progressive { bits.min(4) } else { bits };
         let extreme = s.below(4) == 0;
         let top = (1_u64 << bits) - 1;
@@ -53,7 +53,7 @@ impl Case {
         let codes = (0..n * k).map(|_| code(&mut s)).collect();
         let scales = (0..if kind == Kind::Progressive { n } else { n * groups })
             .map(|i| match kind {
-                // Subnormal, of either sign, zero, and typical ones.
+                // Subnormal, zero, negative and positive values.
                 Kind::Wide => match i % 5 {
                     0 => f32::from_bits(1 + s.below(1000) as u32),
                     1 => 0.0,
@@ -96,7 +96,7 @@ impl Case {
         self.rows_for(IsaToken::detect(), layout)
     }
 
-    /// The rows as a path wants them: of a tile unit they have its order, too.
+    /// The rows of a path; those for a tile unit include its order, too.
     fn rows_for(&self, token: IsaToken, layout: &Layout) -> Int8Rows {
         let mut rows = Int8Rows::new(token);
         match self.fixed {
@@ -107,8 +107,8 @@ impl Case {
         rows
     }
 
-    /// Floats: all paths but those of bf16 give the same bits, the emulated tile unit gives those of the real one, and all
-    /// are within the bound.
+    /// Floats: all paths except those with bf16 give the same bits, the emulated tile unit gives those of the real one,
+    /// and all are within the bound.
     fn check_float(&self) {
         let view = self.view();
         let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
@@ -118,7 +118,7 @@ impl Case {
         for (isa, parts) in in_parts() {
             let mut rows = FloatRows::in_parts(isa.token().unwrap(), parts);
             rows.pack(&self.x, RowLayout::of(packed.layout()), &Backwards).unwrap();
-            // All that others do with values in parts is two of them.
+            // Other paths with split values use two parts.
             let off = match parts {
                 Bf16Parts::One => -8,
                 Bf16Parts::Two => -16,
@@ -224,7 +224,7 @@ proptest! {
     }
 }
 
-/// Shapes that are split by rows as well as by panels, each path of tiles among them.
+/// Shapes that are divided by rows as well as by panels, including all paths with tiles.
 #[test]
 fn large_shapes_do_not_depend_on_the_split() {
     for (m, n, groups, size, bits) in
@@ -243,8 +243,8 @@ fn large_shapes_do_not_depend_on_the_split() {
     }
 }
 
-/// Row tiles that fill a piece of work and one more, panels that are left over, groups that are wider than what is
-/// expanded at once, and rows wide enough to be walked in stretches.
+/// Row tiles that fill a piece of work plus one more, leftover panels, groups that are wider than what is expanded at
+/// once, and rows wide enough to be divided into stretches.
 #[test]
 fn tiles_do_not_depend_on_the_split() {
     for (m, n, groups, size, bits, kind) in [
@@ -289,7 +289,7 @@ fn tiles_do_not_depend_on_the_split() {
     }
 }
 
-/// 4 bits in groups of 128 take 4.16 bits at most, scales and zeros included.
+/// 4-bit codes in groups of 128 take at most 4.16 bits per weight, including scales and zero points.
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (256, 4096);
@@ -315,7 +315,7 @@ fn misuse_is_an_error() {
     };
     assert_eq!(multiply(&rows, None, &mut out[..59]), 1);
     assert_eq!(multiply(&rows, Some(&[0.0; 19]), &mut out), 1);
-    // Activations of other groups, and with a zero where the layout has no sums.
+    // Activations of other groups, and with a zero point when the layout has no sums.
     let other = Case::new([3, 20, 1], 64, 4, Kind::Float, false, false, false, 1);
     let packed_other = PackedLinear::pack(&other.view(), None, true, &Serial).unwrap();
     assert_eq!(multiply(&other.rows(packed_other.layout()), None, &mut out), 4);
@@ -349,7 +349,7 @@ fn misuse_is_an_error() {
     assert_eq!(Layout::of(&empty, false).unwrap_err().code(), 3);
 }
 
-/// NaN and infinities reach the output of their row, and of no other.
+/// NaN and infinities affect only the output of their own row.
 #[test]
 fn what_is_not_finite_stays_in_its_row() {
     let mut case = Case::new([3, 20, 2], 32, 4, Kind::Float, true, true, false, 3);
@@ -378,7 +378,7 @@ fn rows_are_rounded_half_to_even_by_their_largest() {
     assert_eq!(rows.row(0), [127, 36, 100, 101, 99, 127, 100, 100]);
 }
 
-/// What the bounds of sums do not allow for is refused when it is packed, and not multiplied.
+/// Values that the bounds of sums do not allow are rejected by packing, and never multiplied.
 #[test]
 fn values_beyond_their_bits_are_refused() {
     let pack = |bits: u8, codes: &[u8], scales: Scales<'_>, zeros: Option<&[u8]>| {

@@ -1,4 +1,4 @@
-//! Where the system gives no memory there is an error, and nothing ends.
+//! When memory allocation fails, calls return an error, and the process does not abort.
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
@@ -13,9 +13,9 @@ use quant_kernels_cpu::{
 };
 
 thread_local! {
-    /// Allocations that this thread still gets; none are counted at first.
+    /// Allocations that this thread may still make; initially unlimited.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
-    /// Bytes that this thread asked for.
+    /// Bytes that this thread requested.
     static ASKED: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -29,26 +29,26 @@ impl Short {
     }
 }
 
-// SAFETY: the system's, or none.
+// SAFETY: memory comes from the system allocator, or the result is null.
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         ASKED.set(ASKED.get() + memory.size());
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
         if Self::has_some() { unsafe { System.alloc(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn alloc_zeroed(&self, memory: Memory) -> *mut u8 {
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
         if Self::has_some() { unsafe { System.alloc_zeroed(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn realloc(&self, at: *mut u8, memory: Memory, size: usize) -> *mut u8 {
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
         if Self::has_some() { unsafe { System.realloc(at, memory, size) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
         unsafe { System.dealloc(at, memory) }
     }
 }
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Short {
 #[global_allocator]
 static SHORT: Short = Short;
 
-/// Calls with no memory, then with one allocation, and so on until it succeeds; says how many it takes.
+/// Calls with no allocation allowed, then with one, and so on until it succeeds; returns the number that it needs.
 fn short<T>(mut call: impl FnMut() -> Result<T, KernelError>) -> usize {
     for count in 0..100 {
         LEFT.set(Some(count));
@@ -83,18 +83,18 @@ fn weights_and_rows_need_memory() {
     }
 }
 
-/// Rows ask for memory where there are more than before, and products for none.
+/// Rows allocate only when there are more than before, and products never.
 fn rows_need_memory(packed: &PackedLinear, isa: Isa) {
     let (n, k, m) = (packed.layout().n(), packed.layout().k(), 30);
     let (layout, token) = (RowLayout::of(packed.layout()), isa.token().unwrap());
-    // Codes and sums in the order of a tile unit.
+    // Codes and sums for a tile unit.
     let tiled = 2 * usize::from(matches!(isa, Isa::Amx | Isa::AmxEmulated));
     let (x, more) = (vec![f16::ONE; m * k], vec![f16::ONE; 2 * m * k]);
     let mut out = vec![0.0; m * n];
     let (mut whole, mut float) = (Int8Rows::new(token), FloatRows::new(token));
     assert_eq!(short(|| Int8Rows::new(token).quantize(&x, layout, &Serial)), 5 + tiled);
     assert_eq!(short(|| FloatRows::new(token).pack(&x, layout, &Serial)), 3);
-    // What is held is used again; more is asked for, and refused, and no rows are left.
+    // Existing memory is reused; a request for more fails, and leaves no rows.
     for count in 0..5 + tiled {
         whole.quantize(&x, layout, &Serial).unwrap();
         float.pack(&x, layout, &Serial).unwrap();
@@ -119,14 +119,14 @@ fn caches_need_memory() {
     assert_eq!(short(|| KvCache::new(layout, heads, 200)), 1);
     let mut cache = KvCache::new(layout, heads, 200).unwrap();
     let x = vec![1.0; 130 * 32];
-    // What an attempt got, it keeps.
+    // A failed attempt keeps the memory that it got.
     assert!(short(|| cache.append(&x, &x, &Serial)) > 0);
     assert_eq!(cache.tokens(), 130);
     let (mut workspace, mut out, mut lse) = (Workspace::default(), [0.0; 64], [0.0; 4]);
     assert_eq!(short(|| cache.decode(&[1.0; 64], &mut out, &mut lse, &mut workspace, &Serial)), 1);
 }
 
-/// A workspace takes what the plan says, and a call none, whatever the routing.
+/// A workspace allocates what the plan states, and a call nothing, whatever the routing.
 #[test]
 fn experts_need_the_memory_of_their_plan() {
     let (hidden, inner, tokens) = (64, 32, 40);

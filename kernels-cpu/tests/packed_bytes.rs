@@ -1,4 +1,5 @@
-//! Arbitrary packed bytes: all paths compute the same from them, and the check refuses those that do not encode numbers.
+//! Arbitrary packed bytes: all paths compute the same from them, and the check rejects those that do not encode
+//! numbers.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::{
@@ -11,7 +12,7 @@ fn bytes(len: usize, mut state: u64) -> Vec<u8> {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as u32
     };
-    // NaN codes more often than chance has them.
+    // NaN codes are more frequent than by chance.
     (0..len)
         .map(|_| match next() {
             r if r % 11 == 0 => 0xff,
@@ -21,12 +22,12 @@ fn bytes(len: usize, mut state: u64) -> Vec<u8> {
         .collect()
 }
 
-/// The bits of numbers; all NaN are one.
+/// The bits of numbers; all NaN count as equal.
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
 }
 
-/// The values that a path multiplies with, by one token for each feature.
+/// The values that a path multiplies with, found with one token per feature.
 fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
     let (n, k) = (view.layout().n(), view.layout().k());
     let mut identity = vec![0.0; k * k];
@@ -39,7 +40,7 @@ fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
 }
 
 proptest! {
-    /// Any bytes, NaN codes of weights and scales among them: the bits of the portable path on every other.
+    /// Any bytes, including NaN codes of weights and scales: all paths give the bits of the portable one.
     #[test]
     fn all_paths_make_the_same_of_any_bytes(
         n in 1_usize..40, groups in 1_usize..4, size in prop_oneof![1_usize..40, Just(16), Just(32)],
@@ -70,7 +71,7 @@ proptest! {
     }
 }
 
-/// Every E4M3 code, those of NaN too, is one value on every path: that of its bits.
+/// Every E4M3 code, including NaN, has the same value on every path: that of its bits.
 #[test]
 fn codes_of_nan_count_as_their_bits() {
     let codes: Vec<u8> = (0..=255).collect();
@@ -78,7 +79,7 @@ fn codes_of_nan_count_as_their_bits() {
     let valid: Vec<u8> = codes.iter().map(|&code| if code & 0x7f == 0x7f { 0 } else { code }).collect();
     let scales = vec![1.0; 256];
     let view = WeightView::float([256, 1], FloatFormat::E4m3, 1, &valid, &scales).unwrap();
-    // A scale of 1 is a power of two as well; as a half it is where it is looked for here.
+    // A scale of 1 is a power of two, so it could be stored as E8M0; this layout stores f16.
     let mut packed = vec![0; layout.bytes()];
     for (row, &code) in codes.iter().enumerate() {
         let panel = &mut packed[row / 16 * layout.panel_bytes()..][..layout.panel_bytes()];
@@ -103,7 +104,7 @@ fn codes_of_nan_count_as_their_bits() {
     assert!(PackedLinear::pack(&view, None, false, &Serial).unwrap().view().check().is_ok());
 }
 
-/// What packing writes passes, whatever it is; each byte that packing refuses to write does not, wherever it stands.
+/// Whatever packing writes passes; every byte that packing never writes fails, at any position.
 #[test]
 fn what_no_packing_writes_is_told() {
     let (n, k, size) = (21, 64, 32);
@@ -154,7 +155,7 @@ fn what_no_packing_writes_is_told() {
                 }
             }
             if layout.scales() == ScaleType::E4m3 {
-                // A row's factor and its global scale.
+                // The factor and the global scale of a row.
                 let channels = scales + 16 * k / size;
                 assert!(
                     refused(channels + 3, 0xff) && refused(channels + 64 + 3, 0xff) && refused(channels, 1)
@@ -162,7 +163,7 @@ fn what_no_packing_writes_is_told() {
             }
         }
     }
-    // A scale that is NaN is no power of two, and stays what it is.
+    // A NaN scale is not a power of two, and is stored unchanged.
     let scales = vec![f32::NAN; n * k / size];
     let view = WeightView::float([n, k], e2m1, size, &codes, &scales).unwrap();
     let packed = PackedLinear::pack(&view, None, false, &Serial).unwrap();

@@ -1,4 +1,4 @@
-//! Some output features of a matrix give what the whole gives for them, to the bit.
+//! The product with some output features of a matrix is bit-identical to that part of the whole product.
 
 mod common;
 
@@ -76,7 +76,7 @@ fn parts_that_are_none_are_errors() {
     assert_eq!(part.bytes(), packed.view().rows(48..64).unwrap().bytes());
 }
 
-/// Several products at once are checked before the first is begun.
+/// All of several products are checked before the first one starts.
 #[test]
 fn nothing_is_written_where_one_of_several_is_refused() {
     let codes = vec![9; 16 * 32];

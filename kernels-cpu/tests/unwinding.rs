@@ -1,4 +1,4 @@
-//! Threads of a caller may unwind: what was half made then is not multiplied with.
+//! Threads of a caller may unwind: incomplete rows are not used in products.
 
 mod common;
 
@@ -33,7 +33,7 @@ fn whole_numbers_are_none_until_they_are_all_there() {
     for isa in Isa::runnable() {
         let token = isa.token().unwrap();
         for pieces in 0..3 {
-            // Nothing before, fewer rows before, and more.
+            // No previous rows, fewer, and more.
             for before in [0, 1, M + 13] {
                 let mut rows = Int8Rows::new(token);
                 rows.quantize(&vec![1.0; before * K], layout, &Serial).unwrap();
@@ -44,7 +44,7 @@ fn whole_numbers_are_none_until_they_are_all_there() {
                 assert_eq!((result.unwrap_err().code(), rows.m()), (4, 0));
                 assert!(rows.row(0).is_empty() && rows.sums(0).is_empty() && rows.scales().is_empty());
                 assert_eq!(view.multiply(token, &rows, None, &mut [], &Serial).unwrap_err().code(), 4);
-                // And they are whole the next time.
+                // The next call completes them.
                 rows.quantize(&x, layout, &Serial).unwrap();
                 view.multiply(token, &rows, None, &mut out, &Serial).unwrap();
                 assert_eq!(rows.m(), M);

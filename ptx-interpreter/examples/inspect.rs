@@ -1,4 +1,4 @@
-//! Parses PTX files, and names the instructions that the interpreter does not run.
+//! Parses PTX files, and lists the instructions that the interpreter does not support.
 use quant_ptx_interpreter::Module;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! Measures warp instructions a second: an arithmetic loop, a loop over shared memory, and one of products.
+//! Measures warp instructions per second: an arithmetic loop, a loop over shared memory, and a loop of matrix products.
 use std::time::Instant;
 
 use quant_ptx_interpreter::{Launch, Memory, Module, Options};

@@ -1,4 +1,4 @@
-//! Instructions that touch memory, lane by lane, with their checks and counts.
+//! Instructions that access memory, lane by lane, with their checks and counts.
 
 use crate::atomic::combine;
 use crate::counters::Wavefronts;
@@ -12,7 +12,7 @@ use crate::shared::{Actor, wavefronts};
 use crate::types::{LANES, Lanes, low_bits};
 use crate::warp::{Copy, lanes};
 
-/// A place that an address has turned out to be in.
+/// The location that an address refers to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spot {
     Global(u64),
@@ -29,7 +29,7 @@ impl Machine<'_> {
         let value = self.warps[w].get(address.base)[lane].wrapping_add(address.offset as u64);
         match place {
             Place::Global => Spot::Global(value),
-            // Addresses of the shared window may be given as 32-bit numbers.
+            // Addresses in the shared window may be given as 32-bit numbers.
             Place::Shared => {
                 Spot::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
             }
@@ -89,7 +89,7 @@ impl Machine<'_> {
         let (mut sectors, mut global) = (Vec::new(), Vec::new());
         for (lane, spot) in spots.iter().enumerate() {
             match *spot {
-                // An address far outside is a fault, and no access to count.
+                // An address far out of range is a fault, and not counted as an access.
                 Some(Spot::Shared(address)) if address <= low_bits(32) => {
                     shared[lane] = Some(address);
                     any_shared = true;
@@ -228,7 +228,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The source of a copy is aligned to the copy, however little of it is read.
+    /// The source of a copy must be aligned to the size of the copy, even if fewer bytes are read.
     fn read_aligned(
         &mut self,
         w: usize,
@@ -253,7 +253,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Copies of closed groups land, but for the last `left` groups of each lane.
+    /// Completes the copies of committed groups, except the last `left` groups of each lane.
     fn land(&mut self, w: usize, active: u32, left: u32) {
         let warp = &mut self.warps[w];
         let (closed, barriers) = (warp.closed, warp.warp_barriers);
@@ -320,7 +320,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Lanes 8i to 8i + 7 give the rows' addresses of matrix `i`.
+    /// Lanes 8i to 8i + 7 provide the row addresses of matrix `i`.
     fn load_matrix(
         &mut self,
         w: usize,
@@ -350,8 +350,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The lanes that get a row's bytes are others than the one that gives its address: a copy of any lane
-    /// but that of all readers needs a warp barrier before.
+    /// Reads a row as the lane that provides its address. The lanes that receive it are others, so bytes that another
+    /// lane copied asynchronously need a warp barrier first.
     fn read_row(&mut self, w: usize, lane: usize, spot: Spot, out: &mut [u8]) -> Result<(), Wrong> {
         self.read(w, lane, spot, out, false)
     }

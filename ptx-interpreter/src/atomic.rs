@@ -1,11 +1,11 @@
-//! What an atomic makes of the old value.
+//! The new value of an atomic operation.
 
 use half::{bf16, f16};
 
 use crate::operation::Atomic;
 use crate::types::{Lane, Pair, Type, low_bits};
 
-/// The new value; none of a combination that this crate does not know. `b` is the second source of `cas`.
+/// The new value; `None` for combinations that this crate does not support. `b` is the second source of `cas`.
 pub(crate) fn combine(atomic: Atomic, ty: Type, old: u64, a: u64, b: u64) -> Option<u64> {
     let keep = low_bits(ty.bits());
     let a = a & keep;

@@ -1,4 +1,4 @@
-//! `cvt`: between integers and floats, with a rounding, saturation and packing of two.
+//! `cvt`: conversions between integers and floats, with rounding, saturation and packing of two values.
 
 use half::{bf16, f16};
 
@@ -6,12 +6,12 @@ use crate::integer::extend;
 use crate::rounding::{Direction, canonical, flush, to_bf16, to_f16, to_f32};
 use crate::types::{Lane, One, Pair, Two, Type, low_bits, one, two};
 
-/// A conversion's manner.
+/// A conversion with its modifiers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Conversion {
     pub to: Type,
     pub from: Type,
-    /// The rounding, and whether it is to an integral value (`rni`, ...).
+    /// The rounding, and whether it rounds to an integral value (`rni`, ...).
     pub direction: Option<Direction>,
     pub integral: bool,
     pub ftz: bool,
@@ -28,13 +28,13 @@ fn is_integer(ty: Type) -> bool {
 }
 
 impl Conversion {
-    /// Whether [`convert`](Self::convert) knows it.
+    /// Whether [`convert`](Self::convert) supports it.
     pub fn is_known(&self) -> bool {
         let known = |ty| is_float(ty) || is_integer(ty);
         known(self.to) && known(self.from)
     }
 
-    /// A function over the lanes for the frequent ones, whose registers are as wide as their types.
+    /// A function over the lanes for frequent conversions, whose registers are as wide as their types.
     pub fn fast(&self) -> Option<One> {
         if self.sat || self.ftz || self.relu {
             return None;
@@ -54,7 +54,7 @@ impl Conversion {
         })
     }
 
-    /// One value; the result is extended to 64 bits as its type says.
+    /// Converts one value; the result is extended to 64 bits according to its type.
     pub fn convert(&self, bits: u64) -> u64 {
         if is_integer(self.from) {
             let value = extend(bits, self.from.bits(), self.from.is_signed());
@@ -89,7 +89,7 @@ impl Conversion {
 
     fn integer_to_float(&self, value: u64) -> u64 {
         let signed = self.from.is_signed();
-        // 64-bit integers reach f64 rounded to odd, so that the next rounding is the only one.
+        // 64-bit integers are converted to f64 with rounding to odd, so that the next rounding is the only one.
         let (negative, size) =
             if signed { ((value as i64) < 0, (value as i64).unsigned_abs()) } else { (false, value) };
         let spare = (64 - size.leading_zeros()).saturating_sub(53);
@@ -110,7 +110,7 @@ impl Conversion {
         }
         let value = self.direction.unwrap_or(Direction::Zero).integral(value);
         let (low, high) = range(bits, signed);
-        // The cast saturates at the ends of i128, which are wider than every type here.
+        // The cast saturates at the range of i128, which is wider than every type here.
         (value as i128).clamp(low, high) as u64
     }
 

@@ -1,69 +1,69 @@
-//! What a launch did, counted.
+//! Counts of what a launch did.
 
 use std::collections::BTreeMap;
 
 use crate::memory::Memory;
 use crate::operation::Kernel;
 
-/// Bytes of one direction.
+/// Traffic in one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Bytes that lanes asked for, the same byte as often as it was asked for.
+    /// Bytes that lanes accessed; a byte counts each time it is accessed.
     pub bytes_asked: u64,
-    /// 32-byte sectors, counted once an instruction of a warp: what the caches are asked for.
+    /// 32-byte sectors, counted once per warp instruction: the requests to the caches.
     pub sectors: u64,
-    /// Different bytes over the whole launch.
+    /// Distinct bytes over the whole launch.
     pub unique_bytes: u64,
-    /// Different 32-byte sectors over the whole launch: what DRAM moves at least, times 32.
+    /// Distinct 32-byte sectors over the whole launch: times 32, the minimum DRAM traffic.
     pub unique_sectors: u64,
 }
 
-/// Both directions of a buffer.
+/// Traffic of a buffer in both directions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BufferTraffic {
-    /// Reads, those of asynchronous copies and atomics too.
+    /// Reads, including those of asynchronous copies and atomics.
     pub read: Traffic,
-    /// Writes, those of atomics too.
+    /// Writes, including those of atomics.
     pub written: Traffic,
 }
 
-/// Shared memory's passes through its banks.
+/// Wavefronts of shared memory: passes through its banks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wavefronts {
-    /// As the addresses had it.
+    /// With the addresses that were accessed.
     pub taken: u64,
-    /// Without bank conflicts.
+    /// If there were no bank conflicts.
     pub ideal: u64,
 }
 
-/// What a launch did. Instructions are counted once a warp, whatever lanes take part; one whose guard is
-/// false everywhere counts as well.
+/// Counts of a launch. Instructions are counted once per warp, whichever lanes take part, and also if their guard is
+/// false in all lanes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Instructions of warps.
+    /// Warp instructions.
     pub instructions: u64,
-    /// By the opcode with its modifiers.
+    /// Warp instructions by opcode with its modifiers.
     pub by_opcode: BTreeMap<String, u64>,
-    /// By the line of the PTX text, from 1.
+    /// Warp instructions by line of the PTX text, from 1.
     pub by_line: BTreeMap<u32, u64>,
-    /// By file number and line of the last `.loc`, where the text has some.
+    /// Warp instructions by file number and line of the last `.loc`, if the text has any.
     pub by_source: BTreeMap<(u32, u32), u64>,
-    /// By the buffer's name; a module's own variables are `(module)`.
+    /// Traffic by name of the buffer; a module's own variables are `(module)`.
     pub buffers: BTreeMap<String, BufferTraffic>,
-    /// Loads from shared memory, `ldmatrix` and atomics too.
+    /// Loads from shared memory, including `ldmatrix` and atomics.
     pub shared_reads: Wavefronts,
-    /// Stores, and what asynchronous copies write.
+    /// Stores to shared memory, including those of asynchronous copies.
     pub shared_writes: Wavefronts,
-    /// Both by line of the PTX text.
+    /// Loads and stores by line of the PTX text.
     pub shared_by_line: BTreeMap<u32, Wavefronts>,
-    /// Barriers that blocks completed.
+    /// Completed barriers.
     pub barriers: u64,
-    /// Blocks that ran.
+    /// Executed blocks.
     pub blocks: u64,
 }
 
 impl Counters {
-    /// Instructions whose opcode begins so: `mma`, `ld.global`.
+    /// The number of instructions whose opcode begins with `prefix`, such as `mma` or `ld.global`.
     pub fn opcode(&self, prefix: &str) -> u64 {
         self.by_opcode.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(_, count)| count).sum()
     }
@@ -72,11 +72,11 @@ impl Counters {
 /// Counts while a launch runs.
 #[derive(Default)]
 pub(crate) struct Tally {
-    /// By instruction.
+    /// Executions by instruction.
     pub executed: Vec<u64>,
     pub reads: Vec<Wavefronts>,
     pub writes: Vec<Wavefronts>,
-    /// Bytes asked and sectors by buffer, reads and writes.
+    /// Accessed bytes and sectors by buffer, for reads and writes.
     pub traffic: Vec<[(u64, u64); 2]>,
     pub barriers: u64,
     pub blocks: u64,
@@ -89,7 +89,7 @@ impl Tally {
         Self { executed: vec![0; instructions], reads: none.clone(), writes: none, ..Self::default() }
     }
 
-    /// Bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
+    /// Adds the bytes and sectors of one instruction: `(buffer, sector)` of its lanes in any order.
     pub fn traffic(
         &mut self,
         written: bool,

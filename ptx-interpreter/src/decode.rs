@@ -1,4 +1,4 @@
-//! From statements to operations: arithmetic, moves, comparisons and control.
+//! Decodes statements to operations: arithmetic, moves, comparisons and control flow.
 
 use crate::convert::{Conversion, fast_pack};
 use crate::decode_memory::memory;
@@ -12,7 +12,7 @@ use crate::statement::{Entry, Operand, Statement, Variable};
 use crate::types::{Type, low_bits, two};
 use crate::{float, integer};
 
-/// An opcode's parts: its name, its other modifiers, its types.
+/// The parts of an opcode: its name, its types and its other modifiers.
 pub(crate) struct Opcode<'a> {
     pub name: &'a str,
     pub modifiers: Vec<&'a str>,
@@ -88,7 +88,7 @@ pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Re
         let (line, source) = (statement.line, statement.source);
         instructions.push(Instruction { operation, guard, opcode, line, source });
     }
-    // A label may stand behind the last statement, and a text may lack its `ret`.
+    // A label may follow the last statement, and a text may lack the final `ret`.
     let (line, source) = entry.statements.last().map_or((0, (0, 0)), |s| (s.line, s.source));
     opcodes.push("(end)".to_owned());
     let opcode = opcodes.len() - 1;
@@ -201,7 +201,7 @@ fn movement<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Resu
         return Ok(Operation::Unpack { parts, a: r.source(s, from, ty)?, bits });
     }
     let (d, _) = r.destination(s, to)?;
-    // A special register that is not known (clocks, timers) is like an instruction that is not known.
+    // An unsupported special register (clocks, timers) is treated like an unsupported instruction.
     if let Operand::Name(name) = from
         && name.starts_with('%')
         && !r.knows(s, name)
@@ -263,7 +263,7 @@ fn conversion<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
     if !conversion.is_known() {
         return Ok(None);
     }
-    // A fast function's result is as wide as its type: a wider register of a signed one needs the slow way.
+    // The result of a fast function is as wide as its type: a wider register of a signed type needs the slow path.
     let same = register.bits() == to.bits() || !to.is_signed();
     if let Some(f) = conversion.fast().filter(|_| same) {
         return Ok(Some(Operation::One { f, d, a }));

@@ -1,4 +1,4 @@
-//! From statements to operations: loads, stores, atomics, fences and asynchronous copies.
+//! Decodes statements to operations: loads, stores, atomics, fences and asynchronous copies.
 
 use crate::decode::{Opcode, operand};
 use crate::error::Result;
@@ -59,7 +59,7 @@ fn place(o: &Opcode<'_>) -> Place {
     }
 }
 
-/// The operation, or nothing if the statement is of another kind or in a manner that is not known.
+/// The operation; `None` if the statement is of another kind or has unsupported modifiers.
 pub(crate) fn memory<'a>(
     r: &mut Resolver<'a>,
     s: &Statement<'a>,
@@ -70,7 +70,7 @@ pub(crate) fn memory<'a>(
         "st" => store(r, s, o)?,
         "atom" | "red" => atomic(r, s, o)?,
         "fence" if o.only(&["acq_rel", "sc", "acquire", "release", "cta", "gpu", "sys", "cluster"]) => {
-            // A fence of the block's scope orders nothing between blocks.
+            // A fence of block scope orders nothing between blocks.
             Some(if o.has("cta") { Operation::Nothing } else { Operation::Fence })
         }
         "membar" if o.only(&["gl", "sys"]) => Some(Operation::Fence),
@@ -196,7 +196,8 @@ fn copy<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<O
     if !matches!(bytes, 4 | 8 | 16) || (o.has("cg") && bytes != 16) {
         return Resolver::wrong(s, format!("copies have 4, 8 or 16 bytes, `cg` 16, not {bytes}"));
     }
-    // A fourth operand is the bytes to read, or a predicate that reads none; a cache policy comes last.
+    // A fourth operand is the number of bytes to read, or a predicate that disables the read; a cache policy comes
+    // last.
     let (mut size, mut ignore) = (None, None);
     let policy = usize::from(o.has("L2::cache_hint"));
     if s.operands.len() > 3 + policy {

@@ -1,4 +1,4 @@
-//! From statements to operations: barriers, exchanges between lanes, and matrix instructions.
+//! Decodes statements to operations: barriers, exchanges between lanes, and matrix instructions.
 
 use crate::decode::{Opcode, operand};
 use crate::error::Result;
@@ -8,7 +8,7 @@ use crate::resolve::Resolver;
 use crate::statement::{Operand, Statement};
 use crate::types::Type;
 
-/// The operation, or nothing if the statement is of another kind or in a manner that is not known.
+/// The operation; `None` if the statement is of another kind or has unsupported modifiers.
 pub(crate) fn warp<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
     Ok(match o.name {
         "bar" | "barrier" => barrier(r, s, o)?,
@@ -158,7 +158,7 @@ fn matrix_access<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) ->
 }
 
 fn multiply<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
-    // The element types of integers are no fundamental types; the order in the name is D, A, B, C.
+    // Integer element types are not fundamental types; the order in the name is D, A, B, C.
     let names: Vec<_> = s.opcode.split('.').skip(1).collect();
     let ["sync", "aligned", shape, "row", "col", rest @ ..] = names.as_slice() else { return Ok(None) };
     let saturate = rest.first() == Some(&"satfinite");

@@ -1,4 +1,4 @@
-//! What can be wrong: with a text, with a launch, or with what a kernel does.
+//! Errors in a text, in a launch, or in what a kernel does.
 
 use std::fmt;
 
@@ -9,93 +9,93 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The text is not PTX as this crate reads it.
+    /// The text is not PTX that this crate can parse.
     #[error("PTX line {line}: {message}")]
     Parse {
         /// Line of the text, from 1.
         line: u32,
-        /// What is wrong there.
+        /// The error at that line.
         message: String,
     },
     /// The module has no such kernel.
     #[error("no kernel `{kernel}` in the module: it has {present}")]
     NoKernel {
-        /// The name asked for.
+        /// The requested name.
         kernel: String,
-        /// The names it has.
+        /// The names of its kernels.
         present: String,
     },
-    /// The launch does not fit the kernel.
+    /// The launch does not match the kernel.
     #[error("cannot launch `{kernel}`: {message}")]
     Launch {
         /// The kernel.
         kernel: String,
-        /// What does not fit.
+        /// What does not match.
         message: String,
     },
-    /// A buffer asked for from outside is not there, or has bytes that nobody wrote.
+    /// A buffer that the host accesses does not exist, or has bytes that were never written.
     #[error("memory: {message}")]
     Memory {
         /// What is wrong.
         message: String,
     },
-    /// The kernel did what it must not.
+    /// The kernel made an error.
     #[error("{0}")]
     Fault(Box<Fault>),
 }
 
-/// What a kernel did wrong.
+/// The kind of error that a kernel made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// An address outside of every buffer, or beyond shared or local memory.
+    /// An address outside every buffer, or beyond shared or local memory.
     OutOfBounds,
-    /// An address that is no multiple of what is accessed.
+    /// An address that is not a multiple of the size of the access.
     Misaligned,
-    /// A read of bytes nobody wrote.
+    /// A read of bytes that were never written.
     Uninitialised,
     /// An access to bytes of an asynchronous copy that its thread has not waited for.
     InFlight,
     /// A read of copied bytes by another lane of the warp without a `bar.warp.sync` after the wait.
     NotVisible,
-    /// Two warps of a block touched the same shared bytes without a barrier between, one wrote.
+    /// Two warps of a block accessed the same shared bytes without a barrier in between, and at least one wrote.
     SharedRace,
-    /// Two blocks touched the same global bytes without an ordering atomic, one wrote.
+    /// Two blocks accessed the same global bytes without an ordering atomic, and at least one wrote.
     GlobalRace,
-    /// Not every thread came to the same barrier.
+    /// Not all threads reached the same barrier.
     BarrierDivergence,
-    /// Lanes that a warp-wide instruction needs are elsewhere.
+    /// Lanes that a warp-wide instruction requires are elsewhere.
     WarpDivergence,
     /// More instructions than the options allow.
     Runaway,
-    /// An instruction this crate does not run: its name.
+    /// An instruction that this crate does not support.
     Unsupported(String),
     /// The kernel executed `trap`.
     Trap,
 }
 
-/// A wrong act, and where it happened.
+/// An error of a kernel, and where it occurred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// What it is.
+    /// The kind of fault.
     pub kind: FaultKind,
     /// The kernel's name.
     pub kernel: String,
     /// Line of the PTX text, from 1.
     pub line: u32,
-    /// The instruction's name.
+    /// The instruction's opcode.
     pub opcode: String,
     /// The block.
     pub block: [u32; 3],
-    /// The warp in its block.
+    /// The warp within its block.
     pub warp: u32,
-    /// The lane in its warp, where one is to blame.
+    /// The lane within its warp, if a single lane caused it.
     pub lane: Option<u32>,
     /// The buffer, or `shared` or `local`.
     pub buffer: Option<String>,
-    /// Byte in the buffer; of an address outside of every buffer, the address.
+    /// The offset in the buffer in bytes; for an address outside every buffer, the address.
     pub offset: u64,
-    /// More words: the other side of a race, the size of an access.
+    /// Details: the other side of a race, the size of an access.
     pub detail: String,
 }
 

@@ -1,4 +1,4 @@
-//! Instructions in which lanes of a warp meet: shuffles, votes, reductions, matrix products.
+//! Instructions that exchange data between the lanes of a warp: shuffles, votes, reductions, matrix products.
 
 use crate::error::{FaultKind, Result};
 use crate::machine::{Machine, Next};
@@ -7,7 +7,7 @@ use crate::operation::{Atomic, Operation, Shuffle, Slots, Vote};
 use crate::types::{LANES, Lanes, low_bits};
 use crate::warp::{Warp, lanes};
 
-/// The lane that a shuffle reads, and whether it is in range: the ISA's `shfl.sync`.
+/// The lane that a shuffle reads, and whether it is in range: `shfl.sync` in the ISA.
 pub(crate) fn shuffle_source(shuffle: Shuffle, lane: u32, b: u32, c: u32) -> (u32, bool) {
     let (b, clamp, segment) = (b & 31, c & 31, c >> 8 & 31);
     let most = lane & segment | clamp & !segment;
@@ -43,7 +43,7 @@ fn fold(atomic: Atomic, signed: bool, a: u32, b: u32) -> u32 {
 }
 
 impl Machine<'_> {
-    /// Runs the operation if it is one of these. A matrix instruction needs the whole warp.
+    /// Executes the operation if it is one of these. A matrix instruction requires the whole warp.
     pub(crate) fn exchange(
         &mut self,
         w: usize,
@@ -52,7 +52,7 @@ impl Machine<'_> {
         mask: u32,
         operation: &Operation,
     ) -> Result<Option<Next>> {
-        // Who must be here.
+        // The lanes that must be here.
         let wanted = match operation {
             Operation::WarpBarrier { mask }
             | Operation::Shuffle { mask, .. }

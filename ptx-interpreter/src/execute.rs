@@ -1,4 +1,4 @@
-//! Instructions that touch nothing but their own lanes' registers.
+//! Instructions that access only the registers of their own lanes.
 
 use crate::integer::{insert_field, logic3};
 use crate::operation::{Join, Operation};
@@ -9,7 +9,7 @@ fn each(f: impl Fn(usize) -> u64) -> Lanes {
     std::array::from_fn(f)
 }
 
-/// Runs the operation if it is one of these.
+/// Executes the operation if it is one of these.
 pub(crate) fn arithmetic(warp: &mut Warp, active: u32, operation: &Operation) -> bool {
     let mut out = [0; LANES];
     let d = match operation {

@@ -1,24 +1,24 @@
 //! Floating-point instructions, by name, over the lanes of a warp.
 //!
-//! `.rn` results are IEEE's. The approximate functions (`ex2`, `lg2`, `rcp`, `rsqrt`, `sqrt`, `sin`, `cos`,
-//! `tanh`, `div.full`) give the f64 result rounded once to f32: a device may differ from it by the error
-//! that the ISA states.
+//! `.rn` results follow IEEE 754. The approximate functions (`ex2`, `lg2`, `rcp`, `rsqrt`, `sqrt`, `sin`, `cos`,
+//! `tanh`, `div.full`) return the f64 result rounded once to f32: a device may differ from it by the error that the ISA
+//! states.
 
 use half::{bf16, f16};
 
 use crate::rounding::{Direction, canonical, flush, odd_sum, to_bf16, to_f16, to_f32};
 use crate::types::{One, Pair, Three, Two, Type, one, three, two};
 
-/// What the modifiers of a float instruction say.
+/// The modifiers of a float instruction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Manner {
     /// `.ftz`: subnormal sources and results are zeros.
     pub ftz: bool,
-    /// `.sat`: results are clamped to 0 to 1, NaN to 0.
+    /// `.sat`: results are clamped to the range 0 to 1, NaN to 0.
     pub sat: bool,
-    /// `.relu`: negative results and NaN are 0, and `-0` too.
+    /// `.relu`: negative results, `-0` and NaN become 0.
     pub relu: bool,
-    /// `.NaN`: minima and maxima pass NaN on.
+    /// `.NaN`: minima and maxima propagate NaN.
     pub nan: bool,
     /// The rounding.
     pub direction: Direction,
@@ -28,7 +28,7 @@ fn saturate(x: f32) -> f32 {
     if x > 0.0 { x.min(1.0) } else { 0.0 }
 }
 
-/// The smaller: a NaN loses, `-0` is below `+0`.
+/// The minimum: numbers are preferred to NaN, and `-0` is below `+0`.
 fn smaller(a: f32, b: f32) -> f32 {
     match (a.is_nan(), b.is_nan()) {
         (true, true) => canonical(a),
@@ -47,7 +47,7 @@ fn smaller_f64(a: f64, b: f64) -> f64 {
     if a == b { if a.is_sign_negative() { a } else { b } } else { a.min(b) }
 }
 
-/// Which of a float's directions and `.ftz`, `.sat` a function is made for.
+/// Selects the function for a float's rounding direction, `.ftz` and `.sat`.
 macro_rules! of_f32 {
     ($manner:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
         let manner: Manner = $manner;
@@ -149,7 +149,7 @@ macro_rules! finish_pair {
     }};
 }
 
-/// The same expression for f16, bf16 and their pairs. `round` is the function to the format.
+/// The same expression for f16, bf16 and their pairs. `round` is the function that rounds to the format.
 macro_rules! halves {
     ($ty:expr, $manner:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
         match $ty {
@@ -202,7 +202,7 @@ fn narrow_extreme(high: bool, ty: Type, nan: bool) -> Option<Two> {
             }
         };
     }
-    // The device's NaN of the 16-bit formats has all bits but the sign set.
+    // The canonical NaN of the 16-bit formats on devices has all bits set except the sign.
     fn half(x: f32) -> f16 {
         to_f16(x.into(), Direction::Nearest)
     }
@@ -218,7 +218,7 @@ fn narrow_extreme(high: bool, ty: Type, nan: bool) -> Option<Two> {
     })
 }
 
-/// Two sources.
+/// Instructions with two sources.
 pub(crate) fn binary(name: &str, ty: Type, m: Manner) -> Option<Two> {
     let near = m.direction == Direction::Nearest;
     match (name, ty) {
@@ -242,7 +242,7 @@ pub(crate) fn binary(name: &str, ty: Type, m: Manner) -> Option<Two> {
         ("max", Type::F64) => Some(two!(f64, |a, b| -smaller_f64(-a, -b))),
         ("copysign", Type::F32) => Some(two!(f32, |a, b| b.copysign(a))),
         ("copysign", Type::F64) => Some(two!(f64, |a, b| b.copysign(a))),
-        // Sums of two 16-bit floats may need more than 53 bits (bf16's range), products never.
+        // Sums of two 16-bit floats may need more than 53 bits (because of the range of bf16), products never.
         ("add", _) if near => {
             halves!(ty, m, two, round, |a, b| round(odd_sum(a.to_f64(), b.to_f64()), Direction::Nearest))
         }
@@ -270,8 +270,8 @@ pub(crate) fn multiply_add(ty: Type, m: Manner) -> Option<Three> {
     }
 }
 
-/// Comparisons of `setp` and `set`: a `u` at the end is true of NaN.
-// `a < b || a > b` is no `a != b`: it is false of NaN.
+/// Comparisons of `setp` and `set`: with a `u` at the end they are true for NaN.
+// `a < b || a > b` is not `a != b`: it is false for NaN.
 #[allow(clippy::double_comparisons)]
 pub(crate) fn compare(name: &str, ty: Type, ftz: bool) -> Option<Two> {
     macro_rules! compare_as {

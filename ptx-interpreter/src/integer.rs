@@ -2,7 +2,7 @@
 
 use crate::types::{Lane, One, Three, Two, Type, integers, one, three, two};
 
-/// An instruction with one source.
+/// Instructions with one source.
 pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
     match (name, ty) {
         ("not", Type::Pred) => Some(one!(bool, |a| !a)),
@@ -18,7 +18,7 @@ pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
         ("clz", Type::B64) => Some(one!(u64, |a| a.leading_zeros())),
         ("brev", Type::B32) => Some(one!(u32, |a| a.reverse_bits())),
         ("brev", Type::B64) => Some(one!(u64, |a| a.reverse_bits())),
-        // The position of the highest bit that differs from the sign; none is all ones.
+        // The position of the highest bit that differs from the sign; all ones if there is none.
         ("bfind", Type::U32) => Some(one!(u32, |a| if a == 0 { u32::MAX } else { 31 - a.leading_zeros() })),
         ("bfind", Type::U64) => Some(one!(u64, |a| if a == 0 { u32::MAX } else { 63 - a.leading_zeros() })),
         ("bfind", Type::S32) => Some(one!(i32, |a| {
@@ -30,7 +30,7 @@ pub(crate) fn unary(name: &str, ty: Type) -> Option<One> {
 }
 
 fn quotient(name: &str, ty: Type) -> Option<Two> {
-    // The ISA leaves a division by zero open; all ones is what devices give.
+    // The ISA does not specify division by zero; devices return all ones.
     macro_rules! unsigned {
         ($t:ty) => {
             match name {
@@ -76,7 +76,7 @@ pub(crate) fn multiply(part: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Multiply and add: `part` as of [`multiply`].
+/// Multiply and add: `part` as in [`multiply`].
 pub(crate) fn multiply_add(part: &str, ty: Type) -> Option<Three> {
     match (part, ty) {
         ("lo", _) => integers!(ty, T => three!(T, |a, b, c| a.wrapping_mul(b).wrapping_add(c))),
@@ -116,7 +116,7 @@ fn unsigned24(a: u32) -> u64 {
     u64::from(a & 0xff_ffff)
 }
 
-/// An instruction with two sources.
+/// Instructions with two sources.
 pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
     match (name, ty) {
         ("add", _) => integers!(ty, T => two!(T, |a, b| a.wrapping_add(b))),
@@ -132,7 +132,7 @@ pub(crate) fn binary(name: &str, ty: Type) -> Option<Two> {
         ("and", _) => integers!(ty, T => two!(T, |a, b| a & b)),
         ("or", _) => integers!(ty, T => two!(T, |a, b| a | b)),
         ("xor", _) => integers!(ty, T => two!(T, |a, b| a ^ b)),
-        // Amounts beyond the width shift everything out; the amount is a u32 whatever the type.
+        // Shift amounts beyond the width shift everything out; the amount is a u32 whatever the type.
         ("shl", _) => integers!(ty, T => two!(T, u32, |a, n| a.checked_shl(n).unwrap_or(0))),
         ("shr", _) => {
             integers!(ty, T => two!(T, u32, |a, n| a >> n.min(T::BITS - 1) >> u32::from(n >= T::BITS)))
@@ -151,7 +151,7 @@ fn field(a: u64, pos: u32, len: u32, width: u32) -> u64 {
     if pos >= width || len == 0 { 0 } else { (a >> pos) & crate::types::low_bits(len.min(width)) }
 }
 
-/// A signed field: beyond the top, and at a length of none, what the ISA says about the sign bit.
+/// A signed field: 0 for length 0, and extended with its sign bit beyond the top, as the ISA defines.
 fn signed_field(a: i64, pos: u32, len: u32, width: u32) -> i64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if len == 0 {
@@ -165,7 +165,7 @@ fn signed_field(a: i64, pos: u32, len: u32, width: u32) -> i64 {
     (low | high) as i64
 }
 
-/// `bfi`: `len` bits of `a` go into `b` at `pos`.
+/// `bfi`: inserts `len` bits of `a` into `b` at `pos`.
 pub(crate) fn insert_field(a: u64, b: u64, pos: u32, len: u32, width: u32) -> u64 {
     let (pos, len) = (pos & 0xff, len & 0xff);
     if pos >= width || len == 0 {
@@ -175,7 +175,7 @@ pub(crate) fn insert_field(a: u64, b: u64, pos: u32, len: u32, width: u32) -> u6
     ((a << pos) & mask) | (b & !mask & crate::types::low_bits(width))
 }
 
-/// `prmt` without a mode: every nibble of the selector picks a byte, or its sign eight times.
+/// `prmt` without a mode: every nibble of the selector selects a byte, or replicates its sign bit.
 pub(crate) fn permute(a: u32, b: u32, selector: u32) -> u32 {
     let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
     let mut out = [0u8; 4];
@@ -187,7 +187,7 @@ pub(crate) fn permute(a: u32, b: u32, selector: u32) -> u32 {
     u32::from_le_bytes(out)
 }
 
-/// `prmt` with a mode is a permutation by a selector made of the low two bits.
+/// `prmt` with a mode: a permutation whose selector is computed from the low two bits.
 fn permute_mode(mode: &str, a: u32, b: u32, c: u32) -> u32 {
     let n = c & 3;
     let selector = match mode {
@@ -221,7 +221,7 @@ fn dot2(a: u32, b: u32, a_signed: bool, b_signed: bool, high: bool, c: u32) -> u
     c.wrapping_add((half(0) * byte(0)) as u32).wrapping_add((half(1) * byte(1)) as u32)
 }
 
-/// An instruction with three sources; `types` are those of its name, in order.
+/// Instructions with three sources; `types` are those of the opcode, in order.
 pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
     let ty = *types.first()?;
     match (name, ty) {
@@ -236,7 +236,7 @@ pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
         ("prmt.ecl", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecl", a, b, c))),
         ("prmt.ecr", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("ecr", a, b, c))),
         ("prmt.rc16", Type::B32) => Some(three!(u32, |a, b, c| permute_mode("rc16", a, b, c))),
-        // The funnel is b:a, `l` takes its high word, `r` its low one.
+        // The funnel is b:a; `l` returns its high word, `r` its low one.
         ("shf.l.wrap", Type::B32) => {
             Some(three!(u32, |a, b, n| (((u64::from(b) << 32 | u64::from(a)) << (n & 31)) >> 32) as u32))
         }
@@ -282,7 +282,7 @@ pub(crate) fn ternary(name: &str, types: &[Type]) -> Option<Three> {
     }
 }
 
-/// `lop3` of one bit position after the other: bit `4a + 2b + c` of the table.
+/// `lop3`, one bit position at a time: bit `4a + 2b + c` of the table.
 pub(crate) fn logic3(a: u32, b: u32, c: u32, table: u8) -> u32 {
     let mut out = 0;
     for row in 0..8u8 {
@@ -296,7 +296,7 @@ pub(crate) fn logic3(a: u32, b: u32, c: u32, table: u8) -> u32 {
     out
 }
 
-/// Comparisons of `setp` and `set` over integers; equality only of bits and predicates.
+/// Comparisons of `setp` and `set` over integers; bit types and predicates support only equality.
 pub(crate) fn compare(name: &str, ty: Type) -> Option<Two> {
     match name {
         "eq" => integers!(ty, T => two!(T, |a, b| a == b)),
@@ -309,7 +309,7 @@ pub(crate) fn compare(name: &str, ty: Type) -> Option<Two> {
     }
 }
 
-/// Reads a lane as a signed number, for what sums in 64 bits.
+/// Extends a lane to 64 bits according to its sign, for 64-bit sums.
 pub(crate) fn extend(value: u64, bits: u32, signed: bool) -> u64 {
     let value = value & crate::types::low_bits(bits);
     if signed && bits < 64 && value >> (bits - 1) & 1 != 0 {

@@ -1,4 +1,4 @@
-//! Modules and launches: what users of the crate call.
+//! Modules and launches, the interface of the crate.
 
 use std::collections::HashMap;
 
@@ -10,15 +10,15 @@ use crate::operation::{Kernel, Operation};
 use crate::statement::Space;
 use crate::syntax;
 
-/// The most bytes of shared memory that a launch may ask for, static part included.
+/// Maximum bytes of shared memory of a launch, including the static part.
 pub const MOST_SHARED: usize = 227 * 1024;
-/// The most bytes of a module's variables.
+/// Maximum bytes of a module's variables.
 const MOST_VARIABLES: usize = 1 << 26;
-/// The most bytes of local memory of a thread.
+/// Maximum bytes of local memory per thread.
 const MOST_LOCAL: usize = 1 << 19;
-/// The most blocks of a grid.
+/// Maximum number of blocks per grid.
 pub const MOST_BLOCKS: u32 = 1 << 24;
-/// The most threads of a block.
+/// Maximum number of threads per block.
 pub const MOST_THREADS: u32 = 1024;
 
 /// An argument of a kernel.
@@ -64,55 +64,55 @@ impl Argument {
 /// A launch's shape and arguments.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// Blocks along x, y and z, each at least 1, together at most [`MOST_BLOCKS`].
+    /// Blocks along x, y and z, each at least 1, at most [`MOST_BLOCKS`] in total.
     pub grid: [u32; 3],
-    /// Threads along x, y and z, each at least 1, together at most [`MOST_THREADS`].
+    /// Threads along x, y and z, each at least 1, at most [`MOST_THREADS`] in total.
     pub block: [u32; 3],
-    /// Bytes behind the static shared memory.
+    /// Bytes of dynamic shared memory.
     pub dynamic_shared: u32,
-    /// In the order of the kernel's parameters, of their sizes.
+    /// The arguments, in the order and with the sizes of the kernel's parameters.
     pub arguments: Vec<Argument>,
 }
 
-/// In which order the warps of a block take turns.
+/// The order in which the warps of a block take turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum WarpOrder {
-    /// Each runs up to its next barrier, the first warp first. The fastest.
+    /// Each warp runs up to its next barrier, the first warp first. The fastest order.
     #[default]
     InTurn,
-    /// One after the other, each up to its next access to memory.
+    /// Round robin: each warp runs up to its next memory access.
     RoundRobin,
-    /// Each runs up to its next barrier, the last warp first.
+    /// Each warp runs up to its next barrier, the last warp first.
     Reverse,
-    /// A random warp after every access to memory.
+    /// A random warp after every memory access.
     Seeded(u64),
 }
 
-/// In which order the blocks of a grid run.
+/// The order in which the blocks of a grid run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BlockOrder {
     /// x fastest, then y, then z.
     #[default]
     Forward,
-    /// The other way round.
+    /// The reverse order.
     Reverse,
-    /// In a random order.
+    /// A random order.
     Seeded(u64),
 }
 
-/// How to run.
+/// Options of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Turns within a block.
+    /// The order of warps within a block.
     pub warp_order: WarpOrder,
-    /// Blocks, which run one after the other.
+    /// The order of blocks, which run one after the other.
     pub block_order: BlockOrder,
-    /// Whether the first fault ends the launch. Otherwise faults of memory are collected (up to 1000), reads
-    /// giving zeros and writes doing nothing where they happen; faults of control end it in any case.
+    /// Whether the first fault ends the launch. Otherwise memory faults are collected (up to 1000), and faulting reads
+    /// return zeros and faulting writes are ignored; control-flow faults end the launch in any case.
     pub fault_is_error: bool,
-    /// The most instructions of warps.
+    /// The maximum number of warp instructions.
     pub max_instructions: u64,
 }
 
@@ -127,17 +127,17 @@ impl Default for Options {
     }
 }
 
-/// What a launch did.
+/// The results of a launch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// Its counts.
+    /// The counts of the launch.
     pub counters: Counters,
-    /// Its faults, if they are no errors.
+    /// Its faults, if faults are not errors.
     pub faults: Vec<Fault>,
 }
 
-/// A PTX text, decoded.
+/// A decoded PTX text.
 #[derive(Debug, Clone)]
 pub struct Module {
     kernels: Vec<Kernel>,
@@ -146,10 +146,10 @@ pub struct Module {
 }
 
 impl Module {
-    /// Reads a PTX text. Instructions that this crate does not know are errors only where they are executed.
+    /// Parses a PTX text. Instructions that this crate does not support are errors only when they are executed.
     ///
     /// # Errors
-    /// The text is not PTX as this crate reads it.
+    /// When the text is not PTX that this crate can parse.
     pub fn parse(text: &str) -> Result<Self> {
         let text = syntax::read(text)?;
         let kernels =
@@ -185,10 +185,10 @@ impl Module {
         })
     }
 
-    /// The instructions of a kernel that this crate does not run: line and opcode.
+    /// The instructions of a kernel that this crate does not support: line and opcode.
     ///
     /// # Errors
-    /// There is no such kernel.
+    /// When there is no such kernel.
     pub fn unsupported(&self, kernel: &str) -> Result<Vec<(u32, String)>> {
         let kernel = self.kernel(kernel)?;
         let unknown = kernel.instructions.iter().filter(|i| matches!(i.operation, Operation::Unsupported));
@@ -198,15 +198,16 @@ impl Module {
     /// Bytes of a kernel's static shared memory.
     ///
     /// # Errors
-    /// There is no such kernel.
+    /// When there is no such kernel.
     pub fn static_shared(&self, kernel: &str) -> Result<usize> {
         Ok(self.kernel(kernel)?.static_shared)
     }
 
-    /// Runs a kernel over a grid. A module's own variables begin anew with every launch.
+    /// Runs a kernel over a grid. A module's own variables are initialized for every launch.
     ///
     /// # Errors
-    /// No such kernel; arguments or sizes that do not fit it; the first [`Fault`], if faults are errors.
+    /// When there is no such kernel, arguments or sizes do not match it, or, if faults are errors, at the first
+    /// [`Fault`].
     pub fn launch(
         &self,
         kernel: &str,
@@ -249,7 +250,7 @@ impl Module {
     }
 }
 
-/// The parameters' bytes, if the launch fits the kernel.
+/// The bytes of the parameters, if the launch matches the kernel.
 fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);

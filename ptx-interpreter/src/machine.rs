@@ -1,4 +1,4 @@
-//! Runs one block after the other: its warps in turns, its barriers, and every instruction's dispatch.
+//! Runs blocks one after the other: the turns of warps, barriers, and the dispatch of instructions.
 
 use crate::counters::Tally;
 use crate::error::{Error, Fault, FaultKind, Result};
@@ -9,29 +9,29 @@ use crate::shared::Shared;
 use crate::types::{LANES, low_bits};
 use crate::warp::{Group, State, Warp, lanes};
 
-/// Faults kept where they do not end a launch.
+/// Maximum number of collected faults if faults do not end the launch.
 const MOST_FAULTS: usize = 1000;
 
-/// What an instruction asks of its warp.
+/// The control-flow effect of an instruction on its warp.
 pub(crate) enum Next {
-    /// The following instruction.
+    /// Continue with the next instruction.
     On,
-    /// These lanes go there, the others on.
+    /// These lanes jump to the target; the others continue.
     Jump(u32, usize),
-    /// Each of the lanes goes elsewhere.
+    /// These lanes jump to different targets.
     Scatter(Vec<(u32, usize)>),
-    /// These lanes end.
+    /// These lanes exit.
     End(u32),
-    /// Other lanes must come here first.
+    /// Other lanes must reach this instruction first.
     Together,
-    /// The warp came to a barrier of the block.
+    /// The warp reached a barrier of the block.
     Barrier,
 }
 
-/// A barrier that some have come to.
+/// A barrier that some warps have reached.
 #[derive(Default)]
 struct Meeting {
-    /// Warp, its time, whether it waits, where its reduced predicate goes.
+    /// The warp, its time, and whether it waits.
     met: Vec<(usize, u32, bool)>,
     threads: u32,
     expected: u32,
@@ -150,7 +150,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a block to its end. `number` tells blocks apart.
+    /// Runs a block to its end. `number` identifies the block.
     pub fn run_block(&mut self, block: [u32; 3], number: u32) -> Result<()> {
         self.begin(block, number);
         let mut ready = Vec::new();
@@ -181,7 +181,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Runs a warp until it comes to a barrier or its end, or others get their turn.
+    /// Runs a warp until it reaches a barrier, ends, or yields to others.
     fn run_warp(&mut self, w: usize) -> Result<()> {
         let kernel = self.kernel;
         self.memory.order.warp = w;
@@ -232,7 +232,7 @@ impl<'a> Machine<'a> {
                         let warp = &mut self.warps[w];
                         warp.exited |= ended;
                         warp.groups[index] = Group { pc: pc + 1, mask: mask & !ended, waits: false };
-                        // Those who wait for lanes that ended look again.
+                        // Groups that wait for lanes that have exited must check again.
                         warp.groups.retain(|g| g.mask != 0);
                         warp.groups.iter_mut().for_each(|g| g.waits = false);
                         break;
@@ -280,7 +280,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// An error, or a line in the report.
+    /// Returns the fault as an error, or adds it to the report.
     pub fn report(&mut self, warp: usize, pc: usize, lane: Option<usize>, wrong: Wrong) -> Result<()> {
         let fault = self.fault(warp, pc, lane, wrong);
         if self.options.fault_is_error {
@@ -292,7 +292,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// A warp comes to a barrier of its block.
+    /// Records that a warp reached a barrier of its block.
     pub fn meet(&mut self, w: usize, pc: usize, active: u32, operation: &Operation) -> Result<Next> {
         let (id, threads, waits) = match operation {
             Operation::Barrier { id, threads, waits } => (*id, *threads, *waits),
@@ -332,7 +332,7 @@ impl<'a> Machine<'a> {
             meeting.all = true;
         }
         meeting.met.push((w, time, waits));
-        // Whole warps count, the lanes that never were there too.
+        // Whole warps count, including lanes that never existed.
         let full = if threads.is_some() { LANES as u32 } else { active.count_ones() };
         meeting.threads += full;
         if let Some((d, holds, vote)) = reduced {
@@ -371,7 +371,7 @@ impl<'a> Machine<'a> {
         Ok(if waits { Next::Barrier } else { Next::On })
     }
 
-    /// The lanes that must be here for a warp-wide instruction: an answer to give if they are not.
+    /// Checks that the lanes required by a warp-wide instruction are here; if not, returns what the warp does next.
     pub fn together(&mut self, w: usize, pc: usize, active: u32, mask: Option<Slot>) -> Result<Option<Next>> {
         let warp = &self.warps[w];
         let wanted = match mask {
@@ -387,7 +387,7 @@ impl<'a> Machine<'a> {
         Ok((wanted & warp.live() & !active != 0).then_some(Next::Together))
     }
 
-    /// The rest of the instructions, by their kinds.
+    /// Executes the other kinds of instructions.
     fn execute(
         &mut self,
         w: usize,

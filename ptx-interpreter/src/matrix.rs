@@ -1,14 +1,14 @@
 //! Warp-wide matrix instructions: which element of which matrix a lane's register holds.
 //!
-//! After the figures of the PTX ISA, "Matrix Multiply-Accumulate Operation using mma instruction"
-//! (fragments for m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`: the
-//! figures' group `g` of 0 to 7 and thread `t` of 0 to 3 in it.
+//! Follows the figures of the PTX ISA in "Matrix Multiply-Accumulate Operation using mma instruction" (fragments for
+//! m16n8k8, m16n8k16 and m16n8k32), "ldmatrix" and "movmatrix". A lane is `4·g + t`: in the figures, group `g` from 0
+//! to 7, and thread `t` from 0 to 3 within the group.
 
 use half::f16;
 
 use crate::types::{LANES, Lanes};
 
-/// The type of a factor's elements.
+/// The element type of a factor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
     F16,
@@ -45,7 +45,7 @@ impl Element {
     }
 }
 
-/// An f16's value. Shifting its fields to an f32's and scaling by 2¹¹² is right for subnormals too.
+/// Converts an f16. Shifting its fields to those of an f32 and scaling by 2¹¹² is correct for subnormals, too.
 fn f16_value(bits: u16) -> f32 {
     let fields = u32::from(bits & 0x7fff) << 13;
     let size = f32::from_bits(fields) * f32::from_bits(0x7780_0000);
@@ -53,7 +53,7 @@ fn f16_value(bits: u16) -> f32 {
     f32::from_bits(size.to_bits() | u32::from(bits & 0x8000) << 16)
 }
 
-/// Gathers a float factor; element `i` of a register begins at its bit `16·i`.
+/// Gathers a float factor; element `i` of a register begins at bit `16·i`.
 fn gather_floats<const N: usize>(element: Element, registers: &[&Lanes], is_b: bool) -> [[f32; 16]; N] {
     match element {
         Element::Bf16 => {
@@ -77,19 +77,19 @@ fn gather_integers<const K: usize, const N: usize>(
     }
 }
 
-/// The place of element `i` of register `r` of A: row and column, `per` elements in a register.
+/// The row and column of element `i` of register `r` of A, with `per` elements per register.
 ///
 /// Registers alternate between rows `g` and `g + 8`; every second one is `4·per` columns further.
 fn place_a(lane: usize, r: usize, i: usize, per: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r % 2), (lane % 4) * per + i + (r / 2) * 4 * per)
 }
 
-/// Of B: row (along k) and column.
+/// For B: row (along k) and column.
 fn place_b(lane: usize, r: usize, i: usize, per: usize) -> (usize, usize) {
     ((lane % 4) * per + i + r * 4 * per, lane / 4)
 }
 
-/// Of C and D in four registers of one element: rows `g` and `g + 8`, two neighbouring columns.
+/// For C and D in four registers of one element each: rows `g` and `g + 8`, two neighbouring columns.
 fn place_c(lane: usize, r: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r / 2), (lane % 4) * 2 + r % 2)
 }
@@ -119,8 +119,7 @@ fn gather<T: Copy + Default, const K: usize, const N: usize>(
     out
 }
 
-/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32, and are added in f32 in the
-/// order of k.
+/// `mma.m16n8kK` with float factors and f32 sums: products are exact in f32, and are added in f32 in the order of k.
 pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &[Lanes; 4]) -> [Lanes; 4] {
     let rows: [[f32; 16]; 16] = gather_floats(element, a, false);
     let columns: [[f32; 16]; 8] = gather_floats(element, b, true);
@@ -144,7 +143,7 @@ pub(crate) fn multiply_floats(element: Element, a: &[&Lanes], b: &[&Lanes], c: &
     d
 }
 
-/// The integer shapes, 8 and 4 bits: exact sums modulo 2³², or saturated at the end.
+/// `mma` with integers of 8 and 4 bits: exact sums modulo 2³², or saturated at the end.
 pub(crate) fn multiply_integers(
     elements: [Element; 2],
     a: &[&Lanes],
@@ -173,7 +172,7 @@ fn multiply_depth<const K: usize>(
         for (r, d) in d.iter_mut().enumerate() {
             let (row, column) = place_c(lane, r);
             let products = rows[row].iter().zip(&columns[column]);
-            // At most 64 products of 16 bits: no overflow.
+            // At most 64 products of 16 bits, which cannot overflow.
             let sum: i32 = products.map(|(a, b)| i32::from(*a) * i32::from(*b)).sum();
             let c = c[r][lane] as u32 as i32;
             let sum = if saturate { c.saturating_add(sum) } else { c.wrapping_add(sum) };
@@ -183,7 +182,7 @@ fn multiply_depth<const K: usize>(
     d
 }
 
-/// C of two f16 in a register, as four registers of one f32: `{c0, c1}` of row `g`, `{c2, c3}` of `g + 8`.
+/// Unpacks C from two f16 per register to four registers of one f32: `{c0, c1}` of row `g`, `{c2, c3}` of `g + 8`.
 pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     let mut out = [[0; LANES]; 4];
     for (r, out) in out.iter_mut().enumerate() {
@@ -195,7 +194,7 @@ pub(crate) fn widen(c: [&Lanes; 2]) -> [Lanes; 4] {
     out
 }
 
-/// The way back, rounded to nearest.
+/// The inverse, rounding to nearest.
 pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
     let half = |bits: u64| u64::from(f16::from_f32(f32::from_bits(bits as u32)).to_bits());
     let mut out = [[0; LANES]; 2];
@@ -207,7 +206,7 @@ pub(crate) fn narrow(d: &[Lanes; 4]) -> [Lanes; 2] {
     out
 }
 
-/// What a lane gets of an 8x8 matrix of 16-bit elements whose rows are given: two neighbours of row `g`, or
+/// The elements that a lane receives of an 8x8 matrix of 16-bit elements, given by rows: two neighbours of row `g` or,
 /// transposed, two neighbours of column `g`.
 pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     let mut out = [0; LANES];
@@ -220,7 +219,7 @@ pub(crate) fn spread(rows: &[[u16; 8]; 8], transposed: bool) -> Lanes {
     out
 }
 
-/// The matrix that the lanes hold, row by row: the way back of [`spread`].
+/// The matrix that the lanes hold, by rows: the inverse of [`spread`].
 pub(crate) fn collect(register: &Lanes, transposed: bool) -> [[u16; 8]; 8] {
     let mut rows = [[0; 8]; 8];
     for (lane, bits) in register.iter().enumerate() {

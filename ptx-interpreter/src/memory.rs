@@ -1,23 +1,23 @@
-//! Global memory: buffers with bounds, an alignment, and for every byte whether somebody wrote it.
+//! Global memory: buffers with bounds, an alignment, and for every byte whether it was written.
 //!
-//! A buffer's address is a multiple of its alignment and of no larger power of two, so that a kernel
-//! which assumes more is found out. Buffers lie apart, so that a step beyond one's end meets nothing.
+//! A buffer's address is a multiple of its alignment and of no larger power of two, so that kernels that assume more
+//! are detected. Buffers are far apart, so that an access beyond the end of one reaches no other.
 
 use crate::error::{Error, FaultKind, Result};
 use crate::order::{Order, Party};
 
-/// Addresses of buffers begin here.
+/// The address of the first buffer.
 const FIRST: u64 = 0x10_0000_0000;
-/// Bytes of the smallest piece that DRAM gives.
+/// Bytes of the smallest unit of DRAM access.
 pub(crate) const SECTOR: u64 = 32;
 
 const WRITTEN_EVER: u8 = 1;
 const READ_NOW: u8 = 2;
 const WRITTEN_NOW: u8 = 4;
-/// Several blocks have read the byte.
+/// Stands for several blocks that have read the byte.
 const MANY: Party = (u32::MAX, 0);
 
-/// Who touched a byte in this launch.
+/// The last accesses to a byte in this launch.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
     writer: Party,
@@ -25,7 +25,7 @@ struct Trace {
     /// The last reader, or [`MANY`].
     reader: Party,
     read: u32,
-    /// The last write was an atomic's, or another strong one.
+    /// The last write was by an atomic, or was another strong write.
     atomic: bool,
 }
 
@@ -37,11 +37,11 @@ struct Buffer {
     traces: Vec<Trace>,
 }
 
-/// Nobody's addresses behind each buffer: more than an index of 32 bits leads astray, so that no access beyond a buffer
-/// comes to lie in another.
+/// Unused addresses after each buffer: more than a 32-bit index can span, so that no access beyond a buffer reaches
+/// another.
 const GAP: u64 = 1 << 35;
 
-/// The device's memory, and the kernels' arguments' addresses.
+/// The memory of the device, with the addresses for kernel arguments.
 #[derive(Default)]
 pub struct Memory {
     buffers: Vec<Buffer>,
@@ -54,7 +54,7 @@ fn wrote((block, warp): Party) -> String {
     format!("warp {warp} of block number {} wrote it", block.saturating_sub(1))
 }
 
-/// What went wrong with an access: the fault, buffer and offset, and more words.
+/// A faulty access: the kind of fault, buffer and offset, and details.
 pub(crate) struct Wrong {
     pub kind: FaultKind,
     pub buffer: Option<String>,
@@ -62,7 +62,7 @@ pub(crate) struct Wrong {
     pub detail: String,
 }
 
-/// Bytes of a buffer touched by a launch.
+/// Bytes of a buffer that a launch accessed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Touched {
     pub read_bytes: u64,
@@ -72,26 +72,26 @@ pub(crate) struct Touched {
 }
 
 impl Memory {
-    /// No buffers yet.
+    /// Creates a memory without buffers.
     pub fn new() -> Self {
         Self { next: FIRST, ..Self::default() }
     }
 
-    /// Adds a buffer of `bytes` bytes that nobody has written, and gives its device address.
+    /// Adds a buffer of `bytes` unwritten bytes, and returns its device address.
     ///
-    /// `align` is a power of two; another number counts as the next one, 0 as 1.
+    /// `align` should be a power of two; other numbers are rounded up to one, 0 to 1.
     pub fn buffer(&mut self, name: &str, bytes: usize, align: usize) -> u64 {
         self.add(name, vec![0; bytes], align, 0)
     }
 
-    /// Adds a buffer with these bytes, and gives its device address. `align` as of [`buffer`](Self::buffer).
+    /// Adds a buffer with these bytes, and returns its device address. `align` as in [`buffer`](Self::buffer).
     pub fn buffer_from(&mut self, name: &str, bytes: &[u8], align: usize) -> u64 {
         self.add(name, bytes.to_vec(), align, WRITTEN_EVER)
     }
 
     fn add(&mut self, name: &str, bytes: Vec<u8>, align: usize, flag: u8) -> u64 {
         let align = (align.clamp(1, 1 << 30).next_power_of_two()) as u64;
-        // An odd multiple of the alignment is a multiple of nothing larger.
+        // An odd multiple of the alignment is not a multiple of any larger power of two.
         let base = self.next.max(FIRST).next_multiple_of(2 * align) + align;
         self.next = base + bytes.len() as u64 + GAP;
         let flags = vec![flag; bytes.len()];
@@ -102,7 +102,7 @@ impl Memory {
     /// The bytes of the buffer at that address.
     ///
     /// # Errors
-    /// No buffer begins there, or it has bytes that nobody wrote.
+    /// When no buffer begins there, or it has bytes that were never written.
     pub fn bytes(&self, address: u64) -> Result<&[u8]> {
         let buffer = self.at(address)?;
         if let Some(offset) = buffer.flags.iter().position(|f| f & WRITTEN_EVER == 0) {
@@ -112,19 +112,19 @@ impl Memory {
         Ok(&buffer.bytes)
     }
 
-    /// The bytes of the buffer at that address, 0 where nobody wrote, and which of them were written.
+    /// The bytes of the buffer at that address, with 0 for unwritten ones, and which of them were written.
     ///
     /// # Errors
-    /// No buffer begins there.
+    /// When no buffer begins there.
     pub fn bytes_and_written(&self, address: u64) -> Result<(&[u8], Vec<bool>)> {
         let buffer = self.at(address)?;
         Ok((&buffer.bytes, buffer.flags.iter().map(|f| f & WRITTEN_EVER != 0).collect()))
     }
 
-    /// Writes from outside, into the buffer at that address, from its beginning.
+    /// Writes from the host to the beginning of the buffer at that address.
     ///
     /// # Errors
-    /// No buffer begins there, or it is shorter.
+    /// When no buffer begins there, or it is shorter.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         let Some(buffer) = self.buffers.iter_mut().find(|b| b.base == address) else {
             return Err(Error::Memory { message: format!("no buffer begins at {address:#x}") });
@@ -146,7 +146,7 @@ impl Memory {
             .ok_or_else(|| Error::Memory { message: format!("no buffer begins at {address:#x}") })
     }
 
-    /// Forgets who touched what, before a launch.
+    /// Clears the recorded accesses before a launch.
     pub(crate) fn begin(&mut self) {
         self.order = Order::default();
         for buffer in &mut self.buffers {
@@ -156,13 +156,13 @@ impl Memory {
         }
     }
 
-    /// The last buffer, which holds a module's variables, goes away with its launch.
+    /// Removes the last buffer, which holds a module's variables, after the launch.
     pub(crate) fn drop_last(&mut self) {
         self.buffers.pop();
         self.last = 0;
     }
 
-    /// The buffers' names and what the launch touched of them.
+    /// The names of the buffers, and what the launch accessed of them.
     pub(crate) fn touched(&self) -> Vec<(String, Touched)> {
         let one = |buffer: &Buffer| {
             let mut touched = Touched::default();
@@ -189,7 +189,7 @@ impl Memory {
     fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), Wrong> {
         let holds = |b: &Buffer| address >= b.base && address - b.base < (b.bytes.len() as u64).max(1);
         if !self.buffers.get(self.last).is_some_and(holds) {
-            // Bases ascend: the last one that is not above the address.
+            // Base addresses ascend: the last one that is at most the address.
             let index = self.buffers.partition_point(|b| b.base <= address);
             self.last = index.saturating_sub(1);
         }
@@ -217,13 +217,13 @@ impl Memory {
         Ok((self.last, offset as usize))
     }
 
-    /// Which buffer an address is in, for the counters.
+    /// The buffer of an address, for the counters.
     pub(crate) fn index_of(&mut self, address: u64) -> Option<usize> {
         self.locate(address, 1).ok().map(|(index, _)| index)
     }
 
-    /// Reads `out.len()` bytes; `strong` is of atomics and volatile or relaxed reads, which race with nothing
-    /// but plain writes.
+    /// Reads `out.len()` bytes; `strong` is for atomics and volatile or relaxed reads, which race only with plain
+    /// writes.
     pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), Wrong> {
         let (index, offset) = self.locate(address, out.len())?;
         let order = &self.order;
@@ -254,7 +254,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Writes; `strong` as of [`read`](Self::read).
+    /// Writes; `strong` as in [`read`](Self::read).
     pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), Wrong> {
         let (index, offset) = self.locate(address, bytes.len())?;
         let order = &self.order;
@@ -266,7 +266,7 @@ impl Memory {
             *flag |= WRITTEN_EVER | WRITTEN_NOW;
             let both_strong = strong && trace.atomic;
             let write_race = !both_strong && !order.follows(trace.writer, trace.written);
-            // Readers of several blocks are remembered as many: a writer who has taken over anything is trusted.
+            // Readers of several blocks are not distinguished: a writer that has observed any atomic is trusted.
             let unread = if trace.reader == MANY {
                 order.has_seen()
             } else {

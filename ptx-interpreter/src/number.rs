@@ -2,7 +2,7 @@
 
 use crate::types::Type;
 
-/// A number's value: decimal, hexadecimal, octal or binary; `None` of floats and names.
+/// The value of a number: decimal, hexadecimal, octal or binary; `None` for floats and names.
 pub(crate) fn integer(word: &str) -> Option<u64> {
     let word = word.strip_suffix('U').unwrap_or(word);
     if let Some(digits) = word.strip_prefix("0x").or_else(|| word.strip_prefix("0X")) {

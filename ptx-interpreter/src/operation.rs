@@ -1,7 +1,7 @@
-//! A kernel ready to run: operations over register slots.
+//! A decoded kernel: operations over register slots.
 //!
-//! Immediates, special registers and addresses of variables have slots like registers, filled when a
-//! warp begins, so that every operand is a slot.
+//! Immediates, special registers and addresses of variables have slots like registers, filled when a warp begins, so
+//! that every operand is a slot.
 
 use crate::convert::Conversion;
 use crate::matrix::Element;
@@ -10,11 +10,11 @@ use crate::types::{One, Three, Two, Type};
 /// A register of a warp.
 pub(crate) type Slot = u32;
 
-/// What a slot holds from the beginning.
+/// The initial value of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Initial {
     Constant(u64),
-    /// `%tid`, `%ntid`, `%ctaid`, `%nctaid` of an axis.
+    /// `%tid`, `%ntid`, `%ctaid`, `%nctaid` along an axis.
     Thread(u8),
     Threads(u8),
     Block(u8),
@@ -26,11 +26,11 @@ pub(crate) enum Initial {
     LaneMask(u8),
     DynamicShared,
     TotalShared,
-    /// The address of a module's variable: its offset among them.
+    /// The address of a module's variable, as an offset.
     Variable(u64),
 }
 
-/// Where a memory instruction goes.
+/// The state space of a memory instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     Generic,
@@ -39,7 +39,7 @@ pub(crate) enum Place {
     Local,
 }
 
-/// An address: a slot and a constant.
+/// An address: a slot plus a constant.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Address {
     pub base: Slot,
@@ -65,7 +65,7 @@ impl Slots {
     }
 }
 
-/// How a comparison's result meets another predicate.
+/// How the result of a comparison is combined with another predicate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Join {
     And,
@@ -73,7 +73,7 @@ pub(crate) enum Join {
     Xor,
 }
 
-/// What an atomic does.
+/// The kind of an atomic operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Atomic {
     Add,
@@ -104,7 +104,7 @@ pub(crate) enum Vote {
     Ballot,
 }
 
-/// What an instruction does.
+/// The effect of an instruction.
 #[derive(Debug, Clone)]
 pub(crate) enum Operation {
     One {
@@ -130,7 +130,7 @@ pub(crate) enum Operation {
         a: Slot,
         keep: u64,
     },
-    /// `mov` from a vector to a scalar: parts of `bits` bits.
+    /// `mov` from a vector to a scalar: parts of `bits` bits each.
     Pack {
         d: Slot,
         parts: Slots,
@@ -148,7 +148,7 @@ pub(crate) enum Operation {
         p: Slot,
         keep: u64,
     },
-    /// `setp`: `d` gets the comparison joined with `with`, `other` its negation joined.
+    /// `setp`: `d` is the comparison combined with `with`, `other` its negation combined with `with`.
     Compare {
         f: Two,
         d: Slot,
@@ -157,7 +157,7 @@ pub(crate) enum Operation {
         b: Slot,
         with: Option<(Join, Slot, bool)>,
     },
-    /// `set`: all ones or 1.0 where it holds.
+    /// `set`: all ones or 1.0 where the comparison holds.
     Set {
         f: Two,
         d: Slot,
@@ -225,7 +225,7 @@ pub(crate) enum Operation {
         b: Slot,
         fence: bool,
     },
-    /// Bytes copied, of which `size` (a slot) are read; with `ignore`, none where it holds.
+    /// Copies `bytes` bytes, of which `size` (a slot) are read; none where `ignore` holds.
     CopyAsync {
         to: Address,
         from: Address,
@@ -234,7 +234,7 @@ pub(crate) enum Operation {
         ignore: Option<Slot>,
     },
     CopyCommit,
-    /// All but so many of the last groups.
+    /// Waits for all groups except the last `left`.
     CopyWait {
         left: u32,
     },
@@ -248,8 +248,7 @@ pub(crate) enum Operation {
     },
     Exit,
     Trap,
-    /// `bar.sync`: the barrier and, if it is not the block, the number of threads; with `waits` false it is
-    /// `bar.arrive`.
+    /// `bar.sync`: the barrier and, if not the whole block, the number of threads; without `waits` `bar.arrive`.
     Barrier {
         id: Slot,
         threads: Option<Slot>,
@@ -343,7 +342,7 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Whether other warps may get their turn after it.
+    /// Whether other warps may take a turn after it.
     pub fn yields(&self) -> bool {
         matches!(
             self,
@@ -360,7 +359,7 @@ impl Operation {
     }
 }
 
-/// An operation, its guard and where it stands.
+/// An operation with its guard and location.
 #[derive(Debug, Clone)]
 pub(crate) struct Instruction {
     pub operation: Operation,
@@ -387,7 +386,7 @@ pub(crate) struct Kernel {
     pub parameters: Vec<Parameter>,
     pub parameter_bytes: usize,
     pub most_threads: Option<[u32; 3]>,
-    /// Bytes of static shared memory, the dynamic part beginning behind them.
+    /// Bytes of static shared memory; the dynamic part follows.
     pub static_shared: usize,
     pub local_bytes: usize,
     pub slots: usize,

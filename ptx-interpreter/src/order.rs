@@ -1,30 +1,30 @@
-//! Which accesses to global memory come before others: between blocks, and between the warps of a block.
+//! The order of accesses to global memory: between blocks, and between the warps of a block.
 //!
-//! Every access carries its block, its warp and the block's time, which every fence and barrier advances.
-//! A warp knows of another warp's accesses by a barrier. A fence makes what its warp knows fit to be
-//! published; a barrier hands that on too, so fences may come before it or after it. An atomic publishes it at
-//! its address, and takes over what others have published there.
+//! Every access is recorded with its block, its warp and the block's time, which every fence and barrier advances. A
+//! warp knows of another warp's accesses through barriers. A fence makes everything that its warp knows publishable;
+//! barriers pass this on as well, so fences may come before or after a barrier. An atomic publishes it at its address,
+//! and acquires what others have published there.
 
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A warp of a block: the block's number plus one, and the warp. Block 0 stands for nobody.
+/// A warp of a block: the block's number plus one, and the warp. Block 0 means nobody.
 pub(crate) type Party = (u32, u32);
 
 type Seen = Rc<HashMap<Party, u32>>;
 
-/// What a warp of the running block may count on.
+/// The accesses that a warp of the running block can rely on.
 #[derive(Debug, Clone, Default)]
 struct View {
-    /// By warp of its block: the time up to which it knows the accesses.
+    /// By warp of its block: the time before which it knows the accesses.
     known: Vec<u32>,
-    /// The same of accesses that a fence has followed.
+    /// As `known`, for accesses that a fence has followed.
     fenced: Vec<u32>,
-    /// What it took over from atomics.
+    /// What it acquired from atomics.
     seen: Seen,
 }
 
-/// See the module's words.
+/// See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     block: u32,
@@ -41,7 +41,7 @@ fn raise(all: &mut [u32], others: &[u32]) {
     }
 }
 
-/// Joins two maps, sharing where one has all that the other has.
+/// Merges two maps, sharing memory if one is empty.
 fn join(into: &mut Seen, from: &Seen) {
     if from.is_empty() || Rc::ptr_eq(into, from) {
         return;
@@ -58,7 +58,7 @@ fn join(into: &mut Seen, from: &Seen) {
 }
 
 impl Order {
-    /// The next block begins: it knows of nobody.
+    /// Begins the next block, which knows of no other.
     pub fn begin(&mut self, block: u32, warps: usize) {
         self.block = block + 1;
         self.time = 1;
@@ -67,7 +67,7 @@ impl Order {
         self.views.resize(warps, view);
     }
 
-    /// Who acts now, and when.
+    /// The running warp and the current time.
     pub fn now(&self) -> (Party, u32) {
         ((self.block, self.warp as u32), self.time)
     }
@@ -81,7 +81,7 @@ impl Order {
         }
     }
 
-    /// The running warp comes to a barrier: what it did until now it brings there.
+    /// The running warp reaches a barrier, and brings everything that it has done so far.
     pub fn arrive(&mut self) {
         self.time += 1;
         if let Some(view) = self.views.get_mut(self.warp) {
@@ -125,7 +125,7 @@ impl Order {
         }
     }
 
-    /// Whether an access of a party at a time comes before what the running warp does now.
+    /// Whether an access of a party at a time is ordered before what the running warp does now.
     pub fn follows(&self, party: Party, time: u32) -> bool {
         let (block, warp) = party;
         let Some(view) = self.views.get(self.warp) else { return true };
@@ -135,12 +135,12 @@ impl Order {
             || view.seen.get(&party).is_some_and(|seen| time < *seen)
     }
 
-    /// The same for a read, which is not held against a warp of the same block.
+    /// As [`follows`](Self::follows), for a read; reads by warps of the same block are not checked.
     pub fn follows_read(&self, party: Party, time: u32) -> bool {
         party.0 == self.block || self.follows(party, time)
     }
 
-    /// Whether the running warp has taken over anything.
+    /// Whether the running warp has acquired anything from atomics.
     pub fn has_seen(&self) -> bool {
         self.views.get(self.warp).is_some_and(|view| !view.seen.is_empty())
     }

@@ -1,4 +1,4 @@
-//! From names to slots: registers, numbers, special registers, variables and labels of a kernel.
+//! Resolves names to slots: registers, numbers, special registers, variables and labels of a kernel.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use crate::operation::{Address, Initial, Parameter, Slot, Slots};
 use crate::statement::{Entry, Operand, Scope, Space, Statement, Variable};
 use crate::types::{Type, low_bits};
 
-/// The window of generic addresses that means shared memory, and the one of local memory.
+/// The windows of generic addresses for shared memory and for local memory.
 pub(crate) const SHARED_WINDOW: u64 = 1 << 56;
 /// See [`SHARED_WINDOW`].
 pub(crate) const LOCAL_WINDOW: u64 = 2 << 56;
@@ -26,7 +26,7 @@ pub(crate) struct Resolver<'a> {
     pub static_shared: usize,
     pub local_bytes: usize,
     next: Slot,
-    /// Slot 0: what nobody reads.
+    /// Slot 0, which is never read.
     pub sink: Slot,
 }
 
@@ -45,7 +45,7 @@ fn place<'a>(
     end
 }
 
-/// Offsets of a module's global variables, one behind the other, and their end.
+/// Offsets of a module's global variables, one after the other, and their end.
 pub(crate) fn globals<'a>(variables: &'a [Variable<'a>], into: &mut HashMap<&'a str, (Space, u64)>) -> usize {
     place(variables.iter(), Space::Global, 0, into)
 }
@@ -58,7 +58,7 @@ impl<'a> Resolver<'a> {
         let shared = place(module.iter(), Space::Shared, 0, &mut variables);
         let shared = place(own(), Space::Shared, shared, &mut variables);
         let local_bytes = place(own(), Space::Local, 0, &mut variables);
-        // Every dynamic array begins where the static part ends.
+        // Every dynamic array begins at the end of the static part.
         let dynamic: Vec<_> = module.iter().filter(|v| v.space == Space::Shared && v.dynamic).collect();
         let align = dynamic.iter().map(|v| v.align).max().unwrap_or(1);
         let static_shared = shared.next_multiple_of(align);
@@ -151,7 +151,7 @@ impl<'a> Resolver<'a> {
         Some(*found)
     }
 
-    /// Whether it is a register, or a special one with a value.
+    /// Whether it is a register, or a supported special register.
     pub fn knows(&mut self, statement: &Statement<'a>, name: &'a str) -> bool {
         special(name).is_some() || self.register(statement, name).is_some()
     }
@@ -176,7 +176,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// A source, numbers being of the type.
+    /// A source; numbers have the given type.
     pub fn source(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slot> {
         match operand {
             Operand::Number(word, negative) => match number(word, *negative, ty) {
@@ -206,7 +206,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// A predicate that a `!` may negate.
+    /// A predicate, optionally negated by `!`.
     pub fn predicate(&mut self, statement: &Statement<'a>, operand: &Operand<'a>) -> Result<(Slot, bool)> {
         match operand {
             Operand::Not(name) => Ok((self.source(statement, &Operand::Name(name), Type::Pred)?, true)),
@@ -235,7 +235,7 @@ impl<'a> Resolver<'a> {
         Self::wrong(statement, "only addresses of parameters by name are known")
     }
 
-    /// The slots of a vector of destinations or a single one, and the type of the first register.
+    /// The slots of a vector of destinations or of a single one, and the type of the first register.
     pub fn destinations(
         &mut self,
         statement: &Statement<'a>,
@@ -261,7 +261,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// The slots of a vector of sources or a single one.
+    /// The slots of a vector of sources or of a single one.
     pub fn sources(&mut self, statement: &Statement<'a>, operand: &Operand<'a>, ty: Type) -> Result<Slots> {
         let parts = if let Operand::Vector(parts) = operand {
             parts.as_slice()

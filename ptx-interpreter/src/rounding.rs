@@ -1,11 +1,11 @@
-//! Rounding of f64 values to the narrower formats, in each of PTX's directions.
+//! Rounding of f64 values to narrower formats, in each direction of PTX.
 //!
-//! Sums and products of narrow values are formed in f64 and rounded once: where f64 cannot hold a sum
-//! exactly, its last bit is made odd, so that the second rounding sees on which side the value lies.
+//! Sums and products of narrow values are computed in f64 and rounded once: if f64 cannot represent a sum exactly, it
+//! is rounded to odd, so that the second rounding knows on which side the value lies.
 
 use half::{bf16, f16};
 
-/// A direction.
+/// A rounding direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// To the nearest, ties to even.
@@ -21,7 +21,7 @@ pub(crate) enum Direction {
 }
 
 impl Direction {
-    /// The direction of a modifier: `rn`, `rz`, ..., and `rni`, `rzi`, ... of integers.
+    /// The direction of a modifier: `rn`, `rz`, ..., or `rni`, `rzi`, ... for rounding to integers.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "rn" | "rni" => Self::Nearest,
@@ -45,25 +45,25 @@ impl Direction {
     }
 }
 
-/// Subnormals become zeros of their sign.
+/// Replaces subnormal values by zero with the same sign.
 pub(crate) fn flush(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }
 
-/// A NaN becomes the one that devices give, 0x7fffffff.
+/// Replaces any NaN by the one that devices return, 0x7fffffff.
 pub(crate) fn canonical(x: f32) -> f32 {
-    // Over the bits: a compiler may take any NaN for any other.
+    // Works on bits, since the compiler may replace any NaN by another.
     let bits = x.to_bits();
     f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { 0x7fff_ffff } else { bits })
 }
 
-/// The sum, its last bit odd where it is not exact.
+/// The sum, with its last bit odd if it is not exact.
 pub(crate) fn odd_sum(a: f64, b: f64) -> f64 {
     let sum = a + b;
     if !sum.is_finite() {
         return sum;
     }
-    // Knuth's two-sum: what the sum leaves out, exactly.
+    // Knuth's two-sum: the exact error of the sum.
     let part = sum - a;
     let error = (a - (sum - part)) + (b - part);
     let bits = sum.to_bits();
@@ -74,7 +74,7 @@ pub(crate) fn odd_sum(a: f64, b: f64) -> f64 {
     f64::from_bits(if away { bits + 1 } else { bits - 1 })
 }
 
-/// To f32, in a direction.
+/// Rounds to f32, in a direction.
 pub(crate) fn to_f32(x: f64, direction: Direction) -> f32 {
     let near = x as f32;
     if x.is_nan() || x.is_infinite() || f64::from(near) == x {
@@ -91,7 +91,7 @@ pub(crate) fn to_f32(x: f64, direction: Direction) -> f32 {
     }
 }
 
-/// To f32 with the last bit odd where it is not exact: the step before a narrower format.
+/// Rounds to f32, with the last bit odd if it is not exact: the step before a narrower format.
 fn odd_f32(x: f64) -> f32 {
     let cut = to_f32(x, Direction::Zero);
     if x.is_nan() || f64::from(cut) == x { cut } else { f32::from_bits(cut.to_bits() | 1) }
@@ -99,7 +99,7 @@ fn odd_f32(x: f64) -> f32 {
 
 macro_rules! narrow {
     ($name:ident, $t:ty, $nan:literal) => {
-        /// To the 16-bit format, in a direction.
+        /// Rounds to the 16-bit format, in a direction.
         pub(crate) fn $name(x: f64, direction: Direction) -> $t {
             if x.is_nan() {
                 return <$t>::from_bits($nan);
@@ -109,7 +109,7 @@ macro_rules! narrow {
             if back == x || x.is_infinite() {
                 return near;
             }
-            // Neighbours by their bits: one less is nearer to zero.
+            // Neighbours by their bits: one less is closer to zero.
             let bits = near.to_bits();
             let toward_zero = <$t>::from_bits(bits.wrapping_sub(1));
             let away = <$t>::from_bits(bits + 1);

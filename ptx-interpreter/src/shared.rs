@@ -1,7 +1,7 @@
-//! A block's shared memory: bytes, who touched them and when, copies in flight, and bank conflicts.
+//! A block's shared memory: bytes, their last accesses, copies in flight, and bank conflicts.
 //!
-//! Order between warps comes from barriers only. Every access carries the number of barriers that the
-//! block had completed; `seen[w][u]` is the number up to which warp `w` may count on warp `u`'s accesses.
+//! Only barriers order accesses of different warps. Every access is recorded with the number of barriers that the block
+//! had completed; `seen[w][u]` is the number before which warp `w` can rely on warp `u`'s accesses.
 
 use crate::error::FaultKind;
 use crate::memory::Wrong;
@@ -9,29 +9,29 @@ use crate::types::LANES;
 
 /// Banks of shared memory, each 4 bytes wide.
 const BANKS: usize = 32;
-/// A byte no lane of a copy is responsible for.
+/// Marks a byte that no lane has copied.
 const NO_LANE: u8 = u8::MAX;
 
-/// What is known of a byte.
+/// The last accesses to a byte.
 #[derive(Debug, Clone, Copy, Default)]
 struct Trace {
     /// Barriers completed before the last write, plus one; 0: never written.
     written: u32,
-    /// The same of the last reads that are not ordered among themselves.
+    /// The same for the last reads that are not ordered among each other.
     read: u32,
     /// The warps of those reads.
     readers: u32,
-    /// The warp barriers its warp had passed when its copy landed.
+    /// The warp barriers that the copying warp had passed when its copy completed.
     landed: u32,
     /// The last writer.
     writer: u8,
-    /// The lane whose copy landed here.
+    /// The lane whose copy wrote here.
     lane: u8,
-    /// A copy is on its way.
+    /// Whether a copy is in flight.
     in_flight: bool,
 }
 
-/// Who asks.
+/// The lane that makes an access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Actor {
     pub warp: usize,
@@ -40,13 +40,13 @@ pub(crate) struct Actor {
     pub warp_barriers: u32,
 }
 
-/// Shared memory of the block that runs.
+/// The shared memory of the running block.
 pub(crate) struct Shared {
     bytes: Vec<u8>,
     traces: Vec<Trace>,
-    /// Barriers completed.
+    /// Completed barriers.
     pub epoch: u32,
-    /// See the module's words.
+    /// See the module documentation.
     seen: Vec<Vec<u32>>,
 }
 
@@ -60,7 +60,7 @@ impl Shared {
         }
     }
 
-    /// The next block finds nothing written.
+    /// Clears everything for the next block.
     pub fn clear(&mut self) {
         self.bytes.fill(0);
         self.traces.fill(Trace { lane: NO_LANE, ..Trace::default() });
@@ -68,16 +68,16 @@ impl Shared {
         self.seen.iter_mut().for_each(|row| row.fill(0));
     }
 
-    /// A warp comes to a barrier: gives the time up to which others may then count on its accesses.
+    /// A warp reaches a barrier: returns the time before which others may then rely on its accesses.
     ///
-    /// One that does not wait goes on at a later time.
+    /// A warp that does not wait continues at a later time.
     pub fn arrive(&mut self, waits: bool) -> u32 {
         let time = self.epoch + 1;
         self.epoch += u32::from(!waits);
         time
     }
 
-    /// These met at a barrier: the warp, its time of [`arrive`](Self::arrive), and whether it waited.
+    /// These warps met at a barrier: the warp, its time from [`arrive`](Self::arrive), and whether it waited.
     pub fn barrier(&mut self, met: &[(usize, u32, bool)]) {
         self.epoch += 1;
         let mut all = vec![0; self.seen.len()];
@@ -85,8 +85,8 @@ impl Shared {
             for (all, seen) in all.iter_mut().zip(&self.seen[*w]) {
                 *all = (*all).max(*seen);
             }
-            // Who waited did nothing since it came. Others' barriers may have moved the time on meanwhile, and a byte's
-            // readers share the time of the last.
+            // A warp that waited did nothing since it arrived. Other barriers may have advanced the time meanwhile, and
+            // the readers of a byte share the time of the last one.
             all[*w] = all[*w].max(if *waited { self.epoch } else { *time });
         }
         for (w, ..) in met.iter().filter(|(.., waited)| *waited) {
@@ -110,7 +110,7 @@ impl Shared {
         Ok(offset)
     }
 
-    /// Whether the accesses of `other` at `time` come before what `warp` does now.
+    /// Whether the accesses of `other` at `time` are ordered before what `warp` does now.
     fn ordered(&self, warp: usize, other: usize, time: u32) -> bool {
         warp == other || time < self.seen[warp][other]
     }
@@ -121,7 +121,7 @@ impl Shared {
         let range = start..start + out.len();
         let (own, epoch) = (1u32 << who.warp, self.epoch);
         let seen = &self.seen[who.warp];
-        // Nearly every byte is an ordinary one: written before, by nobody's copy, and read by this warp alone.
+        // Fast path for the common case: written before, not by a copy, and read by this warp only.
         let mut plain = true;
         for trace in &mut self.traces[range.clone()] {
             let writer = usize::from(trace.writer);
@@ -206,7 +206,7 @@ impl Shared {
         Ok(())
     }
 
-    /// An atomic's read: other warps' atomics do not race with it, so its write is not remembered as one.
+    /// The read of an atomic: atomics of other warps do not race with it, so its write is recorded differently.
     pub fn atomic(&mut self, address: u64, old: &mut [u8], who: Actor) -> Result<(), Wrong> {
         let start = self.locate(address, old.len())?;
         for i in start..start + old.len() {
@@ -214,7 +214,7 @@ impl Shared {
             if trace.in_flight || trace.written == 0 {
                 return self.read(address, old, who);
             }
-            // A lane of its own marks bytes that only atomics wrote since the last ordered write.
+            // `NO_LANE - 1` marks bytes that only atomics have written since the last ordered write.
             let atomics = trace.lane == NO_LANE - 1;
             if !atomics && !self.ordered(who.warp, usize::from(trace.writer), trace.written) {
                 let detail = format!("warp {} wrote it", trace.writer);
@@ -227,7 +227,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The new value of an atomic, whose place [`atomic`](Self::atomic) has checked.
+    /// Stores the new value of an atomic, whose address [`atomic`](Self::atomic) has checked.
     pub fn atomic_store(&mut self, address: u64, new: &[u8]) {
         let start = address as usize;
         if let Some(target) = self.bytes.get_mut(start..start + new.len()) {
@@ -235,7 +235,7 @@ impl Shared {
         }
     }
 
-    /// A copy sets out: its bytes are nobody's until it lands.
+    /// Starts a copy: no access to its bytes is allowed until it completes.
     pub fn set_out(&mut self, address: u64, bytes: usize, who: Actor) -> Result<(), Wrong> {
         let start = self.locate(address, bytes)?;
         for i in start..start + bytes {
@@ -246,7 +246,7 @@ impl Shared {
         Ok(())
     }
 
-    /// A copy lands: its thread waited for it.
+    /// Completes a copy for which its thread has waited.
     pub fn land(&mut self, address: u64, bytes: &[u8], who: Actor) {
         let start = address as usize;
         self.bytes[start..start + bytes.len()].copy_from_slice(bytes);
@@ -258,11 +258,11 @@ impl Shared {
     }
 }
 
-/// Wavefronts of an access, and the fewest for its distinct words.
+/// The wavefronts of an access, and the minimum for its distinct words.
 ///
-/// Lanes go 32 at once with up to 4 bytes each, 16 with 8 bytes, 8 with 16 bytes (a group is one pass);
-/// a pass needs as many wavefronts as the busiest bank has distinct words. That a device may join passes
-/// whose lanes read the same words is not modelled.
+/// Lanes are processed in groups of 32 with up to 4 bytes each, 16 with 8 bytes, or 8 with 16 bytes; each group is one
+/// pass, which needs as many wavefronts as the busiest bank has distinct words. Devices may merge passes whose lanes
+/// read the same words; this is not modelled.
 pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64, u64) {
     let group = match bytes {
         0..=4 => 32,
@@ -271,7 +271,7 @@ pub(crate) fn wavefronts(addresses: &[Option<u64>; LANES], bytes: usize) -> (u64
     };
     let (mut taken, mut ideal) = (0, 0);
     for lanes in addresses.chunks(group) {
-        // Most banks have one word, which is remembered apart from all further ones.
+        // Most banks have one word, which is stored separately from further ones.
         let mut first = [u64::MAX; BANKS];
         let mut busy = [0u64; BANKS];
         let mut further = Vec::new();

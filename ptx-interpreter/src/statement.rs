@@ -1,10 +1,10 @@
-//! A module's text by name: variables, kernels, their registers, labels and instructions.
+//! A parsed module, with names: variables, kernels, their registers, labels and instructions.
 
 use std::collections::HashMap;
 
 use crate::types::Type;
 
-/// What stands after an opcode.
+/// An operand.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Operand<'a> {
     /// A register, label, variable or special register.
@@ -50,13 +50,13 @@ pub(crate) struct Variable<'a> {
     pub ty: Type,
     pub align: usize,
     pub bytes: usize,
-    /// Of a global: its first bytes; the rest are zeros.
+    /// For globals: the first bytes; the rest are zeros.
     pub initial: Vec<u8>,
-    /// `.extern .shared x[]`: its size is the launch's.
+    /// `.extern .shared x[]`, whose size the launch defines.
     pub dynamic: bool,
 }
 
-/// Names of a block between braces.
+/// The names in a block between braces.
 #[derive(Debug, Default)]
 pub(crate) struct Scope<'a> {
     pub parent: Option<usize>,
@@ -64,14 +64,14 @@ pub(crate) struct Scope<'a> {
     pub registers: HashMap<&'a str, Type>,
     /// `%r<100>`: prefix, count, type.
     pub ranges: Vec<(&'a str, u64, Type)>,
-    /// Labels: the statement they stand before.
+    /// Labels, with the index of the statement that follows.
     pub labels: HashMap<&'a str, usize>,
-    /// Lists of `.branchtargets`.
+    /// The lists of `.branchtargets`.
     pub targets: HashMap<&'a str, Vec<&'a str>>,
     pub variables: Vec<Variable<'a>>,
 }
 
-/// A kernel's text.
+/// A parsed kernel.
 #[derive(Debug)]
 pub(crate) struct Entry<'a> {
     pub name: &'a str,
@@ -81,7 +81,7 @@ pub(crate) struct Entry<'a> {
     pub statements: Vec<Statement<'a>>,
 }
 
-/// A module's text.
+/// A parsed module.
 #[derive(Debug, Default)]
 pub(crate) struct Text<'a> {
     pub variables: Vec<Variable<'a>>,

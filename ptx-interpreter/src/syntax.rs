@@ -1,4 +1,4 @@
-//! From tokens to statements: variables, kernels, their registers, labels and instructions, by name.
+//! Parses tokens to statements: variables, kernels, their registers, labels and instructions, by name.
 
 use crate::error::{Error, Result};
 use crate::number::{integer, number};
@@ -6,9 +6,9 @@ use crate::statement::{Entry, Operand, Scope, Space, Statement, Text, Variable};
 use crate::token::{Located, Token, tokenize};
 use crate::types::Type;
 
-/// The most bytes of a variable, and the most registers of a declaration.
+/// Maximum bytes of a variable, and maximum number of registers in a declaration.
 const MOST: u64 = 1 << 24;
-/// The deepest nesting of blocks and braces.
+/// Maximum nesting of blocks and braces.
 const DEEPEST: usize = 64;
 
 struct Reader<'a> {
@@ -66,7 +66,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Goes past everything of this line.
+    /// Skips the rest of this line.
     fn skip_line(&mut self) {
         let line = self.line();
         while self.tokens.get(self.at).is_some_and(|t| t.line == line) {
@@ -74,7 +74,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Goes past a block, braces within it too.
+    /// Skips a block, including nested braces.
     fn skip_braces(&mut self) -> Result<()> {
         let mut depth = 0;
         loop {
@@ -89,7 +89,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `.space .align n .type name[size] = initial`; the space's word has been read.
+    /// `.space .align n .type name[size] = initial`; the space has already been read.
     fn variable(&mut self, space: Space, external: bool) -> Result<Variable<'a>> {
         let (mut align, mut ty, mut vector) = (None, None, 1);
         let name = loop {
@@ -314,7 +314,7 @@ impl<'a> Reader<'a> {
         let mut operands = Vec::new();
         while !self.takes(';') {
             operands.push(self.operand(0)?);
-            // A call's operands stand in parentheses, which are of no use to us: it is refused by name later.
+            // The operands of a call are in parentheses. They are not needed, since calls are rejected later.
             if !self.takes(',') && self.peek() != Some(Token::Mark(';')) {
                 return self.wrong(format!("expected `,` or `;` after an operand of `{opcode}`"));
             }
@@ -360,7 +360,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Reads a module.
+/// Parses a module.
 pub(crate) fn read(text: &str) -> Result<Text<'_>> {
     let mut reader = Reader { tokens: tokenize(text)?, at: 0 };
     let mut module = Text::default();

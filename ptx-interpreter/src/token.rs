@@ -1,4 +1,4 @@
-//! From text to tokens with line numbers; comments fall away here.
+//! Splits text into tokens with line numbers; comments are dropped.
 
 use crate::error::{Error, Result};
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 pub(crate) enum Token<'a> {
     /// An identifier, an opcode with its modifiers, a directive or a number.
     Word(&'a str),
-    /// What stands between double quotes.
+    /// The text between double quotes.
     Text(&'a str),
     /// Any other character.
     Mark(char),
@@ -24,7 +24,7 @@ fn in_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.')
 }
 
-/// Cuts the text. `::` inside an opcode (`.shared::cta`) belongs to the word.
+/// Splits the text. `::` inside an opcode (`.shared::cta`) belongs to the word.
 pub(crate) fn tokenize(text: &str) -> Result<Vec<Located<'_>>> {
     let mut tokens = Vec::new();
     let mut line = 1u32;

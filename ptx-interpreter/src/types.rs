@@ -1,11 +1,11 @@
-//! PTX's types, registers' values, and functions over the 32 lanes of a warp.
+//! PTX types, values of registers, and functions over the 32 lanes of a warp.
 
 use half::{bf16, f16};
 
 /// Lanes of a warp.
 pub(crate) const LANES: usize = 32;
 
-/// One register of a warp: a value a lane, zero-extended to 64 bits.
+/// A register of a warp: one value per lane, zero-extended to 64 bits.
 pub(crate) type Lanes = [u64; LANES];
 /// An operation with one source.
 pub(crate) type One = fn(&Lanes, &mut Lanes);
@@ -40,7 +40,7 @@ pub(crate) enum Type {
 }
 
 impl Type {
-    /// The type of that name, without its dot.
+    /// The type with this name, given without the dot.
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
             "pred" => Self::Pred,
@@ -67,7 +67,7 @@ impl Type {
         })
     }
 
-    /// Bits of a value; a predicate counts as 1.
+    /// Bits per value; a predicate counts as 1.
     pub fn bits(self) -> u32 {
         match self {
             Self::Pred => 1,
@@ -84,7 +84,7 @@ impl Type {
         (self.bits() as usize).div_ceil(8)
     }
 
-    /// Whether smaller values are extended with their sign.
+    /// Whether smaller values are sign-extended.
     pub fn is_signed(self) -> bool {
         matches!(self, Self::S8 | Self::S16 | Self::S32 | Self::S64)
     }
@@ -95,7 +95,7 @@ impl Type {
     }
 }
 
-/// The lowest `bits` bits set.
+/// A value with the lowest `bits` bits set.
 pub(crate) fn low_bits(bits: u32) -> u64 {
     if bits >= 64 { u64::MAX } else { (1u64 << bits) - 1 }
 }
@@ -106,9 +106,9 @@ pub(crate) struct Pair<T>(pub T, pub T);
 
 /// A value that a lane of a register can hold.
 pub(crate) trait Lane: Copy {
-    /// From the register's bits; higher bits are ignored.
+    /// Converts from the register's bits; higher bits are ignored.
     fn get(bits: u64) -> Self;
-    /// To the register's bits, higher bits 0.
+    /// Converts to the register's bits, with higher bits 0.
     fn put(self) -> u64;
 }
 
@@ -193,7 +193,7 @@ macro_rules! one {
     }};
 }
 
-/// The same with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
+/// As `one`, with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
 macro_rules! two {
     ($t:ty, |$a:ident, $b:ident| $e:expr) => {
         two!($t, $t, |$a, $b| $e)
@@ -210,7 +210,7 @@ macro_rules! two {
     }};
 }
 
-/// The same with three sources, of one type or of three.
+/// As `one`, with three sources, of one type or of three.
 macro_rules! three {
     ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {
         three!($t, $t, $t, |$a, $b, $c| $e)
@@ -228,7 +228,7 @@ macro_rules! three {
     }};
 }
 
-/// Picks by an integer type of 16 to 64 bits, bits being unsigned: `integers!(ty, T => two!(T, ...))`.
+/// Dispatches on an integer type of 16 to 64 bits, with bit types as unsigned: `integers!(ty, T => two!(T, ...))`.
 macro_rules! integers {
     ($ty:expr, $t:ident => $e:expr) => {
         match $ty {

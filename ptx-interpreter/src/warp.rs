@@ -1,20 +1,20 @@
-//! A warp: its registers, where its lanes stand, and its copies in flight.
+//! A warp: its registers, the positions of its lanes, and its copies in flight.
 
 use crate::types::{LANES, Lanes};
 
-/// Lanes that stand at the same instruction.
+/// Lanes that are at the same instruction.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Group {
     pub pc: usize,
     pub mask: u32,
-    /// It waits for other lanes of the warp.
+    /// Whether it waits for other lanes of the warp.
     pub waits: bool,
 }
 
-/// An asynchronous copy on its way.
+/// An asynchronous copy in flight.
 pub(crate) struct Copy {
     pub lane: usize,
-    /// The group of its lane that it belongs to.
+    /// The copy group of its lane that it belongs to.
     pub group: u32,
     pub address: u64,
     pub bytes: [u8; 16],
@@ -33,12 +33,12 @@ pub(crate) enum State {
 pub(crate) struct Warp {
     pub registers: Vec<Lanes>,
     pub groups: Vec<Group>,
-    /// The lanes it began with.
+    /// The lanes that the warp started with.
     pub all: u32,
     pub exited: u32,
     pub state: State,
     pub copies: Vec<Copy>,
-    /// Groups of copies that each lane has closed.
+    /// The number of copy groups that each lane has committed.
     pub closed: [u32; LANES],
     pub warp_barriers: u32,
     pub local: Vec<u8>,
@@ -69,7 +69,7 @@ impl Warp {
         }
     }
 
-    /// It begins with these lanes; registers keep what they held, but for those with an initial value.
+    /// Starts the warp with these lanes. Registers and local memory are zeroed.
     pub fn begin(&mut self, all: u32) {
         self.groups.clear();
         self.groups.push(Group { pc: 0, mask: all, waits: false });
@@ -83,13 +83,13 @@ impl Warp {
         self.local.fill(0);
     }
 
-    /// The lanes that have not ended.
+    /// The lanes that have not exited.
     pub fn live(&self) -> u32 {
         self.all & !self.exited
     }
 
-    /// Joins groups that stand together, and gives the one that runs next: the first in the text that does
-    /// not wait. None: all wait.
+    /// Merges groups that are at the same instruction, and returns the next one to run: the first in the text that does
+    /// not wait. `None` if all wait.
     pub fn select(&mut self) -> Option<usize> {
         if self.groups.len() == 1 {
             return (!self.groups[0].waits).then_some(0);
@@ -100,7 +100,7 @@ impl Warp {
             match kept.last_mut() {
                 Some(last) if last.pc == group.pc => {
                     last.mask |= group.mask;
-                    // Whoever waited looks again whether all are there.
+                    // A group that waited checks again whether all lanes are there.
                     last.waits = last.waits && group.waits;
                 }
                 _ => kept.push(*group),
@@ -110,7 +110,7 @@ impl Warp {
         self.groups.iter().position(|g| !g.waits)
     }
 
-    /// Where a predicate holds.
+    /// The lanes in which a predicate holds.
     pub fn holds(&self, slot: u32, negated: bool) -> u32 {
         let mut mask = 0;
         for (lane, value) in self.registers[slot as usize].iter().enumerate() {
@@ -119,7 +119,7 @@ impl Warp {
         if negated { !mask } else { mask }
     }
 
-    /// Writes lanes of a mask.
+    /// Writes the lanes of a mask.
     pub fn set(&mut self, slot: u32, mask: u32, values: &Lanes) {
         let register = &mut self.registers[slot as usize];
         if mask == u32::MAX {

@@ -1,11 +1,11 @@
-//! What compilers put between the instructions of kernels: comparisons, predicates, 16 and 64 bits, loads and stores of every
-//! width and type, against Rust's arithmetic.
+//! Instructions that compilers emit around the main ones of kernels: comparisons, predicates, 16 and 64 bits, loads and
+//! stores of every width and type, compared with Rust arithmetic.
 mod support;
 
 use quant_ptx_interpreter::Memory;
 use support::{bytes_of, kernel, launch, numbers, over_words, run, words};
 
-/// Words of which every one meets its neighbours, itself and the ends of the ranges.
+/// Words in combinations of extreme values, equal values and random ones.
 fn inputs() -> [Vec<u32>; 3] {
     let ends = [0, 1, 2, 0x7fff_ffff, 0x8000_0000, 0xffff_ffff, 0xffff, 0x8000];
     let mut all = [numbers(256, 1), numbers(256, 2), numbers(256, 3)];
@@ -67,7 +67,7 @@ fn comparisons_of_floats() {
     of("setp.le.f32", |a, b| a <= b);
     of("setp.gt.f32", |a, b| a > b);
     of("setp.ge.f32", |a, b| a >= b);
-    // With NaN these hold.
+    // These hold for NaN.
     of("setp.neu.f32", |a, b| a != b);
     of("setp.ltu.f32", |a, b| a < b || either_is_nan(a, b));
     of("setp.leu.f32", |a, b| a <= b || either_is_nan(a, b));
@@ -138,7 +138,7 @@ fn sixteen_bits() {
     }
 }
 
-/// Of `b:a` and `c:b`.
+/// Operations on `b:a` and `c:b`.
 #[test]
 fn sixty_four_bits() {
     let x = inputs();
@@ -180,7 +180,7 @@ fn sixty_four_bits() {
     }
 }
 
-/// Each lane moves its own 16 bytes by loads and stores of a kind: what is left out stays zero.
+/// Each lane copies its own 16 bytes with the given loads and stores; bytes that are not copied stay zero.
 fn moved(load: &str, store: &str, registers: &str, bytes: usize) {
     let names: Vec<String> = match load.contains(".v4") {
         true => (10..14).map(|i| format!("%{registers}{i}")).collect(),
@@ -266,7 +266,7 @@ fn all_lanes() {
         }
     };
     of("redux.sync.max.u32 %r20, %r10, -1;", &|i| *warp(i).iter().max().unwrap());
-    // Of the first warp one lane alone is below.
+    // In the first warp, a single lane is below the limit.
     let least = warp(0).iter().min().unwrap() + 1;
     let any = format!(
         "setp.lt.u32 %p1, %r10, {least};\nvote.sync.any.pred %p2, %p1, -1;\nselp.u32 %r20, 1, 0, %p2;"
@@ -275,7 +275,7 @@ fn all_lanes() {
     assert!(warp(0).iter().any(|&word| word < least));
 }
 
-/// A ticket that goes round: lanes and blocks take 0, 1, 2, 0, 1, 2, ….
+/// A wrapping ticket: lanes and blocks take 0, 1, 2, 0, 1, 2, ….
 #[test]
 fn tickets_go_round() {
     let body = "mul.wide.u32 %rd10, %r3, 4;\nadd.s64 %rd11, %rd1, %rd10;\natom.global.inc.u32 %r10, [%rd2], 2;\n\

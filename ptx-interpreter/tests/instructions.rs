@@ -1,10 +1,10 @@
-//! Snippets of one or a few instructions against Rust's arithmetic.
+//! Snippets of one or a few instructions, compared with Rust arithmetic.
 mod support;
 
 use half::{bf16, f16};
 use support::{numbers, over_words};
 
-/// Ordinary and awkward words, the awkward ones meeting each other.
+/// Ordinary words and edge cases, with edge cases in combination.
 fn inputs() -> [Vec<u32>; 3] {
     let edges = [
         0u32,
@@ -35,7 +35,7 @@ fn inputs() -> [Vec<u32>; 3] {
     [a, b, c]
 }
 
-/// The same of floats: zeros of both signs, subnormals, infinities, NaN, halves and large ones.
+/// Float inputs: zeros of both signs, subnormals, infinities, NaN, ties and large values.
 fn floats() -> [Vec<u32>; 3] {
     let edges =
         [0.0, -0.0, 1e-40, -1e-40, 1.0, -1.5, 2.5, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 65504.0, 3e38];
@@ -286,7 +286,7 @@ fn conversions() {
     );
 }
 
-/// A sum in single precision whose last bit is odd where it is inexact, so that rounding it again is rounding once.
+/// A sum in single precision, rounded to odd, so that rounding it again amounts to a single rounding.
 fn rounded_to_odd(a: f64, b: f64) -> f32 {
     let sum = a + b;
     let shifted = sum - a;
@@ -362,7 +362,7 @@ fn lanes_exchange() {
     });
 }
 
-/// Lanes part, loop for different times and meet again.
+/// Lanes diverge, loop different numbers of times, and reconverge.
 #[test]
 fn divergent_loops_meet_again() {
     let a = numbers(64, 6);

@@ -1,6 +1,6 @@
-//! Matrix instructions against plain products, with the places of elements as the ISA's formulas give them
-//! ("Matrix Fragments for mma.m16n8k8", "... k16", "... k32", "... k64", "ldmatrix", "movmatrix"), written here
-//! by element index and not as the interpreter has them.
+//! Matrix instructions compared with plain products. The positions of elements follow the formulas of the ISA ("Matrix
+//! Fragments for mma.m16n8k8", "... k16", "... k32", "... k64", "ldmatrix", "movmatrix"), written here per element
+//! index, independently of the interpreter.
 mod support;
 
 use quant_ptx_interpreter::{FaultKind, Memory};
@@ -48,7 +48,7 @@ fn c_place(lane: usize, i: usize) -> (usize, usize) {
     (if i < 2 { group } else { group + 8 }, thread * 2 + (i & 1))
 }
 
-/// A shape: the types' names, bits of an element, depth.
+/// A shape: names of the types, bits per element, depth.
 #[derive(Clone, Copy)]
 struct Shape {
     types: &'static str,
@@ -60,7 +60,7 @@ struct Shape {
     half_sums: bool,
 }
 
-/// Elements' bits of a matrix, row by row, into registers `[register][lane]`.
+/// Packs the elements of a matrix into registers `[register][lane]`.
 fn fragment(
     bits: u32,
     count: usize,
@@ -112,7 +112,7 @@ fn text(shape: Shape, a_count: usize, b_count: usize) -> String {
     kernel(4, "", &body)
 }
 
-/// What an element's bits stand for.
+/// The value of an element's bits.
 fn value(kind: &str, bits: u32) -> f64 {
     match kind {
         "f16" => half::f16::from_bits(bits as u16).to_f64(),
@@ -214,7 +214,7 @@ fn random_products_are_those_of_plain_loops() {
     }
 }
 
-/// One element of A is not zero, then one of B: it meets the row and column that it should.
+/// A single nonzero element of A, then of B, affects the right row and column.
 #[test]
 fn single_elements_are_where_the_isa_has_them() {
     for shape in SHAPES {
@@ -223,7 +223,7 @@ fn single_elements_are_where_the_isa_has_them() {
             "bf16" => u32::from(half::bf16::ONE.to_bits()),
             _ => 1,
         };
-        // The other factor counts, so that a wrong place gives another number.
+        // The elements of the other factor are numbered, so that a wrong position gives another number.
         let count = |kind: &str, i: usize| match kind {
             "f16" => u32::from(half::f16::from_f32((i % 128) as f32).to_bits()),
             "bf16" => u32::from(half::bf16::from_f32((i % 128) as f32).to_bits()),
@@ -262,7 +262,7 @@ fn integer_sums_wrap_and_saturate_when_asked() {
     }
 }
 
-/// Four 8x8 matrices of numbered elements in shared memory, rows 16 bytes apart, loaded by `count`.
+/// Four 8x8 matrices of numbered elements in shared memory, rows 16 bytes apart, `count` of them loaded.
 fn loaded(count: usize, trans: bool) -> Vec<u32> {
     let names: Vec<_> = (0..count).map(|i| format!("%r{}", 30 + i)).collect();
     let stores: String = (0..4)

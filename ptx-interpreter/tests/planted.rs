@@ -1,10 +1,10 @@
-//! Faults planted in small kernels, each beside its correct twin, under every order of warps.
+//! Faults planted in small kernels, each next to its correct counterpart, under every order of warps.
 mod support;
 
 use quant_ptx_interpreter::{BlockOrder, Error, FaultKind, Launch, Memory, Module, Options, Report};
 use support::{bytes_of, fault, kernel, launch, orders, run, words};
 
-/// Runs a text with fresh memory under each order: all the same, so the last result stands for all.
+/// Runs a text with fresh memory under each order and checks that all agree; returns the last result.
 fn under_every_order(
     text: &str,
     launch_of: impl Fn(&mut Memory) -> Launch,
@@ -32,7 +32,7 @@ fn bad(text: &str, launch_of: impl Fn(&mut Memory) -> Launch) -> FaultKind {
 
 const TILE: &str = ".extern .shared .align 128 .b8 tile[];";
 
-/// Shared addresses of this thread's word and of the one 32 threads on, of 64.
+/// Shared addresses of this thread's word and of that of the thread 32 further, modulo 64.
 const WORDS: &str = "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nxor.b32 %r11, %r10, 128;\nadd.u32 %r10, %r10, %r9;\n\
                      add.u32 %r11, %r11, %r9;\n";
 /// This thread's word of the output `p0`.
@@ -54,12 +54,12 @@ fn a_missing_barrier() {
         kernel(1, TILE, &body)
     };
     good(&text("bar.sync 0;\n"), out_words(128, 64, 256));
-    // In turn the other warp's word is not there yet or is; it is an error either way.
+    // Depending on the order, the other warp's word has been written or not; either way it is an error.
     let kind = bad(&text(""), out_words(128, 64, 256));
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
     let named = text("bar.sync 3, 64;\n");
     good(&named, out_words(128, 64, 256));
-    // A barrier of one warp with itself orders nothing between the two.
+    // A barrier of a warp with itself orders nothing between the two warps.
     bad(&text("bar.warp.sync 0xffffffff;\n"), out_words(128, 64, 256));
 }
 
@@ -78,8 +78,8 @@ fn a_missing_barrier_before_the_next_round() {
     assert_eq!(bad(&text(""), out_words(64, 64, 256)), FaultKind::SharedRace);
 }
 
-/// Two sets of two warps, each with words and a barrier of its own, which the other's barriers do not order. Every word has
-/// readers of both warps of its set, before and after barriers of the other.
+/// Two sets of two warps, each with its own words and barrier; the barriers of one set do not order the other. Every
+/// word is read by both warps of its set, before and after barriers of the other set.
 #[test]
 fn sets_of_warps_with_barriers_of_their_own() {
     let text = |first: &str, second: &str, partner: u32| {
@@ -103,7 +103,7 @@ fn sets_of_warps_with_barriers_of_their_own() {
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::Uninitialised), "{kind:?}");
 }
 
-/// Four tiles of 16 bytes a thread, copied asynchronously; `wait` then reads tile `tile`.
+/// Four tiles of 16 bytes per thread, copied asynchronously; after `wait`, tile `tile` is read.
 fn copies(wait: &str, tile: u32, barrier: &str, neighbour: u32) -> String {
     let copy = |i: u32| {
         format!(
@@ -168,7 +168,7 @@ fn writes_into_a_copy_in_flight() {
     assert_eq!(bad(&text(""), copy_launch), FaultKind::InFlight);
 }
 
-/// A copy reads only `size` bytes, and zeros fill the rest, whatever lies behind.
+/// A copy reads only `size` bytes and fills the rest with zeros, whatever follows in memory.
 #[test]
 fn copies_fill_up_with_zeros() {
     let body = format!(
@@ -186,7 +186,7 @@ fn copies_fill_up_with_zeros() {
     assert_eq!(sums[..4], [4, 4, 2, 0]);
 }
 
-/// A pipeline over 8 tiles of 256 bytes in a ring of `stages`, filled `ahead` tiles before use, one barrier a
+/// A pipeline over 8 tiles of 256 bytes in a ring of `stages`, filled `ahead` tiles in advance, with one barrier per
 /// tile. Each warp reads what both copied.
 fn ring(stages: u32, ahead: u32) -> String {
     let body = format!(
@@ -225,7 +225,7 @@ fn a_ring_that_is_too_short() {
     assert!(matches!(kind, FaultKind::SharedRace | FaultKind::InFlight), "{kind:?}");
 }
 
-/// Eight rows of 128 bytes; ldmatrix takes the same 16-byte column of eight rows.
+/// Eight rows of 128 bytes; ldmatrix reads the same 16-byte column of eight rows.
 fn swizzled(place: &str) -> String {
     let body = format!(
         "mov.u32 %r9, tile;\nand.b32 %r10, %r1, 7;\nshr.u32 %r11, %r1, 3;\n\
@@ -263,13 +263,13 @@ fn a_missing_guard() {
     let report = good(&text("@%p1 "), with);
     assert_eq!(report.counters.buffers["out"].written.unique_bytes, 200);
     assert_eq!(bad(&text(""), with), FaultKind::OutOfBounds);
-    // However far beyond, it is no other buffer's byte.
+    // However far the access is beyond the buffer, it reaches no other buffer.
     for words in [1 << 10, 1 << 16, (1_u64 << 31) - 64] {
         let far =
             text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
         assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
     }
-    // Not an error: both faults of a kind are reported, and the launch goes on.
+    // With faults not as errors, both faults of a kind are reported, and the launch continues.
     let mut memory = Memory::new();
     let launch = with(&mut memory);
     let options = Options { fault_is_error: false, ..Options::default() };
@@ -280,7 +280,7 @@ fn a_missing_guard() {
     assert_eq!((first.buffer.as_deref(), first.offset), (Some("out"), 200));
 }
 
-/// Blocks leave partial sums, the last one by ticket adds them.
+/// Blocks store partial sums; the last one, by ticket, adds them up.
 fn tickets(fence: &str, ticket: &str) -> String {
     let body = format!(
         "mul.wide.u32 %rd10, %r2, 4;\nadd.s64 %rd11, %rd2, %rd10;\nadd.u32 %r10, %r2, 1;\nsetp.ne.u32 %p1, %r1, 0;\n\
@@ -322,7 +322,7 @@ fn a_reduction_over_blocks() {
     }
 }
 
-/// Two warps of each block leave their parts, warp 0 takes the ticket; `meeting` stands before it.
+/// Two warps of each block store their parts, and warp 0 takes the ticket, with `meeting` before it.
 #[test]
 fn a_ticket_taken_before_the_other_warps_have_stored() {
     let text = |meeting: &str| {
@@ -425,9 +425,9 @@ fn control_that_goes_astray() {
     let with = |_: &mut Memory| launch(1, 64, 0, &[]);
     let text = |body: &str| kernel(0, "", body);
     good(&text("setp.lt.u32 %p1, %r1, 32;\n@%p1 bra A;\nnop;\nA:\nbar.sync 0;"), with);
-    // One warp only.
+    // Only one warp reaches the barrier.
     assert_eq!(bad(&text("setp.lt.u32 %p1, %r1, 32;\n@%p1 bar.sync 0;"), with), FaultKind::BarrierDivergence);
-    // Half of a warp.
+    // Half of a warp reaches the barrier.
     assert_eq!(bad(&text("setp.lt.u32 %p1, %r1, 48;\n@%p1 bar.sync 0;"), with), FaultKind::BarrierDivergence);
     let astray = "and.b32 %r10, %r1, 1;\nsetp.eq.u32 %p1, %r10, 0;\n@%p1 bra A;\nshfl.sync.bfly.b32 %r11, %r1, 1, 31, -1;\nbra B;\n\
                   A:\nadd.u32 %r11, %r1, 1;\nvote.sync.any.pred %p2, %p1, -1;\nB:";

@@ -8,33 +8,33 @@ use crate::simd::elementwise::dispatched;
 use crate::{Isa, IsaToken};
 
 dispatched! { rows,
-    /// The largest magnitude; infinite or NaN where any value is.
+    /// The largest magnitude; infinite or NaN if any value is.
     fn largest[][](row: &[f32]) -> f32;
-    /// Values as `f32`, and their largest magnitude.
+    /// Converts values to `f32`; returns their largest magnitude.
     fn widen[E][](x: &[E], out: &mut [f32]) -> f32;
-    /// Values rounded to their type.
+    /// Rounds values to their type.
     fn narrow[E][](x: &[f32], out: &mut [E]);
-    /// A row of RMSNorm, and its largest magnitude.
+    /// Computes a row of RMSNorm; returns its largest magnitude.
     fn rms_norm[E][](x: &[E], residual: Option<&mut [E]>, weight: &[f32], eps: f32, out: &mut [f32]) -> f32;
-    /// A row of `silu(gate) · up`, and its largest magnitude.
+    /// Computes a row of `silu(gate) · up`; returns its largest magnitude.
     fn silu_mul[E][](gate: &[E], up: &[E], out: &mut [f32]) -> f32;
-    /// A row of `gelu(gate) · up`.
+    /// Computes a row of `gelu(gate) · up`.
     fn gelu_tanh_mul[][](gate: &[f32], up: &[f32], out: &mut [f32]);
-    /// A row of a clamped gate.
+    /// Computes a row of a clamped gate.
     fn clamped_mul[][](gate: &[f32], up: &[f32], alpha_and_limit: [f32; 2], out: &mut [f32]);
     /// Adds a weighted row.
     fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
-    /// Rounds a row, and adds it up by groups.
+    /// Rounds a row, and sums it per group.
     fn quantize[][STATIC](row: &[f32], grid: Grid, to: Place<'_>);
     /// Packs a row of floats, in two halves with `SPLIT`.
     fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
-    /// Packs a row of floats into its tiles, in as many parts as the tiling says.
+    /// Packs a row of floats into its tiles, in the number of parts of the tiling.
     fn pack_tiles[][](
         row: &[f32], layout: RowLayout, tiling: Tiling, r: usize, words: &mut [u32], sums: &mut [f32],
     );
 }
 
-/// Packs a row of floats as these instructions take it.
+/// Packs a row of floats in the order of this instruction set.
 pub(super) fn pack(
     token: IsaToken,
     row: &[f32],

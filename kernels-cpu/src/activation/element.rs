@@ -1,8 +1,9 @@
-//! What activations may be made of.
+//! Element types of activations.
 
 use half::{bf16, f16};
 
-/// A type of activations: `f32`, [`half::f16`] or [`half::bf16`]. Each becomes `f32` exactly, and all arithmetic is in `f32`.
+/// An element type of activations: `f32`, [`half::f16`] or [`half::bf16`]. Each converts to `f32` exactly, and all
+/// arithmetic is in `f32`.
 pub trait Element: sealed::Values {}
 
 impl Element for f32 {}
@@ -12,7 +13,7 @@ impl Element for bf16 {}
 pub(crate) mod sealed {
     use super::*;
 
-    /// Which type it is.
+    /// The type.
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub enum Kind {
         F32,
@@ -24,7 +25,7 @@ pub(crate) mod sealed {
         const KIND: Kind;
         const ZERO: Self;
 
-        /// The same slice, where these are `f32`.
+        /// The same slice, if its elements are `f32`.
         fn as_f32(_: &[Self]) -> Option<&[f32]> {
             None
         }

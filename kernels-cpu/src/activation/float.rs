@@ -1,4 +1,4 @@
-//! Float activations in the order in which the kernels read them.
+//! Floating-point activations in the order in which the kernels read them.
 #![allow(unsafe_code, reason = "threads fill parts of one vector")]
 
 use super::element::{Element, sealed::Kind};
@@ -14,11 +14,11 @@ use crate::{IsaToken, KernelError, Parallel};
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
 pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
 
-/// How many bf16 stand for an activation where a path multiplies bf16: the value rounded, what that left over rounded, and
-/// so on. More parts take as many more products.
+/// The number of bf16 values that represent an activation where a path multiplies bf16: the rounded value, the rounded
+/// remainder of that, and so on. Each part adds as many products again.
 ///
-/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always takes
-/// two, and all other paths multiply the `f32` itself. Activations whose type is bf16 are one part everywhere.
+/// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses
+/// two, and all other paths multiply the `f32` itself. Activations of type bf16 have one part everywhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Bf16Parts {
     /// Within `2⁻⁸` of the value.
@@ -26,61 +26,62 @@ pub enum Bf16Parts {
     /// Within `2⁻¹⁶`; exact for f16.
     #[default]
     Two,
-    /// Within `2⁻²⁴`: as good as `f32`.
+    /// Within `2⁻²⁴`: as precise as `f32`.
     Three,
 }
 
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
-/// Where that multiplies bf16, each value is the sum of several, see [`Bf16Parts`]; elsewhere it is itself.
+/// On instruction sets that multiply bf16, each value is stored as a sum of several bf16, see [`Bf16Parts`]; on others,
+/// as `f32`.
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
     pub(crate) layout: Option<RowLayout>,
     pub(crate) token: IsaToken,
     parts: Bf16Parts,
-    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16. Empty where the
+    /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16. Empty if the
     /// token has a tile unit.
     pub(crate) words: Vec<u32>,
-    /// `[strips][groups][rows of the strip]`; of a tile unit `[row tiles][groups][rows]`.
+    /// `[strips][groups][rows of the strip]`; for a tile unit `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
-    /// The order of a tile unit, where the token has one.
+    /// The tiling for the tile unit, if the token has one.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
-    /// Whether all values are of bf16 by their type: every second half is zero.
+    /// Whether the input type was bf16: the second half of every value is zero.
     pub(crate) exact_in_bf16: bool,
-    /// `[strips][k]` or `[row tiles][k]`, where rows are made before they are packed.
+    /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
     made: Vec<f32>,
 }
 
 impl FloatRows {
-    /// No rows yet, for these instructions, in two parts where they multiply bf16.
+    /// Creates an empty buffer for these instructions, with two parts where they multiply bf16.
     pub fn new(token: IsaToken) -> Self {
         Self::in_parts(token, Bf16Parts::default())
     }
 
-    /// The same with a chosen number of parts.
+    /// Creates an empty buffer with a chosen number of parts.
     pub fn in_parts(token: IsaToken, parts: Bf16Parts) -> Self {
         let (words, sums, made) = (Vec::new(), Vec::new(), Vec::new());
         let (tiling, tiles) = (None, Vec::new());
         Self { m: 0, layout: None, token, parts, words, sums, tiling, tiles, exact_in_bf16: false, made }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub fn m(&self) -> usize {
         self.m
     }
 
-    /// Whether all values are of bf16 by their type.
+    /// Whether the input type was bf16.
     pub fn exact_in_bf16(&self) -> bool {
         self.exact_in_bf16
     }
 
-    /// Packs rows `[m, k]`, row-major. What was held is replaced, and its memory used again. Where `parallel`
-    /// unwinds, or memory is short, there are no rows.
+    /// Packs rows `[m, k]`, row-major. Replaces the previous rows and reuses their memory. If `parallel` unwinds, or
+    /// memory is short, the buffer is left empty.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the width that the layout says, or memory is short.
+    /// When `x` is not whole rows of the layout's width, or memory is short.
     pub fn pack<E: Element>(
         &mut self,
         x: &[E],
@@ -91,11 +92,11 @@ impl FloatRows {
         self.fill(&source, E::KIND == Kind::Bf16, layout, parallel)
     }
 
-    /// Packs the RMSNorm of rows `[m, k]`; with a residual as
+    /// Packs the RMSNorm of rows `[m, k]`. A residual is handled as in
     /// [`Int8Rows::quantize_rms_norm`](super::Int8Rows::quantize_rms_norm).
     ///
     /// # Errors
-    /// When a length is invalid, or the norm's ε is.
+    /// When a length or the norm's ε is invalid.
     pub fn pack_rms_norm<E: Element>(
         &mut self,
         x: &[E],
@@ -131,7 +132,7 @@ impl FloatRows {
     ) -> Result<(), KernelError> {
         let m = source.m();
         let lent = if source.is_made() { layout.k } else { 0 };
-        // No rows until all are there: threads of the caller may unwind.
+        // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();
@@ -140,7 +141,7 @@ impl FloatRows {
         self.reserve(&extent)?;
         let memory = self.memory();
         if m > 0 {
-            // SAFETY: there is room for the segment, and each unit is asked for once, as `Parallel` demands.
+            // SAFETY: `reserve` made room for the segment, and `Parallel` calls each unit at most once.
             parallel.for_each(all.units(tiling.is_none()), &|i| unsafe { memory.unit(&all, i, source) });
         }
         (self.m, self.layout, self.exact_in_bf16) = (m, Some(layout), in_bf16);
@@ -152,28 +153,28 @@ impl FloatRows {
         self.parts
     }
 
-    /// All rows, where there are any.
+    /// The segment of all rows, if any were packed.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
     }
 
-    /// The order of a tile unit, where the token has one.
+    /// The tiling for the tile unit, if the token has one.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
         self.token.has_tiles().then(|| Tiling::new(m, layout, 2 * STEP, parts))
     }
 
-    /// Makes room for rows. All that stays is overwritten.
+    /// Makes room for rows. All that remains of earlier calls is overwritten later.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         resize(&mut self.words, Some(extent.codes))?;
         resize(&mut self.tiles, Some(extent.tiles))?;
-        // Of one kind there are none.
+        // One of the two counts is zero.
         resize(&mut self.sums, Some(extent.sums.max(extent.tile_sums)))?;
         let made = extent.made.max(self.made.len());
         resize(&mut self.made, Some(made))
     }
 
-    /// What there is room for.
+    /// The capacity.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: usize::MAX,
@@ -185,11 +186,12 @@ impl FloatRows {
         }
     }
 
-    /// The memory, for several threads to write to.
+    /// The memory, for concurrent writes by several threads.
     pub(crate) fn memory(&mut self) -> FloatMemory<'_> {
         let lines = &mut self.tiles[..];
         let words = lines.len() * (LINE / 4);
-        // SAFETY: lines are 64 bytes without gaps, aligned for words, and borrowed as long as these.
+        // SAFETY: a line is 64 bytes without padding, aligned for `u32`; the slice borrows `self.tiles` mutably for its
+        // lifetime.
         let tiles = unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u32>(), words) };
         FloatMemory {
             token: self.token,
@@ -201,7 +203,7 @@ impl FloatRows {
     }
 }
 
-/// The memory of [`FloatRows`], which threads write to side by side.
+/// The memory of [`FloatRows`], which threads write to concurrently.
 pub(crate) struct FloatMemory<'a> {
     token: IsaToken,
     words: Disjoint<'a, u32>,
@@ -211,24 +213,24 @@ pub(crate) struct FloatMemory<'a> {
 }
 
 impl FloatMemory<'_> {
-    /// Packs strip `i` of a segment, or row tile where there is a tile unit; its rows are those of the source from the
-    /// segment's first one on.
+    /// Packs strip `i` of a segment, or row tile `i` if there is a tile unit. Its rows are read from the source,
+    /// starting at the segment's first row.
     ///
     /// # Safety
-    /// Segments must not overlap, and each unit may be asked for once.
+    /// Segments must not overlap, and each unit may be packed only once.
     pub(crate) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
         let (layout, token) = (all.layout, self.token);
         let lent = if source.is_made() { layout.k } else { 0 };
-        // SAFETY: units are disjoint, and each is asked for once.
+        // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
         let made = unsafe { self.made.part(all.at.made + i * lent..all.at.made + (i + 1) * lent) };
         let Some(tiling) = all.tiling else {
             let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
             let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
             let sums = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
-            // SAFETY: units are disjoint, and each is asked for once.
+            // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
             let (words, sums) = unsafe { (self.words.part(words), self.sums.part(sums)) };
             for r in 0..strip.len() {
-                // SAFETY: each row is in one strip.
+                // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is packed once.
                 let (row, _) = unsafe { source.row(all.row + strip.start + r, made) };
                 dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
             }
@@ -238,11 +240,11 @@ impl FloatMemory<'_> {
         let sums_across = tiling.groups * tiling.rows;
         let words = all.at.tiles * (LINE / 4) + i * across;
         let sums = all.at.tile_sums + i * sums_across;
-        // SAFETY: tiles of rows are disjoint, and each is asked for once.
+        // SAFETY: row tiles are disjoint, and the caller guarantees that each is packed once.
         let (words, sums) =
             unsafe { (self.tiles.part(words..words + across), self.sums.part(sums..sums + sums_across)) };
         for (r, row) in (i * TILE_ROWS..all.m).take(tiling.rows).enumerate() {
-            // SAFETY: each row is in one tile.
+            // SAFETY: each row is in exactly one row tile, and the caller guarantees that each is packed once.
             let (row, _) = unsafe { source.row(all.row + row, made) };
             dispatch::pack_tiles(token, row, layout, tiling, r, words, sums);
         }
@@ -264,18 +266,18 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
 ) {
     const WORDS: usize = STEP / 2;
     let Tiling { rows, blocks, steps, .. } = tiling;
-    // Words of a row of a tile, and of a tile.
+    // Words per row of a tile, and per tile.
     let (row_words, part) = (steps * WORDS, rows * steps * WORDS);
     assert!(r < rows && words.len() == tiling.groups * blocks * PARTS * part);
     for (g, group) in row.chunks_exact(layout.group_size).enumerate() {
         let mut sum = [0.0_f32; STEP];
         for block in 0..blocks {
             let to = &mut words[((g * blocks + block) * PARTS * rows + r) * row_words..];
-            // Blocks begin within their group, and the last one may end beyond it.
+            // Every block begins within its group; the last one may end beyond it.
             let x = &group[block * steps * STEP..];
             let whole = (x.len() / STEP).min(steps);
-            // SAFETY: the caller has the instructions. `x` has as many steps, and each of the parts, which are `part` words
-            // apart, has as many in the row's place, which the assertion above bounds.
+            // SAFETY: the caller guarantees the instructions of `L`. `x` holds `whole` steps. The parts are `part`
+            // words apart, and each has room for `whole` steps in this row, within `words` by the assertion above.
             unsafe { L::split_steps::<PARTS>(x.as_ptr(), whole, to.as_mut_ptr(), part, &mut sum) };
             for step in whole..steps {
                 let mut values = [0.0; STEP];
@@ -297,7 +299,8 @@ pub(crate) fn split_in_pairs<const PARTS: usize>(values: [f32; STEP]) -> [[u32; 
     split::<PARTS>(values).map(|part| PAIRS.map(|i| part[i] >> 16 | part[i + 2]))
 }
 
-/// Values as sums of so many bf16, each what those before it left over, rounded; only the upper half of the bits is set.
+/// Splits values into sums of `PARTS` bf16, each the rounded remainder after the ones before it; only the upper half of
+/// the bits is set.
 #[inline(always)]
 fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut parts = [[0; STEP]; PARTS];
@@ -305,7 +308,7 @@ fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     let mut left = values;
     for p in 1..PARTS {
         for i in 0..STEP {
-            // The difference is exact, and what is infinite leaves nothing.
+            // The difference is exact, and infinite values have no remainder.
             left[i] -= f32::from_bits(parts[p - 1][i]);
             parts[p][i] = if values[i].is_infinite() { 0 } else { round(left[i]) };
         }
@@ -313,7 +316,7 @@ fn split<const PARTS: usize>(values: [f32; STEP]) -> [[u32; STEP]; PARTS] {
     parts
 }
 
-/// Packs row `r` of a strip of `rows`.
+/// Packs row `r` of a strip of `rows` rows.
 #[inline(always)]
 pub(super) fn pack_row<const SPLIT: bool>(
     row: &[f32],
@@ -340,7 +343,7 @@ pub(super) fn pack_row<const SPLIT: bool>(
     }
 }
 
-/// Each pair rounded, then what is left over of it.
+/// Each pair rounded, then its remainder.
 #[inline(always)]
 fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     let [high, low] = split(values);
@@ -350,7 +353,7 @@ fn in_pairs(values: [f32; STEP], words: &mut [u32]) {
     }
 }
 
-/// A value rounded to bf16, half to even; only the upper half of the bits is set. NaN stays NaN.
+/// A value rounded to bf16, ties to even; only the upper half of the bits is set. NaN stays NaN.
 #[inline(always)]
 fn round(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -358,7 +361,7 @@ fn round(value: f32) -> u32 {
     if value.is_nan() { 0x7fc0_0000 } else { rounded }
 }
 
-/// The same, but the largest values are cut, for they would become infinite.
+/// A value rounded to bf16, except that the largest finite values are truncated, since they would round to infinity.
 #[inline(always)]
 fn round_within(value: f32) -> u32 {
     let rounded = round(value);
@@ -424,10 +427,10 @@ mod tests {
         assert_eq!(parts, [0xff80_0000, 0, 0]);
     }
 
-    /// A row of a tile has the parts of each block side by side with those of the other rows.
+    /// A row of a tile holds the parts of each block next to those of the other rows.
     #[test]
     fn rows_lie_in_tiles() {
-        // Two groups of five steps, the last of four features: two blocks of three steps each.
+        // Two groups of five steps, of which the last has four features: two blocks of three steps each.
         let layout = RowLayout { k: 72, group_size: 36, steps: 5 };
         let x: Vec<f32> = (0..3 * 72).map(|i| i as f32 / 7.0).collect();
         let mut rows = FloatRows::new(crate::Isa::AmxEmulated.token().unwrap());

@@ -1,4 +1,4 @@
-//! The same rows as floats, for layers that are not quantized; and what linears give in the type of what they took.
+//! Norms and gates as floats, for layers that are not quantized; and results rounded to the type of the activations.
 
 use super::element::Element;
 use super::source::{GateUp, Gated, Norm, RmsNorm, Source};
@@ -6,11 +6,11 @@ use super::{dispatch, strip, strips};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// RMSNorm of rows `[m, k]`, `k` the length of the norm's weight, into `out` of the same shape; with a residual as
-/// [`Int8Rows::quantize_rms_norm`](crate::Int8Rows::quantize_rms_norm).
+/// Computes the RMSNorm of rows `[m, k]` into `out` of the same shape, where `k` is the length of the norm's weight. A
+/// residual is handled as in [`Int8Rows::quantize_rms_norm`](crate::Int8Rows::quantize_rms_norm).
 ///
 /// # Errors
-/// When a length is invalid, or the norm's ε is.
+/// When a length or the norm's ε is invalid.
 pub fn rms_norm<E: Element>(
     token: IsaToken,
     x: &[E],
@@ -28,7 +28,7 @@ pub fn rms_norm<E: Element>(
     Ok(())
 }
 
-/// `silu(gate) · up` of rows `[m, k]` into `out` of the same shape, see
+/// Computes `silu(gate) · up` of rows `[m, k]` into `out` of the same shape, see
 /// [`reference::silu`](crate::reference::silu).
 ///
 /// # Errors
@@ -52,10 +52,10 @@ pub fn silu_mul<E: Element>(
 /// Values that one piece of work rounds.
 const PIECE: usize = 1 << 14;
 
-/// `f32` values rounded to their type, half to even; what is beyond it becomes infinite, and NaN stays NaN.
+/// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.
 ///
 /// # Errors
-/// When `out` has another length.
+/// When `out` has the wrong length.
 pub fn narrow<E: Element>(
     token: IsaToken,
     x: &[f32],
@@ -66,13 +66,13 @@ pub fn narrow<E: Element>(
     let out = Disjoint::new(out);
     parallel.for_each(x.len().div_ceil(PIECE), &|i| {
         let piece = i * PIECE..x.len().min((i + 1) * PIECE);
-        // SAFETY: pieces are disjoint, and each is asked for once.
+        // SAFETY: pieces are disjoint, and `Parallel` calls each at most once.
         dispatch::narrow(token, &x[piece.clone()], unsafe { out.part(piece) });
     });
     Ok(())
 }
 
-/// Makes all rows in `out`, which is as long as they are.
+/// Computes all rows into `out`, which has their total length.
 fn write(source: &dyn Source, k: usize, out: &mut [f32], parallel: &dyn Parallel) {
     let (m, out) = (source.m(), Disjoint::new(out));
     if m == 0 {
@@ -80,7 +80,7 @@ fn write(source: &dyn Source, k: usize, out: &mut [f32], parallel: &dyn Parallel
     }
     parallel.for_each(strips(m), &|i| {
         for row in strip(m, i) {
-            // SAFETY: strips are disjoint, each is asked for once, and so is each of its rows.
+            // SAFETY: strips are disjoint, `Parallel` calls each at most once, and each of its rows is computed once.
             unsafe { source.row(row, out.part(row * k..(row + 1) * k)) };
         }
     });

@@ -1,21 +1,24 @@
-//! Activations become integers of 8 bits, in the order in which the kernels read them.
+//! Activations quantized to int8, in the order in which the kernels read them.
 //!
-//! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))` half to even, so `x ≈ s · a` with `a` from
-//! −127 to 127. A row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that
-//! holds NaN or an infinity has `s = NaN`, and so has all that is computed from it.
+//! Per token: `s = max |x| / 127`, `a = round(x · (127 / max |x|))`, ties to even, so `x ≈ s · a` with `|a| ≤ 127`. A
+//! row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that contains NaN or an infinity
+//! has `s = NaN`, and so does everything that is computed from it.
 //!
-//! Static: one scale and one zero for all tokens, found beforehand: `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`,
-//! `x ≈ s · (a − a₀)`. Such codes reach −128, with a zero of 0 too: the widths that [`Layout::of`] takes allow for it.
+//! Static: one scale and one zero point for all tokens, from calibration:
+//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
+//! of 0; the widths that [`Layout::of`] accepts allow for it.
 //!
-//! Beside the codes stand the sums over the groups of the weights, which a grid's zeros are multiplied with.
+//! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
+//! the weights.
 //!
-//! What is rounded may be the activations themselves, their RMSNorm, or `silu(gate) · up`: a row is made in memory
-//! that stays in the first caches, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]); all
-//! arithmetic is in `f32`, in the order that [`reference`](crate::reference) has, and every instruction set, split and
+//! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into
+//! memory that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]);
+//! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and every instruction set, split and
 //! number of threads gives the same bits.
 //!
-//! Rows lie in strips of as many as a tile takes, up to twelve or, where that is all, sixteen; of a strip step by step the eight codes of
-//! every row: a kernel reads from beginning to end. For a tile unit they lie in tiles as well.
+//! Rows are stored in strips of up to twelve rows, the height of a kernel tile; up to sixteen rows form a single strip.
+//! A strip stores the eight codes of every row step by step, so that a kernel reads it sequentially. For a tile unit,
+//! rows are stored in tiles as well.
 #![allow(unsafe_code, reason = "vector instructions, and threads that fill parts of one vector")]
 
 pub(crate) mod dispatch;
@@ -41,10 +44,10 @@ use crate::linear::{MAX_ROWS, ONE_STRIP, TILED_ROWS, UNTILED_GROUP};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Layout, Parallel};
 
-/// Rows whose largest magnitude is below are taken for zero: `127 / SMALLEST` is still a number.
+/// Rows whose largest magnitude is below this are treated as zero: `127 / SMALLEST` is still finite.
 pub const SMALLEST: f32 = 1e-36;
 
-/// How the `k` input features of a row are cut, which is up to the weights.
+/// How the `k` input features of a row are grouped and padded, as the weights require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowLayout {
     k: usize,
@@ -53,7 +56,7 @@ pub struct RowLayout {
 }
 
 impl RowLayout {
-    /// That of the rows which these weights are multiplied with.
+    /// The layout of rows that are multiplied with these weights.
     pub fn of(weights: &Layout) -> Self {
         Self { k: weights.k(), group_size: weights.group_size(), steps: weights.steps() }
     }
@@ -75,16 +78,16 @@ impl RowLayout {
     }
 }
 
-/// One scale and zero for all tokens.
+/// One scale and zero point for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StaticScale {
-    /// Above zero and finite.
+    /// Positive and finite.
     pub scale: f32,
     /// −128 to 127.
     pub zero: i8,
 }
 
-/// Rows `[m, k]` as integers.
+/// Rows `[m, k]` quantized to int8.
 #[derive(Debug, Clone)]
 pub struct Int8Rows {
     token: IsaToken,
@@ -94,27 +97,27 @@ pub struct Int8Rows {
     pub(crate) codes: Vec<i8>,
     /// `[strips][groups][rows of the strip]`
     pub(crate) sums: Vec<i32>,
-    /// `−8 · sums`: what codes of 4 bits without a zero of their own count too much.
+    /// `−8 · sums`: corrects the offset of 4-bit codes without a stored zero point.
     pub(crate) eights: Vec<i32>,
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
-    /// The same in the order of a tile unit, where the token has one and there are rows enough for it.
+    /// The same rows for the tile unit, if the token has one and there are enough rows for it.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
     pub(crate) tile_sums: Vec<i32>,
-    /// `[strips][k]`, where rows are made before they are rounded.
+    /// `[strips][k]`: scratch for rows that are computed before they are rounded.
     made: Vec<f32>,
 }
 
 impl Default for Int8Rows {
-    /// No rows yet, on the widest instructions there are.
+    /// An empty buffer for the widest available instruction set.
     fn default() -> Self {
         Self::new(IsaToken::detect())
     }
 }
 
-/// Where the rows of strip `i` begin and end: strips differ by at most one row.
+/// The rows of strip `i`: strips differ by at most one row.
 pub(crate) fn strip(m: usize, i: usize) -> core::ops::Range<usize> {
     let count = strips(m);
     let start = |i: usize| i * (m / count) + i.min(m % count);
@@ -125,7 +128,7 @@ pub(crate) fn strips(m: usize) -> usize {
     if m <= ONE_STRIP { 1 } else { m.div_ceil(MAX_ROWS) }
 }
 
-/// So many values, of which those that were there stay.
+/// Resizes a vector to `len`; existing values are kept.
 pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>) -> Result<(), KernelError> {
     let len = len.ok_or(KernelError::TooLarge("the activations"))?;
     let missing = len.saturating_sub(values.len());
@@ -135,7 +138,7 @@ pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>)
 }
 
 impl Int8Rows {
-    /// No rows yet. Which instructions make them changes no bit.
+    /// Creates an empty buffer. The instruction set does not affect the results.
     pub fn new(token: IsaToken) -> Self {
         let (codes, scales, made) = (Vec::new(), Vec::new(), Vec::new());
         let (sums, eights) = (Vec::new(), Vec::new());
@@ -156,12 +159,12 @@ impl Int8Rows {
         }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub fn m(&self) -> usize {
         self.m
     }
 
-    /// The zero of all codes; 0 where each row has a scale of its own.
+    /// The zero point of all codes; 0 if each row has its own scale.
     pub fn zero(&self) -> i32 {
         self.zero
     }
@@ -171,11 +174,11 @@ impl Int8Rows {
         &self.scales[..self.m]
     }
 
-    /// Quantizes rows `[m, k]`, row-major, each by its own largest magnitude. What was held is replaced, and
-    /// its memory used again. Where `parallel` unwinds, or memory is short, there are no rows.
+    /// Quantizes rows `[m, k]`, row-major, each by its own largest magnitude. Replaces the previous rows and reuses
+    /// their memory. If `parallel` unwinds, or memory is short, the buffer is left empty.
     ///
     /// # Errors
-    /// When `x` is not whole rows of the width that the layout says, or memory is short.
+    /// When `x` is not whole rows of the layout's width, or memory is short.
     pub fn quantize<E: Element>(
         &mut self,
         x: &[E],
@@ -185,10 +188,10 @@ impl Int8Rows {
         self.fill(&Plain::new(self.token, x, layout.k)?, layout, None, parallel)
     }
 
-    /// Quantizes rows `[m, k]` by one scale and zero.
+    /// Quantizes rows `[m, k]` with one scale and zero point.
     ///
     /// # Errors
-    /// When `x` is not whole rows, or the scale or its inverse is no number above zero.
+    /// When `x` is not whole rows, or the scale or its inverse is not positive and finite.
     pub fn quantize_static<E: Element>(
         &mut self,
         x: &[E],
@@ -199,13 +202,13 @@ impl Int8Rows {
         self.fill(&Plain::new(self.token, x, layout.k)?, layout, Some(by), parallel)
     }
 
-    /// Quantizes the RMSNorm of rows `[m, k]`, per token or `by` one scale and zero.
+    /// Quantizes the RMSNorm of rows `[m, k]`, per token or, with `by`, with one scale and zero point.
     ///
-    /// With a residual, `[m, k]`, each row is added to it first: `residual += x`, rounded to its type, and what
-    /// stands there then is normed. A row whose sum of squares leaves `f32` counts as one that is not finite.
+    /// With a residual `[m, k]`, each row is first added to it, `residual += x`, rounded to its type, and the norm is
+    /// computed from the result. A row whose sum of squares overflows `f32` is treated as not finite.
     ///
     /// # Errors
-    /// As [`quantize_static`](Self::quantize_static), and when a length or the norm's ε is invalid.
+    /// See [`quantize_static`](Self::quantize_static); also when a length or the norm's ε is invalid.
     pub fn quantize_rms_norm<E: Element>(
         &mut self,
         x: &[E],
@@ -215,16 +218,16 @@ impl Int8Rows {
         by: Option<StaticScale>,
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        // Before the residual changes.
+        // Check this before the residual is modified.
         by.map_or(Ok(0.0), StaticScale::inverse)?;
         self.fill(&Norm::new(self.token, x, residual, norm, layout.k)?, layout, by, parallel)
     }
 
-    /// Quantizes `silu(gate) · up`, per token or `by` one scale and zero; see
+    /// Quantizes `silu(gate) · up`, per token or, with `by`, with one scale and zero point; see
     /// [`reference::silu`](crate::reference::silu).
     ///
     /// # Errors
-    /// As [`quantize_static`](Self::quantize_static), and when the two differ in length.
+    /// See [`quantize_static`](Self::quantize_static); also when the two inputs differ in length.
     pub fn quantize_silu_mul<E: Element>(
         &mut self,
         x: GateUp<'_, E>,
@@ -245,7 +248,7 @@ impl Int8Rows {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
         let m = source.m();
         let lent = if source.is_made() { layout.k } else { 0 };
-        // No rows until all are there: threads of the caller may unwind.
+        // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout);
         let mut extent = Extent::default();
@@ -254,7 +257,7 @@ impl Int8Rows {
         self.reserve(&extent)?;
         let memory = self.memory();
         if m > 0 {
-            // SAFETY: there is room for the segment, and each strip is asked for once, as `Parallel` demands.
+            // SAFETY: `reserve` made room for the segment, and `Parallel` calls each strip at most once.
             parallel.for_each(strips(m), &|i| unsafe { memory.strip(&all, i, source, fixed) });
         }
         (self.m, self.layout, self.zero) = (m, Some(layout), by.map_or(0, |by| i32::from(by.zero)));
@@ -266,18 +269,18 @@ impl Int8Rows {
         self.token
     }
 
-    /// All rows, where there are any.
+    /// The segment of all rows, if any were quantized.
     pub(crate) fn all(&self) -> Option<Segment> {
         self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
     }
 
-    /// The order of a tile unit, where that multiplies so many rows.
+    /// The tiling for the tile unit, if it is used for this number of rows.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout) -> Option<Tiling> {
         let tiled = self.token.has_tiles() && m >= TILED_ROWS && layout.group_size > UNTILED_GROUP;
         tiled.then(|| Tiling::new(m, layout, STEP, 1))
     }
 
-    /// Makes room for rows. All that stays is overwritten.
+    /// Makes room for rows. All that remains of earlier calls is overwritten later.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         if extent.tiles > 0 {
             resize(&mut self.tiles, Some(extent.tiles))?;
@@ -291,7 +294,7 @@ impl Int8Rows {
         resize(&mut self.made, Some(made))
     }
 
-    /// What there is room for.
+    /// The capacity.
     pub(crate) fn room(&self) -> Extent {
         Extent {
             rows: self.scales.len(),
@@ -303,7 +306,7 @@ impl Int8Rows {
         }
     }
 
-    /// The memory, for several threads to write to.
+    /// The memory, for concurrent writes by several threads.
     pub(crate) fn memory(&mut self) -> Int8Memory<'_> {
         Int8Memory {
             token: self.token,
@@ -324,14 +327,14 @@ impl Int8Rows {
         Some((layout, strip))
     }
 
-    /// The sums over the groups of a row, for those who want to look.
+    /// The sums of a row per group, for inspection.
     pub fn sums(&self, row: usize) -> Vec<i32> {
         let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
         let sums = &self.sums[strip.start * layout.groups() + row - strip.start..];
         sums.iter().step_by(strip.len()).take(layout.groups()).copied().collect()
     }
 
-    /// The codes of a row in logical order, for those who want to look.
+    /// The codes of a row in logical order, for inspection.
     pub fn row(&self, row: usize) -> Vec<i8> {
         let Some((layout, strip)) = self.strip_of(row) else { return Vec::new() };
         let codes = &self.codes[strip.start * layout.padded()..];
@@ -345,7 +348,7 @@ impl Int8Rows {
     }
 }
 
-/// The memory of [`Int8Rows`], which threads write to side by side.
+/// The memory of [`Int8Rows`], which threads write to concurrently.
 pub(crate) struct Int8Memory<'a> {
     token: IsaToken,
     codes: Disjoint<'a, i8>,
@@ -358,11 +361,11 @@ pub(crate) struct Int8Memory<'a> {
 }
 
 impl Int8Memory<'_> {
-    /// Quantizes strip `i` of a segment, whose rows are those of the source from the segment's first one on.
+    /// Quantizes strip `i` of a segment. Its rows are read from the source, starting at the segment's first row.
     ///
     /// # Safety
-    /// There must be [room](Int8Rows::room) for the segment, segments must not overlap, and each strip may be asked for
-    /// once.
+    /// There must be [room](Int8Rows::room) for the segment, segments must not overlap, and each strip may be quantized
+    /// only once.
     pub(crate) unsafe fn strip(
         &self,
         all: &Segment,
@@ -377,15 +380,15 @@ impl Int8Memory<'_> {
         let codes = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
         let at = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
         let made = all.at.made + i * lent..all.at.made + (i + 1) * lent;
-        // SAFETY: strips are disjoint, and each is asked for once.
+        // SAFETY: strips are disjoint, and the caller guarantees that each is quantized once.
         let (codes, scales) =
             unsafe { (self.codes.part(codes), self.scales.part(all.row + strip.start..all.row + strip.end)) };
-        // SAFETY: strips are disjoint, and each is asked for once.
+        // SAFETY: strips are disjoint, and the caller guarantees that each is quantized once.
         let (sums, eights, made) =
             unsafe { (self.sums.part(at.clone()), self.eights.part(at), self.made.part(made)) };
         let rows = strip.len();
         for (r, scale) in scales.iter_mut().enumerate() {
-            // SAFETY: each row is in one strip.
+            // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is quantized once.
             let (row, largest) = unsafe { source.row(all.row + strip.start + r, made) };
             let grid = match fixed {
                 Some((by, inverse)) => Grid::fixed(by, inverse, largest),
@@ -399,8 +402,8 @@ impl Int8Memory<'_> {
             }
             if let Some(tiling) = all.tiling {
                 let (tile, at) = ((strip.start + r) / TILE_ROWS, (strip.start + r) % TILE_ROWS);
-                // SAFETY: there is room for all rows of this tiling, the caller guarantees; each row is in one strip, and
-                // writes to its own places only.
+                // SAFETY: the caller guarantees room for all rows of this tiling; each row is in exactly one strip, and
+                // writes only to its own bytes of the tiles.
                 unsafe {
                     let across = tiling.rows * tiling.groups * tiling.blocks * tiling.row_bytes();
                     let to = self.tiles.pointer().add(all.at.tiles).cast::<i8>().add(tile * across);
@@ -427,7 +430,7 @@ impl StaticScale {
 }
 
 impl Grid {
-    /// That of a row with this largest magnitude.
+    /// The grid of a row with this largest magnitude.
     fn of(largest: f32) -> Self {
         match largest.is_finite() && largest >= SMALLEST {
             true => Self { scale: largest / 127.0, inverse: 127.0 / largest, zero: 0.0 },

@@ -1,7 +1,8 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
-//! Sums run in 64 lanes: value `i` joins lane `i mod 64` by a fused multiply-add, in order; then lanes are added
-//! in halves, 32 to 32 down to 1 to 1. That order is the definition, so all instruction sets give its bits.
+//! Sums use 64 lanes: value `i` is added to lane `i mod 64` by a fused multiply-add, in order; then the upper half of
+//! the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the definition, so all
+//! instruction sets give the same bits.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -9,12 +10,12 @@ use super::tiles::Tiling;
 use crate::layout::STEP;
 use crate::simd::elementwise::RowLanes;
 
-/// Values in lanes.
+/// Values per register.
 const LANES: usize = 16;
-/// Registers of lanes in which a sum runs.
+/// Registers per sum.
 const SUMS: usize = 4;
 
-/// How a row becomes integers.
+/// The grid that a row is rounded to.
 #[derive(Clone, Copy)]
 pub(crate) struct Grid {
     pub(super) scale: f32,
@@ -22,7 +23,7 @@ pub(crate) struct Grid {
     pub(super) zero: f32,
 }
 
-/// Where a row of a strip goes: row `r` of `rows`.
+/// The destination of a row in a strip: row `r` of `rows`.
 pub(crate) struct Place<'a> {
     pub(super) layout: RowLayout,
     pub(super) r: usize,
@@ -31,7 +32,7 @@ pub(crate) struct Place<'a> {
     pub(super) sums: &'a mut [i32],
 }
 
-/// Up to sixteen values, filled up with zeros.
+/// Loads up to sixteen values, padded with zeros.
 #[inline(always)]
 unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     let left = &x[at..];
@@ -42,7 +43,8 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
         part[..left.len()].copy_from_slice(left);
         part.as_ptr()
     };
-    // SAFETY: there are sixteen, of the type that the kind says; the caller has the instructions.
+    // SAFETY: `from` is valid for sixteen values of the type of `E::KIND`; the caller guarantees the instructions of
+    // `L`.
     unsafe {
         match E::KIND {
             Kind::F32 => L::load_f32(from.cast()),
@@ -52,14 +54,14 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
     }
 }
 
-/// Writes up to sixteen values, rounded half to even.
+/// Stores up to sixteen values, rounded half to even.
 #[inline(always)]
 unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let left = &mut x[at..];
     let mut part = [E::ZERO; LANES];
     let whole = left.len() >= LANES;
     let to = if whole { left.as_mut_ptr() } else { part.as_mut_ptr() };
-    // SAFETY: as for `load`.
+    // SAFETY: `to` is valid for sixteen values of the type of `E::KIND`; the caller guarantees the instructions of `L`.
     unsafe {
         match E::KIND {
             Kind::F32 => L::store_f32(to.cast(), a),
@@ -72,20 +74,20 @@ unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     }
 }
 
-/// Magnitudes are in the order of their bits, and what is not finite is above all that is.
+/// The magnitude as bits: magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
 #[inline(always)]
 unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::and(L::as_i32(a), L::splat(0x7fff_ffff)) }
 }
 
-/// The largest magnitude; infinite or NaN where any value is.
+/// The largest magnitude; infinite or NaN if any value is.
 ///
 /// # Safety
-/// The processor must have the instructions of `L`, here and below.
+/// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = [L::splat(0); SUMS];
         let mut at = 0;
@@ -105,11 +107,11 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     }
 }
 
-/// Values as `f32`, and their largest magnitude.
+/// Converts values to `f32`; returns their largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..x.len()).step_by(LANES) {
@@ -121,11 +123,11 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     }
 }
 
-/// Values rounded half to even.
+/// Rounds values half to even.
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         for at in (0..x.len()).step_by(LANES) {
             store::<L, E>(out, at, load::<L, f32>(x, at));
@@ -133,7 +135,7 @@ pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     }
 }
 
-/// `out = x / √(mean x² + ε) · γ`, with the residual added to `x` before; returns the largest magnitude.
+/// `out = x / √(mean x² + ε) · γ`, with `x` added to the residual first; returns the largest magnitude.
 #[inline(always)]
 pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
     x: &[E],
@@ -144,13 +146,13 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
 ) -> f32 {
     let k = x.len();
     assert!(weight.len() == k && out.len() == k && residual.as_ref().is_none_or(|r| r.len() == k));
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut sums = [L::zero(); SUMS];
         for (i, at) in (0..k).step_by(LANES).enumerate() {
             let mut v = load::<L, E>(x, at);
             if let Some(residual) = residual.as_deref_mut() {
-                // What is normed is what was written.
+                // The norm is computed from the values that were stored.
                 store::<L, E>(residual, at, L::add_f32(v, load::<L, E>(residual, at)));
                 v = load::<L, E>(residual, at);
             }
@@ -172,7 +174,7 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
     }
 }
 
-/// `1 / √(mean + ε)` from the lanes of a sum; NaN where the sum is beyond `f32`.
+/// `1 / √(mean + ε)` from the lanes of a sum; NaN if the sum overflows `f32`.
 fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
     let mut half = lanes.len() / 2;
     while half > 0 {
@@ -188,7 +190,7 @@ fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
 #[inline(always)]
 pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out: &mut [f32]) -> f32 {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..out.len()).step_by(LANES) {
@@ -200,12 +202,12 @@ pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out
     }
 }
 
-/// `out = gelu(gate) · up` with a hyperbolic tangent, see [`crate::reference::gelu_tanh`].
+/// `out = gelu(gate) · up` in the tanh approximation, see [`crate::reference::gelu_tanh`].
 #[inline(always)]
 pub(super) unsafe fn gelu_tanh_mul<L: RowLanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     use crate::reference::GELU;
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         for at in (0..out.len()).step_by(LANES) {
             let g = load::<L, f32>(gate, at);
@@ -225,11 +227,11 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     out: &mut [f32],
 ) {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let (most, one) = (L::splat_f32(limit), L::splat_f32(1.0));
         for at in (0..out.len()).step_by(LANES) {
-            // Of the two the second where one is NaN.
+            // `min_f32` and `max_f32` return the second operand if either is NaN.
             let g = L::min_f32(most, load::<L, f32>(gate, at));
             let u = L::max_f32(L::splat_f32(-limit), L::min_f32(most, load::<L, f32>(up, at)));
             let v = L::mul_f32(g, sigmoid::<L>(L::mul_f32(L::splat_f32(alpha), g)));
@@ -242,7 +244,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
 #[inline(always)]
 pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: &[f32]) {
     assert_eq!(sum.len(), y.len());
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let weight = L::splat_f32(weight);
         for at in (0..y.len()).step_by(LANES) {
@@ -256,15 +258,15 @@ pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: 
 /// `g / (1 + e^−g)`, see [`crate::reference::silu`].
 #[inline(always)]
 unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
 }
 
-/// `1 / (1 + e^−g)`, and 0 where that is next to nothing.
+/// `1 / (1 + e^−g)`, and 0 where that is negligible.
 #[inline(always)]
 unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let end = L::splat_f32(SILU_END);
         let z = L::sub_f32(L::zero(), g);
@@ -282,8 +284,8 @@ unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     }
 }
 
-/// Rounds a row to integers and adds them up by groups. With `STATIC` a zero is added, and what the
-/// eight bits do not hold is cut; else nothing is beyond them.
+/// Rounds a row to integers and sums it per group. With `STATIC`, the zero point is added and the result is clamped to
+/// eight bits; otherwise it always fits.
 #[inline(always)]
 pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid: Grid, to: Place<'_>) {
     let Place { layout, r, rows, codes, sums } = to;
@@ -291,8 +293,8 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid
     assert!(r < rows && row.len() == layout.k);
     assert!(codes.len() == layout.padded() * rows && sums.len() == layout.groups() * rows);
     let finite = grid.scale.is_finite();
-    // SAFETY: the caller has the instructions. A step of the row begins at `(step · rows + r) · STEP`, and all are
-    // below `groups · steps`, so that its eight codes are within the strip.
+    // SAFETY: the caller guarantees the instructions of `L`. A step of the row begins at `(step · rows + r) · STEP`
+    // with `step < groups · steps`, so its eight codes are within `codes` by the assertion above.
     unsafe {
         let (inverse, zero) = (L::splat_f32(grid.inverse), L::splat_f32(grid.zero));
         let code = |v: L::F| -> L::I {
@@ -327,7 +329,7 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid
                 let mut last = [0_i8; LANES];
                 let at = last.as_mut_ptr();
                 L::store_codes(code(load::<L, f32>(group, whole)), at, at.add(STEP));
-                // A filler is zero, whatever the zero.
+                // Padding is zero, whatever the zero point.
                 last[left..].fill(0);
                 sum += last.iter().map(|&c| i32::from(c)).sum::<i32>();
                 for step in last.chunks_exact(STEP).take(left.div_ceil(STEP)) {
@@ -340,7 +342,7 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid
     }
 }
 
-/// Packs a row of floats, see [`FloatRows`](super::FloatRows): plain code, compiled for the instructions of `L`.
+/// Packs a row of floats, see [`FloatRows`](super::FloatRows): portable code, compiled for the instructions of `L`.
 #[inline(always)]
 pub(super) unsafe fn pack_row<L: RowLanes, const SPLIT: bool>(
     row: &[f32],
@@ -362,7 +364,7 @@ pub(super) unsafe fn pack_tiles<L: RowLanes>(
     words: &mut [u32],
     sums: &mut [f32],
 ) {
-    // SAFETY: the caller has the instructions of `L`.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         match tiling.parts {
             1 => super::float::pack_tiles::<L, 1>(row, layout, tiling, r, words, sums),

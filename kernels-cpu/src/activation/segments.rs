@@ -1,31 +1,31 @@
-//! Where the rows that are multiplied with one matrix lie in memory that they share with others: rows of several experts
-//! are made in one call, and each expert's are cut into strips and tiles of their own.
+//! The location of the rows that are multiplied with one matrix in memory shared with other rows: one call prepares the
+//! rows of several experts, and each expert's rows have their own strips and tiles.
 
 use super::RowLayout;
 use super::tiles::{TILE_ROWS, Tiling};
 use crate::layout::LINE;
 use crate::linear::MAX_ROWS;
 
-/// Rows `[m, k]` that lie together.
+/// Rows `[m, k]` that are stored together.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
     pub(crate) m: usize,
     pub(crate) layout: RowLayout,
-    /// The order of a tile unit, where that multiplies them.
+    /// The tiling for the tile unit, if it multiplies these rows.
     pub(crate) tiling: Option<Tiling>,
-    /// Its first row among all.
+    /// The index of its first row.
     pub(crate) row: usize,
-    /// Where its parts begin, each counted in its elements.
+    /// The offsets of its parts, in elements.
     pub(crate) at: Extent,
 }
 
 impl Segment {
-    /// Rows that lie alone.
+    /// A segment of rows that share their memory with no others.
     pub(crate) fn alone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
 
-    /// Strips, or row tiles where rows lie in tiles only.
+    /// The number of strips, or of row tiles if rows are stored in tiles only.
     pub(crate) fn units(&self, in_strips: bool) -> usize {
         match self.tiling {
             Some(tiling) if !in_strips => tiling.tiles(self.m),
@@ -33,13 +33,13 @@ impl Segment {
         }
     }
 
-    /// Its elements of the rows in strips, and of their sums.
+    /// The elements of its rows in strips, and of their sums.
     pub(crate) fn strips(&self) -> [core::ops::Range<usize>; 2] {
         let [codes, sums] = [self.m * self.layout.padded(), self.m * self.layout.groups()];
         [self.at.codes..self.at.codes + codes, self.at.sums..self.at.sums + sums]
     }
 
-    /// Its lines of tiles, and the sums beside them.
+    /// Its lines of tiles, and their sums.
     pub(crate) fn tiles(&self) -> [core::ops::Range<usize>; 2] {
         let Some(tiling) = self.tiling else { return [0..0, 0..0] };
         let lines = tiling.bytes(self.m).unwrap_or(0).div_ceil(LINE);
@@ -48,7 +48,7 @@ impl Segment {
     }
 }
 
-/// How much of each kind of memory rows take, in elements.
+/// How much of each kind of memory rows need, in elements.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) rows: usize,
@@ -58,12 +58,12 @@ pub(crate) struct Extent {
     /// Lines.
     pub(crate) tiles: usize,
     pub(crate) tile_sums: usize,
-    /// Values of rows that are made before they are rounded or packed.
+    /// Values of rows that are computed before they are rounded or packed.
     pub(crate) made: usize,
 }
 
 impl Extent {
-    /// Adds a segment behind what is there; `lent` is the width of rows that are made. `None` where no number holds it.
+    /// Appends a segment; `lent` is the width of computed rows. `None` on overflow.
     pub(crate) fn add(
         &mut self,
         m: usize,
@@ -86,7 +86,7 @@ impl Extent {
         Some(segment)
     }
 
-    /// What `rows` rows take at most, in whatever way they are cut into `segments` segments.
+    /// The maximum for `rows` rows, however they are divided into `segments` segments.
     pub(crate) fn most(
         rows: usize,
         segments: usize,
@@ -97,7 +97,7 @@ impl Extent {
     ) -> Option<Self> {
         let segments = segments.min(rows);
         let strips = rows.min(segments.checked_add(rows / MAX_ROWS)?);
-        // A segment's last tile may be a part of one.
+        // A segment's last tile may be partial.
         let row_tiles = segments.checked_add(rows / TILE_ROWS)?;
         let units = if in_strips { strips } else { row_tiles };
         let mut most = Self { rows, made: units.checked_mul(lent)?, ..Self::default() };
@@ -112,7 +112,7 @@ impl Extent {
         Some(most)
     }
 
-    /// The larger of each.
+    /// The element-wise maximum.
     pub(crate) fn max(self, other: Self) -> Self {
         Self {
             rows: self.rows.max(other.rows),
@@ -124,7 +124,7 @@ impl Extent {
         }
     }
 
-    /// Whether the other has room in this one.
+    /// Whether `other` fits into this.
     pub(crate) fn holds(&self, other: &Self) -> bool {
         self.max(*other) == *self
     }
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
     use crate::layout::STEP;
 
-    /// However rows are cut, what is stated holds them.
+    /// The stated maximum is sufficient however rows are divided.
     #[test]
     fn what_is_stated_holds_every_split() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4 };

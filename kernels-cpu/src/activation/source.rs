@@ -1,4 +1,4 @@
-//! Where rows come from: as they are, from a norm, or from a gate.
+//! Sources of rows: the input itself, a norm, or a gate.
 
 use super::dispatch;
 use super::element::Element;
@@ -10,36 +10,36 @@ use crate::{IsaToken, KernelError};
 pub struct RmsNorm<'a> {
     /// γ, `[k]`.
     pub weight: &'a [f32],
-    /// ε, above zero and finite.
+    /// ε, positive and finite.
     pub eps: f32,
 }
 
 /// The two inputs of `silu(gate) · up`.
 #[derive(Debug, Clone, Copy)]
 pub enum GateUp<'a, E> {
-    /// Two matrices.
+    /// Two separate matrices.
     Apart {
         /// `[m, k]`
         gate: &'a [E],
         /// `[m, k]`
         up: &'a [E],
     },
-    /// What one linear gave that joins both, `[m, 2k]`: a row of the gate, then one of the other.
+    /// The output of one linear that computes both, `[m, 2k]`: each row is the gate's, then the up projection's.
     Joined(&'a [E]),
 }
 
-/// Rows that are made when they are asked for.
+/// Rows that are computed on request.
 pub(crate) trait Source: Sync {
-    /// Rows.
+    /// The number of rows.
     fn m(&self) -> usize;
 
-    /// Whether rows are made in memory that the caller lends.
+    /// Whether rows are computed into memory that the caller provides.
     fn is_made(&self) -> bool;
 
-    /// A row, and its largest magnitude. `lent` has the width of a row where [`is_made`](Self::is_made) says so.
+    /// Returns a row and its largest magnitude. If [`is_made`](Self::is_made), `lent` must have the width of a row.
     ///
     /// # Safety
-    /// Each row may be asked for once.
+    /// Each row may be requested only once.
     unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32);
 }
 
@@ -76,7 +76,7 @@ impl<E: Element> Source for Plain<'_, E> {
     }
 }
 
-/// Rows of a matrix in another order, some of them more than once.
+/// Selected rows of a matrix in any order, possibly repeated.
 pub(crate) struct Gathered<'a, E> {
     token: IsaToken,
     x: &'a [E],
@@ -85,7 +85,7 @@ pub(crate) struct Gathered<'a, E> {
 }
 
 impl<'a, E: Element> Gathered<'a, E> {
-    /// These rows of `x` `[m, k]`, all of them below `m`.
+    /// The rows with these indices of `x` `[m, k]`; all must be below `m`.
     pub(crate) fn new(token: IsaToken, x: &'a [E], k: usize, rows: &'a [u32]) -> Self {
         Self { token, x, k, rows }
     }
@@ -105,7 +105,7 @@ impl<E: Element> Source for Gathered<'_, E> {
     }
 }
 
-/// A row as it is, or widened in what is lent.
+/// A row as it is, or converted to `f32` in `lent`.
 fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], lent: &'s mut [f32]) -> (&'s [f32], f32) {
     match E::as_f32(x) {
         Some(x) => (x, dispatch::largest(token, x)),
@@ -156,7 +156,7 @@ impl<E: Element> Source for Norm<'_, E> {
     unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
         let (weight, eps) = (self.by.weight, self.by.eps);
         let range = row * weight.len()..(row + 1) * weight.len();
-        // SAFETY: rows are disjoint, and the caller asks for each once.
+        // SAFETY: rows are disjoint, and the caller guarantees that each is requested once.
         let residual = self.residual.as_ref().map(|r| unsafe { r.part(range.clone()) });
         let largest = dispatch::rms_norm(self.token, &self.x[range], residual, weight, eps, lent);
         (lent, largest)

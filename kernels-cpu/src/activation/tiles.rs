@@ -1,16 +1,16 @@
 //! The order in which a tile unit reads rows of activations.
 //!
-//! A tile holds up to 16 rows of up to 64 bytes. Rows are cut into tiles of 16 (fewer if there are fewer in all), and
-//! each group of input features into blocks of as many steps as a tile's row holds, of equal size; fillers at the end of
-//! a group's last block are zero. Tiles are contiguous, and follow each other as a kernel reads them:
+//! A tile holds up to 16 rows of up to 64 bytes. Rows are divided into tiles of 16 (fewer if there are fewer in total),
+//! and each group of input features into blocks of as many steps as fit in a tile row, all of equal size; the last
+//! block of a group is padded with zeros. Tiles are contiguous, in the order in which a kernel reads them:
 //!
 //! ```text
 //! [row tiles][groups][blocks][parts][rows][bytes of a block]
 //! ```
 //!
-//! Activations of 8 bits are one part, with features in order. Floats are one to three parts of bf16, with the features
-//! of a step in the order of [`PAIRS`](super::float::PAIRS). Beside the tiles stand the sums over groups,
-//! `[row tiles][groups][rows]`. Rows of the last tile that do not exist hold anything: nothing that is computed from them
+//! Int8 activations have one part, with features in order. Floats have one to three parts of bf16, with the features of
+//! a step in the order of [`PAIRS`](super::float::PAIRS). The sums per group are stored separately,
+//! `[row tiles][groups][rows]`. Padding rows of the last tile may hold anything: no result that is computed from them
 //! is used.
 
 use super::RowLayout;
@@ -18,28 +18,28 @@ use crate::layout::STEP;
 
 /// Rows of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
-/// Bytes of a row of a tile.
+/// Bytes per row of a tile.
 pub(crate) const TILE_BYTES: usize = 64;
 
-/// How rows are cut into tiles.
+/// How rows are divided into tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Tiling {
-    /// Rows of every tile, the last one's fillers included: 1 to 16.
+    /// Rows of every tile, including padding rows of the last: 1 to 16.
     pub(crate) rows: usize,
-    /// Groups of a row.
+    /// Groups per row.
     pub(crate) groups: usize,
-    /// Blocks of a group.
+    /// Blocks per group.
     pub(crate) blocks: usize,
-    /// Steps of a block.
+    /// Steps per block.
     pub(crate) steps: usize,
-    /// Bytes of a step of a row: 8 of integers, 16 of bf16.
+    /// Bytes per step of a row: 8 for integers, 16 for bf16.
     pub(crate) step_bytes: usize,
-    /// Numbers whose sum is an activation: 1 of integers, 1 to 3 of bf16.
+    /// Parts whose sum is an activation: 1 for integers, 1 to 3 for bf16.
     pub(crate) parts: usize,
 }
 
 impl Tiling {
-    /// That of `m` rows, above zero, for steps of so many bytes in so many parts.
+    /// The tiling of `m` rows, `m > 0`, with `step_bytes` bytes per step and `parts` parts.
     pub(crate) fn new(m: usize, layout: RowLayout, step_bytes: usize, parts: usize) -> Self {
         let most = TILE_BYTES / step_bytes;
         let blocks = layout.steps.div_ceil(most);
@@ -47,17 +47,17 @@ impl Tiling {
         Self { rows, groups: layout.groups(), blocks, steps, step_bytes, parts }
     }
 
-    /// Tiles of `m` rows, one below the other.
+    /// The number of row tiles of `m` rows.
     pub(crate) fn tiles(self, m: usize) -> usize {
         m.div_ceil(self.rows)
     }
 
-    /// Bytes of a row of a tile.
+    /// Bytes per row of a tile.
     pub(crate) fn row_bytes(self) -> usize {
         self.steps * self.step_bytes
     }
 
-    /// Bytes of all tiles of the same rows, or `None` where no number holds them.
+    /// Bytes of all tiles that hold the same rows, or `None` on overflow.
     pub(crate) fn bytes_across(self) -> Option<usize> {
         let tiles = self.groups.checked_mul(self.blocks)?.checked_mul(self.parts)?;
         tiles.checked_mul(self.rows * self.row_bytes())
@@ -68,16 +68,17 @@ impl Tiling {
         self.bytes_across()?.checked_mul(self.tiles(m))
     }
 
-    /// Sums over groups of `m` rows, fillers included.
+    /// Sums per group of `m` rows, including padding rows.
     pub(crate) fn sums(self, m: usize) -> Option<usize> {
         self.groups.checked_mul(self.rows)?.checked_mul(self.tiles(m))
     }
 }
 
-/// Copies row `r` of a strip of `rows` into its tiles, which begin at `to`; the codes are in the strip's order.
+/// Copies row `r` of a strip of `rows` rows into its tiles, which begin at `to`. The codes are in strip order.
 ///
 /// # Safety
-/// `to` must be valid for [`Tiling::bytes_across`], and nobody else may use these bytes of row `r` meanwhile.
+/// `to` must be valid for [`Tiling::bytes_across`], and no other thread may access the bytes of row `r` during the
+/// call.
 #[allow(unsafe_code, reason = "rows of one tile are written by several threads")]
 pub(super) unsafe fn copy_row(
     tiling: Tiling,
@@ -91,20 +92,21 @@ pub(super) unsafe fn copy_row(
     let row_bytes = tiling.row_bytes();
     assert!(tile_row < tiling.rows && r < rows && codes.len() == rows * layout.padded());
     for (g, block) in (0..tiling.groups).flat_map(|g| (0..blocks).map(move |block| (g, block))) {
-        // SAFETY: the row's place in the tile of this block; that tile is within the tiles.
+        // SAFETY: the row's bytes in the tile of this block, which is within the tiles that the caller guarantees.
         let mut to = unsafe { to.add(((g * blocks + block) * tiling.rows + tile_row) * row_bytes) };
         let first = block * steps;
         let whole = steps.min(layout.steps - first);
         let mut from = ((g * layout.steps + first) * rows + r) * STEP;
         for _ in 0..whole {
-            // SAFETY: a step of the row, within the strip, for both are of as many steps; and within the row's place.
+            // SAFETY: the source is a step of the row within the strip, which has the same number of steps; the
+            // destination is within the row's bytes.
             unsafe {
                 codes.as_ptr().add(from).copy_to_nonoverlapping(to, STEP);
                 to = to.add(STEP);
             }
             from += rows * STEP;
         }
-        // SAFETY: what is left of the row's place.
+        // SAFETY: the rest of the row's bytes.
         unsafe { to.write_bytes(0, (steps - whole) * STEP) };
     }
 }
@@ -131,7 +133,7 @@ mod tests {
         }
     }
 
-    /// Rows of a strip come to lie in their tiles, step by step, with zeros at the end of a group.
+    /// Rows of a strip are copied to their tiles, step by step, with zeros at the end of a group.
     #[test]
     #[allow(unsafe_code, reason = "the tiles are as large as the tiling says")]
     fn rows_are_copied_to_their_places() {
@@ -142,7 +144,7 @@ mod tests {
             let codes: Vec<i8> = (0..m * layout.padded()).map(|i| (i % 127) as i8 + 1).collect();
             let mut tiles = vec![-1_i8; tiling.bytes(16).unwrap()];
             for r in 0..16 {
-                // SAFETY: tiles of 16 rows, and a strip of `m`.
+                // SAFETY: `tiles` and the strip have the sizes of this tiling, and one thread uses them.
                 unsafe { copy_row(tiling, layout, &codes, [r, m], r, tiles.as_mut_ptr()) };
             }
             let padded = tiling.blocks * tiling.steps;
@@ -161,8 +163,8 @@ mod tests {
         size.div_ceil(STEP)
     }
 
-    /// Groups of 16 are left to lanes, in as many rows as one likes; wider ones go through tiles from 16 rows on. Both
-    /// equal the definition.
+    /// Groups of 16 use vector lanes for any number of rows; wider groups use tiles from 16 rows on. Both match the
+    /// reference.
     #[test]
     fn narrow_groups_are_not_tiled() {
         use crate::{

@@ -1,27 +1,27 @@
-//! Lines of pages are asked for before they are read.
+//! Prefetches cache lines of pages before they are read.
 
 use super::kernel::Tile;
 use crate::simd::Lanes;
 
-/// Lines that are asked for while a step of sixty-four keys, of 4, 8 or 16 bits, is multiplied: fewer than it
-/// has, for keys take less time than values. The rest is asked for meanwhile.
+/// Lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. Fewer than the step has, since keys
+/// take less time than values; the rest is prefetched during the other passes.
 pub(super) const KEY_LINES: [usize; 3] = [2, 4, 14];
-/// While sixteen scores of every row become probabilities.
+/// Lines to prefetch while sixteen scores of every row are converted to probabilities.
 pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
-/// While a step of sixty-four features' values is multiplied.
+/// Lines to prefetch while a step of the values of sixty-four features is multiplied.
 pub(super) const VALUE_LINES: [usize; 3] = [5, 10, 18];
-/// Pages of keys that were asked for before a chunk begins.
+/// Pages of keys that were prefetched before a chunk begins.
 const LEAD: usize = 7;
 
-/// Asks for lines at an even pace, which the passes do not read them at: the keys of a chunk, its values, and
-/// the first keys of the next.
+/// Prefetches lines at an even pace, independent of the uneven pace at which the passes read them: the keys of a chunk,
+/// its values, and the first keys of the next.
 pub(super) struct Ahead<'a> {
     tile: &'a Tile<'a>,
     pages: &'a [u32],
-    /// Which half of a page comes next.
+    /// The index of the next half page.
     half: usize,
     at: *const u8,
-    /// Lines left of the half that is asked for.
+    /// Remaining lines of the current half.
     left: usize,
 }
 
@@ -34,16 +34,16 @@ impl<'a> Ahead<'a> {
         ahead
     }
 
-    /// Asks for so many lines.
+    /// Prefetches the next `lines` lines.
     ///
     /// # Safety
-    /// The processor must have `L`'s instructions.
+    /// The processor must have the instructions of `L`.
     #[inline(always)]
     pub(super) unsafe fn ask<L: Lanes>(&mut self, lines: usize) {
         let now = lines.min(self.left);
         for line in 0..lines {
             if line < now {
-                // SAFETY: the caller has the instructions; addresses need not be valid.
+                // SAFETY: the caller guarantees the instructions of `L`; a prefetch address need not be valid.
                 unsafe { L::prefetch(self.at.wrapping_add(64 * line)) };
             }
         }
@@ -54,7 +54,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// On to the next half of a page.
+    /// Moves on to the next half page.
     fn turn(&mut self) {
         let (count, layout) = (self.pages.len(), self.tile.layout);
         let (keys, all) = (layout.values_at(), layout.page_bytes());
@@ -62,7 +62,7 @@ impl<'a> Ahead<'a> {
             half if half < count => (self.pages.get(half), 0..keys),
             half if half < 2 * count => (self.pages.get(half - count), keys..all),
             half if half < 2 * count + LEAD => (self.tile.next.get(half - 2 * count), 0..keys),
-            // Nothing any more: asking costs two comparisons.
+            // Nothing is left; each call then costs two comparisons.
             _ => (None, 0..0),
         };
         let Some(&page) = page else { return };

@@ -1,4 +1,4 @@
-//! Tokens are appended to the pages that lists name.
+//! Appends tokens to the pages of lists.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -8,17 +8,17 @@ use super::list::PageList;
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel};
 
-/// Pages whose numbers are compared without allocating.
+/// Page numbers up to this count are compared without allocating.
 const FEW: usize = 64;
 
 impl KvLayout {
-    /// Appends `m` tokens behind those of each list, one list a key-value head: `keys` and `values` are
-    /// `[m, lists, head_dim]`, `bytes` whole pages, numbered from 0. Lists name pages for the new tokens too; what
-    /// queries would see of them does not matter. Heads are pieces of work.
+    /// Appends `m` tokens to each list, one list per key-value head. `keys` and `values` are `[m, lists, head_dim]`;
+    /// `bytes` are whole pages, numbered from 0. Lists must already contain the pages for the new tokens; which tokens
+    /// queries see is ignored. Heads are the units of parallel work.
     ///
     /// # Errors
-    /// When a length is wrong, a list is too short or names a page that is not there, a page that is written
-    /// is named twice, or a value is beyond ±65504. Nothing is written then.
+    /// When a length is wrong, a list is too short or contains an invalid page number, a page to be written occurs
+    /// twice, or a value is beyond ±65504. Nothing is written then.
     pub fn append(
         &self,
         bytes: &mut [u8],
@@ -56,11 +56,11 @@ impl KvLayout {
             let at = lists[head].tokens + i;
             (lists[head].pages[at / PAGE_TOKENS] as usize, at % PAGE_TOKENS)
         };
-        // SAFETY: places of two heads are on two pages, for those that are written are named once.
+        // SAFETY: two heads write to different pages, since `apart` found no page to be written twice.
         unsafe { self.write_all(bytes, kv, m, &place, keys, values, parallel) }
     }
 
-    /// Writes `m` tokens of `kv` heads, of which `place` says the page and the slot, and that are known to fit.
+    /// Writes `m` tokens of `kv` heads to the page and slot that `place` returns, which must exist.
     ///
     /// # Safety
     /// No two heads may have the same page.
@@ -81,7 +81,8 @@ impl KvLayout {
         parallel.for_each(kv, &|head| {
             for i in (0..m).filter(|_| head < kv) {
                 let (page, slot) = place(head, i);
-                // SAFETY: each head is asked for once, and its pages are its own.
+                // SAFETY: `Parallel` calls each head at most once, and the caller guarantees that no other head has its
+                // pages.
                 let page = unsafe { bytes.part(page * size..(page + 1) * size) };
                 let at = (i * kv + head) * d;
                 if let Err(error) = self.write(page, slot, &keys[at..at + d], &values[at..at + d]) {
@@ -93,7 +94,7 @@ impl KvLayout {
     }
 }
 
-/// The pages of a list that so many new tokens go to.
+/// The pages of a list that `m` new tokens are written to.
 fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> {
     let after = list.tokens.checked_add(m).ok_or(KernelError::TooLarge("the number of tokens"))?;
     let (first, needed) = (list.tokens / PAGE_TOKENS, after.div_ceil(PAGE_TOKENS));
@@ -102,7 +103,7 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
     list.pages.get(first..needed).ok_or(short)
 }
 
-/// Whether no page of the `count` that are written is named twice.
+/// Fails if any of the `count` pages to be written occurs twice.
 fn apart(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
     let mut few = [0; FEW];
     let mut many = Vec::new();

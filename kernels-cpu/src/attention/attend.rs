@@ -1,4 +1,5 @@
-//! Queries on lists of pages: checks, the split into pieces, and the order in which parts are joined.
+//! Attention on lists of pages: argument checks, the division into pieces of work, and the order in which partial
+//! results are merged.
 
 use super::dispatch::Path;
 use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
@@ -8,12 +9,12 @@ use super::query::{LARGEST_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// Rows of queries of one key-value head that pass over a chunk while it is in the L2 cache.
+/// Query rows of one key-value head that pass over a chunk while it is in the L2 cache.
 const BLOCK_ROWS: usize = 64;
-/// The most query heads.
+/// The maximum number of query heads.
 pub const MAX_HEADS: usize = 1 << 16;
 
-/// Pages of a cache, wherever they are.
+/// The pages of a cache, in borrowed memory.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPages<'a> {
     layout: KvLayout,
@@ -23,7 +24,7 @@ pub struct KvPages<'a> {
 /// The list of a key-value head.
 pub(super) type Lists<'a, 'l> = dyn Fn(usize) -> PageList<'l> + Sync + 'a;
 
-/// Where things are in the workspace, in words.
+/// Offsets in the workspace, in words.
 struct Room {
     rows: usize,
     sums: usize,
@@ -34,7 +35,7 @@ struct Room {
 }
 
 impl<'a> KvPages<'a> {
-    /// Pages one after another, numbered from 0. Kernels read fastest where they begin at a multiple of
+    /// Creates a view of contiguous pages, numbered from 0. Kernels read fastest if the bytes are aligned to
     /// [`LINE`](crate::LINE).
     ///
     /// # Errors
@@ -58,10 +59,11 @@ impl<'a> KvPages<'a> {
         &self.layout
     }
 
-    /// Words that [`attend`](Self::attend) needs for so many queries on lists of at most so many tokens.
+    /// The number of words that [`attend`](Self::attend) needs for `queries` queries on lists of at most `tokens`
+    /// tokens.
     ///
     /// # Errors
-    /// When there is no such number.
+    /// When the number overflows, or `heads` is invalid.
     pub fn workspace(
         layout: &KvLayout,
         heads: Heads,
@@ -71,14 +73,15 @@ impl<'a> KvPages<'a> {
         Ok(room(layout, heads, queries, tokens.div_ceil(CHUNK))?.words)
     }
 
-    /// Attention of queries `q` `[m, heads.query, head_dim]` on a list for every key-value head: `out` is as `q`,
-    /// `lse` `[m, heads.query]` the logarithm of the sum of `exp(score)`. With these, results on parts of a
-    /// sequence are [merged](super::merge). A query that sees nothing gets zeros and minus infinity; one with
-    /// heads that are not finite, or whose `scale · q` is beyond [`LARGEST_QUERY`], gets NaN in these.
+    /// Computes the attention of queries `q` `[m, heads.query, head_dim]`, with one page list per key-value head. `out`
+    /// has the shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
+    /// results on parts of a sequence can be [merged](super::merge). A query that sees no token gets zeros and minus
+    /// infinity. A query head that is not finite, or whose `scale · q` is beyond [`LARGEST_QUERY`], gets NaN.
     ///
     /// # Errors
-    /// When a length is wrong, query heads are no multiple of key-value heads, the scale is not finite, a list names
-    /// pages that are not there, holds fewer than its tokens or skips more, or the workspace is too short.
+    /// When a length is wrong, the number of query heads is not a multiple of that of key-value heads, the scale is not
+    /// finite, a list contains invalid page numbers, has fewer pages than its tokens need or skips more tokens than it
+    /// has, or the workspace is too short.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub fn attend(
         &self,
@@ -95,7 +98,7 @@ impl<'a> KvPages<'a> {
         self.attend_to(token, heads, &|head| lists[head], q, out, lse, workspace, parallel)
     }
 
-    /// The same with a list for every head below their number.
+    /// Same as [`attend`](Self::attend), with a function that returns the list of each head below `heads.kv`.
     #[allow(clippy::too_many_arguments, reason = "nothing here is kept between calls")]
     pub(super) fn attend_to(
         &self,
@@ -169,7 +172,7 @@ fn check_heads(heads: Heads) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// Whether every chunk is a piece of its own, and its results wait in the workspace.
+/// Whether every chunk is a separate piece of work, whose results are kept in the workspace.
 fn is_split(heads: Heads, m: usize, chunks: usize) -> bool {
     chunks > 1 && m * (heads.query / heads.kv) <= BLOCK_ROWS
 }
@@ -192,7 +195,7 @@ fn room(layout: &KvLayout, heads: Heads, m: usize, chunks: usize) -> Result<Room
     count().ok_or(KernelError::TooLarge("the workspace"))
 }
 
-/// One call of `attend`, checked.
+/// One call of `attend`, with checked arguments.
 struct Call<'a, 'l> {
     path: Path,
     pages: KvPages<'a>,
@@ -204,8 +207,8 @@ struct Call<'a, 'l> {
     room: &'a Room,
     out: Disjoint<'a, f32>,
     lse: Disjoint<'a, f32>,
-    /// Codes of queries `[rows][head_dim]`, then a word a row each: factors, sums of codes, totals; then, if
-    /// chunks are pieces, of every chunk and row a mass and a result.
+    /// Codes of queries `[rows][head_dim]`, then one word per row each: factors, sums of codes, totals; then, if chunks
+    /// are pieces of work, a mass and a partial result for every chunk and row.
     workspace: Disjoint<'a, u32>,
 }
 
@@ -213,7 +216,7 @@ impl<'l> Call<'_, 'l> {
     fn run(&self, chunks: usize, parallel: &dyn Parallel) {
         parallel.for_each(self.m, &|i| {
             if i < self.m {
-                // SAFETY: each query is asked for once, and its rows are its own.
+                // SAFETY: `Parallel` calls each query at most once, and no other query has its rows.
                 unsafe { self.quantize(i) };
             }
         });
@@ -223,9 +226,9 @@ impl<'l> Call<'_, 'l> {
             let pieces = self.heads.kv * blocks;
             parallel.for_each(pieces, &|piece| {
                 if piece < pieces {
-                    // The last blocks see most: they begin first.
+                    // The last blocks see the most tokens, so they start first.
                     let (block, head) = (blocks - 1 - piece / self.heads.kv, piece % self.heads.kv);
-                    // SAFETY: pieces are disjoint in rows, if each is asked for once.
+                    // SAFETY: pieces have disjoint rows, and `Parallel` calls each at most once.
                     unsafe { self.block(head, block * BLOCK_ROWS..((block + 1) * BLOCK_ROWS).min(rows)) };
                 }
             });
@@ -234,59 +237,61 @@ impl<'l> Call<'_, 'l> {
         let pieces = chunks * self.heads.kv;
         parallel.for_each(pieces, &|piece| {
             if piece < pieces {
-                // SAFETY: pieces are disjoint in heads or chunks, if each is asked for once.
+                // SAFETY: pieces differ in head or chunk, and `Parallel` calls each at most once; the workspace has
+                // room for all chunks, since `room` was computed with the same split.
                 unsafe { self.chunk(piece % self.heads.kv, piece / self.heads.kv) };
             }
         });
         parallel.for_each(self.heads.kv, &|head| {
             if head < self.heads.kv {
-                // SAFETY: pieces are disjoint in rows, and all chunks are done.
+                // SAFETY: pieces have disjoint rows, and `Parallel` has finished all chunks.
                 unsafe { self.join(head) };
             }
         });
     }
 
-    /// Rows of queries of one key-value head.
+    /// Query rows per key-value head.
     fn head_rows(&self) -> usize {
         self.m * self.group()
     }
 
-    /// Query heads of a key-value head.
+    /// Query heads per key-value head.
     fn group(&self) -> usize {
         self.heads.query / self.heads.kv
     }
 
-    /// Where row `r` of a head stands among all.
+    /// The index of row `r` of a head among all rows.
     fn row(&self, head: usize, r: usize) -> usize {
         r / self.group() * self.heads.query + head * self.group() + r % self.group()
     }
 
-    /// Words of the workspace from `at` on.
+    /// A pointer to the workspace at word `at`.
     ///
     /// # Safety
-    /// `at` must be within it.
+    /// `at` must be within the workspace.
     unsafe fn word(&self, at: usize) -> *mut u32 {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that `at` is within the workspace.
         unsafe { self.workspace.pointer().add(at) }
     }
 
     /// # Safety
-    /// `row` must be one of all.
+    /// `row` must be below the number of rows.
     unsafe fn factor(&self, row: usize) -> *mut f32 {
-        // SAFETY: factors stand before the sums, one a row.
+        // SAFETY: the factors, one per row, are stored immediately before the sums.
         unsafe { self.word(self.room.sums - self.room.rows + row).cast() }
     }
 
-    /// The codes, factors and sums of one query's heads.
+    /// Computes the codes, factors and sums of one query's heads.
     ///
     /// # Safety
-    /// Nobody else may be at these rows.
+    /// No other thread may access these rows.
     unsafe fn quantize(&self, i: usize) {
         let d = self.pages.layout.head_dim();
         let quantized = self.pages.layout.bits() != 16;
         for row in i * self.heads.query..(i + 1) * self.heads.query {
             let q = &self.q[row * d..][..d];
-            // SAFETY: rows are below their number, and the room is what they need.
+            // SAFETY: `row` is below the number of rows, for which `room` reserved codes, factors and sums; the caller
+            // guarantees that no other thread accesses them.
             unsafe {
                 let (factor, sum) = if quantized {
                     let codes = core::slice::from_raw_parts_mut(self.word(row * d / 4).cast::<i8>(), d);
@@ -303,10 +308,10 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// Some rows of a head against some pages of its list.
+    /// Attends some rows of a head to one chunk of its list.
     ///
     /// # Safety
-    /// As [`kernel::attend`](super::kernel::attend): `out` must be valid for at most [`TILE_ROWS`] rows.
+    /// See [`kernel::attend`](super::kernel::attend): `out` must be valid for `rows.len()` rows, at most [`TILE_ROWS`].
     unsafe fn tile(
         &self,
         head: usize,
@@ -337,31 +342,33 @@ impl<'l> Call<'_, 'l> {
         for (t, r) in rows.clone().enumerate() {
             let row = self.row(head, r);
             tile.seen[t] = list.seen_by(r / self.group()).saturating_sub(begin).min(CHUNK);
-            // SAFETY: rows are below their number; what they point to was written before pieces began.
+            // SAFETY: `row` is below the number of rows; codes, factors and sums were written before this piece of work
+            // began.
             unsafe {
                 tile.q[t] = match layout.bits() {
                     16 => self.q.as_ptr().add(row * d).cast(),
                     _ => self.word(row * d / 4).cast::<u8>().cast_const(),
                 };
                 let factor = *self.factor(row);
-                // Its result is NaN, and set at the end.
+                // The result is set to NaN at the end, in `finish`.
                 tile.factor[t] = if factor.is_nan() { 0.0 } else { factor };
                 tile.sum[t] = *self.word(self.room.sums + row).cast::<f32>();
             }
         }
-        // SAFETY: the token proved the instructions; pages and rows were checked; the caller guarantees `out`.
+        // SAFETY: the token of `path` proves the instructions; `attend_to` checked page numbers and lengths; the caller
+        // guarantees `out`.
         unsafe { (self.path.attend[rows.len() - 1])(&tile) }
     }
 
-    /// All that some rows see, chunk after chunk.
+    /// Attends some rows to all tokens that they see, chunk after chunk.
     ///
     /// # Safety
-    /// Nobody else may be at these rows.
+    /// No other thread may access these rows.
     unsafe fn block(&self, head: usize, rows: core::ops::Range<usize>) {
         let d = self.pages.layout.head_dim();
         let list = (self.lists)(head);
         let mut part = [0.0_f32; TILE_ROWS * MAX_HEAD_DIM];
-        // SAFETY: rows are below their number, and the caller guarantees them.
+        // SAFETY: rows are below the number of rows, and the caller guarantees that no other thread accesses them.
         unsafe {
             for r in rows.clone() {
                 let row = self.row(head, r);
@@ -392,21 +399,22 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// One chunk for all rows of a head.
+    /// Attends all rows of a head to one chunk.
     ///
     /// # Safety
-    /// Nobody else may be at this chunk of this head; chunks must have room in the workspace.
+    /// No other thread may access the results of this chunk and head; the workspace must have room for chunks.
     unsafe fn chunk(&self, head: usize, chunk: usize) {
         if chunk >= (self.lists)(head).chunks() {
             return;
         }
         let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
         let begin = (chunk * self.heads.kv + head) * rows;
-        // Most likely the next piece of this thread.
+        // Probably the next piece of work of this thread.
         let next = (chunk * self.heads.kv + head + 1) % (self.heads.kv * (self.lists)(head).chunks());
         let list = (self.lists)(next % self.heads.kv);
         let next = list.pages.get(next / self.heads.kv * CHUNK_PAGES..).unwrap_or_default();
-        // SAFETY: chunks, heads and rows are below their numbers, and so is their place.
+        // SAFETY: chunk, head and rows are in range, so their offsets are within the workspace, in which the caller
+        // guarantees room for chunks.
         unsafe {
             for first in (0..rows).step_by(TILE_ROWS) {
                 let tile = first..(first + TILE_ROWS).min(rows);
@@ -419,16 +427,17 @@ impl<'l> Call<'_, 'l> {
         }
     }
 
-    /// The results of all chunks of a head, in their order.
+    /// Merges the results of all chunks of a head, in order.
     ///
     /// # Safety
-    /// Nobody else may be at these rows, and all chunks must be done.
+    /// No other thread may access these rows, and all chunks must be finished.
     unsafe fn join(&self, head: usize) {
         let (rows, d) = (self.head_rows(), self.pages.layout.head_dim());
         for r in 0..rows {
             let row = self.row(head, r);
             let mut mass = Mass::NONE;
-            // SAFETY: as in `chunk`.
+            // SAFETY: chunks, head and rows are in range, so their offsets are within the workspace; the caller
+            // guarantees that chunks are finished and that no other thread accesses these rows.
             unsafe {
                 for chunk in 0..(self.lists)(head).chunks() {
                     let at = (chunk * self.heads.kv + head) * rows + r;
@@ -444,9 +453,9 @@ impl<'l> Call<'_, 'l> {
     }
 
     /// # Safety
-    /// `row` must be one of all, and the caller's.
+    /// `row` must be below the number of rows, and no other thread may access it.
     unsafe fn load(&self, row: usize) -> Mass {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
             let total = *self.word(self.room.totals + row).cast::<f32>();
             Mass { most: *self.lse.pointer().add(row), total }
@@ -454,9 +463,9 @@ impl<'l> Call<'_, 'l> {
     }
 
     /// # Safety
-    /// As [`load`](Self::load).
+    /// See [`load`](Self::load).
     unsafe fn store(&self, row: usize, mass: Mass) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
             self.lse.pointer().add(row).write(mass.most);
             self.word(self.room.totals + row).cast::<f32>().write(mass.total);
@@ -466,10 +475,10 @@ impl<'l> Call<'_, 'l> {
     /// Divides by the total.
     ///
     /// # Safety
-    /// As [`load`](Self::load).
+    /// See [`load`](Self::load).
     unsafe fn finish(&self, row: usize) {
         let d = self.pages.layout.head_dim();
-        // SAFETY: the row is the caller's.
+        // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         let (mass, out, lse, factor) = unsafe {
             let out = core::slice::from_raw_parts_mut(self.out.pointer().add(row * d), d);
             (self.load(row), out, self.lse.pointer().add(row), *self.factor(row))
@@ -485,7 +494,7 @@ impl<'l> Call<'_, 'l> {
             out.iter_mut().for_each(|v| *v *= inverse);
             (f64::from(mass.most) + f64::from(mass.total).ln()) as f32
         };
-        // SAFETY: the row is the caller's.
+        // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe { lse.write(result) };
     }
 }

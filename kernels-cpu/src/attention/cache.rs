@@ -13,17 +13,18 @@ struct Line([u8; LINE]);
 
 impl Line {
     fn bytes(lines: &[Self]) -> &[u8] {
-        // SAFETY: lines are bytes without gaps, and borrowed as long.
+        // SAFETY: a line is bytes without padding; the slice borrows `lines` for its lifetime.
         unsafe { core::slice::from_raw_parts(lines.as_ptr().cast(), size_of_val(lines)) }
     }
 
     fn bytes_mut(lines: &mut [Self]) -> &mut [u8] {
-        // SAFETY: lines are bytes without gaps, and any bytes are a line; borrowed as long.
+        // SAFETY: a line is bytes without padding, of which any are valid; the slice borrows `lines` mutably for its
+        // lifetime.
         unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
     }
 }
 
-/// Memory that calls use and leave for the next.
+/// Memory that is reused from call to call.
 #[derive(Debug, Clone, Default)]
 pub struct Workspace {
     words: Vec<u32>,
@@ -40,24 +41,25 @@ impl Workspace {
 
 /// The keys and values of one sequence in one layer.
 ///
-/// Keys are stored as they are given: rotary embedding comes before.
+/// Keys are stored as given, so apply rotary embedding first.
 #[derive(Debug, Clone)]
 pub struct KvCache {
     layout: KvLayout,
     heads: Heads,
     max_tokens: usize,
     tokens: usize,
-    /// Of every 64 tokens per page for each key-value head.
+    /// For every 64 tokens, one page per key-value head.
     lines: Vec<Line>,
-    /// Pages of each key-value head.
+    /// The page numbers of each key-value head.
     lists: Vec<Vec<u32>>,
 }
 
 impl KvCache {
-    /// A cache for at most `max_tokens`. Memory grows with the tokens, up to [`max_bytes`](Self::max_bytes).
+    /// Creates a cache for at most `max_tokens` tokens. Memory grows with the tokens, up to
+    /// [`max_bytes`](Self::max_bytes).
     ///
     /// # Errors
-    /// When the heads do not fit each other, or so many tokens no machine.
+    /// When `heads` is invalid, or the size overflows.
     pub fn new(layout: KvLayout, heads: Heads, max_tokens: usize) -> Result<Self, KernelError> {
         KvPages::workspace(&layout, heads, 1, max_tokens)?;
         let too_large = KernelError::TooLarge("the cache");
@@ -71,17 +73,17 @@ impl KvCache {
         Ok(Self { layout, heads, max_tokens, tokens: 0, lines: Vec::new(), lists })
     }
 
-    /// Tokens that it holds.
+    /// The number of stored tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Bytes of its pages.
+    /// Bytes of the allocated pages.
     pub fn bytes(&self) -> usize {
         self.lines.len() * LINE
     }
 
-    /// Bytes that its pages take at most.
+    /// The maximum number of bytes of its pages.
     pub fn max_bytes(&self) -> usize {
         self.max_tokens.div_ceil(PAGE_TOKENS) * self.heads.kv * self.layout.page_bytes()
     }
@@ -91,17 +93,17 @@ impl KvCache {
         &self.layout
     }
 
-    /// Its heads.
+    /// The numbers of heads, and the scale of scores.
     pub fn heads(&self) -> Heads {
         self.heads
     }
 
-    /// Its pages, to attend to with lists of the caller's own.
+    /// Its pages, for attention with the caller's own lists.
     pub fn pages(&self) -> KvPages<'_> {
         KvPages::of(self.layout, Line::bytes(&self.lines))
     }
 
-    /// The pages of a key-value head, all tokens seen; none of a head that is not there.
+    /// The page list of a key-value head, with all tokens visible; an empty list if there is no such head.
     pub fn list(&self, head: usize) -> PageList<'_> {
         match self.lists.get(head) {
             Some(pages) => PageList::all(pages, self.tokens),
@@ -112,8 +114,8 @@ impl KvCache {
     /// Appends tokens: `keys` and `values` are `[m, heads.kv, head_dim]`.
     ///
     /// # Errors
-    /// When lengths are wrong or no whole tokens, a value is beyond ±65504, or the tokens are more than was
-    /// agreed or memory holds. Nothing is changed then.
+    /// When lengths are wrong or not whole tokens, a value is beyond ±65504, the tokens exceed `max_tokens`, or memory
+    /// is short. Nothing is changed then.
     pub fn append(
         &mut self,
         keys: &[f32],
@@ -133,7 +135,7 @@ impl KvCache {
         let place = |head: usize, i: usize| {
             (lists[head][(tokens + i) / PAGE_TOKENS] as usize, (tokens + i) % PAGE_TOKENS)
         };
-        // SAFETY: the pages of a head are its own.
+        // SAFETY: `grow` gives every page to one head only.
         unsafe {
             layout.write_all(Line::bytes_mut(&mut self.lines), kv, m, &place, keys, values, parallel)?;
         }
@@ -141,7 +143,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Room for so many pages of every head.
+    /// Makes room for `blocks` pages per head.
     fn grow(&mut self, blocks: usize) -> Result<(), KernelError> {
         let kv = self.heads.kv;
         let (there, page_lines) = (self.lists[0].len(), self.layout.page_bytes() / LINE);
@@ -151,7 +153,7 @@ impl KvCache {
         let lines = blocks * kv * page_lines;
         let none = |_| KernelError::Memory("the cache");
         if lines > self.lines.capacity() {
-            // Half as much again, but not more than was agreed.
+            // Grow by half, up to the maximum.
             let most = self.max_bytes() / LINE;
             let wanted = lines.max(self.lines.len() + self.lines.len() / 2).min(most);
             self.lines.try_reserve_exact(wanted - self.lines.len()).map_err(none)?;
@@ -166,8 +168,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// The last token's queries: `q` and `out` are `[heads.query, head_dim]`, `lse` `[heads.query]`; all tokens
-    /// are seen, and of none there are zeros and minus infinity.
+    /// Computes attention for the last token: `q` and `out` are `[heads.query, head_dim]`, `lse` `[heads.query]`. The
+    /// query sees all tokens; with an empty cache, the results are zeros and minus infinity.
     ///
     /// # Errors
     /// When a length is wrong, or memory is short.
@@ -183,8 +185,8 @@ impl KvCache {
         self.attend(1, q, out, lse, workspace, parallel)
     }
 
-    /// The queries of the last `m` tokens, which were appended before: `q` and `out` are
-    /// `[m, heads.query, head_dim]`, `lse` `[m, heads.query]`; no query sees a token after its own.
+    /// Computes causal attention for the last `m` tokens, which must already have been appended: `q` and `out` are
+    /// `[m, heads.query, head_dim]`, `lse` `[m, heads.query]`.
     ///
     /// # Errors
     /// When a length is wrong, there are more queries than tokens, or memory is short.
@@ -218,10 +220,10 @@ impl KvCache {
         self.pages().attend_to(token, self.heads, &lists, q, out, lse, workspace, parallel)
     }
 
-    /// Forgets all tokens but the first; memory stays for the next.
+    /// Discards all but the first `tokens` tokens; memory is kept for later tokens.
     ///
     /// # Errors
-    /// When there are not so many.
+    /// When the cache has fewer tokens.
     pub fn truncate(&mut self, tokens: usize) -> Result<(), KernelError> {
         if tokens > self.tokens {
             return Err(KernelError::Mismatch { what: "tokens", expected: self.tokens, got: tokens });
@@ -230,7 +232,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Forgets all tokens; memory stays for the next.
+    /// Discards all tokens; memory is kept for later tokens.
     pub fn clear(&mut self) {
         self.tokens = 0;
     }

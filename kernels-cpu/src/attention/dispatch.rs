@@ -1,4 +1,4 @@
-//! Which kernel an instruction set uses.
+//! Selects the kernel for an instruction set.
 
 #[cfg(target_arch = "aarch64")]
 use self::arm::{neon, neon_join, neondot, neondot_join, neoni8mm, neoni8mm_join};
@@ -13,10 +13,10 @@ use crate::{Isa, IsaToken};
 type AttendFn = unsafe fn(&Tile<'_>) -> [Mass; TILE_ROWS];
 type JoinFn = unsafe fn(usize, *mut f32, Mass, *const f32, Mass) -> Mass;
 
-/// The kernels of an instruction set for a width of codes.
+/// The kernels of an instruction set for a code width.
 #[derive(Clone, Copy)]
 pub(super) struct Path {
-    /// For tiles of one row more than the index.
+    /// Indexed by the rows of a tile, minus one.
     pub(super) attend: [AttendFn; TILE_ROWS],
     pub(super) join: JoinFn,
 }
@@ -46,7 +46,8 @@ impl Path {
             Isa::AvxVnni => path!(avxvnni, avxvnni_join),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => path!(avx512vnni, avx512vnni_join),
-            // There are no tiles for attention, and `f32` is the faster of the two where there are tiles.
+            // Attention does not use the tile unit; on processors that have one, `f32` is the faster of the two other
+            // paths.
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => path!(avx512vnni, avx512vnni_join),
             #[cfg(target_arch = "x86_64")]
@@ -65,18 +66,20 @@ impl Path {
 macro_rules! compiled {
     ($attend:ident, $join:ident, $lanes:ty $(, $features:literal)?) => {
         /// # Safety
-        /// As [`kernel::attend`].
+        /// See [`kernel::attend`].
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $attend<const BITS: usize, const MR: usize>(t: &Tile<'_>) -> [Mass; TILE_ROWS] {
-            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
+            // SAFETY: compiled with the features that the lanes require; the caller guarantees these and the contract
+            // of `attend`.
             unsafe { kernel::attend::<$lanes, BITS, MR>(t) }
         }
 
         /// # Safety
-        /// As [`kernel::join`].
+        /// See [`kernel::join`].
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $join(d: usize, out: *mut f32, mass: Mass, part: *const f32, other: Mass) -> Mass {
-            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
+            // SAFETY: compiled with the features that the lanes require; the caller guarantees these and the contract
+            // of `join`.
             unsafe { kernel::join::<$lanes>(d, out, mass, part, other) }
         }
     };

@@ -1,23 +1,24 @@
-//! `eˣ` of sixteen lanes, the same bits on all instruction sets.
+//! `eˣ` in sixteen lanes, with the same bits on all instruction sets.
 
 use super::grid::ROUND;
 use crate::simd::Lanes;
 
-/// Below this all is taken for it: `e⁻⁸⁷` is the last that is no subnormal number by a margin, and vanishes
-/// beside the 1 of the largest score.
+/// Inputs below this are clamped to it: `e⁻⁸⁷` is safely above the subnormal numbers, and negligible next to the 1 of
+/// the largest score.
 const LEAST: f32 = -87.0;
-/// Upper bits of ln 2, few enough that products with integers are exact, and the rest.
+/// ln 2 in two parts: its upper bits, few enough that products with integers are exact, and the rest.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
-/// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes, `1.1 · 10⁻⁸` of `eʳ` off.
+/// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes; the relative error of `eʳ` is
+/// `1.1 · 10⁻⁸`.
 const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_392_64];
 
-/// `eˣ` for `x ≤ 0`, `2⁻²²` of it off at most; `e⁻⁸⁷` below −87, and minus infinity too.
+/// `eˣ` for `x ≤ 0`, with a relative error of at most `2⁻²²`; `e⁻⁸⁷` for `x` below −87, including minus infinity.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions.
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 pub(super) unsafe fn exp<L: Lanes>(x: L::F) -> L::F {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         let (one, minus) = (L::splat_f32(1.0), L::splat_f32(-1.0));
         let x = L::max_f32(x, L::splat_f32(LEAST));
@@ -32,7 +33,7 @@ pub(super) unsafe fn exp<L: Lanes>(x: L::F) -> L::F {
             sum = L::fma(sum, r, L::splat_f32(term));
         }
         let near = L::fma(L::fma(sum, L::mul_f32(r, r), r), one, one);
-        // The exponent: what else `rounded` holds is shifted out.
+        // The exponent: the multiplication shifts the other bits of `rounded` out.
         let exponent = L::mul(L::as_i32(rounded), L::splat(1 << 23));
         L::as_f32(L::add(L::as_i32(near), exponent))
     }
@@ -50,7 +51,7 @@ mod tests {
         for block in 0..steps / 16 {
             let x: [f32; 16] =
                 core::array::from_fn(|i| -87.0 * ((16 * block + i) as f32 / steps as f32).powi(3));
-            // SAFETY: portable.
+            // SAFETY: portable code needs no instruction set.
             let got = unsafe { exp::<Scalar>(x) };
             for (x, got) in x.into_iter().zip(got) {
                 let exact = f64::from(x).exp();
@@ -58,10 +59,10 @@ mod tests {
             }
         }
         assert!(worst <= 2.0_f64.powi(-22), "{worst:e}");
-        // SAFETY: portable.
+        // SAFETY: portable code needs no instruction set.
         let ends = unsafe { exp::<Scalar>([f32::NEG_INFINITY; 16])[0] };
         assert!(ends > 0.0 && ends < 2e-38);
-        // SAFETY: portable.
+        // SAFETY: portable code needs no instruction set.
         assert_eq!(unsafe { exp::<Scalar>([0.0; 16]) }, [1.0; 16]);
     }
 }

@@ -1,7 +1,7 @@
-//! How one head of one token becomes codes: the definition that the cache keeps to, and whoever simulates it.
+//! Quantization of one head of one token: the definition that the cache follows, and that simulations must follow.
 //!
-//! Keys (after rotary embedding) and values, a token and a head at a time, each with a grid of its own (QServe,
-//! §3.3 and §4.2.3, quantizes the cache so):
+//! Keys (after rotary embedding) and values are quantized with one grid per token and head, as in QServe (§3.3 and
+//! §4.2.3):
 //!
 //! ```text
 //! zero  = f16↓(min x)                       the value of code 0, rounded down
@@ -10,25 +10,24 @@
 //! x̂     = scale · code + zero               the product is exact in f32, the sum rounded once
 //! ```
 //!
-//! Codes are computed with the scale and zero as they are stored. These are rounded outwards, so the grid
-//! spans all values and nothing is clipped: `|x − x̂| ≤ scale / 2` but for `f32` rounding, even where values
-//! are so close that the nearest f16 would lie above them. A constant that f16 holds has scale 0 and is kept
-//! exactly.
+//! Codes are computed from the scale and zero as stored. These are rounded outwards, so the grid spans all values and
+//! nothing is clipped: `|x − x̂| ≤ scale / 2` except for `f32` rounding, even if values are so close together that the
+//! nearest f16 would lie above them. A constant that f16 represents has scale 0 and is stored exactly.
 //!
-//! The zero is a float, as in QServe's kernels, but it is the value of code 0 and not `−min / scale`: that grows
-//! beyond all bounds where a head is nearly constant. The two grids are the same up to the rounding of zero.
+//! The zero is a float, as in QServe's kernels, but it is the value of code 0 instead of `−min / scale`, which is
+//! unbounded for a nearly constant head. The two grids are the same up to the rounding of the zero.
 
 use half::f16;
 
 use crate::KernelError;
 
-/// The largest magnitude of a key or value: the largest f16.
+/// The largest allowed magnitude of a key or value: the largest f16.
 pub const LARGEST: f32 = 65504.0;
 
 /// The grid of one head of one token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadGrid {
-    /// The distance of neighbouring codes, not negative.
+    /// The distance between neighbouring codes; not negative.
     pub scale: f16,
     /// The value of code 0.
     pub zero: f16,
@@ -37,7 +36,7 @@ pub struct HeadGrid {
 /// Quantizes the values `x` of one head of one token to `bits`, 4 or 8: codes from 0 to `2^bits − 1`.
 ///
 /// # Errors
-/// When `codes` has another length, `bits` is another number, a value is beyond ±65504, or none at all.
+/// When `codes` has the wrong length, `bits` is another number, or a value is beyond ±65504 or NaN.
 pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid, KernelError> {
     KernelError::length("codes", x.len(), codes.len())?;
     let levels = match bits {
@@ -47,10 +46,10 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     };
     check_values(x)?;
     let [low, high] = ends(x);
-    // A zero must not be negative.
+    // Adding zero turns a negative zero into a positive one.
     let zero = rounded_down(low + 0.0);
     let from = zero.to_f32();
-    // Nor here: zeros of both signs are in no order, so which of them is the largest is not defined.
+    // Here too: zeros of different sign compare as equal, so which of them is the maximum is undefined.
     let scale = rounded_up((high - from) / levels + 0.0);
     let step = scale.to_f32();
     if step == 0.0 {
@@ -58,17 +57,17 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
         return Ok(HeadGrid { scale, zero });
     }
     for (code, &x) in codes.iter_mut().zip(x) {
-        // Numbers of this size have no fraction left, and were rounded half to even.
+        // After the addition, floats of this size have no fraction: the sum was rounded half to even.
         let rounded = (x - from) / step + ROUND;
         *code = rounded.to_bits() as u8;
     }
     Ok(HeadGrid { scale, zero })
 }
 
-/// `out = scale · code + zero`.
+/// Computes `out = scale · code + zero`.
 ///
 /// # Errors
-/// When `out` has another length.
+/// When `out` has the wrong length.
 pub fn dequantize_head(codes: &[u8], grid: HeadGrid, out: &mut [f32]) -> Result<(), KernelError> {
     KernelError::length("output", codes.len(), out.len())?;
     let (scale, zero) = (grid.scale.to_f32(), grid.zero.to_f32());
@@ -76,12 +75,12 @@ pub fn dequantize_head(codes: &[u8], grid: HeadGrid, out: &mut [f32]) -> Result<
     Ok(())
 }
 
-/// `1.5 · 2²³`: added to a number below `2²²`, it leaves that rounded half to even in the lowest bits.
+/// `1.5 · 2²³`: added to a number below `2²²`, it leaves that number, rounded half to even, in the lowest bits.
 pub(crate) const ROUND: f32 = 12_582_912.0;
 
-/// Whether all can be stored.
+/// Fails if any value cannot be stored.
 pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
-    // In the order of bits, what is not finite is above all that is.
+    // Magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
     let largest = x.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
     match f32::from_bits(largest) {
         largest if largest <= LARGEST => Ok(()),
@@ -90,7 +89,7 @@ pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
     }
 }
 
-/// The smallest and the largest of finite values; zeros of none.
+/// The smallest and the largest of finite values; zeros for an empty slice.
 fn ends(x: &[f32]) -> [f32; 2] {
     const LANES: usize = 16;
     let Some(&first) = x.first() else { return [0.0; 2] };
@@ -107,7 +106,7 @@ fn ends(x: &[f32]) -> [f32; 2] {
     [low.into_iter().fold(first, f32::min), high.into_iter().fold(first, f32::max)]
 }
 
-/// The largest f16 that is not above.
+/// The largest f16 that is at most `x`.
 fn rounded_down(x: f32) -> f16 {
     let near = f16::from_f32(x);
     match near.to_f32() > x {
@@ -118,7 +117,7 @@ fn rounded_down(x: f32) -> f16 {
     }
 }
 
-/// The smallest f16 that is not below; of numbers that are not negative.
+/// The smallest f16 that is at least `x`, for `x ≥ 0`.
 fn rounded_up(x: f32) -> f16 {
     let near = f16::from_f32(x);
     if near.to_f32() < x { f16::from_bits(near.to_bits() + 1) } else { near }
@@ -138,7 +137,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every value that can be stored, of all magnitudes, is within half a step.
+        /// Every value that can be stored, of any magnitude, is within half a step.
         #[test]
         fn values_are_within_half_a_step(
             bits in prop_oneof![Just(4_u32), Just(8)],
@@ -166,7 +165,7 @@ mod tests {
     fn grids_by_hand() {
         let (codes, grid, out) = round_trip(&[-1.0, 14.0, 0.5, 1.5, 6.51], 4);
         assert_eq!((grid.scale.to_f32(), grid.zero.to_f32()), (1.0, -1.0));
-        // Halves go to even codes.
+        // Ties go to even codes.
         assert_eq!(codes, [0, 15, 2, 2, 8]);
         assert_eq!(out, [-1.0, 14.0, 1.0, 1.0, 7.0]);
         let (codes, grid, out) = round_trip(&[0.0, 255.0, 127.4], 8);
@@ -183,12 +182,12 @@ mod tests {
                 assert!((v != 0.0 || grid.zero.to_bits() == 0) && grid.scale.to_bits() == 0);
             }
         }
-        // The widest there is; constants that f16 does not hold; below all that it holds.
+        // The widest range; constants that f16 does not represent; values below the smallest f16.
         let (codes, grid, out) = round_trip(&[-LARGEST, LARGEST], 4);
         assert!(grid.scale.is_finite() && codes == [0, 15] && out[0] == -LARGEST);
         for v in [1.0 / 3.0, -1.0 / 3.0, 1000.3, 1e-9, -1e-9] {
             let (_, _, out) = round_trip(&[v; 4], 4);
-            // Scales are subnormal here: as fine as they get.
+            // Scales are subnormal here, the finest possible.
             assert!((out[0] - v).abs() <= v.abs() * 1e-6 + 1e-6, "{v} {}", out[0]);
         }
         let (_, grid, _) = round_trip(&[1e-30, 2e-30], 4);

@@ -1,8 +1,7 @@
-//! The inner loops: a few rows of queries against the pages of one chunk.
+//! The inner loops: a few query rows against the pages of one chunk.
 //!
-//! Three passes over a chunk: all scores; their largest, exponentials and sums; the values. Nothing is rescaled
-//! within a chunk, a row's result does not depend on the rows beside it, and codes are unpacked once for all
-//! rows of the tile.
+//! Three passes over a chunk: all scores; their maximum, exponentials and sums; the values. Nothing is rescaled within
+//! a chunk, a row's result does not depend on the other rows, and codes are unpacked once for all rows of the tile.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use core::mem::MaybeUninit;
@@ -13,40 +12,40 @@ use super::layout::{KvLayout, PAGE_TOKENS};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
-/// Pages of a chunk, the unit that results are made of whatever the split.
+/// Pages per chunk. Results are computed per chunk, however the work is divided.
 pub(super) const CHUNK_PAGES: usize = 16;
-/// Tokens of a chunk.
+/// Tokens per chunk.
 pub(super) const CHUNK: usize = CHUNK_PAGES * PAGE_TOKENS;
-/// Rows of the highest tile.
+/// Maximum number of rows of a tile.
 pub(super) const TILE_ROWS: usize = 4;
 
-/// What a tile attends to, and where it writes.
+/// The inputs of a tile, and where it writes.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<'a> {
     pub(super) layout: KvLayout,
-    /// All pages there are.
+    /// All pages.
     pub(super) bytes: *const u8,
-    /// Those of the chunk, at most [`CHUNK_PAGES`].
+    /// The pages of the chunk, at most [`CHUNK_PAGES`].
     pub(super) pages: &'a [u32],
-    /// Those that will most likely be read next.
+    /// The pages that will most likely be read next.
     pub(super) next: &'a [u32],
-    /// Whether pages come from memory, and lines are asked for ahead.
+    /// Whether this is the first tile to read the chunk, so that pages come from memory and are prefetched.
     pub(super) is_first: bool,
-    /// Tokens of the chunk that no row sees, at its beginning.
+    /// Tokens at the beginning of the chunk that no row sees.
     pub(super) first: usize,
-    /// Tokens of the chunk up to the last that each row sees; those before `first` count.
+    /// For each row, the end of the tokens of the chunk that it sees, counted from the start of the chunk.
     pub(super) seen: [usize; TILE_ROWS],
-    /// Each row's queries, `[head_dim]`: `i8` codes, or `f32` for pages of f16.
+    /// Each row's query, `[head_dim]`: `i8` codes, or `f32` for pages of f16.
     pub(super) q: [*const u8; TILE_ROWS],
-    /// What a row's products are multiplied with to be scores.
+    /// The factor from each row's products to scores.
     pub(super) factor: [f32; TILE_ROWS],
-    /// The sums of the rows' codes.
+    /// The sum of each row's codes.
     pub(super) sum: [f32; TILE_ROWS],
-    /// `[rows][head_dim]`, written: `Σ exp(score − largest) · value`.
+    /// Output `[rows][head_dim]`: `Σ exp(score − largest) · value`.
     pub(super) out: *mut f32,
 }
 
-/// Of a row of queries and some tokens: the largest score, and the sum of `exp(score − largest)`.
+/// For a query row and some tokens: the largest score, and the sum of `exp(score − largest)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mass {
     pub(super) most: f32,
@@ -54,20 +53,20 @@ pub(super) struct Mass {
 }
 
 impl Mass {
-    /// That of no tokens.
+    /// The mass of no tokens.
     pub(super) const NONE: Self = Self { most: f32::NEG_INFINITY, total: 0.0 };
 }
 
-/// A score, and later a probability, for each token of a chunk, a row after another.
+/// A score, and later a probability, for each token of a chunk, row after row.
 #[repr(C, align(64))]
 struct Scores<const MR: usize>([[f32; CHUNK]; MR]);
 
-/// Attends.
+/// Computes attention for the rows of a tile.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions. Pages must lie within `bytes`, `first` and `seen` within the pages;
-/// `MR` rows of `q` and `out` must be valid for what their fields say, and nothing else may write to these
-/// parts of `out` meanwhile. `BITS` must be those of the layout.
+/// The processor must have the instructions of `L`. Pages must lie within `bytes`, and `first` and `seen` within the
+/// pages; `MR` rows of `q` and `out` must be valid as their fields describe, and no other thread may access these parts
+/// of `out` during the call. `BITS` must be those of the layout.
 #[inline(always)]
 pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     t: &Tile<'_>,
@@ -76,8 +75,8 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     let at = scores.as_mut_ptr().cast::<f32>();
     let end = (0..MR).fold(0, |end, m| end.max(t.seen[m]));
     let mut masses = [Mass::NONE; TILE_ROWS];
-    // SAFETY: all reads and writes are within what the caller guarantees: pages and tokens stay below
-    // their counts, offsets are those of the layout, and scores are written before they are read.
+    // SAFETY: all reads and writes are within what the caller guarantees: pages and tokens stay below their counts,
+    // offsets are those of the layout, and scores are written before they are read.
     unsafe {
         let d = t.layout.head_dim();
         if end <= t.first {
@@ -131,15 +130,15 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     masses
 }
 
-/// Bytes of the probabilities of a step.
+/// Bytes of the probabilities per step.
 const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
     if BITS == 16 { 32 } else { L::STEP_BYTES }
 }
 
-/// The scores of `NP` panels of a page: `factor · (scale · Σ q·code + zero · Σ q)`, or `factor · Σ q·k`.
+/// Computes the scores of `NP` panels of a page: `factor · (scale · Σ q·code + zero · Σ q)`, or `factor · Σ q·k`.
 ///
 /// # Safety
-/// As [`attend`]; `out` takes `NP · 16` scores a row.
+/// See [`attend`]; `out` must have room for `NP · 16` scores per row.
 #[inline(always)]
 unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
@@ -149,7 +148,8 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     out: *mut f32,
 ) {
     let d = t.layout.head_dim();
-    // SAFETY: steps and features stay within the panels, and panels within the page.
+    // SAFETY: steps and features stay within the panels, panels within the page, and the caller guarantees page and
+    // `out`.
     unsafe {
         let mut scores = [[L::zero(); NP]; MR];
         if BITS == 16 {
@@ -175,7 +175,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
             let at = page.add(panel * steps * bytes);
             let mut sums = [[L::splat(0); NP]; MR];
             if BITS == 8 && L::OFFSET != 0 {
-                // What is taken off every code, times the row's sum: at most 128 · 127 · 512.
+                // The offset that was subtracted from every code, times the row's sum: at most 128 · 127 · 512.
                 sums = core::array::from_fn(|m| [L::splat(L::OFFSET * t.sum[m] as i32); NP]);
             }
             for s in 0..steps {
@@ -214,11 +214,11 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     }
 }
 
-/// Scores become probabilities, not yet divided by their sum and, but for f16, multiplied with the values' scales;
-/// what a row's values share beyond that is returned: `Σ p · (zero + centre · scale)`.
+/// Converts scores to probabilities that are not yet divided by their sum; except for f16, they are multiplied with the
+/// scales of the values. Returns each row's constant part, `Σ p · (zero + centre · scale)`.
 ///
 /// # Safety
-/// As [`attend`]; `rows` holds the scores of all tokens from `first`'s page to `end`'s.
+/// See [`attend`]; `rows` must hold the scores of all tokens from `first`'s page to `end`'s.
 #[inline(always)]
 unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     t: &Tile<'_>,
@@ -229,11 +229,11 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
 ) -> [f32; MR] {
     let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
     let panels = start..end.div_ceil(PANEL_ROWS);
-    // Panels that all rows see all of.
+    // Panels of which all rows see all tokens.
     let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
     let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
     let bytes = 2 * step_bytes::<L, BITS>();
-    // SAFETY: panels are those whose scores there are, and pages those of the chunk.
+    // SAFETY: panels are those for which the caller guarantees scores, and pages are those of the chunk.
     unsafe {
         let mut minus = [L::zero(); MR];
         for m in 0..MR {
@@ -262,7 +262,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
                 scale = L::load_f16(grids.add(t.layout.scales_at(false)));
                 zero = L::load_f16(grids.add(t.layout.zeros_at(false)));
                 if !is_whole {
-                    // Slots that nobody wrote may hold anything.
+                    // Slots that were never written may hold anything.
                     scale = keep::<L>(scale, v, [t.first, end], 0.0);
                     zero = keep::<L>(zero, v, [t.first, end], 0.0);
                 }
@@ -271,7 +271,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
                 let row = rows.add(m * CHUNK);
                 let scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
                 let mut p = exp::<L>(L::fma(scores, one, minus[m]));
-                // Neither the largest score nor the exponential knows NaN: zero times what is not finite is one.
+                // `max_f32` and `exp` lose NaN; this addition restores it, since zero times NaN or infinity is NaN.
                 p = L::fma(scores, L::zero(), p);
                 if !is_whole {
                     p = keep::<L>(p, v, [t.first, t.seen[m]], 0.0);
@@ -292,26 +292,26 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     }
 }
 
-/// What codes of values are counted from: the middle, so that rounding a probability errs least.
+/// The midpoint, which is subtracted from codes of values so that rounding a probability causes the smallest error.
 const fn centre<const BITS: usize>() -> i32 {
     if BITS == 16 { 0 } else { 1 << (BITS - 1) }
 }
 
 /// # Safety
-/// As [`attend`]; `to` takes the probabilities of two steps.
+/// See [`attend`]; `to` must have room for the probabilities of two steps.
 #[inline(always)]
 unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
-    // SAFETY: the caller guarantees the place.
+    // SAFETY: the caller guarantees the instructions of `L` and room at `to`.
     unsafe { if BITS == 16 { L::store_f32(to.cast(), p) } else { L::store_probabilities(to, p) } }
 }
 
-/// Lanes of a panel that are seen; `other` in the rest.
+/// Keeps the visible lanes of a panel, `first..end`, and sets the others to `other`.
 ///
 /// # Safety
-/// As [`attend`].
+/// See [`attend`].
 #[inline(always)]
 unsafe fn keep<L: Lanes>(lanes: L::F, panel: usize, [first, end]: [usize; 2], other: f32) -> L::F {
-    // SAFETY: the caller has the instructions; the array holds sixteen.
+    // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are loaded.
     unsafe {
         let mut kept = array::<L>(lanes);
         for (i, lane) in kept.iter_mut().enumerate() {
@@ -324,16 +324,16 @@ unsafe fn keep<L: Lanes>(lanes: L::F, panel: usize, [first, end]: [usize; 2], ot
 }
 
 /// # Safety
-/// As [`attend`].
+/// See [`attend`].
 #[inline(always)]
 unsafe fn array<L: Lanes>(lanes: L::F) -> [f32; PANEL_ROWS] {
     let mut array = [0.0; PANEL_ROWS];
-    // SAFETY: the caller has the instructions; the array holds sixteen.
+    // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are stored.
     unsafe { L::store_f32(array.as_mut_ptr(), lanes) };
     array
 }
 
-/// Halves are added to halves: the same order everywhere.
+/// The upper half is added to the lower half: the same order on all instruction sets.
 #[inline(always)]
 fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
     for width in [8, 4, 2, 1] {
@@ -344,10 +344,10 @@ fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
     lanes[0]
 }
 
-/// Adds the values of some tokens of a page, `NF` panels of features from `f` on, token after token.
+/// Adds the values of some tokens of a page, in `NF` panels of features starting at `f`, token after token.
 ///
 /// # Safety
-/// As [`attend`]; `p` is where the page's probabilities begin.
+/// See [`attend`]; `p` must point to the probabilities of the page.
 #[inline(always)]
 unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: usize>(
     t: &Tile<'_>,
@@ -361,8 +361,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
     let bytes = PANEL_ROWS * STEP * BITS / 8;
     let panel = PAGE_TOKENS / STEP * bytes;
     let row = CHUNK * size_of::<f32>();
-    // SAFETY: steps stay within the page, panels of features within the head; a row of probabilities takes the
-    // room of its scores.
+    // SAFETY: steps stay within the page, and panels of features within the head; the probabilities of a row are stored
+    // in the memory of its scores. The caller guarantees the page, `p` and `out`.
     unsafe {
         let out = |m: usize, g: usize| t.out.add(m * d + (f + g) * PANEL_ROWS);
         let mut sums = [[L::zero(); NF]; MR];
@@ -377,7 +377,8 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
             ahead.ask::<L>(VALUE_LINES[BITS / 8] * NF / 4);
             let p = p.add(s * step_bytes::<L, BITS>());
             if BITS == 16 {
-                // Halves that nobody wrote may be no numbers; of codes beside a probability of 0, all are.
+                // Slots that were never written may be NaN as f16; as codes they are always numbers, which a
+                // probability of 0 cancels.
                 for i in first.saturating_sub(s * STEP)..STEP.min(last - s * STEP) {
                     let mut v = [L::zero(); NF];
                     for g in 0..NF {
@@ -416,11 +417,11 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
     }
 }
 
-/// Joins a part to what there is: `out` and `part` are `[head_dim]`, not yet divided by their totals.
+/// Merges a partial result into `out`: `out` and `part` are `[head_dim]`, not yet divided by their totals.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions; `out` and `part` must be valid for `head_dim` values, and nothing
-/// else may write to them meanwhile.
+/// The processor must have the instructions of `L`; `out` and `part` must be valid for `head_dim` values, and no other
+/// thread may access `out` or write to `part` during the call.
 #[inline(always)]
 pub(super) unsafe fn join<L: ValueLanes>(
     head_dim: usize,
@@ -432,7 +433,7 @@ pub(super) unsafe fn join<L: ValueLanes>(
     if other.total == 0.0 {
         return mass;
     }
-    // SAFETY: features are within the head.
+    // SAFETY: features are below `head_dim`, for which the caller guarantees both pointers.
     unsafe {
         if mass.total == 0.0 {
             out.copy_from_nonoverlapping(part, head_dim);

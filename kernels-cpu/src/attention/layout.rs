@@ -14,9 +14,9 @@
 //! f16:   keys [4 panels][head_dim][16 tokens], values [head_dim / 16 panels][64 tokens][16 features]
 //! ```
 //!
-//! A step is that of packed weights ([`Layout`](crate::Layout)). In keys its rows are tokens and it runs along
-//! features, so lanes are scores; in values its rows are features and it runs along tokens, so lanes are outputs.
-//! Appending a token writes four bytes a step of the keys, and half a byte a feature of the values.
+//! A step has the format of packed weights ([`Layout`](crate::Layout)). For keys its rows are tokens and its columns
+//! features, so lanes are scores; for values its rows are features and its columns tokens, so lanes are outputs.
+//! Appending a token writes four bytes per step of the keys, and half a byte per feature of the values.
 
 use half::f16;
 
@@ -24,26 +24,26 @@ use super::grid::{HeadGrid, check_values, dequantize_head, quantize_head};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::{KernelError, LINE};
 
-/// Tokens of a page.
+/// Tokens per page.
 pub const PAGE_TOKENS: usize = 64;
 /// The largest `head_dim`.
 pub const MAX_HEAD_DIM: usize = 512;
-/// Changes with the order of bytes.
+/// Increases whenever the order of bytes changes.
 const VERSION: u64 = 1;
 
-/// What a cache holds.
+/// The format of the values in a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvType {
-    /// Codes of 4 bits, a grid a token and head.
+    /// 4-bit codes, with one grid per token and head.
     Kv4,
-    /// Codes of 8 bits.
+    /// 8-bit codes, with one grid per token and head.
     Kv8,
-    /// Half floats, the baseline.
+    /// f16, the baseline.
     F16,
 }
 
 impl KvType {
-    /// The name that kernels, benchmarks and messages have for it.
+    /// The name in kernels, benchmarks and messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kv4 => "kv4",
@@ -53,7 +53,7 @@ impl KvType {
     }
 }
 
-/// Where everything is in a page.
+/// The layout of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvLayout {
     kind: KvType,
@@ -61,10 +61,10 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Pages for heads of `head_dim` features.
+    /// The layout of pages for heads of `head_dim` features.
     ///
     /// # Errors
-    /// When `head_dim` is no multiple of 16 from 16 to 512.
+    /// When `head_dim` is not a multiple of 16 from 16 to 512.
     pub fn new(kind: KvType, head_dim: usize) -> Result<Self, KernelError> {
         if head_dim == 0 || !head_dim.is_multiple_of(PANEL_ROWS) || head_dim > MAX_HEAD_DIM {
             return Err(KernelError::Scheme("a head that is no multiple of 16 wide, or wider than 512"));
@@ -72,12 +72,12 @@ impl KvLayout {
         Ok(Self { kind, head_dim })
     }
 
-    /// What it holds.
+    /// The format of its values.
     pub fn kind(&self) -> KvType {
         self.kind
     }
 
-    /// Features of a head.
+    /// Features per head.
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
@@ -91,31 +91,31 @@ impl KvLayout {
         }
     }
 
-    /// Bytes of a page: a multiple of [`LINE`], less than 2¹⁸.
+    /// Bytes per page: a multiple of [`LINE`], less than 2¹⁸.
     pub fn page_bytes(&self) -> usize {
         self.values_at() + self.code_bytes()
     }
 
-    /// Identifies the order and everything that it depends on.
+    /// Identifies the order of bytes and everything that it depends on.
     pub fn id(&self) -> u64 {
         let words = [VERSION, PAGE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
-        // FNV-1a, begun with another number than that of packed weights.
+        // FNV-1a, with a different initial value from that of packed weights.
         words.into_iter().flat_map(u64::to_le_bytes).fold(0x6c62_272e_07bb_0142, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }
 
-    /// Bytes of the codes, or of the halves, of keys; as many as of values.
+    /// Bytes of the codes, or of the f16, of keys; the same as for values.
     fn code_bytes(&self) -> usize {
         PAGE_TOKENS * self.head_dim * self.bits() / 8
     }
 
-    /// Bytes of a step of sixteen rows.
+    /// Bytes per step of sixteen rows.
     pub(crate) fn step_bytes(&self) -> usize {
         PANEL_ROWS * STEP * self.bits() / 8
     }
 
-    /// Where the scales of keys, or of values, begin.
+    /// Offset of the scales of keys, or of values.
     pub(crate) fn scales_at(&self, is_key: bool) -> usize {
         self.code_bytes() + if is_key { 0 } else { 4 * PAGE_TOKENS }
     }
@@ -124,18 +124,18 @@ impl KvLayout {
         self.scales_at(is_key) + 2 * PAGE_TOKENS
     }
 
-    /// Where the codes, or halves, of values begin.
+    /// Offset of the codes, or f16, of values.
     pub(crate) fn values_at(&self) -> usize {
         let grids = if self.kind == KvType::F16 { 0 } else { 8 * PAGE_TOKENS };
         debug_assert!((self.code_bytes() + grids).is_multiple_of(LINE));
         self.code_bytes() + grids
     }
 
-    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots are left alone.
+    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots are unchanged.
     ///
     /// # Errors
-    /// When a length is wrong, the page has no such slot, or [`quantize_head`] refuses the values (of f16 caches
-    /// too). Nothing is written then.
+    /// When a length is wrong, the page has no such slot, or [`quantize_head`] rejects the values (for f16 caches too).
+    /// Nothing is written then.
     pub fn write(&self, page: &mut [u8], slot: usize, key: &[f32], value: &[f32]) -> Result<(), KernelError> {
         self.check(page.len(), slot, key.len(), value.len())?;
         check_values(key)?;
@@ -164,7 +164,7 @@ impl KvLayout {
         Ok(())
     }
 
-    /// A token and its features stand in a row of their own: whole bytes.
+    /// The features of a token lie in a row of their own: whole bytes.
     fn write_key(&self, part: &mut [u8], slot: usize, codes: &[u8]) {
         for (s, step) in codes.chunks_exact(STEP).enumerate() {
             let at = (slot / PANEL_ROWS * (self.head_dim / STEP) + s) * self.step_bytes();
@@ -180,7 +180,7 @@ impl KvLayout {
         }
     }
 
-    /// A token is a place in the steps of all features.
+    /// A token is one column in the steps of all features.
     fn write_value(&self, part: &mut [u8], slot: usize, codes: &[u8]) {
         let place = slot % STEP;
         for (panel, codes) in codes.chunks_exact(PANEL_ROWS).enumerate() {
@@ -203,7 +203,7 @@ impl KvLayout {
         2 * (rows * PANEL_ROWS + place) + if is_key { 0 } else { self.values_at() }
     }
 
-    /// Reads a token back as floats: what [`dequantize_head`] gives, or the halves.
+    /// Reads a token back as floats: the results of [`dequantize_head`], or the stored f16.
     ///
     /// # Errors
     /// When a length is wrong, or the page has no such slot.
@@ -270,7 +270,7 @@ mod tests {
                 let row = |slot: usize, by: usize| -> Vec<f32> {
                     (0..d).map(|i| ((i * by + slot * 31) % 97) as f32 / 8.0 - 5.0).collect()
                 };
-                // Backwards, so that each write meets neighbours that are there already, and once more.
+                // In reverse order, so that each write has occupied neighbours, and then again.
                 for slot in (0..PAGE_TOKENS).rev().chain([5]) {
                     layout.write(&mut page, slot, &row(slot, 7), &row(slot, 11)).unwrap();
                 }
@@ -295,7 +295,7 @@ mod tests {
     #[test]
     fn sizes_and_names() {
         let bytes = |kind| KvLayout::new(kind, 128).unwrap().page_bytes();
-        // A token and head: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
+        // Per token and head: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
         assert_eq!([KvType::Kv4, KvType::Kv8, KvType::F16].map(bytes), [64 * 136, 64 * 264, 64 * 512]);
         let id = |kind, d| KvLayout::new(kind, d).unwrap().id();
         let ids = [id(KvType::Kv4, 128), id(KvType::Kv8, 128), id(KvType::F16, 128), id(KvType::Kv4, 64)];

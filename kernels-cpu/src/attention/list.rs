@@ -1,36 +1,37 @@
-//! What queries attend to, and with which heads.
+//! The tokens and heads that queries attend to.
 
 use super::kernel::CHUNK;
 
-/// What of the cache one key-value head attends to.
+/// The part of the cache that one key-value head attends to.
 ///
-/// Tokens are counted along the list, whatever pages it names: a selection of pages, or of a window, is a list.
+/// Tokens are counted along the list, whatever pages it contains: to attend to selected pages or to a window, list only
+/// those pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageList<'a> {
-    /// Numbers of pages, in order.
+    /// Page numbers, in order.
     pub pages: &'a [u32],
-    /// Tokens in them; the last pages may be unfilled or unused.
+    /// The number of tokens in these pages; the last pages may be partly filled or unused.
     pub tokens: usize,
-    /// Tokens at the beginning that no query sees.
+    /// The number of tokens at the beginning that no query sees.
     pub first: usize,
-    /// Tokens up to the last that the first query sees; each query sees one more than the one before it, and
-    /// none sees more than there are. May be negative: then the first queries see nothing.
+    /// The number of tokens up to the last that the first query sees. Each query sees one more than the previous one,
+    /// up to `tokens`. May be negative: then the first queries see nothing.
     pub seen: isize,
 }
 
 impl<'a> PageList<'a> {
-    /// All queries see all tokens.
+    /// A list of which all queries see all tokens.
     pub fn all(pages: &'a [u32], tokens: usize) -> Self {
         Self { pages, tokens, first: 0, seen: isize::MAX }
     }
 
-    /// The last tokens are those of the queries, and a query sees none that comes after it.
+    /// A list for causal attention: the queries belong to the last tokens, and none sees a later token.
     pub fn causal(pages: &'a [u32], tokens: usize, queries: usize) -> Self {
         let seen = (tokens as isize).saturating_sub(queries as isize).saturating_add(1);
         Self { pages, tokens, first: 0, seen }
     }
 
-    /// Tokens up to the last that a query sees.
+    /// The number of tokens up to the last that a query sees.
     pub(super) fn seen_by(&self, query: usize) -> usize {
         let seen = self.seen.saturating_add_unsigned(query).max(0) as usize;
         seen.min(self.tokens)
@@ -41,13 +42,14 @@ impl<'a> PageList<'a> {
     }
 }
 
-/// Heads, and what scores are multiplied with.
+/// The numbers of heads, and the scale of scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
-    /// A multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` attends with head `h / (query / kv)`.
+    /// Query heads, a multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` attends
+    /// with head `h / (query / kv)`.
     pub query: usize,
     /// Key-value heads.
     pub kv: usize,
-    /// Usually `1 / √head_dim`.
+    /// The factor of scores, normally `1 / √head_dim`.
     pub scale: f32,
 }

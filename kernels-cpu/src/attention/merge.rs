@@ -1,16 +1,16 @@
-//! Results on parts of a sequence become that of the whole.
+//! Merges results on parts of a sequence into that of the whole.
 
 use crate::KernelError;
 
-/// Joins what queries found in other tokens to what they found so far: `out` and `other` are `[rows, head_dim]`,
-/// `lse` and `other_lse` `[rows]`, as [`attend`](super::KvPages::attend) gives them.
+/// Merges the results of queries on other tokens into their results so far: `out` and `other` are `[rows, head_dim]`,
+/// `lse` and `other_lse` `[rows]`, as returned by [`attend`](super::KvPages::attend).
 ///
-/// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`: a
-/// log-sum-exp that is `ε` off, as a rounded one is by `2⁻²⁴` of itself, moves the result by at most
+/// `out = (w · out + w' · other) / (w + w')` with `w = exp(lse − max)`, `lse = max + ln(w + w')`, computed in `f64`: an
+/// error of `ε` in a log-sum-exp, such as its rounding error of `2⁻²⁴` of itself, changes the result by at most
 /// `ε · |out − other| / 2`.
 ///
 /// # Errors
-/// When lengths differ, or are no whole rows.
+/// When lengths differ, or are not whole rows.
 pub fn merge(
     head_dim: usize,
     out: &mut [f32],
@@ -36,7 +36,7 @@ pub fn merge(
             continue;
         }
         let (left, right) = (f64::from(*lse), f64::from(other_lse));
-        // NaN in either is one in both.
+        // NaN in either log-sum-exp makes both the output and the log-sum-exp NaN.
         let most = if left > right { left } else { right } + 0.0 * (left + right);
         let (left, right) = ((left - most).exp(), (right - most).exp());
         let sum = left + right;

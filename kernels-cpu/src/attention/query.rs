@@ -1,29 +1,29 @@
-//! Queries become integers.
+//! Quantization of queries.
 
 use super::grid::ROUND;
 use crate::KernelError;
 use crate::activation::SMALLEST;
 
-/// Scores of a row whose queries or factor are above might leave the range of `f32`; its result is NaN.
+/// The limit for queries and factors: beyond it, scores might overflow `f32`, so the row's result is NaN.
 pub const LARGEST_QUERY: f32 = 1e27;
 
-/// The largest magnitude; NaN or infinite where a value is.
+/// The largest magnitude; NaN or infinite if a value is.
 pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
 
-/// A query of one head becomes integers, as rows of [`Int8Rows`](crate::Int8Rows) do:
-/// `s = max |q| / 127`, `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero where
-/// the largest magnitude is below [`SMALLEST`], and `s` is NaN where a value is not finite.
+/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`,
+/// `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero if the largest magnitude is below
+/// [`SMALLEST`], and `s` is NaN if a value is not finite.
 ///
 /// # Errors
-/// When `codes` has another length.
+/// When `codes` has the wrong length.
 pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelError> {
     KernelError::length("codes", q.len(), codes.len())?;
     Ok(quantize(q, codes))
 }
 
-/// The same of as many codes.
+/// Same as [`quantize_query`], for `codes` of the same length as `q`.
 pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {

@@ -1,5 +1,5 @@
-//! The tile of a strip and a panel on `avx512bf16`: 24 accumulators, two registers of the panel,
-//! and twelve broadcast pairs of the strip a step.
+//! The tile of a strip and a panel on `avx512bf16`: 24 accumulators; each step uses two registers of the panel and
+//! twelve broadcast pairs of the strip.
 
 use core::arch::x86_64::{
     __m512bh, __m512i, _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_set1_epi32, _mm512_setzero_ps,
@@ -9,12 +9,12 @@ use core::mem::transmute;
 
 use super::{Avx512Bf16, LEFT_ROWS, RIGHT_ROWS, Tile};
 
-/// Values in a register.
+/// Values per register.
 const LANES: usize = 16;
 
 /// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
 pub(super) fn multiply(_: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
-    // SAFETY: the token proves that the processor has what the function is compiled for.
+    // SAFETY: the token proves that the processor has the features that the function is compiled with.
     unsafe { tile(strip, panel) }
 }
 
@@ -32,7 +32,7 @@ fn tile(strip: &[u32], panel: &[u32]) -> Tile {
     let mut out = [[0.0; RIGHT_ROWS]; LEFT_ROWS];
     for (row, sums) in out.iter_mut().zip(sums) {
         for (part, sum) in row.chunks_exact_mut(LANES).zip(sums) {
-            // SAFETY: the part is as long as the register, and may stand anywhere.
+            // SAFETY: the slice is as long as the register, and the store is unaligned.
             unsafe { _mm512_storeu_ps(part.as_mut_ptr(), sum) };
         }
     }
@@ -43,11 +43,11 @@ fn tile(strip: &[u32], panel: &[u32]) -> Tile {
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn pairs(words: &[u32]) -> __m512bh {
     assert_eq!(words.len(), LANES);
-    // SAFETY: there are as many words as the register holds, and they may stand anywhere.
+    // SAFETY: the slice has as many words as the register, and the load is unaligned.
     as_bf16(unsafe { _mm512_loadu_si512(words.as_ptr().cast()) })
 }
 
 fn as_bf16(register: __m512i) -> __m512bh {
-    // SAFETY: the same 512 bits under another name; every pattern is a value of either.
+    // SAFETY: both types are the same 512 bits, and every bit pattern is valid for either.
     unsafe { transmute::<__m512i, __m512bh>(register) }
 }

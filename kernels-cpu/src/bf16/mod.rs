@@ -1,18 +1,17 @@
-//! Dense products in bfloat16: `out[m, n] = left[m, k] · right[n, k]ᵀ`, operands rounded to bf16 (half
-//! to even), sums in `f32`.
+//! Dense products in bfloat16: `out[m, n] = left[m, k] · right[n, k]ᵀ`, operands rounded to bf16 (half to even), sums
+//! in `f32`.
 //!
-//! One instruction, `vdpbf16ps`, multiplies and adds twice as many pairs as an `f32` FMA. The
-//! operands are packed once and used often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values
-//! are broadcast, [`RightBf16`] in panels of [`RIGHT_ROWS`] rows that fill two registers. Both hold
-//! pairs of neighbouring `k` in a 32-bit word, the first in the low half, as the instruction takes
-//! them; a last odd `k`, and rows that fill up a strip or panel, are zero.
+//! The instruction `vdpbf16ps` multiplies and adds twice as many pairs as an `f32` FMA. The operands are packed once
+//! and used often: [`LeftBf16`] in strips of [`LEFT_ROWS`] rows whose values are broadcast, [`RightBf16`] in panels of
+//! [`RIGHT_ROWS`] rows that fill two registers. Both store pairs of neighbouring `k` in a 32-bit word, the first in the
+//! low half, as the instruction requires; a last odd `k`, and missing rows of a strip or panel, are zero.
 //!
-//! The bound on an element: each operand is off by at most `2⁻⁸` of itself, so the result is off by
-//! at most `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction takes subnormal operands for zero
-//! and flushes subnormal sums.
+//! Error bound per element: each operand has a relative error of at most `2⁻⁸`, so the result has an error of at most
+//! `(2⁻⁷ + 2⁻¹⁶ + k · 2⁻²⁴) Σ |left · right|`. The instruction treats subnormal operands as zero and flushes subnormal
+//! sums.
 //!
-//! An element's sum runs over `k` in order whatever part of the product is asked for, so results do
-//! not depend on how callers split the work.
+//! An element's sum runs over `k` in order, whatever part of the product is computed, so results do not depend on how
+//! callers split the work.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, reason = "vector loads and stores")]
@@ -20,9 +19,9 @@ mod avx512;
 
 use crate::Isa;
 
-/// Rows of a strip of the left operand.
+/// Rows per strip of the left operand.
 pub const LEFT_ROWS: usize = 12;
-/// Rows of a panel of the right operand.
+/// Rows per panel of the right operand.
 pub const RIGHT_ROWS: usize = 32;
 
 /// Proof that the processor has `avx512bf16`.
@@ -30,8 +29,8 @@ pub const RIGHT_ROWS: usize = 32;
 pub struct Avx512Bf16(());
 
 impl Avx512Bf16 {
-    /// The token, where the processor has the instructions and `QUANT_ISA`, if it is set, does not name a path
-    /// without them.
+    /// Returns the token if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
+    /// them.
     pub fn detect() -> Option<Self> {
         Isa::dense_bf16().then_some(Self(()))
     }
@@ -66,7 +65,7 @@ impl<const R: usize> Packed<R> {
     }
 }
 
-/// Packs up to `R` rows of width `k` into a strip, which was zero.
+/// Packs up to `R` rows of width `k` into a zeroed strip.
 fn pack_strip<const R: usize>(rows: &[f32], k: usize, strip: &mut [u32]) {
     for (r, row) in rows.chunks_exact(k).enumerate() {
         let mut words = strip[r..].iter_mut().step_by(R);
@@ -93,7 +92,7 @@ macro_rules! operand {
             #[doc = concat!("Packs ", $what, " from rows of width `k`, row-major.")]
             ///
             /// # Panics
-            /// When `values` are not whole rows.
+            /// When `values` is not whole rows.
             pub fn pack(values: &[f32], k: usize) -> Self {
                 let rows = values.len().checked_div(k).unwrap_or(0);
                 assert_eq!(rows * k, values.len(), "not whole rows");
@@ -114,10 +113,10 @@ macro_rules! operand {
                 self.0.words.chunks_mut((self.0.pairs * $rows).max(1))
             }
 
-            /// Packs some rows of width `k` into a strip that was zero.
+            /// Packs some rows of width `k` into a zeroed strip.
             ///
             /// # Panics
-            /// When there are more rows than a strip has, or they are not whole.
+            /// When there are more rows than in a strip, or they are not whole.
             pub fn pack_rows(rows: &[f32], k: usize, strip: &mut [u32]) {
                 assert!(k > 0 && rows.len().is_multiple_of(k), "not whole rows");
                 assert!(rows.len() / k <= $rows, "more rows than a strip has");
@@ -125,7 +124,7 @@ macro_rules! operand {
                 pack_strip::<$rows>(rows, k, strip);
             }
 
-            /// Rows.
+            /// The number of rows.
             pub fn rows(&self) -> usize {
                 self.0.rows
             }
@@ -136,17 +135,17 @@ macro_rules! operand {
 operand!(LeftBf16, LEFT_ROWS, "a left operand");
 operand!(RightBf16, RIGHT_ROWS, "a right operand");
 
-/// Some rows of `left · rightᵀ`: those of the strips `first` to `first + ⌈rows / LEFT_ROWS⌉`.
+/// Computes some rows of `left · rightᵀ`: those of the strips `first` to `first + ⌈rows / LEFT_ROWS⌉`.
 ///
-/// `out` is `[rows, n]` row-major; it is overwritten. Allocates nothing and spawns nothing.
+/// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, or `out` is not whole rows that `left` has from there on.
+/// When the operands have different widths, or `out` is not whole rows that `left` has from `first` on.
 pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
-    // Panel by panel, so that one stays in the first cache while all strips pass.
+    // Panel by panel, so that a panel stays in the L1 cache while all strips pass.
     for panel in 0..n.div_ceil(RIGHT_ROWS) {
         let columns = panel * RIGHT_ROWS..((panel + 1) * RIGHT_ROWS).min(n);
         for (i, out) in out.chunks_mut(LEFT_ROWS * n).enumerate() {
@@ -158,7 +157,7 @@ pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &Right
     }
 }
 
-/// Whether operands and output fit each other.
+/// Asserts that operands and output match.
 fn check(left: &LeftBf16, first: usize, right: &RightBf16, out: usize) {
     let (left, right) = (&left.0, &right.0);
     assert_eq!(left.k, right.k, "operands have different widths");
@@ -241,7 +240,7 @@ mod tests {
                 let bound = (k as f64 + 2.0) * 2.0_f64.powi(-24) * magnitude + 1e-37;
                 prop_assert!((f64::from(*got) - exact).abs() <= bound, "{got} {exact}");
             }
-            // A part of it is the same part of it.
+            // A part of the product equals the same part of the whole.
             let strips = m.div_ceil(LEFT_ROWS);
             let first = seed as usize % strips;
             let rows = (m - first * LEFT_ROWS).min(1 + seed as usize % 30);
@@ -268,7 +267,7 @@ mod tests {
         }
     }
 
-    /// What is checked before any instruction, on all processors.
+    /// Checks that are made before any instruction, on all processors.
     #[test]
     #[should_panic(expected = "different widths")]
     fn operands_of_different_widths_panic() {

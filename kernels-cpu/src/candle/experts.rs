@@ -1,4 +1,4 @@
-//! The experts of a layer on candle's tensors, in one call.
+//! The experts of a layer as one operation on candle tensors.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,7 +10,7 @@ use crate::activation::resize;
 use crate::experts::{Expert, ExpertGate, ExpertRows, ExpertWeight, Experts, ExpertsPlan, Routing};
 use crate::{Bf16Parts, Element, IsaToken, KernelError, PackedLinear, narrow};
 
-/// Tokens that are taken at once: memory does not grow with longer prompts, and experts have rows enough.
+/// Maximum number of tokens per call: limits memory for long prompts, and leaves enough rows per expert.
 const TOKENS: usize = 1024;
 
 /// A linear of an expert.
@@ -18,7 +18,7 @@ const TOKENS: usize = 1024;
 pub struct ExpertLinear {
     /// The weights `[n, k]`.
     pub weight: Arc<PackedLinear>,
-    /// `[n]`, where it is another than the one that the weights were packed with.
+    /// The bias `[n]`, if it differs from the one that the weights were packed with.
     pub bias: Option<Arc<[f32]>>,
 }
 
@@ -37,8 +37,8 @@ impl From<Arc<PackedLinear>> for ExpertLinear {
 /// `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, the experts of a layer in one call, see
 /// [`experts`](crate::experts). Clones share weights and runner.
 ///
-/// As much memory as the largest call needed stays in the [`Runner`]; of more than 1024 tokens a call takes 1024 at a
-/// time, which changes no bit.
+/// The [`Runner`] keeps as much memory as the largest call needed. More than 1024 tokens are processed 1024 at a time,
+/// which does not change the results.
 #[derive(Debug, Clone)]
 pub struct QuantizedExperts {
     experts: Arc<[[ExpertLinear; 3]]>,
@@ -46,16 +46,16 @@ pub struct QuantizedExperts {
     rows: ExpertRows,
     gate: ExpertGate,
     runner: Runner,
-    /// That of the last call: calls of as many tokens follow on each other.
+    /// The plan of the last call, since successive calls often have the same number of tokens.
     plan: Arc<Mutex<Option<ExpertsPlan>>>,
 }
 
 impl QuantizedExperts {
-    /// Experts of gate, up and down each.
+    /// Creates the operation from each expert's gate, up and down.
     ///
     /// # Errors
-    /// When experts do not fit each other, see [`Experts::new`], or are not multiplied with these activations; static
-    /// ones are not supported.
+    /// When experts do not match each other, see [`Experts::new`], or do not support these activations; static
+    /// activations are not supported.
     pub fn new(
         experts: Vec<[ExpertLinear; 3]>,
         activations: Activations,
@@ -77,20 +77,20 @@ impl QuantizedExperts {
         Ok(Self { experts, shape, rows, gate, runner, plan: Arc::default() })
     }
 
-    /// Features of a token.
+    /// Features per token.
     pub fn hidden(&self) -> usize {
         self.shape[0]
     }
 
-    /// How many experts there are.
+    /// The number of experts.
     pub fn count(&self) -> usize {
         self.experts.len()
     }
 
-    /// `x` is `[tokens, hidden]`, `out` the same and overwritten.
+    /// Runs the experts on slices: `x` is `[tokens, hidden]`; `out` has the same shape and is overwritten.
     ///
     /// # Errors
-    /// As [`Experts::run`]; and when memory is short.
+    /// See [`Experts::run`]; also when memory is short.
     pub fn run<E: Element>(
         &self,
         x: &[E],
@@ -136,11 +136,12 @@ impl QuantizedExperts {
         Ok(*last.insert(plan))
     }
 
-    /// `x` `[.., hidden]` in f32, f16 or bf16, `experts` `[.., top_k]` in u32 and `weights` `[.., top_k]` in f32, in main
-    /// memory. The result is `[.., hidden]` in the type of `x`; sums are f32 and rounded once. There is no gradient.
+    /// Runs the experts on `x` `[.., hidden]` in f32, f16 or bf16, with `experts` `[.., top_k]` in u32 and `weights`
+    /// `[.., top_k]` in f32, all in main memory. The result is `[.., hidden]` in the type of `x`; sums are f32 and
+    /// rounded once. Gradients are not supported.
     ///
     /// # Errors
-    /// When a type, device or shape is another, or an expert does not exist.
+    /// When a type, device or shape is wrong, or an expert does not exist.
     pub fn forward(&self, x: &Tensor, experts: &Tensor, weights: &Tensor) -> Result<Tensor> {
         let name = "quantized-experts";
         let dims = x.dims();
@@ -185,7 +186,7 @@ impl QuantizedExperts {
         }
     }
 
-    /// The same with results in the type of `x`.
+    /// The same, with results in the type of `x`.
     fn run_narrow<E: Element>(
         &self,
         x: &[E],

@@ -1,9 +1,9 @@
-//! Linears on packed weights as operations on candle's tensors: what an engine written with candle calls.
+//! Linears on packed weights as operations on candle tensors, for engines that use candle.
 //!
-//! A [`QuantizedLinear`] is a [`Module`] like `candle_nn::Linear`, and the [`CustomOp1`] behind it. What the
-//! linears of a model share, threads and memory, is a [`Runner`]; what becomes of their input is
-//! [`Activations`]. Results are those of [`PackedLinear::multiply`] and
-//! [`multiply_float`](PackedLinear::multiply_float), to the bit.
+//! A [`QuantizedLinear`] is a [`Module`] like `candle_nn::Linear`, and also a [`CustomOp1`]. A [`Runner`] holds the
+//! threads and memory that the linears of a model share; [`Activations`] is the form that their input is converted to.
+//! Results are bit-identical to those of [`PackedLinear::multiply`] and
+//! [`multiply_float`](PackedLinear::multiply_float).
 //!
 //! ```
 //! use std::sync::Arc;
@@ -12,7 +12,7 @@
 //! use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 //! use quant_kernels_cpu::{PackedLinear, Serial, WeightView};
 //!
-//! // Two output features of eight inputs: codes of 4 bits whose zero is 8, one scale per row.
+//! // Two output features of eight inputs: 4-bit codes with zero point 8, one scale per row.
 //! let (codes, scales) = ([9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7, 7, 7, 7, 7], [0.5, 0.25]);
 //! let view = WeightView::new([2, 8], 4, 8, &codes, &scales, None)?;
 //! let weight = Arc::new(PackedLinear::pack(&view, None, false, &Serial)?);
@@ -27,8 +27,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Attention on a [`KvCache`](crate::attention::KvCache) is no operation here: candle's are functions of their
-//! inputs, and a cache is not what it was after a token is appended.
+//! Attention on a [`KvCache`](crate::attention::KvCache) is not available as an operation: candle operations are
+//! functions of their inputs, whereas appending a token modifies the cache.
 
 mod experts;
 
@@ -50,21 +50,21 @@ use crate::{
     StaticScale, multiply_each, multiply_float_each, narrow,
 };
 
-/// What weights are multiplied with.
+/// The form of the activations that weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
-    /// The activations themselves (W4A16, W8A16).
+    /// Floats (W4A16, W8A16).
     Float,
-    /// Integers of 8 bits with a scale for every token (W4A8, W8A8).
+    /// Int8 with one scale per token (W4A8, W8A8).
     PerToken,
-    /// Integers of 8 bits with one scale and zero. A zero that is not 0 needs weights packed with sums.
+    /// Int8 with one scale and zero point. A zero point other than 0 requires weights packed with sums.
     Static(StaticScale),
 }
 
 /// Threads and memory that the linears of a model share.
 ///
-/// A call takes memory that an earlier one left, and leaves it for the next: as much stays as the largest calls that
-/// ran at once have needed. Clones share it.
+/// A call reuses memory of earlier calls and returns it for later ones: the runner keeps as much as the largest
+/// concurrent calls have needed. Clones share it.
 #[derive(Clone)]
 pub struct Runner {
     parallel: Arc<dyn Parallel + Send>,
@@ -72,14 +72,14 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// A runner on these threads.
+    /// Creates a runner on these threads.
     pub fn new(parallel: impl Parallel + Send + 'static) -> Self {
         Self { parallel: Arc::new(parallel), idle: Arc::default() }
     }
 
-    /// Frees what calls have left, as after a long prompt.
+    /// Frees the memory kept from earlier calls, for example after a long prompt.
     pub fn release(&self) {
-        // The lock is not held while memory is freed.
+        // Do not hold the lock while memory is freed.
         let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
         drop(idle);
     }
@@ -100,7 +100,7 @@ impl fmt::Debug for Runner {
     }
 }
 
-/// What one call works in.
+/// The memory of one call.
 struct Rows {
     float: FloatRows,
     whole: Int8Rows,
@@ -120,12 +120,12 @@ impl Rows {
     }
 }
 
-/// `y = x Ŵᵀ + b` of packed weights `[n, k]`.
+/// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
-/// The input is `[.., k]` in `f32`, f16 or bf16, in main memory, with any strides; what is not contiguous is copied
-/// first. The result is `[.., n]` in the type of the input: sums are `f32` and rounded once, half to even. There is
-/// no gradient: [`forward`](Module::forward) gives a tensor that none flows through, and behind `apply_op1`
-/// `backward` fails. Clones share weights and runner.
+/// The input is `[.., k]` in `f32`, f16 or bf16, in main memory, with any strides; non-contiguous input is copied
+/// first. The result is `[.., n]` in the type of the input: sums are `f32` and rounded once, half to even. Gradients
+/// are not supported: none flows through the result of [`forward`](Module::forward), and after `apply_op1` `backward`
+/// fails. Clones share weights and runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -134,17 +134,18 @@ pub struct QuantizedLinear {
 }
 
 impl QuantizedLinear {
-    /// A linear with these weights, and the bias they were packed with.
+    /// Creates a linear with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When a static scale is not above zero, or has a zero that needs sums which the weights were packed without.
+    /// When a static scale is not positive, or has a zero point that requires sums and the weights were packed without
+    /// them.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
         runner: &Runner,
     ) -> std::result::Result<Self, KernelError> {
         let linear = Self { weight, activations, runner: runner.clone() };
-        // No rows are refused for what all would be.
+        // Quantize no rows, to detect errors that do not depend on the input.
         linear.multiply::<f32>(&[], &mut [])?;
         Ok(linear)
     }
@@ -159,15 +160,15 @@ impl QuantizedLinear {
         &self.runner
     }
 
-    /// What they are multiplied with.
+    /// The form of the activations.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// The same on slices: `x` `[m, k]`, `out` `[m, n]`, row-major and overwritten.
+    /// Runs the linear on slices: `x` is `[m, k]`, `out` is `[m, n]`, row-major and overwritten.
     ///
     /// # Errors
-    /// When `x` is not whole rows, or `out` has another length.
+    /// When `x` is not whole rows, or `out` has the wrong length.
     pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
         self.runner
             .lend(|rows, parallel| self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel))
@@ -185,7 +186,7 @@ impl QuantizedLinear {
         self.multiply_products(float, whole, x, &mut [Product { weight, bias, out }], parallel)
     }
 
-    /// Products of rows that are this linear's with weights of the same [`RowLayout`].
+    /// Computes products of rows, quantized or packed for this linear, with weights of the same [`RowLayout`].
     fn multiply_products<E: Element>(
         &self,
         float: &mut FloatRows,
@@ -206,17 +207,17 @@ impl QuantizedLinear {
         multiply_each(IsaToken::detect(), whole, products, parallel)
     }
 
-    /// Whether [`forward_each`](Self::forward_each) takes both: their rows become the same.
+    /// Whether [`forward_each`](Self::forward_each) accepts both: their input is quantized or packed in the same way.
     pub fn goes_with(&self, other: &Self) -> bool {
         self.activations == other.activations
             && RowLayout::of(self.weight.layout()) == RowLayout::of(other.weight.layout())
     }
 
-    /// What several linears make of the same input, such as queries, keys and values: it is packed once, and threads wait
-    /// for each other once. Results are those of one [`forward`](Module::forward) after another, to the bit.
+    /// Runs several linears on the same input, such as queries, keys and values: it is quantized or packed once, and
+    /// threads synchronize once. Results are bit-identical to separate calls of [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two do not [go together](Self::goes_with); as `forward`.
+    /// When two linears do not [go together](Self::goes_with); also those of `forward`.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
         if let Some(other) = linears.iter().find(|l| !first.goes_with(l)) {
@@ -261,10 +262,10 @@ impl QuantizedLinear {
             .collect()
     }
 
-    /// The same with results in the type of `x`.
+    /// The same, with results in the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.lend(|rows, parallel| {
-            // Grows and does not shrink, so that a call of few rows clears nothing for one of many.
+            // Only grows, so that a call with few rows clears no memory of one with many.
             let room = rows.out.len().max(out.len());
             resize(&mut rows.out, Some(room))?;
             let sums = &mut rows.out[..out.len()];
@@ -334,7 +335,7 @@ impl CustomOp1 for QuantizedLinear {
     }
 }
 
-/// The elements that a layout is about.
+/// The elements that a layout describes.
 fn part<E>(x: &[E], start: usize, count: usize) -> Result<&[E]> {
     let left = x.get(start..).and_then(|left| left.get(..count));
     left.ok_or_else(|| {

@@ -2,21 +2,23 @@
 //!
 //! `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))` over the experts that token `t` is routed to.
 //!
-//! Every product is that of [`multiply_each`](crate::multiply_each) or
-//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert, to the bit; so is the
-//! result equal to a loop of single products ([`reference::experts`](crate::reference::experts)) on every path, for any
-//! routing, split and number of threads. A token's terms are added in the order of experts, and those of an expert that
-//! it names twice in the order of its slots; each is rounded before it is added.
+//! Every product is bit-identical to [`multiply_each`](crate::multiply_each) or
+//! [`multiply_float_each`](crate::multiply_float_each) on the rows that are routed to the expert; so the result equals
+//! a loop of separate products ([`reference::experts`](crate::reference::experts)) on every path, for any routing,
+//! division of work and number of threads. A token's terms are added in the order of experts, and those of an expert
+//! that it lists twice in the order of its slots; each is rounded before it is added.
 //!
-//! Weights differ freely from expert to expert in codes, groups, scales and zeros. What a call needs is an
-//! [`ExpertsPlan`], which says how much memory it takes at most, whatever the routing; the memory is an
-//! [`ExpertsWorkspace`], and a call allocates nothing.
+//! Experts may differ in codes, groups, scales and zero points. An [`ExpertsPlan`] describes a call and the maximum
+//! memory that it needs for any routing; an [`ExpertsWorkspace`] is this memory, and a call allocates nothing.
 //!
-//! A call has four steps, in each of which threads share all that there is to do and wait for each other at the end:
-//! the rows of each expert are gathered and rounded or packed; gate and up are multiplied piece by piece of rows and
-//! panels, and what they give goes through the activation before it leaves the first cache; the result is rounded or
-//! packed; and `down` is multiplied by columns: a piece of work has some columns of all experts, adds each row up where
-//! it belongs as soon as it is multiplied, and so nobody waits for the thread that has the expert with most tokens.
+//! A call has four steps. In each, threads share all the work, and synchronize at the end:
+//!
+//! 1. The rows of each expert are gathered and quantized or packed.
+//! 2. Gate and up are multiplied, by pieces of rows and panels, and the activation is applied while their results are
+//!    in the L1 cache.
+//! 3. The result is quantized or packed.
+//! 4. `down` is multiplied by columns: a piece of work computes some columns of all experts, and adds each row to its
+//!    token as soon as it is multiplied. So no thread waits for the one that has the expert with the most tokens.
 
 mod plan;
 mod routing;
@@ -27,12 +29,12 @@ pub use self::routing::{NO_EXPERT, Routing};
 use crate::activation::{RowLayout, dispatch};
 use crate::{Bf16Parts, FloatFormat, IsaToken, KernelError, PackedView};
 
-/// Packed weights `[n, k]` of an expert, and their bias.
+/// The packed weights `[n, k]` of an expert, and their bias.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertWeight<'a> {
     /// The weights.
     pub weight: PackedView<'a>,
-    /// `[n]`, where there is one.
+    /// The bias `[n]`, if any.
     pub bias: Option<&'a [f32]>,
 }
 
@@ -48,8 +50,8 @@ impl<'a> From<&'a crate::PackedLinear> for ExpertWeight<'a> {
     }
 }
 
-/// The weights of one expert. Bits, groups, scales and zeros are its own; `gate` and `up` read the same rows, and so
-/// have the same groups.
+/// The weights of one expert, with their own bits, groups, scales and zero points; `gate` and `up` read the same rows,
+/// and so must have the same groups.
 #[derive(Debug, Clone, Copy)]
 pub struct Expert<'a> {
     /// `[inner, hidden]`
@@ -60,7 +62,7 @@ pub struct Expert<'a> {
     pub down: ExpertWeight<'a>,
 }
 
-/// What an expert makes of gate and up.
+/// The function of gate and up.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum ExpertGate {
     /// `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
@@ -68,17 +70,17 @@ pub enum ExpertGate {
     Silu,
     /// `gelu(gate) · up`, see [`reference::gelu_tanh`](crate::reference::gelu_tanh).
     GeluTanh,
-    /// That of gpt-oss, see [`reference::clamped_gate`](crate::reference::clamped_gate).
+    /// The gate of gpt-oss, see [`reference::clamped_gate`](crate::reference::clamped_gate).
     Clamped {
-        /// What the gate is multiplied by inside the sigmoid.
+        /// The factor of the gate inside the sigmoid.
         alpha: f32,
-        /// The bound of both inputs, not negative.
+        /// The bound of both inputs; not negative.
         limit: f32,
     },
 }
 
 impl ExpertGate {
-    /// A row.
+    /// Applies the function to a row.
     fn apply(self, token: IsaToken, gate: &[f32], up: &[f32], out: &mut [f32]) {
         match self {
             Self::Silu => {
@@ -90,16 +92,16 @@ impl ExpertGate {
     }
 }
 
-/// What weights are multiplied with.
+/// The form of the rows that weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpertRows {
-    /// Integers of 8 bits with a scale for every row (W4A8, W8A8), see [`Int8Rows`](crate::Int8Rows).
+    /// Int8 with one scale per row (W4A8, W8A8), see [`Int8Rows`](crate::Int8Rows).
     Int8,
     /// Floats (W4A16, W8A16), see [`FloatRows`](crate::FloatRows).
     Float(Bf16Parts),
 }
 
-/// The experts of a layer, which fit each other.
+/// The experts of a layer, with matching shapes.
 #[derive(Debug, Clone, Copy)]
 pub struct Experts<'a> {
     experts: &'a [Expert<'a>],
@@ -108,11 +110,11 @@ pub struct Experts<'a> {
 }
 
 impl<'a> Experts<'a> {
-    /// Checks that experts fit each other.
+    /// Checks that experts match.
     ///
     /// # Errors
-    /// When there are none, or as many as no number of 32 bits holds, a shape is not that of the first expert, gate and
-    /// up have different groups, or a bias has another length.
+    /// When there are no experts or more than 32 bits can count, a shape differs from that of the first expert, gate
+    /// and up have different groups, or a bias has the wrong length.
     pub fn new(experts: &'a [Expert<'a>]) -> Result<Self, KernelError> {
         let first = experts.first().ok_or(KernelError::Scheme("a layer without experts"))?;
         if experts.len() > NO_EXPERT as usize {
@@ -142,18 +144,18 @@ impl<'a> Experts<'a> {
         Ok(Self { experts, hidden, inner })
     }
 
-    /// Experts that [`new`](Self::new) has checked before.
+    /// Creates the experts from weights that [`new`](Self::new) has already checked.
     #[cfg(feature = "candle")]
     pub(crate) fn checked(experts: &'a [Expert<'a>], [hidden, inner]: [usize; 2]) -> Self {
         Self { experts, hidden, inner }
     }
 
-    /// How many there are.
+    /// The number of experts.
     pub fn count(&self) -> usize {
         self.experts.len()
     }
 
-    /// Features of a token.
+    /// Features per token.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
@@ -163,12 +165,12 @@ impl<'a> Experts<'a> {
         self.inner
     }
 
-    /// One of them.
+    /// The weights of one expert.
     pub(crate) fn get(&self, expert: usize) -> &'a Expert<'a> {
         &self.experts[expert]
     }
 
-    /// Fails where rows of this kind are not multiplied with some expert.
+    /// Fails if some expert does not support rows of this kind.
     fn require(&self, rows: ExpertRows) -> Result<(), KernelError> {
         let all = self.experts.iter().flat_map(|e| [e.gate, e.up, e.down]);
         let mut formats = all.map(|of| of.weight.layout().float_format());
@@ -187,7 +189,7 @@ mod tests {
     use crate::Isa;
     use crate::reference::{clamped_gate, gelu_tanh, silu};
 
-    /// Every value of a few, with every other: ordinary, tiny, huge, and not finite.
+    /// All pairs of a few values: ordinary, tiny, huge, and not finite.
     fn pairs() -> (Vec<f32>, Vec<f32>) {
         let special = [0.0, -0.0, 1e-40, -1e-30, 87.1, -87.1, 3e20, -3e20, f32::MAX, f32::INFINITY, f32::NAN];
         let ordinary = (-300..300).map(|i| i as f32 * 0.037);
@@ -219,7 +221,7 @@ mod tests {
         }
     }
 
-    /// The definitions are the formulas, within what is said of them.
+    /// The definitions equal the formulas, within the stated errors.
     #[test]
     fn definitions_are_the_formulas() {
         for i in -400_000..400_000 {
@@ -232,7 +234,7 @@ mod tests {
             let u = 0.6_f32;
             let exact = x.min(7.0) / (1.0 + (-1.702 * x.min(7.0)).exp()) * 1.6;
             let off = (f64::from(clamped_gate(g, u, 1.702, 7.0)) - exact).abs();
-            // What rounding 1.702 · g moves an exponential by.
+            // The effect on an exponential of rounding 1.702 · g.
             assert!(off <= exact.abs() * 2.0_f64.powi(-18), "clamped gate of {g}");
         }
         assert_eq!((gelu_tanh(100.0), gelu_tanh(-100.0)), (100.0, 0.0));

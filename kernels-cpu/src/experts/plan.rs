@@ -1,4 +1,4 @@
-//! How much memory a call takes, and that memory.
+//! The plan of a call, with its memory requirement, and the memory itself.
 
 use super::routing::Rows;
 use super::run::Active;
@@ -11,7 +11,7 @@ use crate::layout::LINE;
 use crate::linear::{self, Path};
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout};
 
-/// What a call does, and how much memory it takes at most, whatever the routing.
+/// The parameters of a call, and the maximum memory that it needs, whatever the routing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertsPlan {
     pub(super) token: IsaToken,
@@ -19,20 +19,19 @@ pub struct ExpertsPlan {
     pub(super) gate: ExpertGate,
     pub(super) tokens: usize,
     pub(super) top_k: usize,
-    /// The type of activations.
+    /// The element type of activations.
     pub(super) kind: Kind,
-    /// Experts, and features of a token and between an expert's linears.
+    /// The number of experts, features per token, and features between an expert's linears.
     pub(super) shape: [usize; 3],
-    /// What rows take that experts read, and what those take that `down` reads.
+    /// The sizes of the rows that gate and up read, and of those that `down` reads.
     extents: [Extent; 2],
 }
 
 impl ExpertsPlan {
-    /// A plan for up to `tokens` tokens of activations of type `E`, each routed to up to `top_k` experts.
+    /// Creates a plan for up to `tokens` tokens of activations of type `E`, each routed to up to `top_k` experts.
     ///
     /// # Errors
-    /// When the rows are not multiplied with some expert, the gate's limit is negative or NaN, or a size is beyond all
-    /// numbers.
+    /// When some expert does not support the rows, the gate's limit is negative or NaN, or a size overflows.
     pub fn new<E: Element>(
         experts: &Experts<'_>,
         token: IsaToken,
@@ -70,23 +69,23 @@ impl ExpertsPlan {
         Ok(plan)
     }
 
-    /// Whether it is one of so many tokens and slots, for activations of type `E`.
+    /// Whether this is a plan for `tokens` tokens and `top_k` slots, for activations of type `E`.
     #[cfg(feature = "candle")]
     pub(crate) fn is_of<E: Element>(&self, tokens: usize, top_k: usize) -> bool {
         self.kind == E::KIND && self.tokens == tokens && self.top_k == top_k
     }
 
-    /// Tokens, at most.
+    /// The maximum number of tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Experts of a token, at most.
+    /// The maximum number of experts per token.
     pub fn top_k(&self) -> usize {
         self.top_k
     }
 
-    /// Bytes that an [`ExpertsWorkspace`] holds at least once it is [reserved](ExpertsWorkspace::reserve).
+    /// Bytes that an [`ExpertsWorkspace`] holds at least after it is [reserved](ExpertsWorkspace::reserve).
     pub fn workspace_bytes(&self) -> usize {
         self.bytes().unwrap_or(usize::MAX)
     }
@@ -106,7 +105,7 @@ impl ExpertsPlan {
     fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
         let Extent { rows, codes, sums, tiles, tile_sums, made } = *extent;
         let (code, beside) = match self.rows {
-            // Sums stand there twice, and each row has a scale.
+            // `sums` is stored twice (the other is `eights`), and each row has a scale.
             ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
             ExpertRows::Float(_) => (4, sums.max(tile_sums)),
         };
@@ -114,17 +113,17 @@ impl ExpertsPlan {
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 
-    /// Rows of all experts, at most.
+    /// The maximum number of rows of all experts.
     fn most_rows(&self) -> usize {
         self.tokens * self.top_k
     }
 
-    /// Experts that have rows, at most.
+    /// The maximum number of experts that have rows.
     fn most_active(&self) -> usize {
         self.shape[0].min(self.most_rows())
     }
 
-    /// No rows yet.
+    /// Empty buffers.
     fn buffers(&self) -> [Buffer; 2] {
         [(); 2].map(|()| match self.rows {
             ExpertRows::Int8 => Buffer::Int8(Int8Rows::new(self.token)),
@@ -133,24 +132,24 @@ impl ExpertsPlan {
     }
 }
 
-/// The memory of calls, used again by each.
+/// The memory of calls, reused by each.
 #[derive(Debug, Default)]
 pub struct ExpertsWorkspace {
-    /// What it was reserved for last.
+    /// The plan that it was last reserved for.
     plan: Option<ExpertsPlan>,
     pub(super) rows: Rows,
     pub(super) active: Vec<Active>,
-    /// What gate and up made, `[rows, inner]`.
+    /// The results of gate and up, `[rows, inner]`.
     pub(super) inner: Vec<f32>,
-    /// Rows that experts read, and rows that `down` reads.
+    /// Rows that gate and up read, and rows that `down` reads.
     pub(super) buffers: Option<[Buffer; 2]>,
 }
 
 impl ExpertsWorkspace {
-    /// Makes room for calls of this plan. What is held is used again.
+    /// Makes room for calls of this plan. Memory of earlier plans is reused.
     ///
     /// # Errors
-    /// When memory is short; then there is room for no call until it succeeds.
+    /// When memory is short; the workspace is then unusable until a call succeeds.
     pub fn reserve(&mut self, plan: &ExpertsPlan) -> Result<(), KernelError> {
         if self.plan.as_ref() == Some(plan) {
             return Ok(());
@@ -173,12 +172,12 @@ impl ExpertsWorkspace {
         Ok(())
     }
 
-    /// Frees what it holds.
+    /// Frees its memory.
     pub fn release(&mut self) {
         *self = Self::default();
     }
 
-    /// Whether it was reserved for this plan, or one of the same kind that takes no less.
+    /// Fails unless it was reserved for this plan, or for one of the same kind that needs at least as much.
     pub(super) fn require(&self, plan: &ExpertsPlan) -> Result<(), KernelError> {
         let enough = self.plan.as_ref().is_some_and(|own| {
             let same = own.token == plan.token && own.rows == plan.rows;
@@ -195,13 +194,13 @@ impl ExpertsWorkspace {
     }
 }
 
-/// Room for so many, of which none are there yet.
+/// Clears the vector and reserves room for `count` values.
 fn reserve<T>(values: &mut Vec<T>, count: usize) -> Result<(), KernelError> {
     values.clear();
     values.try_reserve_exact(count).map_err(|_| KernelError::Memory("the rows of experts"))
 }
 
-/// Rows of either kind.
+/// Int8 or floating-point rows.
 #[derive(Debug)]
 pub(super) enum Buffer {
     Int8(Int8Rows),
@@ -217,7 +216,7 @@ impl Buffer {
         }
     }
 
-    /// Whether rows lie in strips; else they lie in tiles only.
+    /// Whether rows are stored in strips; otherwise in tiles only.
     pub(super) fn in_strips(&self) -> bool {
         match self {
             Self::Int8(_) => true,
@@ -232,7 +231,7 @@ impl Buffer {
         }
     }
 
-    /// What `rows` rows of `count` experts with this layout take at most.
+    /// The maximum size of `rows` rows of `count` experts with this layout.
     fn most(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
         Extent::most(rows, count, layout, tiling, self.in_strips(), lent)
@@ -253,7 +252,7 @@ impl Buffer {
         }
     }
 
-    /// Adds the rows of an expert, `lent` the width of rows that are made.
+    /// Adds the rows of an expert; `lent` is the width of computed rows.
     pub(super) fn add(
         &self,
         extent: &mut Extent,
@@ -265,7 +264,7 @@ impl Buffer {
         extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), lent)
     }
 
-    /// The memory, for threads to make rows in; `in_bf16` where all values are of bf16 by their type.
+    /// The memory, for threads to write rows to; `in_bf16` states that the input type is bf16.
     pub(super) fn memory(&mut self, in_bf16: bool) -> Memory<'_> {
         match self {
             Self::Int8(rows) => Memory::Int8(rows.memory()),
@@ -276,7 +275,7 @@ impl Buffer {
         }
     }
 
-    /// The rows of a segment as products take them.
+    /// The rows of a segment in the form that products read.
     pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::Rows<'_> {
         match self {
             Self::Int8(rows) => linear::Rows::int8(rows, token, Some(all)),
@@ -293,17 +292,18 @@ impl Buffer {
     }
 }
 
-/// The memory of rows of either kind.
+/// The memory of int8 or floating-point rows.
 pub(super) enum Memory<'a> {
     Int8(Int8Memory<'a>),
     Float(FloatMemory<'a>),
 }
 
 impl Memory<'_> {
-    /// Makes strip or tile `i` of a segment.
+    /// Quantizes or packs strip or tile `i` of a segment.
     ///
     /// # Safety
-    /// There must be [room](Buffer::room) for the segment, segments must not overlap, and each unit may be asked for once.
+    /// There must be [room](Buffer::room) for the segment, segments must not overlap, and each unit may be processed
+    /// only once.
     pub(super) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
         // SAFETY: the safety contract of this function is that of both.
         unsafe {

@@ -1,18 +1,18 @@
-//! Which tokens go to which expert: the rows of each expert, one expert after the other.
+//! Sorts tokens by expert: the rows of each expert, one expert after the other.
 
 use crate::KernelError;
 
-/// The number of no expert, in a slot of a token that has fewer than others.
+/// Marks an unused slot, for tokens that are routed to fewer experts than others.
 pub const NO_EXPERT: u32 = u32::MAX;
 
-/// Which experts each token is routed to, and with what weights.
+/// The experts that each token is routed to, with their weights.
 #[derive(Debug, Clone, Copy)]
 pub struct Routing<'a> {
-    /// Slots of a token.
+    /// Slots per token.
     pub top_k: usize,
-    /// Numbers of experts, or [`NO_EXPERT`], `[tokens, top_k]`.
+    /// Indices of experts, or [`NO_EXPERT`], `[tokens, top_k]`.
     pub experts: &'a [u32],
-    /// What each expert's output is multiplied by, `[tokens, top_k]`; those of no expert are not read.
+    /// The factor of each expert's output, `[tokens, top_k]`; not read for unused slots.
     pub weights: &'a [f32],
 }
 
@@ -23,12 +23,13 @@ pub(super) struct Rows {
     pub(super) tokens: Vec<u32>,
     /// The weight of each row.
     pub(super) weights: Vec<f32>,
-    /// Where each expert's rows begin, and one more.
+    /// The start of each expert's rows, and the total.
     pub(super) starts: Vec<u32>,
 }
 
 impl Rows {
-    /// Sorts, without allocating: `tokens` and `weights` have room for all slots, `starts` for one more than experts.
+    /// Sorts without allocating: `tokens` and `weights` must have capacity for all slots, `starts` for one more than
+    /// the number of experts.
     ///
     /// # Errors
     /// When an expert is out of range.
@@ -39,7 +40,7 @@ impl Rows {
             if expert == NO_EXPERT {
                 continue;
             }
-            // What is counted stands one behind, and so begins where the one before ends.
+            // Counts are stored one index later, so that they become starts.
             match self.starts.get_mut(expert as usize + 1) {
                 Some(count) => *count += 1,
                 None => {
@@ -64,7 +65,7 @@ impl Rows {
             self.weights[*next as usize] = weight;
             *next += 1;
         }
-        // Each is now where the next one begins.
+        // Each start is now that of the next expert.
         self.starts.rotate_right(1);
         self.starts[0] = 0;
         Ok(())

@@ -1,4 +1,5 @@
-//! A call: rows are made, gate and up multiplied, their product made rows again, and `down` multiplied and added up.
+//! Runs a call: quantizes or packs rows, multiplies gate and up, quantizes or packs their result, and multiplies and
+//! accumulates `down`.
 
 use core::mem::MaybeUninit;
 use core::ops::Range;
@@ -13,49 +14,51 @@ use crate::linear::{Out, Path, Rows};
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel, Serial};
 
-/// Results of a part of a product, which stay in the first cache until they are used.
+/// Results of a part of a product, which stay in the L1 cache until they are used.
 const RESULTS: usize = 8192;
-/// Pieces of work that each thread gets: the last one's end is waited for.
+/// Pieces of work per thread; threads wait for the last piece to end.
 const SHARES: usize = 16;
-/// The same of few rows: they wait for memory, which is read best from beginning to end, and a piece begins somewhere else
-/// than the one before it has ended.
+/// Pieces of work per thread for few rows, which are limited by memory: memory is read fastest sequentially, and each
+/// piece starts at a new address.
 const FEW_SHARES: usize = 4;
-/// Panels of a piece, at least and at most: few rows take four at once, and of more than so many each costs no less.
+/// Minimum and maximum number of panels per piece: few rows process four at once, and more than the maximum saves
+/// nothing.
 const CHUNK: [usize; 2] = [4, 16];
-/// Panels of a piece of few rows, at most.
+/// Maximum number of panels per piece for few rows.
 const FEW_CHUNK: usize = 64;
 /// Bytes of weights that stay in the L2 cache while rows pass.
 const WEIGHTS: usize = 512 << 10;
-/// Rows of an expert that are few, on the average.
+/// At most this many rows per expert, on average, count as few.
 const FEW_ROWS: usize = 4;
-/// Values that one thread makes rows of by itself sooner than others have heard of them.
+/// Up to this many values, one thread prepares the rows faster than others could be woken.
 const FEW: usize = 1 << 15;
 
 /// An expert that has rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Active {
     expert: u32,
-    /// Its rows as it reads them, and as `down` does.
+    /// The rows that its gate and up read, and those that its `down` reads.
     rows: [Segment; 2],
-    /// The numbers of its first strips or tiles among those of all.
+    /// The indices of its first strips or tiles among those of all experts.
     units: [usize; 2],
-    /// The number of its first piece of gate and up.
+    /// The index of its first piece of gate and up.
     first: usize,
-    /// Strips or tiles of a piece, and blocks of these.
+    /// Strips or tiles per piece, and the number of such blocks.
     block: usize,
     blocks: usize,
-    /// Panels of a piece, and chunks of these.
+    /// Panels per piece, and the number of such chunks.
     chunk: usize,
     chunks: usize,
 }
 
 impl Experts<'_> {
-    /// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens, hidden]`,
-    /// `out` the same and overwritten; a token without experts gets zeros. Nothing is allocated.
+    /// Computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is
+    /// `[tokens, hidden]`; `out` has the same shape and is overwritten. A token without experts gets zeros. Allocates
+    /// nothing.
     ///
     /// # Errors
-    /// When the plan is that of other experts or activations, there are more tokens or slots than it says, a length is
-    /// wrong, an expert does not exist, or the workspace was not reserved for it; `out` is then as it was.
+    /// When the plan is for other experts or activations, there are more tokens or slots than planned, a length is
+    /// wrong, an expert does not exist, or the workspace was not reserved for the plan; `out` is then unchanged.
     pub fn run<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -95,7 +98,7 @@ impl Experts<'_> {
             units[0] += first.units(read.in_strips());
             units[1] += second.units(between.in_strips());
         }
-        // A plan of other experts of the same shape may have said less.
+        // A plan for other experts of the same shape may have required less.
         let room = [read.room(), between.room()];
         if room.iter().zip(&extents).any(|(room, extent)| !room.holds(extent)) {
             let got = plan.workspace_bytes();
@@ -111,7 +114,7 @@ impl Experts<'_> {
         Ok(())
     }
 
-    /// Whether everything is as long as the plan and the shapes say.
+    /// Checks all lengths against the plan and the shapes.
     fn check<E: Element>(
         &self,
         plan: &ExpertsPlan,
@@ -147,7 +150,7 @@ impl Experts<'_> {
         KernelError::length("output", x.len(), out)
     }
 
-    /// What experts make of gate and up, `[rows, inner]`.
+    /// Computes the gate activation of all experts, `[rows, inner]`.
     fn gate_up(
         &self,
         plan: &ExpertsPlan,
@@ -185,14 +188,15 @@ impl Experts<'_> {
             each_part(&rows, units, panels, |units, panels, at| {
                 let columns = panels.start * PANEL_ROWS..(panels.end * PANEL_ROWS).min(width);
                 let part = Part { rows: &rows, units, panels };
-                // SAFETY: `each_part` gives parts of the rows and panels, no larger than the results; the rows were made
-                // for the experts' layouts, of whose weights and biases `Experts::new` checked the shapes; the token
+                // SAFETY: `each_part` yields parts of the rows and panels that fit into the results; the rows were
+                // prepared for the experts' layouts; `Experts::new` checked the shapes of weights and biases; the token
                 // proves the instructions.
                 let (gates, ups) =
                     unsafe { (part.multiply(gate, &mut results), part.multiply(up, &mut others)) };
                 for (r, (gates, ups)) in gates.zip(ups).enumerate() {
                     let row = (own.rows[0].row + at.start + r) * width;
-                    // SAFETY: pieces and their parts are disjoint in rows or columns, and each is asked for once.
+                    // SAFETY: pieces and their parts are disjoint in rows or columns, and `Parallel` calls each piece
+                    // at most once.
                     let to = unsafe { inner.part(row + columns.start..row + columns.end) };
                     plan.gate.apply(token, gates, ups, to);
                 }
@@ -200,7 +204,7 @@ impl Experts<'_> {
         });
     }
 
-    /// Multiplies `down`, and adds up: each piece has some columns of all experts.
+    /// Multiplies and accumulates `down`: each piece computes some columns of all experts.
     fn down(
         &self,
         plan: &ExpertsPlan,
@@ -222,7 +226,8 @@ impl Experts<'_> {
             let panels = (piece * chunk).min(panels)..((piece + 1) * chunk).min(panels);
             let columns = panels.start * PANEL_ROWS..(panels.end * PANEL_ROWS).min(width);
             for row in (0..all).map(|of| of * width) {
-                // SAFETY: pieces are disjoint in columns, each is asked for once, and this reference ends here.
+                // SAFETY: pieces are disjoint in columns, `Parallel` calls each at most once, and this reference ends
+                // here.
                 unsafe { out.part(row + columns.start..row + columns.end) }.fill(0.0);
             }
             let mut results = [const { MaybeUninit::<f32>::uninit() }; RESULTS];
@@ -233,12 +238,15 @@ impl Experts<'_> {
                 each_part(&rows, 0..rows.strips(), panels.clone(), |units, panels, at| {
                     let columns = panels.start * PANEL_ROWS..(panels.end * PANEL_ROWS).min(width);
                     let part = Part { rows: &rows, units, panels };
-                    // SAFETY: as in `gate_up`.
+                    // SAFETY: `each_part` yields parts of the rows and panels that fit into the results; the rows were
+                    // prepared for the experts' layouts; `Experts::new` checked the shapes of weights and biases; the
+                    // token proves the instructions.
                     let products = unsafe { part.multiply(down, &mut results) };
                     for (r, y) in products.enumerate() {
                         let row = own.rows[1].row + at.start + r;
                         let first = routed.tokens[row] as usize * width;
-                        // SAFETY: pieces are disjoint in columns, each is asked for once, and this reference ends with the loop's body.
+                        // SAFETY: pieces are disjoint in columns, `Parallel` calls each at most once, and this
+                        // reference ends with the loop body.
                         let sum = unsafe { out.part(first + columns.start..first + columns.end) };
                         dispatch::add_weighted(token, sum, routed.weights[row], y);
                     }
@@ -249,11 +257,11 @@ impl Experts<'_> {
 }
 
 impl Active {
-    /// Cuts the product of its rows with so many panels, each of so many bytes, into pieces of about `share` products of
-    /// a row and a panel.
+    /// Divides the product of its rows with `panels` panels of `bytes` bytes each into pieces of about `share` products
+    /// of a row and a panel.
     fn cut(&mut self, rows: &Rows<'_>, panels: usize, share: usize, bytes: usize) {
         let (m, units, [most, _]) = (rows.m(), rows.strips(), rows.most_units());
-        // Rows that pass in several turns find their weights in the L2 cache.
+        // If several groups of rows pass over the weights, these should stay in the L2 cache.
         let widest = match units > most {
             true => (WEIGHTS / bytes.max(1) / CHUNK[0] * CHUNK[0]).clamp(CHUNK[0], CHUNK[1]),
             false if m <= FEW_ROWS => FEW_CHUNK,
@@ -261,7 +269,7 @@ impl Active {
         };
         self.chunk = (share / m.max(1)).next_multiple_of(CHUNK[0]).clamp(CHUNK[0], widest);
         self.chunks = panels.div_ceil(self.chunk);
-        // Each block reads all weights: of like size, and only as many as it takes to share the work.
+        // Each block reads all weights, so blocks are of similar size, and only as many as needed to share the work.
         let each = self.chunk * m.div_ceil(units);
         let block = (2 * share).div_ceil(each).max(most);
         self.block = units.div_ceil(units.div_ceil(block));
@@ -269,13 +277,13 @@ impl Active {
     }
 }
 
-/// The last expert of which something holds that holds of the first ones only.
+/// The last expert for which `holds` is true; it must be true for a prefix of the experts.
 fn last(active: &[Active], holds: impl Fn(&Active) -> bool) -> Option<&Active> {
     active.partition_point(holds).checked_sub(1).map(|at| &active[at])
 }
 
-/// Makes the rows of all experts, which are `units` strips or tiles; `at` is 0 of those that experts read, and 1 of those
-/// that `down` does.
+/// Quantizes or packs the rows of all experts, in `units` strips or tiles; `at` is 0 for rows that gate and up read,
+/// and 1 for those that `down` reads.
 fn make(
     active: &[Active],
     at: usize,
@@ -291,13 +299,14 @@ fn make(
     parallel.for_each(units, &|unit| {
         let own = last(active, |own| own.units[at] <= unit).filter(|_| unit < units);
         let Some(own) = own else { return };
-        // SAFETY: `run` has seen to it that there is room for all segments, which follow on each other; each unit is asked
-        // for once, as `Parallel` demands.
+        // SAFETY: `run` checked that there is room for all segments, which are contiguous and disjoint; `Parallel`
+        // calls each unit at most once.
         unsafe { memory.unit(&own.rows[at], unit - own.units[at], source) };
     });
 }
 
-/// Cuts strips or tiles times panels into parts whose results have room; `each` gets their units, panels and rows.
+/// Divides strips or tiles times panels into parts whose results fit into `RESULTS`; `each` gets their units, panels
+/// and rows.
 fn each_part(
     rows: &Rows<'_>,
     units: Range<usize>,
@@ -325,11 +334,11 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// Their product with the weights of an expert, row by row, of as many columns as there are.
+    /// Computes their product with the weights of an expert, and returns it row by row.
     ///
     /// # Safety
-    /// The rows must be made for the layout of the weights, units and panels within both, a bias as long as the weights
-    /// have rows, and the processor have the path's instructions.
+    /// The rows must be prepared for the layout of the weights; units and panels must be within both; a bias must have
+    /// one value per output feature; and the processor must have the path's instructions.
     unsafe fn multiply<'r>(
         &self,
         (of, path): (ExpertWeight<'_>, Path),
@@ -341,10 +350,10 @@ impl Part<'_> {
         assert!(rows.len() * stride <= RESULTS);
         let at = results.as_mut_ptr().cast::<f32>();
         let out = Out { at, row: rows.start, column, stride };
-        // SAFETY: the results have room for these rows and columns, and are borrowed; the safety contract of this function
-        // covers the rest.
+        // SAFETY: the results have room for these rows and columns, as asserted above, and are borrowed mutably; the
+        // safety contract of this function covers the rest.
         unsafe { of.weight.part(path, self.rows, self.units.clone(), self.panels.clone(), of.bias, out) };
-        // SAFETY: the product wrote these columns of every row, within the results, which stay borrowed.
+        // SAFETY: the product wrote these columns of every row, within the results, which stay borrowed for `'r`.
         (0..rows.len()).map(move |r| unsafe { core::slice::from_raw_parts(at.add(r * stride), columns) })
     }
 }

@@ -1,24 +1,24 @@
-//! Hadamard matrices of orders `4t`, `t` odd, constructed: no table of any is here.
+//! Constructs Hadamard matrices of orders `4t`, `t` odd, without any tables.
 //!
-//! - Paley (1933): from the quadratic residues of a prime `q`. The first kind has order `q + 1`, `q ≡ 3 mod 4`; the second
-//!   `2 (q + 1)`, `q ≡ 1 mod 4`.
-//! - Williamson (1944): four symmetric sequences of ±1 around a circle of `t`, whose autocorrelations cancel, give order
-//!   `4t`. They are searched for among those that are constant on the classes of a group of multipliers, the largest
-//!   group first: few enough to try all.
-//! - Cooper and Wallis (1972): the four sequences of Williamson around a circle of `w`, joined three at a time around one of
-//!   `3w`, give order `12w`.
+//! - Paley (1933): from the quadratic residues of a prime `q`. The first kind has order `q + 1`, `q ≡ 3 mod 4`; the
+//!   second `2 (q + 1)`, `q ≡ 1 mod 4`.
+//! - Williamson (1944): four symmetric circulant sequences of ±1 of length `t`, whose autocorrelations cancel, give
+//!   order `4t`. They are searched for among those that are constant on the orbits of a group of multipliers, trying
+//!   the largest group first; these are few enough for exhaustive search.
+//! - Cooper and Wallis (1972): Williamson's four sequences of length `w`, combined three at a time into sequences of
+//!   length `3w`, give order `12w`.
 //!
-//! The last two are laid out in the array of Goethals and Seidel (1967), which asks for no symmetry.
+//! The last two use the array of Goethals and Seidel (1967), which does not require symmetry.
 
 use core::array::from_fn;
 use std::collections::{HashMap, HashSet};
 
-/// How a matrix was constructed.
+/// The construction of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Construction {
-    /// From the residues of this prime, order `q + 1`.
+    /// From the quadratic residues of this prime, order `q + 1`.
     PaleyFirst(usize),
-    /// From the residues of this prime, order `2 (q + 1)`.
+    /// From the quadratic residues of this prime, order `2 (q + 1)`.
     PaleySecond(usize),
     /// From four sequences of this length, order `4t`.
     Williamson(usize),
@@ -26,13 +26,13 @@ pub enum Construction {
     CooperWallis(usize),
 }
 
-/// The largest order that is constructed: a row costs as many additions an element.
+/// The largest order that is constructed. The cost per element is as many additions as the order.
 pub(super) const LARGEST: usize = 256;
 
-/// Classes of multipliers of which all sequences are tried.
+/// The maximum number of orbits for which all sequences are tried.
 const CLASSES: usize = 11;
 
-/// The matrix of an order `4t`, `t` odd and above 1, row-major, of ±1; by the first construction that gives it.
+/// The matrix of order `4t`, `t` odd and above 1, row-major, with entries ±1, by the first construction that gives it.
 pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
     let t = order / 4;
     if order > LARGEST || order != 4 * t || t.is_multiple_of(2) || t < 3 {
@@ -59,7 +59,7 @@ fn is_prime(q: usize) -> bool {
     q > 1 && (2..).take_while(|d| d * d <= q).all(|d| !q.is_multiple_of(d))
 }
 
-/// 1 for squares, −1 for others, 0 for zero, modulo a prime.
+/// The Legendre symbol: 1 for squares, −1 for non-squares, 0 for zero, modulo a prime.
 fn residues(q: usize) -> Vec<f32> {
     let mut character = vec![-1.0; q];
     for x in 1..q {
@@ -73,7 +73,7 @@ fn square(order: usize, entry: impl Fn(usize, usize) -> f32) -> Vec<f32> {
     (0..order * order).map(|i| entry(i / order, i % order)).collect()
 }
 
-/// `I + S` with `S` the skew matrix of residues and a border.
+/// `I + S` with `S` the bordered skew-symmetric matrix of residues.
 fn paley_first(q: usize) -> Vec<f32> {
     let character = residues(q);
     square(q + 1, |r, c| match (r, c) {
@@ -84,7 +84,7 @@ fn paley_first(q: usize) -> Vec<f32> {
     })
 }
 
-/// `S ⊗ [1 1; 1 −1] + I ⊗ [1 −1; −1 −1]` with `S` the symmetric matrix of residues and a border.
+/// `S ⊗ [1 1; 1 −1] + I ⊗ [1 −1; −1 −1]` with `S` the bordered symmetric matrix of residues.
 fn paley_second(q: usize) -> Vec<f32> {
     let character = residues(q);
     square(2 * (q + 1), |r, c| {
@@ -98,7 +98,7 @@ fn paley_second(q: usize) -> Vec<f32> {
     })
 }
 
-/// The matrix of four sequences around a circle of `t`: with `A[r, c] = a[c − r]` and `R` the reflection,
+/// The matrix of four circulant sequences of length `t`: with `A[r, c] = a[c − r]` and `R` the reflection,
 /// `[A BR CR DR; −BR A DᵀR −CᵀR; −CR −DᵀR A BᵀR; −DR CᵀR −BᵀR A]`.
 fn goethals_seidel(sequences: &[Vec<f32>; 4]) -> Vec<f32> {
     let t = sequences[0].len();
@@ -125,7 +125,7 @@ fn goethals_seidel(sequences: &[Vec<f32>; 4]) -> Vec<f32> {
     })
 }
 
-/// Four sequences around a circle of `3w` from four of `w`; 3 does not divide `w`.
+/// Four circulant sequences of length `3w` from four of length `w`; 3 must not divide `w`.
 fn cooper_wallis([a, b, c, d]: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
     let w = a.len();
     let join = |parts: [(f32, &[f32]); 3]| -> Vec<f32> {
@@ -139,7 +139,7 @@ fn cooper_wallis([a, b, c, d]: &[Vec<f32>; 4]) -> [Vec<f32>; 4] {
     ]
 }
 
-/// Four symmetric sequences around a circle of odd `t`, whose autocorrelations add up to zero everywhere but at 0.
+/// Four symmetric circulant sequences of odd length `t`, whose autocorrelations add up to zero except at 0.
 fn williamson(t: usize) -> Option<[Vec<f32>; 4]> {
     let units = (1..t).filter(|u| gcd(*u, t) == 1);
     let mut groups: Vec<Vec<usize>> = units.map(|u| multipliers(t, u)).collect();
@@ -152,7 +152,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The group of multipliers that −1 and `u` make.
+/// The group of multipliers generated by −1 and `u`.
 fn multipliers(t: usize, u: usize) -> Vec<usize> {
     let mut group = vec![1];
     let mut at = 0;
@@ -168,7 +168,7 @@ fn multipliers(t: usize, u: usize) -> Vec<usize> {
     group
 }
 
-/// What is not zero, in classes that multipliers join.
+/// The orbits of the nonzero residues under the multipliers.
 fn classes(t: usize, group: &[usize]) -> Vec<Vec<usize>> {
     let mut classes: Vec<Vec<usize>> = Vec::new();
     for x in 1..t {
@@ -182,7 +182,7 @@ fn classes(t: usize, group: &[usize]) -> Vec<Vec<usize>> {
     classes
 }
 
-/// The first four sequences that are constant on classes and cancel; pairs meet pairs in the middle.
+/// The first four sequences that are constant on orbits and cancel, by a meet-in-the-middle search over pairs.
 fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
     if classes.len() > CLASSES {
         return None;
@@ -194,7 +194,7 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
         }
         sequence
     };
-    // One shift of each class: the others are equal. Twice `t ≤ 63` fits 8 bits.
+    // One shift per orbit: the others are equal. Twice `t ≤ 63` fits 8 bits.
     let correlations = |signs: usize| -> [i8; CLASSES] {
         let (s, mut out) = (sequence(signs), [0; CLASSES]);
         for (out, class) in out.iter_mut().zip(classes) {
@@ -222,7 +222,7 @@ fn cancelling(t: usize, classes: &[Vec<usize>]) -> Option<[Vec<f32>; 4]> {
 mod tests {
     use super::*;
 
-    /// `H · Hᵀ = n · I` of every order that is constructed; which these are.
+    /// `H · Hᵀ = n · I` for every order that is constructed, and the list of these orders.
     #[test]
     fn matrices_are_hadamard() {
         let mut none = Vec::new();

@@ -1,21 +1,21 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
-//! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads what stands out in a few channels over all (QuaRot,
-//! §4). A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform: `(W Hᵀ)(H x)
-//! = n W x`.
+//! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
+//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform:
+//! `(W Hᵀ)(H x) = n W x`.
 //!
-//! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S` of
-//! Sylvester, `S[r, c] = (−1)^(bits that r and c share)`. Of all ways to write `m`, that with the smallest sum of orders
-//! is taken, of those that leave `S` an order of 16 if there are any, the smaller factors first. For a power of two `H` is
-//! Sylvester's, symmetric; else it is one of many Hadamard matrices of that order, and not symmetric.
-//! [`Hadamard::sign`] gives its entries.
+//! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S`
+//! of Sylvester, `S[r, c] = (−1)^(number of bits that r and c share)`. Among the factorizations of `m`, those that
+//! leave `S` an order of at least 16 are preferred; of these, the one with the smallest sum of orders is used, with the
+//! smaller factors first. For a power of two, `H` is Sylvester's matrix, which is symmetric; otherwise it is one of
+//! many Hadamard matrices of that order, and not symmetric. [`Hadamard::sign`] returns its entries.
 //!
-//! Each factor is [constructed](Construction), of every order `4 t`, `t` odd, up to 252 but 100, 116, 188, 236 and 244 (`t` = 25, 29,
-//! 47, 59 and 61). What that means for the widths of common models:
+//! Each factor is [constructed](Construction), for every order `4 t`, `t` odd, up to 252 except 100, 116, 188, 236 and
+//! 244 (`t` = 25, 29, 47, 59 and 61). The factors for the widths of common models, each times Sylvester:
 //!
-//! | width | |
+//! | width | factors |
 //! |---|---|
-//! | 2048, 4096, 8192 | Sylvester |
+//! | 2048, 4096, 8192 | Sylvester only |
 //! | 3072, 6144 (`m` = 3) | 12 |
 //! | 2560, 5120 (5) | 20 |
 //! | 3584, 7168, 14336, 28672 (7) | 28 |
@@ -25,14 +25,14 @@
 //! | 18944 (37) | 148 |
 //! | 11008 (43) | 172 |
 //!
-//! each times Sylvester. A width is refused where `m` has a factor of which nothing is constructed, or `p` is below twice
-//! the number of factors.
+//! A width is not supported if `m` has a factor without a construction, or `p` is less than twice the number of
+//! factors.
 //!
-//! A row costs `n (p − 2f + Σ 4mᵢ)` additions, `f` the number of factors. They are made by distances 1, 2, 4 and so on within
-//! the Sylvester part, then factor by factor from the last, each sum in order of columns; then comes one multiplication by
-//! `1 / √n`, rounded. That order is the definition ([`reference::hadamard`](crate::reference::hadamard)), and all
-//! instruction sets and numbers of threads give its bits. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of
-//! the exact one.
+//! A row costs `n (p − 2f + Σ 4mᵢ)` additions, `f` the number of factors. They are done at distances 1, 2, 4 and so on
+//! within the Sylvester part, then factor by factor from the last, each sum in order of columns; finally the row is
+//! multiplied by `1 / √n`, rounded. This order is part of the definition
+//! ([`reference::hadamard`](crate::reference::hadamard)), so all instruction sets and numbers of threads give the same
+//! bits. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of the exact one.
 
 mod construct;
 mod rows;
@@ -42,40 +42,40 @@ use crate::parallel::Disjoint;
 use crate::simd::elementwise::dispatched;
 use crate::{IsaToken, KernelError, Parallel};
 
-/// A factor that is no power of two.
+/// A factor whose order is not a power of two.
 #[derive(Debug, Clone)]
 pub(crate) struct Factor {
     pub(crate) order: usize,
     construction: Construction,
-    /// `[order, order]` of ±1.
+    /// `[order, order]`, entries ±1.
     pub(crate) signs: Vec<f32>,
 }
 
-/// The Hadamard transform of an order, to be made once and used for many rows.
+/// The Hadamard transform of an order, created once and used for many rows.
 #[derive(Debug, Clone)]
 pub struct Hadamard {
     n: usize,
-    /// The Sylvester part has order `2^power`.
+    /// The order of the Sylvester part is `2^power`.
     power: u32,
     factors: Vec<Factor>,
     scale: f32,
 }
 
-/// Rows that a piece of work takes.
+/// Rows per piece of work.
 const ROWS: usize = 8;
 
 impl Hadamard {
-    /// The transform of rows of this width.
+    /// Creates the transform for rows of width `n`.
     ///
     /// # Errors
-    /// [`KernelError::Order`] when none is constructed here.
+    /// [`KernelError::Order`] when this crate constructs no matrix of that order.
     pub fn new(n: usize) -> Result<Self, KernelError> {
         if n == 0 {
             return Err(KernelError::Order(n));
         }
         let power = n.trailing_zeros();
         let odd = n >> power;
-        // Each that could be a factor, once.
+        // Each possible factor, once.
         let divisors = (3..=construct::LARGEST / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
         let mut there: Vec<Factor> = divisors
             .filter_map(|m| {
@@ -103,17 +103,17 @@ impl Hadamard {
         1 << self.power
     }
 
-    /// The orders of the factors before it, and how each was constructed.
+    /// The orders of the preceding factors, and how each was constructed.
     pub fn factors(&self) -> impl Iterator<Item = (usize, Construction)> + '_ {
         self.factors.iter().map(|f| (f.order, f.construction))
     }
 
-    /// What sums are multiplied with at the end: `1 / √n`, rounded.
+    /// The factor that the sums are multiplied with at the end: `1 / √n`, rounded.
     pub fn scale(&self) -> f32 {
         self.scale
     }
 
-    /// An entry of `H`, 1 or −1; none where there is no such row or column.
+    /// An entry of `H`, 1 or −1; `None` if the row or column is out of range.
     pub fn sign(&self, row: usize, column: usize) -> Option<i8> {
         if row >= self.n || column >= self.n {
             return None;
@@ -144,7 +144,7 @@ impl Hadamard {
         if m > 0 {
             parallel.for_each(m.div_ceil(ROWS), &|piece| {
                 let rows = piece * ROWS..m.min((piece + 1) * ROWS);
-                // SAFETY: pieces are disjoint, and each is asked for once.
+                // SAFETY: pieces are disjoint, and `Parallel` calls each at most once.
                 let part = unsafe { x.part(rows.start * n..rows.end * n) };
                 for row in part.chunks_exact_mut(n) {
                     transform(token, row, self.power, &self.factors, self.scale);
@@ -159,11 +159,12 @@ impl Hadamard {
     }
 }
 
-/// What a choice of factors costs, and their orders.
+/// The cost of a choice of factors, and their orders.
 type Best = ((bool, usize), Vec<usize>);
 
-/// Writes what is left of an odd number as a product of what is there, in ascending order, each factor taking two of
-/// `power`; keeps the first with the smallest sum of orders, and rather one that leaves registers whole.
+/// Writes the rest `left` of an odd number as a product of available factors, in ascending order, each using two of
+/// `power`. Keeps the first product with the smallest sum of orders, preferring those that leave the Sylvester part at
+/// least a register wide.
 fn search(left: usize, there: &[Factor], power: u32, taken: &mut Vec<usize>, best: &mut Option<Best>) {
     if left == 1 {
         let cost = (power < 4, taken.iter().sum::<usize>());

@@ -6,10 +6,10 @@ use super::Factor;
 use super::construct::LARGEST;
 use crate::simd::elementwise::RowLanes;
 
-/// Values in lanes.
+/// Values per register.
 const LANES: usize = 16;
 
-/// ±1 of the lanes that a step of a distance adds and takes away.
+/// The signs of the lanes in a step at some distance: added or subtracted.
 const fn signs(distance: usize) -> [f32; LANES] {
     let mut signs = [1.0; LANES];
     let mut i = 0;
@@ -23,7 +23,7 @@ const fn signs(distance: usize) -> [f32; LANES] {
 }
 static SIGNS: [[f32; LANES]; 4] = [signs(1), signs(2), signs(4), signs(8)];
 
-/// Up to sixteen values, filled up with zeros.
+/// Loads up to sixteen values, padded with zeros.
 #[inline(always)]
 unsafe fn load<L: RowLanes>(x: &[f32]) -> L::F {
     let mut part = [0.0; LANES];
@@ -33,19 +33,21 @@ unsafe fn load<L: RowLanes>(x: &[f32]) -> L::F {
         part[..x.len()].copy_from_slice(x);
         part.as_ptr()
     };
-    // SAFETY: there are sixteen; the caller has the instructions.
+    // SAFETY: the pointer is valid for the sixteen values that are loaded; the caller guarantees the instructions of
+    // `L`.
     unsafe { L::load_f32(from.cast()) }
 }
 
-/// Writes up to sixteen values.
+/// Stores up to sixteen values.
 #[inline(always)]
 unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
     if x.len() >= LANES {
-        // SAFETY: there are sixteen; the caller has the instructions.
+        // SAFETY: the pointer is valid for the sixteen values that are stored; the caller guarantees the instructions
+        // of `L`.
         return unsafe { L::store_f32(x.as_mut_ptr(), a) };
     }
     let mut part = [0.0; LANES];
-    // SAFETY: `part` has sixteen; the caller has the instructions.
+    // SAFETY: `part` holds the sixteen values that are stored; the caller guarantees the instructions of `L`.
     unsafe { L::store_f32(part.as_mut_ptr(), a) };
     x.copy_from_slice(&part[..x.len()]);
 }
@@ -53,16 +55,16 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
 /// Transforms a row: the Sylvester part of order `2^power`, the factors from the last to the first, and the scale.
 ///
 /// # Safety
-/// The processor must have the instructions of `L`, here and below.
+/// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: &[Factor], scale: f32) {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         sylvester::<L>(x, 1 << power);
         let mut stride = 1 << power;
         for factor in factors.iter().rev() {
             for part in x.chunks_exact_mut(stride * factor.order) {
-                // As many sums in registers as there are, and as hide how long one takes.
+                // As many sums as fit in registers, which also hides the latency of one.
                 if L::WIDE {
                     multiply::<L, 8>(part, factor, stride);
                 } else {
@@ -81,14 +83,14 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
 /// `(a + b, a − b)` of lanes at a distance.
 #[inline(always)]
 unsafe fn within<L: RowLanes, const DISTANCE: usize>(v: L::F, signs: L::F) -> L::F {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe { L::add_f32(L::partner::<DISTANCE>(v), L::flip(v, signs)) }
 }
 
-/// The transform of every `order` neighbours, a power of two, by distances 1, 2, 4 and so on.
+/// Transforms every `order` neighbours, `order` a power of two, at distances 1, 2, 4 and so on.
 #[inline(always)]
 unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
-    // SAFETY: the caller has the instructions; `step` is within the block, which is whole registers.
+    // SAFETY: the caller guarantees the instructions of `L`; `step` is within the block, which is whole registers.
     unsafe {
         let signs = SIGNS.map(|s| L::load_f32(s.as_ptr().cast()));
         for part in x.chunks_mut(LANES) {
@@ -108,7 +110,7 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
             store::<L>(part, v);
         }
         let mut distance = LANES;
-        // Two distances in one pass: the sums are the same.
+        // Two distances in one pass; the sums are the same.
         while 2 * distance < order {
             for block in x.chunks_exact_mut(4 * distance) {
                 let at = block.as_mut_ptr();
@@ -139,7 +141,7 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
     }
 }
 
-/// A factor times `order` vectors of `stride` values, so many rows of the factor at once.
+/// Multiplies a factor with `order` vectors of `stride` values, `ROWS` rows of the factor at a time.
 #[inline(always)]
 unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Factor, stride: usize) {
     let order = factor.order;
@@ -148,14 +150,14 @@ unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Facto
     let mut column = [const { MaybeUninit::<[f32; LANES]>::uninit() }; LARGEST];
     for first in (0..stride).step_by(LANES) {
         let width = LANES.min(stride - first);
-        // SAFETY: the caller has the instructions; rows and columns of the factor are below its order, and as many values
-        // of the column are written before they are read.
+        // SAFETY: the caller guarantees the instructions of `L`; rows and columns of the factor are below its order;
+        // all `order` values of the column are written before they are read.
         unsafe {
             for (a, column) in column[..order].iter_mut().enumerate() {
                 L::store_f32(column.as_mut_ptr().cast(), load::<L>(&x[a * stride + first..][..width]));
             }
             for at in (0..order).step_by(ROWS) {
-                // The last rows may begin earlier, and some be written twice.
+                // The last group of rows may start earlier and write some rows twice.
                 let at = at.min(order - ROWS);
                 let signs = factor.signs.as_ptr().add(at * order);
                 let mut sums = [L::zero(); ROWS];

@@ -1,11 +1,12 @@
-//! Whether this process may use the tile unit (AMX): the processor has it, the system saves its state, and permits it.
+//! Whether this process may use the tile unit (AMX): the processor has it, and the operating system saves its state and
+//! permits its use.
 //!
-//! Tiles are 8 KiB of state per thread, which Linux saves only for processes that asked. The request is made once, when
-//! somebody first looks for the instruction set. Where it is refused (an old kernel, a filter of system calls, signal
-//! stacks that are too small for the larger frames) the path counts as absent, and the next one is taken.
+//! Tiles are 8 KiB of state per thread, which Linux saves only for processes that request it. The request is made once,
+//! when the instruction set is first queried. If it is refused (an old kernel, a system-call filter, signal stacks that
+//! are too small for the larger frames), the path counts as unavailable, and the next one is used.
 #![allow(unsafe_code, reason = "CPUID, XGETBV and a system call")]
 
-/// Whether tiles of 8-bit integers and of bf16 may be used by all threads of this process.
+/// Whether all threads of this process may use tiles of 8-bit integers and of bf16.
 #[cfg(target_os = "linux")]
 pub(super) fn is_usable() -> bool {
     use std::sync::LazyLock;
@@ -14,7 +15,7 @@ pub(super) fn is_usable() -> bool {
     *USABLE
 }
 
-/// Other systems are not asked.
+/// Only Linux is supported.
 #[cfg(not(target_os = "linux"))]
 pub(super) fn is_usable() -> bool {
     false
@@ -25,18 +26,18 @@ mod linux {
     use core::arch::asm;
     use core::arch::x86_64::{__cpuid, __cpuid_count};
 
-    /// The components of the extended state: the configuration of tiles, and their data.
+    /// The components of the extended state: the tile configuration and the tile data.
     const TILE_CONFIG: u64 = 1 << 17;
     const TILE_DATA: u64 = 1 << 18;
 
-    /// `arch_prctl` and its request to use a component that is off by default.
+    /// `arch_prctl`, and its request for permission to use a component that is off by default.
     const ARCH_PRCTL: usize = 158;
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
 
-    /// Leaf 7 has the flags; leaf 0x1d describes palette 1, whose sizes the kernels are written for.
+    /// Leaf 7 has the feature flags; leaf 0x1d describes palette 1, whose sizes the kernels assume.
     #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
     pub(super) fn processor_has_it() -> bool {
-        // SAFETY: every x86-64 processor has CPUID, and leaves are read up to the largest it names.
+        // SAFETY: every x86-64 processor has CPUID, and only leaves up to the largest that it reports are read.
         unsafe {
             if __cpuid(0).eax < 0x1d {
                 return false;
@@ -49,10 +50,10 @@ mod linux {
         }
     }
 
-    /// XCR0 names the components that the system saves.
+    /// XCR0 lists the components that the system saves.
     #[allow(unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
     pub(super) fn system_saves_it() -> bool {
-        // SAFETY: CPUID as above; XGETBV is there where CPUID says that the system uses XSAVE (bit 27).
+        // SAFETY: every x86-64 processor has CPUID; XGETBV exists if CPUID reports that the system uses XSAVE (bit 27).
         unsafe {
             if __cpuid(1).ecx >> 27 & 1 == 0 {
                 return false;
@@ -65,10 +66,10 @@ mod linux {
         }
     }
 
-    /// Asks the system, for all threads of the process.
+    /// Requests permission for all threads of the process.
     pub(super) fn permitted() -> bool {
         let refused: isize;
-        // SAFETY: the request reads and writes no memory of ours; a system call changes rax, rcx and r11 only.
+        // SAFETY: the request accesses no memory of this process; a system call changes only rax, rcx and r11.
         unsafe {
             asm!("syscall", inlateout("rax") ARCH_PRCTL => refused, in("rdi") ARCH_REQ_XCOMP_PERM,
                  in("rsi") TILE_DATA.trailing_zeros() as usize, lateout("rcx") _, lateout("r11") _,

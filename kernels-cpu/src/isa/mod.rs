@@ -1,13 +1,13 @@
-//! Instruction sets, detected once, and tokens that prove them.
+//! Instruction sets, detected once, and tokens that prove their presence.
 //!
-//! `QUANT_ISA` forces a path: `scalar`, on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16`, `amx`, on AArch64 `neon`,
-//! `neondot`, `neoni8mm`, anywhere `amxemulated`, or `f32`, the widest that splits no float into bf16; surrounding blanks
-//! and capitals do not matter. An unknown name, or a path that the processor lacks, is an error of
-//! [`Isa::detect_checked`], which a program should call when it starts. [`Isa::detect`] cannot fail, and a typing error
-//! never selects a slow path: for a path that the processor lacks it takes the widest that is not wider, for an unknown
-//! name the default.
+//! `QUANT_ISA` forces a path: `scalar`; on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16` or `amx`; on AArch64
+//! `neon`, `neondot` or `neoni8mm`; anywhere `amxemulated`, or `f32` for the widest that does not split floats into
+//! bf16. Surrounding whitespace and case are ignored. An unknown name, or a path that the processor lacks, is an error
+//! of [`Isa::detect_checked`], which a program should call when it starts. [`Isa::detect`] cannot fail, and never
+//! selects a slow path because of a typing error: for a path that the processor lacks it selects the widest that is not
+//! wider, and for an unknown name the default.
 //!
-//! The default is the fastest path of the processor, which is the widest except where `preference` knows better.
+//! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -19,7 +19,7 @@ use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Integer products give the same bits on all of them. Float products do on all but those
+/// A path through the kernels. Integer products give the same bits on all paths. So do float products, except on paths
 /// that split floats into bf16, see [`splits_floats`](Self::splits_floats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -28,29 +28,29 @@ pub enum Isa {
     Scalar,
     /// AVX2, FMA and F16C: pair sums in 16 bits (`vpmaddubsw`).
     Avx2,
-    /// The same with `vpdpbusd` on 256 bits.
+    /// AVX2 with `vpdpbusd` on 256 bits.
     AvxVnni,
     /// AVX-512 F, BW, VL and VNNI: `vpdpbusd` on 512 bits.
     Avx512Vnni,
-    /// The same and BF16: `vdpbf16ps` for float activations.
+    /// AVX-512 with BF16: `vdpbf16ps` for float activations.
     Avx512Bf16,
-    /// The same and AMX: products of tiles of 8-bit integers and of bf16. Linux only, and only where the system permits
-    /// this process to use tiles.
+    /// AVX-512 with BF16 and AMX: products of tiles of 8-bit integers and of bf16. Linux only, and only if the system
+    /// permits this process to use tiles.
     Amx,
     /// AArch64's Advanced SIMD: products in 16 bits, added in pairs.
     Neon,
-    /// The same with `sdot` (dotprod).
+    /// Advanced SIMD with `sdot` (dotprod).
     NeonDotprod,
-    /// The same with `usdot` (i8mm).
+    /// Advanced SIMD with `usdot` (i8mm).
     NeonI8mm,
-    /// [`Amx`](Self::Amx) with the tile unit in portable code, to the bit: for tests, on any processor. Slow, and never
-    /// chosen unless named.
+    /// [`Amx`](Self::Amx) with a bit-exact emulation of the tile unit in portable code: for tests, on any processor.
+    /// Slow, and never chosen unless named.
     AmxEmulated,
 }
 
 impl Isa {
-    /// All paths that a processor may have, from the narrowest to the widest of each kind of processor. The emulated path
-    /// is not one of them.
+    /// All paths that a processor may have, from the narrowest to the widest for each architecture. Does not contain
+    /// the emulated path.
     pub const ALL: [Self; 9] = [
         Self::Scalar,
         Self::Avx2,
@@ -63,7 +63,7 @@ impl Isa {
         Self::NeonI8mm,
     ];
 
-    /// Its name, as `QUANT_ISA` takes it.
+    /// The name in `QUANT_ISA`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
@@ -79,7 +79,7 @@ impl Isa {
         }
     }
 
-    /// Whether this processor has it, and the system permits it. The emulated path can always be taken.
+    /// Whether this processor has the path and the system permits it. The emulated path is always available.
     pub fn is_available(self) -> bool {
         match self {
             Self::Scalar | Self::AmxEmulated => true,
@@ -103,26 +103,26 @@ impl Isa {
             Self::Avx512Bf16 => Self::Avx512Vnni.is_available() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
             Self::Amx => Self::Avx512Bf16.is_available() && amx::is_usable(),
-            // Vectors are read as memory has them.
+            // Vector loads assume little-endian memory.
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::Neon => is_aarch64_feature_detected!("neon"),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::NeonDotprod => Self::Neon.is_available() && is_aarch64_feature_detected!("dotprod"),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::NeonI8mm => Self::NeonDotprod.is_available() && is_aarch64_feature_detected!("i8mm"),
-            // Of another kind of processor.
+            // Paths of another architecture.
             #[allow(unreachable_patterns, reason = "there may be none left")]
             _ => false,
         }
     }
 
-    /// All that this processor has, the narrowest first.
+    /// All paths that this processor has, the narrowest first.
     pub fn available() -> impl Iterator<Item = Self> {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// All that can be run here: what is available, and the emulated path. For tests of linear layers; other kernels run
-    /// portable code on the emulated path.
+    /// All paths that can run here: the available ones and the emulated path. For tests of linear layers; other kernels
+    /// run portable code on the emulated path.
     pub fn runnable() -> impl Iterator<Item = Self> {
         Self::available().chain([Self::AmxEmulated])
     }
@@ -133,19 +133,19 @@ impl Isa {
         matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
     }
 
-    /// The path that is taken where `QUANT_ISA` names none: the fastest of this processor, by what is known of it.
+    /// The path that is used if `QUANT_ISA` names none: the fastest known for this processor.
     pub fn fastest() -> Self {
         preference::fastest()
     }
 
-    /// The fastest that this processor has, or the one that `QUANT_ISA` names; detected once. Where
-    /// [`detect_checked`](Self::detect_checked) fails, it is the widest that is not wider than the path named, or the
-    /// fastest if there is no such name.
+    /// The fastest path of this processor, or the one that `QUANT_ISA` names; detected once. Where
+    /// [`detect_checked`](Self::detect_checked) fails, the widest path that is not wider than the one named, or the
+    /// fastest for an unknown name.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
     }
 
-    /// The same, for programs that report a wrong `QUANT_ISA` when they start.
+    /// Same as [`detect`](Self::detect), but reports a wrong `QUANT_ISA`, for programs that check it when they start.
     ///
     /// # Errors
     /// [`KernelError::IsaName`] when `QUANT_ISA` is an unknown name, or that of a path which this processor lacks.
@@ -153,8 +153,8 @@ impl Isa {
         FOUND.as_ref().copied().map_err(|(_, error)| error.clone())
     }
 
-    /// Whether dense products in bf16 by `vdpbf16ps` may be used: the processor has them, and `QUANT_ISA` names no path
-    /// without. That does not depend on which path is the fastest for linear layers.
+    /// Whether dense bf16 products by `vdpbf16ps` may be used: the processor has the instruction, and `QUANT_ISA` names
+    /// no path without it. Independent of which path is the fastest for linear layers.
     pub(crate) fn dense_bf16() -> bool {
         let unnamed =
             std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
@@ -162,7 +162,7 @@ impl Isa {
         Self::Avx512Bf16.is_available() && (unnamed || named)
     }
 
-    /// What a value of `QUANT_ISA` means here; if it cannot be had, what is taken instead, and the error.
+    /// The path that a value of `QUANT_ISA` selects; if it is unavailable, the path used instead and the error.
     fn named(value: &str) -> Result<Self, (Self, KernelError)> {
         let name = value.trim();
         let fastest = preference::fastest();
@@ -180,23 +180,23 @@ impl Isa {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
                 let narrower = |most: Self| Self::available().filter(|isa| *isa <= most).last();
-                // The name of another kind of processor says nothing about this one.
+                // A name of another architecture gives no hint for this one.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }
         }
     }
 
-    /// Proof that the processor has it.
+    /// A token that proves that the processor has this path.
     ///
     /// # Errors
-    /// [`KernelError::Isa`] when it has not.
+    /// [`KernelError::Isa`] when it is not available.
     pub fn token(self) -> Result<IsaToken, KernelError> {
         if self.is_available() { Ok(IsaToken(self)) } else { Err(KernelError::Isa(self.name())) }
     }
 }
 
-/// What `QUANT_ISA` says.
+/// The result of parsing `QUANT_ISA`.
 static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
     let value = std::env::var_os("QUANT_ISA").unwrap_or_default();
     Isa::named(&value.to_string_lossy())
@@ -207,12 +207,12 @@ static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
 pub struct IsaToken(Isa);
 
 impl IsaToken {
-    /// That of [`Isa::detect`].
+    /// The token of [`Isa::detect`].
     pub fn detect() -> Self {
         Self(Isa::detect())
     }
 
-    /// Which.
+    /// The path.
     pub fn isa(self) -> Isa {
         self.0
     }
@@ -227,12 +227,12 @@ impl IsaToken {
 mod tests {
     use super::*;
 
-    /// Paths that a processor lacks are not tested on it; `QUANT_EXPECTED_ISAS` says that these must be there.
+    /// Paths that a processor lacks are not tested on it; `QUANT_EXPECTED_ISAS` lists those that must be available.
     #[test]
     fn expected_paths_are_there() {
         let names: Vec<_> = Isa::available().map(Isa::name).collect();
         assert!(names.contains(&"scalar") && Isa::detect().is_available());
-        // A run that is to force a path must not take another.
+        // A run that forces a path must not use another.
         assert_eq!(Isa::detect_checked(), Ok(Isa::detect()));
         if let Ok(expected) = std::env::var("QUANT_EXPECTED_ISAS") {
             assert_eq!(names.join(","), expected);
@@ -252,7 +252,7 @@ mod tests {
         assert!(Isa::named("f32").is_ok_and(|isa| fastest == Isa::Scalar || isa != Isa::Scalar));
     }
 
-    /// What cannot be had is reported, and nothing slow is taken for it.
+    /// Unavailable paths are reported, and never replaced by a slow one.
     #[test]
     fn other_names_are_errors() {
         let fastest = preference::fastest();

@@ -1,8 +1,8 @@
-//! Which of the paths that a processor has is its fastest.
+//! Which of a processor's paths is its fastest.
 //!
-//! Mostly it is the widest. Where an instruction exists but is slow, a row of [`KNOWN`] says so, and how that is known;
-//! `quant bench kernels` measures every path and warns where a row is wrong. Only the path that is chosen unasked depends
-//! on this: `QUANT_ISA` and tokens take any path that the processor has.
+//! Usually it is the widest. The table [`KNOWN`] lists processors on which an instruction exists but is slow, with the
+//! evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends on
+//! this: `QUANT_ISA` and tokens accept any path that the processor has.
 
 use super::Isa;
 
@@ -11,7 +11,7 @@ use super::Isa;
 struct Known {
     /// The vendor as CPUID spells it.
     vendor: &'static str,
-    /// What tells the processors apart. Family and model do not: virtual machines make them up.
+    /// Identifies the processors. Family and model do not: virtual machines may report arbitrary ones.
     applies: fn() -> bool,
     /// The path to leave out.
     slow: Isa,
@@ -19,22 +19,22 @@ struct Known {
 
 #[cfg(target_arch = "x86_64")]
 const KNOWN: [Known; 1] = [
-    // Intel's server cores since Sapphire Rapids, which AVX512-FP16 identifies: `vdpbf16ps` on 512 bits runs at half
-    // the operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels,
-    // 2026-11-24). Where tiles are available they are preferred to both, so this matters where they are not permitted.
+    // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
+    // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
+    // Where tiles are available they are preferred to both, so this matters where they are not permitted.
     Known {
         vendor: "GenuineIntel",
         applies: || is_x86_feature_detected!("avx512fp16"),
         slow: Isa::Avx512Bf16,
     },
-    // No row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` runs at twice the operations of f32 FMA (0.5 against 0.25 TFLOP/s
-    // per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the fastest.
-    // No row for Intel's Cooper Lake, the only other one with AVX512-BF16: it was not measured.
+    // No row for AMD: on Zen 4 and Zen 5 `vdpbf16ps` reaches twice the operations of f32 FMA (0.5 against 0.25 TFLOP/s
+    // per core on Zen 5, benchmarks/record/kernels, 2026-11-23), so the widest path is the fastest. No row for Intel's
+    // Cooper Lake, the only other processor with AVX512-BF16: it was not measured.
 ];
 #[cfg(not(target_arch = "x86_64"))]
 const KNOWN: [Known; 0] = [];
 
-/// The fastest path of this processor, by what is known of it.
+/// The fastest known path of this processor.
 pub(super) fn fastest() -> Isa {
     let vendor = vendor();
     let slow =
@@ -42,7 +42,7 @@ pub(super) fn fastest() -> Isa {
     Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
 }
 
-/// The vendor that CPUID names.
+/// The vendor that CPUID reports.
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code, unused_unsafe, reason = "CPUID is unsafe to call before Rust 1.94")]
 fn vendor() -> [u8; 12] {
@@ -69,7 +69,7 @@ mod tests {
         let fastest = fastest();
         assert!(fastest.is_available());
         let widest = Isa::available().last().unwrap();
-        // Nothing else than a row of the table may prefer a narrower one.
+        // Only a row of the table may prefer a narrower path.
         assert!(fastest == widest || KNOWN.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
         #[cfg(target_arch = "x86_64")]
         if vendor() == *b"GenuineIntel" && is_x86_feature_detected!("avx512fp16") {

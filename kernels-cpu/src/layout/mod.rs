@@ -1,9 +1,8 @@
-//! Packed weights: the order in which the kernels read them, and nothing else.
+//! Packed weights: the order in which the kernels read them.
 //!
-//! One layout serves every kernel and every instruction set. A matrix `[n, k]` is cut into panels of
-//! [`PANEL_ROWS`] rows; a kernel reads a panel from its beginning to its end. `k` is cut into groups,
-//! and a group into steps of [`STEP`] input features, the last one filled up: a filler's code is 0, and
-//! the activation beside it is 0 as well.
+//! One layout serves every kernel and every instruction set. A matrix `[n, k]` is divided into panels of [`PANEL_ROWS`]
+//! rows, and a kernel reads a panel sequentially. `k` is divided into groups, and a group into steps of [`STEP`] input
+//! features. The last step is padded: padding codes are 0, and so are the corresponding activations.
 //!
 //! ```text
 //! panel:  codes    [groups][steps] of 64 bytes (4 bits) or 128 bytes (8 bits)
@@ -12,15 +11,15 @@
 //!         channels [16]            f32, of progressive weights only
 //!         factors  [2][16]         f32, of E4M3 scales only: 256 / global, and the global scale itself
 //!         sums     [groups][16]    i32, Σ (code − zero), on request
-//!         filler   up to a multiple of 64 bytes
+//!         padding  up to a multiple of 64 bytes
 //!
 //! step, 4 bits:  byte 4·r + i = code(r, i) | code(r, i + 4) << 4      row r < 16, i < 4
 //! step, 8 bits:  byte 4·r + i = code(r, i), byte 64 + 4·r + i = code(r, i + 4)
 //! ```
 //!
-//! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four
-//! neighbouring codes each, which is what `vpdpbusd`, `vpmaddubsw` and `sdot` multiply; and its 16-bit
-//! words hold, at shifts of 0, 4, 8 and 12, the pairs that a bf16 dot product takes.
+//! So one load of 64 bytes, an AND and a shift give two registers whose 32-bit lanes are rows with four neighbouring
+//! codes each, the operands of `vpdpbusd`, `vpmaddubsw` and `sdot`; and its 16-bit words hold, at shifts of 0, 4, 8 and
+//! 12, the pairs for a bf16 dot product.
 
 mod unpack;
 
@@ -33,11 +32,11 @@ pub use unpack::Unpacked;
 use crate::weight_view::Scales;
 use crate::{FloatFormat, KernelError, WeightView, e8m0_value};
 
-/// Rows of a panel.
+/// Rows per panel.
 pub const PANEL_ROWS: usize = 16;
-/// Input features of a step.
+/// Input features per step.
 pub const STEP: usize = 8;
-/// Bytes of a cache line, and what panels are aligned to.
+/// Bytes of a cache line, and the alignment of panels.
 pub const LINE: usize = 64;
 
 /// A cache line.
@@ -51,7 +50,7 @@ impl Default for Line {
     }
 }
 
-/// How the scales of groups are stored.
+/// The storage type of group scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleType {
     /// IEEE half.
@@ -60,11 +59,11 @@ pub enum ScaleType {
     Bf16,
     /// Single precision.
     F32,
-    /// Integers of 8 bits, below an `f32` scale of the row: QServe's progressive quantization.
+    /// 8-bit integers, under an `f32` scale per row: QServe's progressive quantization.
     Progressive,
-    /// E4M3 without a sign, divided by an `f32`: NVFP4. Of floating-point codes only.
+    /// E4M3 without a sign, divided by an `f32`: NVFP4. Only for floating-point codes.
     E4m3,
-    /// Powers of two: the MX formats. Of floating-point codes only.
+    /// Powers of two: the MX formats. Only for floating-point codes.
     E8m0,
 }
 
@@ -77,7 +76,7 @@ impl ScaleType {
         }
     }
 
-    /// The narrowest that holds all of these exactly.
+    /// The narrowest type that represents all of these scales exactly.
     fn narrowest(scales: &[f32]) -> Self {
         let same = |value: f32, stored: f32| value.to_bits() == stored.to_bits();
         if scales.iter().all(|&s| same(s, f16::from_f32(s).to_f32())) {
@@ -90,7 +89,7 @@ impl ScaleType {
     }
 }
 
-/// The E8M0 code of a scale, where it has one.
+/// The E8M0 code of a scale, if it has one.
 fn e8m0_code(scale: f32) -> Option<u8> {
     if scale.is_nan() {
         return None;
@@ -99,34 +98,34 @@ fn e8m0_code(scale: f32) -> Option<u8> {
     (e8m0_value(code).to_bits() == scale.to_bits()).then_some(code)
 }
 
-/// Where everything is in a packed matrix.
+/// The layout of a packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     n: usize,
     k: usize,
-    /// 4 or 8: bits that a code takes.
+    /// Bits per stored code: 4 or 8.
     code_bits: usize,
     group_size: usize,
     scales: ScaleType,
-    /// The zero of every group, or `None` where they are stored.
+    /// The zero point of every group, or `None` if zero points are stored.
     middle: Option<u8>,
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     float: Option<FloatFormat>,
     sums: bool,
-    /// What follows from these, found once: kernels ask for it at every tile.
+    /// Derived values, computed once since kernels use them for every tile.
     groups: usize,
     steps: usize,
     panel_bytes: usize,
 }
 
 impl Layout {
-    /// The layout of a view; with `sums` it holds what activations with a zero point need.
+    /// The layout for a view; with `sums` it includes the sums that activations with a zero point require.
     ///
     /// # Errors
-    /// When the matrix is empty, codes of a floating-point format are to have sums or a global scale that is not positive
-    /// and finite, or a group so wide that its sums might not fit 32 bits: wider than 65,793 at 8
-    /// bits and 1,118,481 at 4, with `sums` 33,025 and 561,433; of progressive weights a row wider than 131,071,
-    /// with `sums` 65,793.
+    /// When the matrix is empty; when `sums` is set for floating-point codes, or their global scale is not positive and
+    /// finite; or when a group is so wide that its sums might overflow 32 bits: wider than 65,793 at 8 bits and
+    /// 1,118,481 at 4, with `sums` 33,025 and 561,433; for progressive weights a row wider than 131,071, with `sums`
+    /// 65,793.
     pub fn of(view: &WeightView<'_>, sums: bool) -> Result<Self, KernelError> {
         let code_bits = if view.bits() <= 4 { 4 } else { 8 };
         let scales = match view.all_scales() {
@@ -153,11 +152,11 @@ impl Layout {
         Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
     }
 
-    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` are 4 or 8,
-    /// `middle` the zero of every group or `None` where each has its own.
+    /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` is 4 or 8,
+    /// `middle` the zero point of every group or `None` if each has its own.
     ///
     /// # Errors
-    /// As [`of`](Self::of), and when the group size does not divide `k`, or weights cannot have such a width or zero.
+    /// See [`of`](Self::of); also when the group size does not divide `k`, or the code width or zero point is invalid.
     pub fn from_parts(
         [n, k]: [usize; 2],
         code_bits: usize,
@@ -172,10 +171,10 @@ impl Layout {
         Self::with_codes([n, k], code_bits, group_size, scales, middle, None, sums)
     }
 
-    /// The layout of codes of a floating-point format with these properties.
+    /// The layout of floating-point codes with these properties.
     ///
     /// # Errors
-    /// As [`from_parts`](Self::from_parts), and when the scales are progressive.
+    /// See [`from_parts`](Self::from_parts); also when the scales are progressive.
     pub fn from_float_parts(
         shape: [usize; 2],
         format: FloatFormat,
@@ -207,8 +206,9 @@ impl Layout {
         if group_size == 0 || k % group_size != 0 {
             return Err(KernelError::Mismatch { what: "the group size", expected: k, got: group_size });
         }
-        // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15 and |a| ≤ 128, for
-        // static codes reach −128, or |a − a₀| ≤ 255 with a zero of the activations; progressive weights are summed over the whole row.
+        // |Σ (code − zero) · (a − a₀)| must stay below 2³¹, with |code − zero| ≤ 255 or 15, and |a| ≤ 128 since
+        // static codes can be −128, or |a − a₀| ≤ 255 if activations have a zero point; progressive weights are summed
+        // over the whole row.
         let (width, weight) = match (scales, code_bits) {
             (ScaleType::Progressive, _) => (k, PROGRESSIVE_MOST as usize),
             (_, 8) => (group_size, 255),
@@ -222,7 +222,7 @@ impl Layout {
         let mut layout =
             Self { n, k, code_bits, group_size, scales, middle, float, sums, groups, steps, panel_bytes: 0 };
         let too_large = KernelError::TooLarge("the packed matrix");
-        // Bytes of a group are few; only their number can be beyond all numbers.
+        // The bytes of one group cannot overflow; those of all groups can.
         let group = layout.steps() * layout.step_bytes()
             + PANEL_ROWS * scales.bytes()
             + layout.zero_bytes()
@@ -239,7 +239,7 @@ impl Layout {
         self.n
     }
 
-    /// That of some rows: panels know nothing of each other.
+    /// The layout of some rows: panels are independent of each other.
     pub(crate) fn of_rows(&self, n: usize) -> Self {
         Self { n, ..*self }
     }
@@ -249,7 +249,7 @@ impl Layout {
         self.k
     }
 
-    /// Bits that a code takes: 4, or 8.
+    /// Bits per stored code: 4 or 8.
     pub fn code_bits(&self) -> usize {
         self.code_bits
     }
@@ -259,47 +259,48 @@ impl Layout {
         self.group_size
     }
 
-    /// Groups of a row.
+    /// Groups per row.
     pub fn groups(&self) -> usize {
         self.groups
     }
 
-    /// How scales are stored.
+    /// The storage type of scales.
     pub fn scales(&self) -> ScaleType {
         self.scales
     }
 
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     pub fn float_format(&self) -> Option<FloatFormat> {
         self.float
     }
 
-    /// The zero of every group, or `None` where each has its own. Of floating-point codes it is 0 and means nothing.
+    /// The zero point of every group, or `None` if each has its own. For floating-point codes it is 0 and has no
+    /// meaning.
     pub fn middle(&self) -> Option<u8> {
         self.middle
     }
 
-    /// Whether the sums of rows are there.
+    /// Whether the sums of rows are stored.
     pub fn has_sums(&self) -> bool {
         self.sums
     }
 
-    /// Steps of a group.
+    /// Steps per group.
     pub fn steps(&self) -> usize {
         self.steps
     }
 
-    /// Input features with the fillers of groups: what a row of activations is made of.
+    /// Input features including the padding of groups: the width of a packed row of activations.
     pub fn padded_k(&self) -> usize {
         self.groups() * self.steps() * STEP
     }
 
-    /// Panels.
+    /// The number of panels.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(PANEL_ROWS)
     }
 
-    /// Bytes of a panel, a multiple of [`LINE`].
+    /// Bytes per panel, a multiple of [`LINE`].
     pub fn panel_bytes(&self) -> usize {
         self.panel_bytes
     }
@@ -309,7 +310,7 @@ impl Layout {
         self.panel_bytes * self.panels()
     }
 
-    /// Bits a weight of the matrix, fillers included.
+    /// Bits per weight, including padding.
     pub fn bits_per_weight(&self) -> f64 {
         8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
     }
@@ -330,7 +331,7 @@ impl Layout {
         }
     }
 
-    /// Where the scales of a panel begin.
+    /// Offset of the scales in a panel.
     pub(crate) fn scales_at(&self) -> usize {
         self.groups() * self.steps() * self.step_bytes()
     }
@@ -347,8 +348,8 @@ impl Layout {
         self.channels_at() + self.channel_bytes()
     }
 
-    /// Identifies the order and everything that it depends on: bytes of one layout are never read as those
-    /// of another.
+    /// Identifies the order of bytes and everything that it depends on: bytes of one layout are never read as those of
+    /// another.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -365,7 +366,7 @@ impl Layout {
         let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
-        // Of integers nothing follows, as before there were others.
+        // Integers add nothing, so that their ids are those from before other formats existed.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -373,13 +374,13 @@ impl Layout {
         })
     }
 
-    /// Packs some panels of a view into `out`, which holds just these: callers that want threads give each
-    /// its own.
+    /// Packs some panels of a view into `out`, which has exactly their size. Callers that use threads give each its own
+    /// panels.
     ///
     /// # Errors
-    /// When the view is not of this layout, `out` has another length than these panels, a code or zero is above
-    /// `2^bits − 1` or no number of its format, a progressive weight `(code − zero) · group` beyond ±128, or an E4M3 scale
-    /// negative or NaN.
+    /// When the view does not have this layout, `out` has the wrong length, a code or zero point is above `2^bits − 1`
+    /// or a code is not a number of its format, a progressive weight `(code − zero) · group` is beyond ±128, or an E4M3
+    /// scale is negative or NaN.
     pub fn pack(
         &self,
         view: &WeightView<'_>,
@@ -397,7 +398,7 @@ impl Layout {
         self.pack_panels(view, panels, out)
     }
 
-    /// The same of a view that is known to be of this layout, into as many bytes as these panels take.
+    /// Same as [`pack`](Self::pack), for a view that is known to have this layout and for `out` of the right length.
     pub(crate) fn pack_panels(
         &self,
         view: &WeightView<'_>,
@@ -413,7 +414,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Fails on what the bounds of sums do not allow for.
+    /// Fails on values that the bounds of sums do not allow.
     fn check_group(
         &self,
         view: &WeightView<'_>,
@@ -489,7 +490,7 @@ impl Layout {
                 (Scales::Float(s), ScaleType::Bf16) => {
                     write(at, &bf16::from_f32(s[row * groups + g]).to_le_bytes())
                 }
-                // All have a code where the layout is of such.
+                // In this layout, all scales have a code.
                 (Scales::Float(s), ScaleType::E8m0) => {
                     write(at, &[e8m0_code(s[row * groups + g]).unwrap_or_default()])
                 }
@@ -510,16 +511,16 @@ impl Layout {
     }
 }
 
-/// What sums are multiplied with whose terms are multiplied with [`load_e4m3`](crate::simd::Lanes::load_e4m3)'s scales.
+/// The factor of sums whose terms use the scales of [`load_e4m3`](crate::simd::Lanes::load_e4m3).
 pub(crate) fn factor(global: f32) -> f32 {
     256.0 / global
 }
 
-/// The smallest E4M3 code that is no number without a sign.
+/// The E4M3 code of NaN without a sign; all smaller codes are numbers.
 pub(crate) const E4M3_NAN: u8 = 0x7f;
 
-/// The largest magnitude of a progressive weight's whole part, a signed number of 8 bits.
+/// The largest magnitude of a progressive weight's integer part, a signed 8-bit number.
 pub(crate) const PROGRESSIVE_MOST: i32 = 128;
 
-/// Grows whenever the order of anything changes.
+/// Increases whenever the order of bytes changes.
 const VERSION: u64 = 1;

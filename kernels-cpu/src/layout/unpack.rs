@@ -1,4 +1,4 @@
-//! Packed matrices read back: element by element, as floats, and in logical order.
+//! Reads packed matrices back: single elements, rows as floats, and everything in logical order.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ impl Layout {
         }
     }
 
-    /// The scale of a group: of progressive weights an integer, of E4M3 scales what is divided.
+    /// The scale of a group: for progressive weights an integer, for E4M3 scales the value before division.
     fn scale(&self, panel: &[u8], row: usize, g: usize) -> f32 {
         let at = self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes();
         let bytes = |n| &panel[at..at + n];
@@ -43,7 +43,7 @@ impl Layout {
         }
     }
 
-    /// The scale of a row; of E4M3 scales the global one.
+    /// The scale of a row; for E4M3 scales the global one.
     fn channel(&self, panel: &[u8], row: usize) -> f32 {
         let second = if self.scales == ScaleType::E4m3 { PANEL_ROWS } else { 0 };
         let at = self.channels_at() + 4 * (second + row % PANEL_ROWS);
@@ -54,14 +54,14 @@ impl Layout {
         &packed[row / PANEL_ROWS * self.panel_bytes..][..self.panel_bytes]
     }
 
-    /// The view's parts again, from the whole matrix.
+    /// Restores the parts of the view from the whole matrix.
     ///
     /// # Errors
-    /// When `packed` has another length, or memory is short.
+    /// When `packed` has the wrong length, or memory is short.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
         let mut out = Unpacked::default();
-        // The codes may be more than the bytes they come from, so a product that no number holds is possible.
+        // There may be more codes than packed bytes, so their number may overflow.
         let weights = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the unpacked weights"))?;
         let groups = weights / self.group_size;
         let none = |_| KernelError::Memory("the unpacked weights");
@@ -84,7 +84,7 @@ impl Layout {
         Ok(out)
     }
 
-    /// Some rows as floats, `[rows.len(), k]` row-major.
+    /// Dequantizes some rows, `[rows.len(), k]`, row-major.
     pub(crate) fn dequantize(
         &self,
         packed: &[u8],
@@ -100,7 +100,7 @@ impl Layout {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
-                // As the kernels multiply them, whatever the bytes are.
+                // The values that kernels use, whatever the bytes are.
                 let byte =
                     panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
                 match self.scales {
@@ -122,7 +122,7 @@ impl Layout {
                     }
                     let code = i32::from(code) - zero;
                     *out = match self.scales {
-                        // Of integers, which have one zero.
+                        // Integers with a single zero point.
                         ScaleType::Progressive => (code * scale as i32) as f32 * self.channel(panel, row),
                         _ => code as f32 * scale,
                     };
@@ -133,15 +133,16 @@ impl Layout {
     }
 }
 
-/// What a packed matrix was made of, in logical order.
+/// The parts of a packed matrix, in logical order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Unpacked {
     /// `[n, k]`
     pub codes: Vec<u8>,
-    /// `[n, k / group_size]`; of progressive weights integers, of E4M3 scales what is divided by the global one
+    /// `[n, k / group_size]`; for progressive weights integers, for E4M3 scales the values before division by the
+    /// global one
     pub scales: Vec<f32>,
-    /// `[n, k / group_size]`, or none in a symmetric grid
+    /// `[n, k / group_size]`, or `None` for a symmetric grid
     pub zeros: Vec<u8>,
-    /// `[n]`, of progressive weights only, and of E4M3 scales the global one
+    /// `[n]`, for progressive weights only, and for E4M3 scales the global one
     pub channels: Vec<f32>,
 }

@@ -1,17 +1,17 @@
-//! Lines of weights that are asked for before they are needed, by tiles of integers: up to some sixteen rows wait for
-//! memory, and of more rows the first to meet a panel do.
+//! Prefetching of weights in integer tiles: with up to about sixteen rows the kernel waits for memory, and with more
+//! rows the first tile that reads a panel does.
 //!
-//! A processor foresees lines that follow each other; it does not foresee where a tile goes when its panels end. With
-//! `k` of a few thousand a panel's codes are a few pages, so what is waited for at their beginning is a tenth of the
-//! time, and the scales of groups, a line here and there, are as much again. Both are asked for while the panels before
-//! them are multiplied: those of the next tile, which for a thread are mostly those behind in memory.
+//! The hardware prefetcher follows sequential lines, but does not predict where a tile continues when its panels end.
+//! With `k` of a few thousand, a panel's codes are a few pages, so waiting at their beginning takes a tenth of the
+//! time, and the scales of groups, scattered over single lines, take as much again. Both are prefetched while the
+//! previous panels are multiplied: those of the next tile, which for a thread usually come next in memory.
 
 use crate::layout::{Layout, PANEL_ROWS, ScaleType};
 use crate::simd::Lanes;
 
-/// Bytes ahead within a panel that a tile of so many rows asks for, as measured. Many rows fill the processor's window with
-/// arithmetic, which then foresees little by itself; few rows run through so many panels side by side that the first cache
-/// would not hold what is further ahead.
+/// How many bytes ahead within a panel a tile of `rows` rows prefetches, as measured. Many rows fill the processor's
+/// out-of-order window with arithmetic, so it prefetches little by itself; few rows pass through so many panels in
+/// parallel that lines further ahead would not fit in the L1 cache.
 pub(super) const fn distance(rows: usize, bits: usize) -> usize {
     match rows {
         0..=4 => 2048,
@@ -21,19 +21,19 @@ pub(super) const fn distance(rows: usize, bits: usize) -> usize {
     }
 }
 
-/// How far ahead the codes of a tile's panels are asked for, all panels side by side.
+/// How far ahead the codes of a tile's panels are prefetched, all panels in parallel.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    /// Bytes, within a panel.
+    /// Bytes ahead, within a panel.
     distance: usize,
-    /// From this byte of a panel's codes on, what is that far ahead is no code of the panel.
+    /// From this byte of a panel's codes on, the prefetch distance leads beyond the codes of the panel.
     last: usize,
-    /// Bytes to where the codes go on, in the next tile's panels.
+    /// Bytes to skip to the codes of the next tile's panels.
     hop: usize,
 }
 
 impl Ahead {
-    /// So many bytes ahead in panels of this layout, of which a tile takes so many.
+    /// A distance of `distance` bytes in panels of this layout, for tiles of `panels` panels.
     #[inline(always)]
     pub(super) fn new(layout: &Layout, panels: usize, distance: usize) -> Self {
         let codes = layout.scales_at();
@@ -41,17 +41,17 @@ impl Ahead {
         Self { distance, last: codes.saturating_sub(distance), hop }
     }
 
-    /// How far ahead of the code at this byte of its panel.
+    /// The distance from the code at this byte of its panel.
     #[inline(always)]
     pub(super) fn of(self, byte: usize) -> usize {
         if byte < self.last { self.distance } else { self.distance + self.hop }
     }
 }
 
-/// Asks for the scales and zeros that a group has in the panels behind these.
+/// Prefetches the scales and zero points of a group in the next panels.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions. Addresses need not be valid.
+/// The processor must have the instructions of `L`. Addresses need not be valid.
 #[inline(always)]
 pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     layout: &Layout,
@@ -66,13 +66,14 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     };
     let scales = layout.scales_at() + group * PANEL_ROWS * scale_bytes;
     for p in NP..2 * NP {
-        // SAFETY: a prefetch of any address does nothing else.
+        // SAFETY: the caller guarantees the instructions of `L`; a prefetch has no other effect, whatever the address.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
     if layout.middle().is_none() {
         let zeros = layout.zeros_at() + group * PANEL_ROWS * layout.code_bits() / 8;
         for p in NP..2 * NP {
-            // SAFETY: a prefetch of any address does nothing else.
+            // SAFETY: the caller guarantees the instructions of `L`; a prefetch has no other effect, whatever the
+            // address.
             unsafe { L::prefetch(weights.wrapping_add(p * panel + zeros)) };
         }
     }

@@ -1,4 +1,4 @@
-//! Which tile an instruction set uses for how many rows.
+//! Selects the tile for an instruction set and a number of rows.
 
 use core::ops::Range;
 
@@ -15,15 +15,15 @@ use crate::simd::tiles::emulated::Emulated;
 use crate::simd::{FloatLanes, codes};
 use crate::{FloatFormat, Isa, IsaToken, Layout};
 
-/// Rows of a strip of activations, where there are several.
+/// Maximum number of rows per strip, if there are several strips.
 pub(crate) const MAX_ROWS: usize = 12;
 
-/// So many rows are one strip, for what they wait for is memory: a second strip would find its weights in a cache, and
-/// memory would rest meanwhile.
+/// Up to this many rows form one strip, since they wait for memory: a second strip would read its weights from a cache
+/// while memory is idle.
 pub(crate) const ONE_STRIP: usize = 16;
 
-/// Kinds of tiles: integers on a symmetric grid of 4 bits or of E2M1, on any other, below two levels of scales; and
-/// floats.
+/// Kinds of tiles: integers on a symmetric 4-bit grid or of E2M1; integers on any other grid; integers with two levels
+/// of scales; and floats.
 const CENTRED: usize = 0;
 const ZEROS: usize = 1;
 pub(super) const PROGRESSIVE: usize = 2;
@@ -33,16 +33,16 @@ type TileFn = unsafe fn(&Tile<'_>);
 /// Multiplies some row tiles with some panels.
 type TiledFn = unsafe fn(&Tiled<'_>, Range<usize>, Range<usize>);
 
-/// An instruction set, a width of codes, and what activations are.
+/// An instruction set, a code format, and a kind of tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Path {
     isa: Isa,
-    /// As [`codes`] has them.
+    /// As defined in [`codes`].
     codes: usize,
     kind: usize,
 }
 
-/// What the codes of a layout are.
+/// The code format of a layout.
 fn codes_of(layout: &Layout) -> usize {
     match layout.float_format() {
         None => layout.code_bits(),
@@ -52,7 +52,7 @@ fn codes_of(layout: &Layout) -> usize {
 }
 
 impl Path {
-    /// The path of integers.
+    /// The path for integer activations.
     pub(crate) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
         let kind = match layout.middle() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
@@ -63,12 +63,12 @@ impl Path {
         Self { isa: token.isa(), codes: codes_of(layout), kind }
     }
 
-    /// The path of floats.
+    /// The path for float activations.
     pub(crate) fn float(token: IsaToken, layout: &Layout) -> Self {
         Self { isa: token.isa(), codes: codes_of(layout), kind: FLOAT }
     }
 
-    /// What multiplies tiles, and what is done beside, where there is a tile unit.
+    /// The functions of the tile unit and their helper steps, if the path uses one.
     pub(super) fn tiled(self) -> Option<(TiledFn, Steps)> {
         match (self.codes, self.kind) {
             (codes::E2M1, FLOAT) => self.choose_tiled::<{ codes::E2M1 }, FLOAT, BF16>(),
@@ -108,40 +108,40 @@ impl Path {
         }
     }
 
-    /// How many of so many rows a tile takes.
+    /// How many of `rows` rows a tile processes.
     pub(super) fn rows(self, left: usize) -> usize {
         match self.isa {
             Isa::Scalar | Isa::AmxEmulated => left.min(2),
-            // Sixteen registers hold the sums of four rows, two each, and what they are made of.
+            // Sixteen registers hold the sums of four rows, two each, and their operands.
             Isa::Avx2 | Isa::AvxVnni if left > 4 => left.div_ceil(left.div_ceil(4)),
             // Thirty-two hold the sums of four rows, four each, and a step of codes.
             Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm if left > 4 => left.div_ceil(left.div_ceil(4)),
-            // Floats wait for arithmetic.
+            // Floats are limited by arithmetic.
             _ if self.kind == FLOAT && left > MAX_ROWS => left.div_ceil(2),
             _ => left,
         }
     }
 
-    /// How many panels a tile of so many rows takes, where there are as many left; else it takes one.
+    /// How many panels a tile of these rows processes if enough are left; otherwise it processes one.
     pub(super) fn panels(self, rows: usize) -> usize {
         match (self.isa, rows) {
             (Isa::Avx2 | Isa::AvxVnni, 1 | 2) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, 1) => 2,
             (Isa::Neon | Isa::NeonDotprod | Isa::NeonI8mm, _) => 1,
             (Isa::Scalar | Isa::AmxEmulated | Isa::Avx2 | Isa::AvxVnni, _) => 1,
-            // Few rows wait for memory: four panels are four streams. Many fill the registers.
+            // Few rows wait for memory: four panels are four streams. Many rows fill the registers.
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=4) => 4,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, ..=MAX_ROWS) => 2,
             (Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx, _) => 1,
         }
     }
 
-    /// The tile of these rows and panels.
+    /// The tile for these rows and panels.
     pub(super) fn tile(self, rows: usize, panels: usize) -> TileFn {
         match (self.codes, self.kind) {
             (codes::E2M1, FLOAT) => self.choose::<{ codes::E2M1 }, FLOAT>(rows, panels),
             (codes::E2M1, _) => self.choose::<{ codes::E2M1 }, CENTRED>(rows, panels),
-            // Integers do not meet such codes.
+            // Integer activations do not support these codes.
             (codes::E4M3, _) => self.choose::<{ codes::E4M3 }, FLOAT>(rows, panels),
             (4, CENTRED) => self.choose::<4, CENTRED>(rows, panels),
             (4, FLOAT) => self.choose::<4, FLOAT>(rows, panels),
@@ -199,10 +199,10 @@ impl Path {
             Isa::NeonDotprod => tiles_of_neon!(neondot_tile),
             #[cfg(target_arch = "aarch64")]
             Isa::NeonI8mm => tiles_of_neon!(neoni8mm_tile),
-            // Of another kind of processor.
+            // Paths of another architecture.
             _ => {}
         }
-        // Only the portable path is left: `rows` and `panels` give every other a tile of its own.
+        // Only the portable path is left: `rows` and `panels` select a tile of its own for every other path.
         debug_assert!(matches!(self.isa, Isa::Scalar | Isa::AmxEmulated) && rows <= 2 && panels == 1);
         if rows == 1 { scalar::<CODES, KIND, 1, 1> } else { scalar::<CODES, KIND, 2, 1> }
     }
@@ -211,10 +211,11 @@ impl Path {
 macro_rules! compiled {
     ($name:ident, $lanes:ty $(, $features:literal)?) => {
         /// # Safety
-        /// As [`multiply`](tile::multiply).
+        /// See [`multiply`](tile::multiply).
         $(#[target_feature(enable = $features)])?
         pub(super) unsafe fn $name<const CODES: usize, const KIND: usize, const MR: usize, const NP: usize>(t: &Tile<'_>) {
-            // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the rest.
+            // SAFETY: compiled with the features that the lanes require; the caller guarantees these and the contract
+            // of the tile.
             unsafe {
                 match KIND {
                     FLOAT if <$lanes as FloatLanes>::ORDERED || t.rest => {
@@ -252,31 +253,32 @@ mod x86 {
             $(#[$doc])*
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16")]
             pub(in crate::linear) unsafe fn $name<$(const $const: usize),*>(t: &Tiled<'_>, $($arg: $ty),*) {
-                // SAFETY: compiled for the instructions that the lanes ask for; the caller guarantees the unit and the rest.
+                // SAFETY: compiled with the features that the lanes require; the caller guarantees these, the tile unit
+                // and the rest of the contract.
                 unsafe { $of(t, $($arg),*) }
             }
         };
     }
     for_amx!(
         /// # Safety
-        /// As [`tiled::multiply`].
+        /// See [`tiled::multiply`].
         amx_tiled[OF](tiles: Range<usize>, panels: Range<usize>), tiled::multiply::<Amx, OF>
     );
     for_amx!(
         /// # Safety
-        /// As [`tiled::expand`].
+        /// See [`tiled::expand`].
         amx_expand[CODES, KIND](weights: *const u8, count: usize, blocks: Range<usize>, to: *mut u8, to_panel: usize),
         tiled::expand::<Amx, CODES, KIND>
     );
     for_amx!(
         /// # Safety
-        /// As [`tiled::join`].
+        /// See [`tiled::join`].
         amx_join[CODES, KIND](panel: *const u8, tile: usize, g: usize, sums: *const u8, totals: *mut f32),
         tiled::join::<avx512::Avx512Vnni, CODES, KIND>
     );
     for_amx!(
         /// # Safety
-        /// As [`tiled::finish`].
+        /// See [`tiled::finish`].
         amx_finish[KIND](panel: *const u8, number: usize, tile: usize, totals: *const f32),
         tiled::finish::<avx512::Avx512Vnni, KIND>
     );

@@ -1,15 +1,16 @@
-//! The inner loop of float activations: codes become floats in registers, exactly.
+//! The inner loop for float activations: codes are converted to floats in registers, exactly.
 //!
-//! Of integers what is multiplied is `code − c` with `c` the zero of a symmetric grid, or 8 or 128: small integers,
-//! exact in bf16 and `f32`. A group's own zero then costs `(z − c) Σ x`, and the scale one multiply-add.
+//! Integer codes are multiplied as `code − c`, with `c` the zero point of a symmetric grid, or 8 or 128: small
+//! integers, exact in bf16 and `f32`. A group's own zero point then costs one term `(z − c) Σ x`, and the scale one
+//! multiply-add.
 //!
-//! Of floating-point codes it is their value, which is exact in both, too.
+//! Floating-point codes are multiplied as their value, which is also exact in both.
 //!
-//! A group's products are added in order, those of pairs of bf16 in blocks of 256 features that are added in order: a
-//! row's bits are the same alone and among others. Of one or two rows such sums are too few in flight where a product
-//! takes longer than the next one takes to begin, and where values are two bf16 that shows: these take two groups, or
-//! blocks, side by side. More than two are more places of memory to read at once, and slower; groups without blocks
-//! leave the processor nothing to begin before it has ended.
+//! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
+//! So a row gives the same bits alone and among others. With one or two rows there are too few independent sums to hide
+//! the latency of a product, which shows on paths with two bf16 per value: there, two groups, or blocks, are computed
+//! in parallel. More than two would read more memory locations at once, and are slower; with groups that are not
+//! divided into blocks, the processor cannot overlap one with the next.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
@@ -18,13 +19,13 @@ use crate::simd::{FloatLanes, codes};
 use super::ahead::{Ahead, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
-/// Steps of a block.
+/// Steps per block.
 const BLOCK: usize = 256 / STEP;
 
-/// Multiplies.
+/// Multiplies a tile.
 ///
 /// # Safety
-/// As [`multiply`](super::tile::multiply), with activations as [`FloatLanes`] takes them.
+/// See [`multiply`](super::tile::multiply); activations must be in the form of [`FloatLanes`].
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     L: FloatLanes,
@@ -51,7 +52,7 @@ pub(crate) unsafe fn multiply<
                         g * steps,
                         steps,
                     );
-                    // Through memory once, or the compiler keeps them there in the inner loop.
+                    // One round trip through memory; otherwise the compiler keeps them there in the inner loop.
                     let [first, second] = core::hint::black_box(both);
                     join::<L, CODES, MR, NP>(t, first, g, &mut totals);
                     join::<L, CODES, MR, NP>(t, second, g + 1, &mut totals);
@@ -64,7 +65,7 @@ pub(crate) unsafe fn multiply<
                 g += 1;
             }
         }
-        // Of wide groups, block after block.
+        // Wide groups, block after block.
         while g < groups {
             let (mut sums, mut at) = ([[L::zero(); NP]; MR], 0);
             if !L::ORDERED && REST && MR <= 2 {
@@ -95,13 +96,13 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// What turns codes into floats.
+/// The table that converts codes to floats.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions.
+/// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
-    // SAFETY: the caller has the instructions.
+    // SAFETY: the caller guarantees the instructions of `L`.
     unsafe {
         match CODES {
             codes::E2M1 | codes::E4M3 => L::values::<CODES>(),
@@ -110,15 +111,15 @@ unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Tab
     }
 }
 
-/// What is taken off every code that is an integer.
+/// The value that is subtracted from every integer code.
 fn centre<const CODES: usize>(layout: &Layout) -> i32 {
     layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from)
 }
 
-/// `sums += block`.
+/// Adds a block to the sums: `sums += block`.
 ///
 /// # Safety
-/// As [`multiply`].
+/// See [`multiply`].
 #[inline(always)]
 unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
     sums: &mut [[L::F; NP]; MR],
@@ -126,17 +127,17 @@ unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
 ) {
     for m in 0..MR {
         for p in 0..NP {
-            // SAFETY: the caller has the instructions.
+            // SAFETY: the caller guarantees the instructions of `L`.
             sums[m][p] = unsafe { L::fma(block[m][p], L::splat_f32(1.0), sums[m][p]) };
         }
     }
 }
 
-/// The sums over `count` steps from `first` on, and with `NG` of 2 those over the `count` steps behind them, side
-/// by side.
+/// Returns the sums over `count` steps starting at `first` and, with `NG = 2`, those over the following `count` steps,
+/// computed in parallel.
 ///
 /// # Safety
-/// As [`multiply`]; the steps must be there.
+/// See [`multiply`]; the steps must exist.
 #[inline(always)]
 unsafe fn add_steps<
     L: FloatLanes,
@@ -153,17 +154,17 @@ unsafe fn add_steps<
 ) -> [[[L::F; NP]; MR]; NG] {
     let panel = t.layout.panel_bytes();
     let step_bytes = PANEL_ROWS * STEP * codes::bits(CODES) / 8;
-    // Of two side by side what is asked for comes after both.
+    // With two groups in parallel, the prefetched lines follow both.
     let waits = MR <= 4;
     let ahead = Ahead::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
-    // SAFETY: this function's own `# Safety`; steps and rows stay below their counts.
+    // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts.
     unsafe {
         let mut at = t.weights.wrapping_add(first * step_bytes);
         let mut x = t.activations.wrapping_add(first * t.strip * FLOAT_STEP);
         let mut sums = [[[L::zero(); NP]; MR]; NG];
         for _ in 0..count {
-            // One by one and not in a loop: all sums stay in registers.
+            // Unrolled instead of a loop, so that all sums stay in registers.
             add_step::<L, CODES, REST, MR, NP>(&mut sums[0], (at, x), table, panel, ahead_of(at));
             if NG > 1 {
                 let behind =
@@ -171,7 +172,7 @@ unsafe fn add_steps<
                 let ahead = ahead_of(behind.0);
                 add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
             }
-            // After the last step these point behind what is there, and are not followed.
+            // After the last step these point past the end, and are not dereferenced.
             at = at.wrapping_add(step_bytes);
             x = x.wrapping_add(t.strip * FLOAT_STEP);
         }
@@ -182,7 +183,7 @@ unsafe fn add_steps<
 /// Adds the sums of a group to the totals, times its scale.
 ///
 /// # Safety
-/// As [`multiply`]; the group must be there.
+/// See [`multiply`]; the group must exist.
 #[inline(always)]
 unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
@@ -192,7 +193,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
 ) {
     let layout = t.layout;
     let (panel, zeros_at) = (layout.panel_bytes(), layout.zeros_at());
-    // SAFETY: this function's own `# Safety`.
+    // SAFETY: the caller guarantees the contract above.
     unsafe {
         if MR <= 4 {
             next_parameters::<L, NP>(layout, t.weights, g);
@@ -203,7 +204,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
             if layout.middle().is_none() {
                 let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * codes::bits(CODES) / 8);
                 let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
-                // Minus the zero, counted from the centre.
+                // Minus the zero point, relative to the centre.
                 let zeros = L::to_f32(L::sub(L::splat(centre::<CODES>(layout)), zeros));
                 for m in 0..MR {
                     let sum = *t.sums.cast::<f32>().add(g * t.strip + m);
@@ -219,10 +220,10 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
     }
 }
 
-/// Adds the products of a step to the sums of its group; `at` is where its codes begin and `x` the activations.
+/// Adds the products of a step to the sums of its group; `at` points to its codes and `x` to the activations.
 ///
 /// # Safety
-/// As [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` that of `MR` rows.
+/// See [`multiply`]; `at` must be a step of `NP` panels that are `panel` bytes apart, `x` the same step of `MR` rows.
 #[inline(always)]
 unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR: usize, const NP: usize>(
     sums: &mut [[L::F; NP]; MR],
@@ -231,7 +232,7 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     panel: usize,
     ahead: usize,
 ) {
-    // SAFETY: this function's own `# Safety`; prefetched addresses need not be mapped.
+    // SAFETY: the caller guarantees the contract above; prefetched addresses need not be mapped.
     unsafe {
         if ahead > 0 {
             for p in 0..NP {
@@ -256,5 +257,5 @@ unsafe fn add_step<L: FloatLanes, const CODES: usize, const REST: bool, const MR
     }
 }
 
-/// Bytes of a step of a row: eight floats, or eight pairs of bf16.
+/// Bytes per step of a row: eight floats, or eight pairs of bf16.
 pub(crate) const FLOAT_STEP: usize = 32;

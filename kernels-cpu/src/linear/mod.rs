@@ -4,24 +4,23 @@
 //!
 //! `y = s_x · Σ_g s_g (Σ_{k∈g} q·a − z Σ_{k∈g} a) + b`.
 //!
-//! Weights of 4 or 8 bits with a scale for every group or row, or progressive ones; activations of 8 bits per
-//! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum becomes a
-//! float, rounded once, and joins the total by a fused multiply-add, group by group; at the end the total is
-//! multiplied by the scale of the activations, and a bias is added in the same rounding. That order is the
-//! definition: all instruction sets, splits and thread counts give its bits.
+//! Weights have 4 or 8 bits with a scale per group or row, or are progressive; activations have 8 bits, quantized per
+//! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum is converted to
+//! float, rounded once, and added to the total by a fused multiply-add, group by group. Finally the total is multiplied
+//! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition: all
+//! instruction sets, divisions of work and thread counts give the same bits.
 //!
 //! # Floats
 //!
-//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero of a symmetric grid, else
-//! 8 or 128, the middle of the 4 or 8 bits that codes are stored in: each
-//! group's products are added in order of `k` by fused multiply-adds, and so are groups. All paths give the
-//! same bits but `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16
-//! ([`Bf16Parts`](crate::Bf16Parts), two by default, `2⁻¹⁶` off at most), and their products are added in `f32` in an
-//! order of their own. All are within `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| +
-//! |c − z|` in place of `|q − z|`; with one part `2⁻⁸` stands for `2⁻¹⁶`, with three `2⁻²⁴`. Split values take subnormals
-//! for zero.
+//! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero point of a symmetric
+//! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
+//! in order of `k` by fused multiply-adds, and so are groups. All paths give the same bits except `avx512bf16` and
+//! `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default two, with an
+//! error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are within
+//! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| + |c − z|` instead of `|q − z|`; with
+//! one part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!
-//! On every path a row's result depends on the row, the weights and the path alone, not on the number of rows.
+//! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
 mod ahead;
 mod dispatch;
@@ -43,7 +42,7 @@ use crate::layout::{LINE, Line, PANEL_ROWS};
 use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
 
-/// Packed weights, wherever they are.
+/// Packed weights in borrowed memory.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedView<'a> {
     layout: Layout,
@@ -51,11 +50,11 @@ pub struct PackedView<'a> {
 }
 
 impl<'a> PackedView<'a> {
-    /// Bytes that [`Layout::pack`] wrote, in memory or in a mapped file; those of a file that others may have written
-    /// are [checked](Self::check) once. Kernels read fastest where they begin at a multiple of [`LINE`].
+    /// Creates a view of bytes that [`Layout::pack`] wrote, in memory or in a mapped file. Bytes of an untrusted file
+    /// should be [checked](Self::check) once. Kernels read fastest if they are aligned to [`LINE`].
     ///
     /// # Errors
-    /// When `id` is not that of the layout, or the length is another.
+    /// When `id` is not that of the layout, or the length is wrong.
     pub fn new(layout: Layout, id: u64, bytes: &'a [u8]) -> Result<Self, KernelError> {
         if id != layout.id() {
             return Err(KernelError::LayoutId { expected: layout.id(), got: id });
@@ -74,12 +73,12 @@ impl<'a> PackedView<'a> {
         self.bytes
     }
 
-    /// Some rows, output features that is, as a matrix of their own, which is multiplied with the same activations:
-    /// its results are those columns of the whole, to the bit. `rows` begin at a multiple of [`PANEL_ROWS`] and end
-    /// at one, or where the matrix does. Nothing is copied.
+    /// Some rows (output features) as a separate matrix, which is multiplied with the same activations. Its results are
+    /// bit-identical to those columns of the whole product. `rows` must start at a multiple of [`PANEL_ROWS`], and end
+    /// at one or at the end of the matrix. Nothing is copied.
     ///
     /// # Errors
-    /// When there are no such rows, none at all, or they begin or end within a panel.
+    /// When `rows` is empty or out of range, or starts or ends within a panel.
     pub fn rows(&self, rows: Range<usize>) -> Result<Self, KernelError> {
         let n = self.layout.n();
         if rows.start >= rows.end || rows.end > n {
@@ -96,11 +95,11 @@ impl<'a> PackedView<'a> {
         Ok(Self { layout, bytes })
     }
 
-    /// `out = x · Wᵀ + bias` on integers: `x` is `[m, k]`, `out` `[m, n]` row-major and overwritten, `bias`
-    /// `[n]`.
+    /// Computes `out = x · Wᵀ + bias` on integers: `x` is `[m, k]`, `out` is `[m, n]`, row-major and overwritten,
+    /// `bias` is `[n]`.
     ///
     /// # Errors
-    /// When `x` was made for other groups, a length is wrong, or `x` has a zero and the layout no sums.
+    /// When `x` was quantized for other groups, a length is wrong, or `x` has a zero point and the layout no sums.
     pub fn multiply(
         &self,
         token: IsaToken,
@@ -112,10 +111,10 @@ impl<'a> PackedView<'a> {
         multiply_each(token, x, &mut [Product { weight: *self, bias, out }], parallel)
     }
 
-    /// The same on floats, by the instructions that `x` was packed for.
+    /// Computes `out = x · Wᵀ + bias` on floats, with the instructions that `x` was packed for.
     ///
     /// # Errors
-    /// When `x` was made for other groups, or a length is wrong.
+    /// When `x` was packed for other groups, or a length is wrong.
     pub fn multiply_float(
         &self,
         x: &FloatRows,
@@ -126,33 +125,34 @@ impl<'a> PackedView<'a> {
         multiply_float_each(x, &mut [Product { weight: *self, bias, out }], parallel)
     }
 
-    /// Some rows as floats again, `[rows.len(), k]` row-major: the values of
+    /// Dequantizes some rows, `[rows.len(), k]`, row-major: the values of
     /// [`reference::dequantize_rows`](crate::reference::dequantize_rows).
     ///
     /// # Errors
-    /// When rows leave the matrix, or `out` has another length.
+    /// When `rows` is out of range, or `out` has the wrong length.
     pub fn dequantize_rows(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), KernelError> {
         self.layout.dequantize(self.bytes, rows, out)
     }
 }
 
-/// So many lines of zeros, which the system makes where they are first touched: by the threads that pack.
+/// Allocates `count` zeroed lines. The system provides pages on first touch, by the threads that pack.
 fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
     let memory = std::alloc::Layout::array::<Line>(count);
     let memory = memory.map_err(|_| KernelError::TooLarge("the packed weights"))?;
     if count == 0 {
         return Ok(Vec::new());
     }
-    // SAFETY: the size is not zero.
+    // SAFETY: the size of the allocation is not zero, as checked above.
     let at = unsafe { std::alloc::alloc_zeroed(memory) }.cast::<Line>();
     if at.is_null() {
         return Err(KernelError::Memory("the packed weights"));
     }
-    // SAFETY: from the allocator of vectors, with this layout; zeros are lines.
+    // SAFETY: allocated by the global allocator with the layout of `Vec<Line>` and this capacity; zeroed bytes are
+    // valid lines.
     Ok(unsafe { Vec::from_raw_parts(at, count, count) })
 }
 
-/// Packed weights of our own, aligned.
+/// Packed weights in owned, aligned memory.
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
     layout: Layout,
@@ -161,10 +161,10 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs a view; `sums` where activations may have a zero.
+    /// Packs a view, with `sums` if activations may have a zero point.
     ///
     /// # Errors
-    /// As [`Layout::pack`], and when the bias is not `[n]` or memory is short.
+    /// See [`Layout::pack`]; also when the bias is not `[n]` or memory is short.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -184,7 +184,7 @@ impl PackedLinear {
         let panel_lines = layout.panel_bytes() / LINE;
         let (out, refused) = (Disjoint::new(&mut lines), Mutex::new(None));
         parallel.for_each(layout.panels(), &|panel| {
-            // SAFETY: each panel is asked for once; lines are bytes without gaps.
+            // SAFETY: panels are disjoint, and `Parallel` calls each at most once; a line is bytes without padding.
             let bytes = unsafe {
                 let lines = out.part(panel * panel_lines..(panel + 1) * panel_lines);
                 core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast::<u8>(), layout.panel_bytes())
@@ -199,10 +199,10 @@ impl PackedLinear {
         Ok(Self { layout, lines, bias: bias.map(|_| own) })
     }
 
-    /// The weights, to multiply with and to write to a file.
+    /// The weights, for products and for writing to a file.
     pub fn view(&self) -> PackedView<'_> {
         let (at, bytes) = (self.lines.as_ptr().cast(), self.lines.len() * LINE);
-        // SAFETY: lines are bytes without gaps, and borrowed as long as the view.
+        // SAFETY: a line is bytes without padding; the view borrows `self` for its lifetime.
         PackedView { layout: self.layout, bytes: unsafe { core::slice::from_raw_parts(at, bytes) } }
     }
 
@@ -211,15 +211,15 @@ impl PackedLinear {
         &self.layout
     }
 
-    /// The bias that it was packed with.
+    /// The bias that the weights were packed with.
     pub fn bias(&self) -> Option<&[f32]> {
         self.bias.as_deref()
     }
 
-    /// `out = x · Wᵀ + bias` on the widest instructions there are.
+    /// Computes `out = x · Wᵀ + bias` on the default instruction set.
     ///
     /// # Errors
-    /// As [`PackedView::multiply`].
+    /// See [`PackedView::multiply`].
     pub fn multiply(
         &self,
         x: &Int8Rows,
@@ -229,10 +229,10 @@ impl PackedLinear {
         self.view().multiply(IsaToken::detect(), x, self.bias.as_deref(), out, parallel)
     }
 
-    /// The same on floats, by the instructions that these were packed for.
+    /// Computes `out = x · Wᵀ + bias` on floats, with the instructions that `x` was packed for.
     ///
     /// # Errors
-    /// As [`PackedView::multiply_float`].
+    /// See [`PackedView::multiply_float`].
     pub fn multiply_float(
         &self,
         x: &FloatRows,

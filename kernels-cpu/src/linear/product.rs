@@ -1,4 +1,4 @@
-//! Products of packed weights with activations: checked, cut into pieces, and given to threads.
+//! Products of packed weights with activations: argument checks, and the division of work among threads.
 
 use core::ops::Range;
 
@@ -14,9 +14,9 @@ use crate::{FloatFormat, FloatRows, Int8Rows, IsaToken, KernelError, Layout, Par
 
 /// Bytes of activations that stay in the L2 cache while panels pass.
 const BLOCK: usize = 1024 << 10;
-/// Panels that one piece of work takes, at most: more cost no less.
+/// Maximum number of panels per piece of work: more save nothing.
 const CHUNK: usize = 16;
-/// Pieces that each thread gets of a product that is large enough: the last one's end is waited for.
+/// Pieces per thread for a product that is large enough; threads wait for the last piece to end.
 const SHARES: usize = 16;
 
 /// One of several products with the same activations.
@@ -24,18 +24,18 @@ const SHARES: usize = 16;
 pub struct Product<'a> {
     /// The weights `[n, k]`.
     pub weight: PackedView<'a>,
-    /// `[n]`, where there is one.
+    /// The bias `[n]`, if any.
     pub bias: Option<&'a [f32]>,
     /// `[m, n]` row-major, overwritten.
     pub out: &'a mut [f32],
 }
 
-/// [`PackedView::multiply`] of several weights with the same activations, such as those of queries, keys and values: one
-/// call of `parallel` for all, so that threads wait for each other once. Results are those of one product after
-/// another, to the bit.
+/// [`PackedView::multiply`] of several weights with the same activations, such as those of queries, keys and values:
+/// one call of `parallel` for all, so that threads synchronize once. Results are bit-identical to those of separate
+/// products.
 ///
 /// # Errors
-/// As [`PackedView::multiply`], before anything is written.
+/// See [`PackedView::multiply`]; nothing is written on error.
 pub fn multiply_each(
     token: IsaToken,
     x: &Int8Rows,
@@ -52,10 +52,11 @@ pub fn multiply_each(
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
-/// The same on floats, by the instructions that `x` was packed for.
+/// [`PackedView::multiply_float`] of several weights with the same activations, with the instructions that `x` was
+/// packed for.
 ///
 /// # Errors
-/// As [`PackedView::multiply_float`], before anything is written.
+/// See [`PackedView::multiply_float`]; nothing is written on error.
 pub fn multiply_float_each(
     x: &FloatRows,
     products: &mut [Product<'_>],
@@ -65,7 +66,7 @@ pub fn multiply_float_each(
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
 
-/// Products that one call of [`run`] cuts up, at most: what describes them stands on the stack.
+/// Maximum number of products per parallel call of [`run`]: their descriptions are on the stack.
 const AT_ONCE: usize = 4;
 
 fn run(
@@ -87,7 +88,7 @@ fn run(
             *part = Some(made);
         }
         parallel.for_each(pieces, &|piece| {
-            // The last that begins at or before it.
+            // The last product whose pieces begin at or before this one.
             let own = parts.iter().flatten().rfind(|part| part.first <= piece);
             let Some(own) = own.filter(|_| piece < pieces) else { return };
             let piece = piece - own.first;
@@ -95,8 +96,8 @@ fn run(
             let panels = own.weight.layout.panels();
             let strips = b * own.block..((b + 1) * own.block).min(x.strips());
             let panels = c * own.chunk..((c + 1) * own.chunk).min(panels);
-            // SAFETY: lengths were checked above; pieces are disjoint in products, strips or panels, and so in what
-            // they write, if each is asked for once, as `Parallel` demands; the token proves the instructions.
+            // SAFETY: lengths were checked above; pieces write to disjoint products, strips or panels, and `Parallel`
+            // calls each at most once; the token proves the instructions.
             unsafe {
                 let out = Out::whole(own.out.pointer(), own.weight.layout.n());
                 own.weight.part(own.path, x, strips, panels, own.bias, out);
@@ -107,7 +108,7 @@ fn run(
 }
 
 impl Product<'_> {
-    /// Whether everything is as long as it is read or written.
+    /// Checks all lengths that are read or written.
     fn check(&self, x: &Rows<'_>) -> Result<(), KernelError> {
         let layout = &self.weight.layout;
         if x.layout != Some(RowLayout::of(layout)) {
@@ -127,18 +128,18 @@ impl Product<'_> {
     }
 }
 
-/// How a product is cut up for threads.
+/// The division of a product into pieces of work.
 struct Pieces<'a> {
     weight: PackedView<'a>,
     path: Path,
     bias: Option<&'a [f32]>,
     out: Disjoint<'a, f32>,
-    /// The number of its first piece.
+    /// The index of its first piece.
     first: usize,
-    /// Strips of a block, and blocks.
+    /// Strips per block, and the number of blocks.
     block: usize,
     blocks: usize,
-    /// Panels of a chunk, and chunks.
+    /// Panels per chunk, and the number of chunks.
     chunk: usize,
     chunks: usize,
 }
@@ -155,8 +156,8 @@ impl<'a> Pieces<'a> {
         let (weight, bias) = (product.weight, product.bias);
         let shares = parallel.threads().max(1).saturating_mul(SHARES);
         if let Some(rows) = x.tiled {
-            // As many row tiles as a piece keeps sums of, of like number; and many panels, for each piece reads all of its
-            // activations.
+            // As many row tiles as a piece keeps sums for, in blocks of similar size; and many panels, since each piece
+            // reads all of its activations.
             let blocks = x.strips().div_ceil(tiled::most_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
@@ -167,11 +168,11 @@ impl<'a> Pieces<'a> {
         // Strips whose activations stay in the L2 cache while panels pass.
         let strip_bytes = MAX_ROWS * layout.padded_k() / STEP * x.step_bytes;
         let block = (BLOCK / strip_bytes.max(1)).clamp(1, strips(x.m));
-        // Blocks of like size, for each reads all weights: none for what is left over.
+        // Blocks of similar size, since each reads all weights; no extra block for a small remainder.
         let blocks = ((strips(x.m) + block / 2) / block).max(1);
         let block = strips(x.m).div_ceil(blocks);
         let blocks = strips(x.m).div_ceil(block);
-        // As many pieces as keep the threads busy to the end.
+        // Enough pieces to keep the threads busy to the end.
         let chunk = layout.panels().div_ceil(shares).next_multiple_of(4).min(CHUNK);
         let chunks = layout.panels().div_ceil(chunk);
         Self { weight, path, bias, out: Disjoint::new(product.out), first, block, blocks, chunk, chunks }
@@ -179,11 +180,11 @@ impl<'a> Pieces<'a> {
 }
 
 impl PackedView<'_> {
-    /// Some strips of rows times some panels.
+    /// Multiplies some strips of rows with some panels.
     ///
     /// # Safety
-    /// The ranges must be within `x` and the layout, `out` valid for these rows and columns, which nobody else writes, and
-    /// the processor must have the path's instructions.
+    /// The ranges must be within `x` and the layout; `out` must be valid for these rows and columns, which no other
+    /// thread may access; and the processor must have the path's instructions.
     pub(crate) unsafe fn part(
         &self,
         path: Path,
@@ -208,7 +209,8 @@ impl PackedView<'_> {
                 out,
                 steps,
             };
-            // SAFETY: lengths follow from the layout and the tiling, and were checked; the caller guarantees the rest.
+            // SAFETY: lengths follow from the layout and the tiling, and were checked by `Product::check` or, for
+            // experts, by `Experts::run`; the caller guarantees the rest.
             return unsafe { multiply(&tiled, strips, panels) };
         }
         let (n, groups, steps) = (layout.n(), layout.groups(), layout.padded_k() / STEP);
@@ -221,12 +223,12 @@ impl PackedView<'_> {
                 let mut row = rows.start;
                 while row < rows.end {
                     let count = path.rows(rows.end - row);
-                    // A lower tile may be made for another number of panels.
+                    // A tile of fewer rows may use another number of panels.
                     let width = if path.panels(count) == taken { taken } else { 1 };
                     for first in (0..taken).step_by(width) {
                         let column = (panel + first) * PANEL_ROWS;
-                        // SAFETY: every offset is that of an element within the slices, whose lengths
-                        // follow from the layout; the caller guarantees `out`.
+                        // SAFETY: every offset is that of an element within the slices, whose lengths follow from the
+                        // layout; the caller guarantees `out`.
                         unsafe {
                             let at = rows.start * steps + row - rows.start;
                             let sums_at = rows.start * groups + row - rows.start;

@@ -1,4 +1,4 @@
-//! Activations as products read them: those of a whole matrix, or of a segment among others.
+//! Activations in the form that products read: those of a whole matrix, or of a segment among others.
 
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -26,24 +26,24 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// Rows of either kind.
+/// Int8 or floating-point rows.
 pub(crate) struct Rows<'a> {
     pub(super) m: usize,
     pub(super) layout: Option<RowLayout>,
-    /// Bytes of a step of a row.
+    /// Bytes per step of a row.
     pub(super) step_bytes: usize,
     pub(super) activations: Bytes<'a>,
-    /// Of four bytes each.
+    /// Integers or floats of four bytes each.
     pub(super) sums: Bytes<'a>,
     pub(super) eights: Option<&'a [i32]>,
     pub(super) scales: Option<&'a [f32]>,
     pub(super) rest: bool,
     pub(super) zero: i32,
-    /// In the order of a tile unit, where that multiplies them.
+    /// The rows for the tile unit, if it multiplies them.
     pub(super) tiled: Option<TiledRows<'a>>,
 }
 
-/// Rows in the order of a tile unit, and their sums over groups.
+/// Rows in the order of a tile unit, and their sums per group.
 #[derive(Clone, Copy)]
 pub(super) struct TiledRows<'a> {
     pub(super) tiling: Tiling,
@@ -51,11 +51,11 @@ pub(super) struct TiledRows<'a> {
     pub(super) sums: Bytes<'a>,
 }
 
-// SAFETY: threads only read what the pointers point to, and the rows outlive the call.
+// SAFETY: threads only read through the pointers, and the rows outlive the call.
 unsafe impl Sync for Rows<'_> {}
 
 impl<'a> Rows<'a> {
-    /// The integers of a segment, for the tiles of an instruction set; none where there is no segment.
+    /// The integer rows of a segment, for the tiles of an instruction set; empty if there is no segment.
     pub(crate) fn int8(x: &'a Int8Rows, token: IsaToken, all: Option<&Segment>) -> Self {
         let m = all.map_or(0, |all| all.m);
         let [codes, sums] = all.map_or([0..0, 0..0], Segment::strips);
@@ -80,12 +80,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The floats of a segment.
+    /// The float rows of a segment.
     pub(crate) fn float(x: &'a FloatRows, all: Option<&Segment>) -> Self {
         let [words, sums] = all.map_or([0..0, 0..0], Segment::strips);
         let [tiles, tile_sums] = all.map_or([0..0, 0..0], Segment::tiles);
         let tiling = all.and_then(|all| all.tiling);
-        // They lie in strips or in tiles.
+        // They are stored in strips or in tiles.
         let [words, sums] = if tiling.is_some() { [0..0, 0..0] } else { [words, sums] };
         Self {
             m: all.map_or(0, |all| all.m),
@@ -105,12 +105,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Rows.
+    /// The number of rows.
     pub(crate) fn m(&self) -> usize {
         self.m
     }
 
-    /// Strips or row tiles that a piece of work takes at once, at most, and how many rows such have.
+    /// Maximum number of strips or row tiles per piece of work, and how many rows each has.
     pub(crate) fn most_units(&self) -> [usize; 2] {
         match self.tiled {
             Some(rows) => [tiled::most_tiles(rows.tiling), rows.tiling.rows],
@@ -131,12 +131,12 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Strips, or row tiles where a tile unit multiplies.
+    /// The number of strips, or of row tiles if a tile unit multiplies.
     pub(crate) fn strips(&self) -> usize {
         self.tiled.map_or(strips(self.m), |tiled| tiled.tiling.tiles(self.m))
     }
 
-    /// Whether everything is as long as so many rows are: what kernels read is not checked again.
+    /// Checks the lengths of all parts: kernels do not check again.
     pub(super) fn check(&self, layout: &Layout) -> Result<(), KernelError> {
         if let Some(TiledRows { tiling, tiles, sums }) = self.tiled {
             let enough = |what, expected: Option<usize>, got: usize| match expected {
@@ -144,7 +144,7 @@ impl<'a> Rows<'a> {
                 Some(expected) => Err(KernelError::Length { what, expected, got }),
                 None => Err(KernelError::TooLarge(what)),
             };
-            // Both come from the same steps and groups, so what is left to check are lengths.
+            // Steps and groups have the same source, so only lengths remain to be checked.
             enough("bytes of activations", tiling.bytes(self.m), tiles.len)?;
             enough("bytes of sums", tiling.sums(self.m).and_then(|sums| sums.checked_mul(4)), sums.len)?;
             return self.scales.map_or(Ok(()), |s| KernelError::length("scales", self.m, s.len()));
@@ -163,7 +163,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// A part of a slice; nothing where it has none, which lengths then tell.
+/// A part of a slice; empty if out of range, which the check of lengths then detects.
 fn part<T>(slice: &[T], range: Range<usize>) -> &[T] {
     slice.get(range).unwrap_or_default()
 }

@@ -1,74 +1,73 @@
-//! The inner loop of integers: some rows of activations times some panels of weights.
+//! The inner loop for int8 activations: some rows of activations times some panels of weights.
 //!
-//! Registers hold the integer sums of one group, `MR × NP` of them; when the group ends they become floats
-//! and join the totals. A code is unpacked once for all rows of the tile, an activation broadcast once for
-//! all panels.
+//! Registers hold the `MR × NP` integer sums of one group; when the group ends, they are converted to float and added
+//! to the totals. A code is unpacked once for all rows of the tile, and an activation is broadcast once for all panels.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use super::ahead::{self, Ahead, next_parameters};
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::{Lanes, codes};
 
-/// What a tile multiplies, and where it writes.
+/// The operands of a tile, and where it writes.
 pub(crate) struct Tile<'a> {
     pub(crate) layout: &'a Layout,
-    /// The first panel; the others follow.
+    /// The first panel; the others follow in memory.
     pub(crate) weights: *const u8,
-    /// Rows of the strip that the tile's first `MR` rows belong to.
+    /// Rows of the strip that contains the tile's `MR` rows.
     pub(crate) strip: usize,
-    /// Activations, `[padded_k / STEP][strip]` of the bytes that a step of a row takes.
+    /// Activations, `[padded_k / STEP][strip]`, each element a step of a row.
     pub(crate) activations: *const u8,
     /// Sums of activations, `[groups][strip]`, as integers or floats.
     pub(crate) sums: *const u8,
-    /// `−8` times these integers, or null where activations are floats.
+    /// `−8` times these sums if they are integers; null for float activations.
     pub(crate) eights: *const i32,
-    /// Scales of the activations, `[MR]`, or null where these are floats.
+    /// Scales of the activations, `[MR]`; null for float activations.
     pub(crate) scales: *const f32,
-    /// Zero of all activations.
+    /// Zero point of all activations.
     pub(crate) zero: i32,
-    /// Whether rounding float activations to bf16 leaves anything over.
+    /// Whether rounding float activations to bf16 leaves a remainder.
     pub(crate) rest: bool,
-    /// `[NP · 16]` or null; read where `columns` says.
+    /// `[NP · 16]`, of which the first `columns` are read; or null.
     pub(crate) bias: *const f32,
-    /// `[MR]` rows that are `stride` apart.
+    /// `MR` rows, `stride` elements apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
     /// Columns to write, at most `NP · 16`.
     pub(crate) columns: usize,
 }
 
-/// Where results go: a matrix, or a part of one.
+/// The destination of results: a matrix, or a part of one.
 #[derive(Clone, Copy)]
 pub(crate) struct Out {
-    /// Row `row` and column `column` of the product.
+    /// The address of row `row` and column `column` of the product.
     pub(crate) at: *mut f32,
     pub(crate) row: usize,
     pub(crate) column: usize,
-    /// From one row to the next.
+    /// Elements from one row to the next.
     pub(crate) stride: usize,
 }
 
 impl Out {
-    /// A whole product.
+    /// The destination of a whole product.
     pub(crate) fn whole(at: *mut f32, stride: usize) -> Self {
         Self { at, row: 0, column: 0, stride }
     }
 
-    /// Where a row and column of the product are, which come no earlier than the first.
+    /// The address of a row and column of the product, neither of which may precede the first.
     #[inline(always)]
     pub(crate) fn of(&self, row: usize, column: usize) -> *mut f32 {
         self.at.wrapping_add((row - self.row) * self.stride + (column - self.column))
     }
 }
 
-/// The zero of a symmetric grid of 4 bits.
+/// The zero point of a symmetric 4-bit grid.
 pub(super) const CENTRE: u8 = 8;
 
-/// Multiplies.
+/// Multiplies a tile.
 ///
 /// # Safety
-/// The processor must have `L`'s instructions. All pointers must be valid for what their fields say,
-/// `weights` for `NP` panels of `layout`, and nothing else may write to these parts of `out` meanwhile.
+/// The processor must have the instructions of `L`. All pointers must be valid as their fields describe, `weights` for
+/// `NP` panels of `layout`, and no other thread may access these parts of `out` during the call.
 #[inline(always)]
 pub(crate) unsafe fn multiply<
     L: Lanes,
@@ -86,10 +85,10 @@ pub(crate) unsafe fn multiply<
     let step_bytes = PANEL_ROWS * STEP * bits / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
     let ahead = Ahead::new(layout, NP, ahead::distance(MR, bits));
-    // What is missing of every code is part of its zero.
+    // The offset that was subtracted from every code becomes part of its zero point.
     let offset = if bits == 4 { 0 } else { L::OFFSET };
-    // SAFETY: all reads are within what the caller guarantees: step, group and row stay below their
-    // counts, and the offsets are those of the layout.
+    // SAFETY: all reads are within what the caller guarantees: step, group and row stay below their counts, and the
+    // offsets are those of the layout.
     unsafe {
         let mut totals = [[L::zero(); NP]; MR];
         let mut at = t.weights;
@@ -104,7 +103,8 @@ pub(crate) unsafe fn multiply<
         for g in 0..groups {
             let row_sums = t.sums.cast::<i32>().add(g * t.strip);
             let eights = t.eights.add(g * t.strip);
-            // From zero, for registers that start from anything else start late: what zeros take off comes after.
+            // Start from zero, since other initial values would delay the first products; zero points are subtracted
+            // afterwards.
             let mut acc = [[L::splat(0); NP]; MR];
             let done = L::rows::<CODES, MR, NP>(&mut acc, at, panel, a, t.strip, steps);
             at = at.wrapping_add(done * step_bytes);
@@ -133,11 +133,11 @@ pub(crate) unsafe fn multiply<
                         };
                     }
                 }
-                // After the last step these point behind what is there, and are not followed.
+                // After the last step these point past the end, and are not dereferenced.
                 at = at.wrapping_add(step_bytes);
                 a = a.wrapping_add(t.strip * STEP);
             }
-            // Whatever branches comes before sums are touched: what branches share, the compiler keeps in memory.
+            // All branches come before the sums are used: the compiler keeps values that branches share in memory.
             let scales = t.weights.add(scales_at);
             next_parameters::<L, NP>(layout, t.weights, g);
             let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
@@ -145,7 +145,7 @@ pub(crate) unsafe fn multiply<
                 for m in 0..MR {
                     let mut eight = L::splat(*eights.add(m));
                     if CODES == codes::E2M1 {
-                        // Twice the values, less what makes them unsigned.
+                        // Sums are of twice the values, plus an offset of 16 that makes them unsigned.
                         eight = L::add(eight, eight);
                     }
                     for p in 0..NP {
@@ -192,11 +192,11 @@ pub(crate) unsafe fn multiply<
     }
 }
 
-/// The scales of a group, of panels that are so many bytes apart; of progressive weights the bits of
-/// integers, of E4M3 scales `2⁻⁸` times each.
+/// The scales of a group in `NP` panels that are `panel` bytes apart. For progressive weights the bits of integers, for
+/// E4M3 scales each times `2⁻⁸`.
 ///
 /// # Safety
-/// As [`multiply`]; `first` must be a multiple of sixteen, and that group one of the panels'.
+/// See [`multiply`]; `first` must be a multiple of sixteen, and that group must be within the panels.
 #[inline(always)]
 pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     kind: ScaleType,
@@ -204,7 +204,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     panel: usize,
     first: usize,
 ) -> [L::F; NP] {
-    // SAFETY: the caller guarantees sixteen scales from `first` on.
+    // SAFETY: the caller guarantees sixteen scales from `first` on in each panel.
     unsafe {
         let mut out = [L::zero(); NP];
         match kind {
@@ -243,17 +243,17 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     }
 }
 
-/// Multiplies totals with the scales of rows, those of progressive or E4M3 scales and of activations, adds the
-/// bias, and writes.
+/// Multiplies totals with the scales of rows (for progressive or E4M3 scales) and of activations, adds the bias, and
+/// writes the results.
 ///
 /// # Safety
-/// As [`multiply`].
+/// See [`multiply`].
 #[inline(always)]
 pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
     mut totals: [[L::F; NP]; MR],
 ) {
-    // SAFETY: columns are those that the caller says may be written, and the bias has as many.
+    // SAFETY: the caller guarantees that `columns` columns may be written, and that the bias has as many.
     unsafe {
         if let ScaleType::Progressive | ScaleType::E4m3 = t.layout.scales() {
             let (panel, channels_at) = (t.layout.panel_bytes(), t.layout.channels_at());
@@ -301,33 +301,33 @@ pub(crate) unsafe fn finish<L: Lanes, const MR: usize, const NP: usize>(
     }
 }
 
-/// How many of so many columns panel `p` has.
+/// How many of `columns` columns are in panel `p`.
 fn columns_of(columns: usize, p: usize) -> usize {
     columns.saturating_sub(p * PANEL_ROWS).min(PANEL_ROWS)
 }
 
-/// Reads as much of panel `p` as there is; the rest is zero.
+/// Loads the columns of panel `p`, padded with zeros.
 ///
 /// # Safety
-/// `from` must be valid for what [`columns_of`] says.
+/// `from` must be valid for [`columns_of`] values.
 #[inline(always)]
 unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::F {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: the caller guarantees `from`; the array is as long as what is read of it.
+    // SAFETY: the caller guarantees `from`; the array holds all sixteen values that are loaded.
     unsafe {
         from.copy_to_nonoverlapping(part.as_mut_ptr(), columns_of(columns, p));
         L::load_f32(part.as_ptr().cast())
     }
 }
 
-/// Writes as much of panel `p` as there is.
+/// Stores the columns of panel `p`.
 ///
 /// # Safety
-/// `to` must be valid for what [`columns_of`] says.
+/// `to` must be valid for [`columns_of`] values.
 #[inline(always)]
 unsafe fn store_part<L: Lanes>(to: *mut f32, value: L::F, columns: usize, p: usize) {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: the array has room for what is stored; the caller guarantees `to`.
+    // SAFETY: the array has room for the sixteen values that are stored; the caller guarantees `to`.
     unsafe {
         L::store_f32(part.as_mut_ptr(), value);
         part.as_ptr().copy_to_nonoverlapping(to, columns_of(columns, p));

@@ -2,9 +2,9 @@
 
 /// RMSNorm of a row: `y = (x · r) · γ` with `r = 1 / √(Σ x² / k + ε)`, each step rounded once.
 ///
-/// The sum runs in 64 lanes: value `i` joins lane `i mod 64` by a fused multiply-add, in order; then lane `i` gets
-/// lane `i + 32` added, `i + 16`, down to `i + 1`. It is within `(k / 64 + 7) · 2⁻²⁴` of itself, relative, since
-/// nothing cancels. A sum beyond `f32` makes `r` NaN.
+/// The sum uses 64 lanes: value `i` is added to lane `i mod 64` by a fused multiply-add, in order; then lane `i + 32`
+/// is added to lane `i`, then `i + 16`, down to `i + 1`. Its relative error is at most `(k / 64 + 7) · 2⁻²⁴`, since
+/// nothing cancels. If the sum overflows `f32`, `r` is NaN.
 ///
 /// # Panics
 /// When the two have different lengths.
@@ -26,21 +26,21 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     x.iter().zip(weight).map(|(x, w)| x * r * w).collect()
 }
 
-/// Below its negative `silu` is zero: there `|g · e^g|` is less than `1.5 · 10⁻³⁶`.
+/// Below its negative, `silu` is zero: there `|g · e^g|` is less than `1.5 · 10⁻³⁶`.
 pub(crate) const SILU_END: f32 = 87.0;
 pub(crate) const LOG2_E: f32 = core::f32::consts::LOG2_E;
 /// `ln 2` in two parts.
 pub(crate) const LN_2: [f32; 2] = [core::f32::consts::LN_2, -1.904_654_3e-9];
-/// `1 / i!` from 7 down to 0: the next term is below `2⁻²⁷` on the `|r| ≤ ln 2 / 2` that is left.
+/// `1 / i!` from 7 down to 0: the next term is below `2⁻²⁷` for the reduced argument, `|r| ≤ ln 2 / 2`.
 pub(crate) const EXP_TERMS: [f32; 8] =
     [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
 
-/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with an exponential of our own, so that all machines give the same bits:
-/// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, the sum up to `i = 7` by Horner's rule in fused
-/// multiply-adds.
+/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with a custom exponential, so that all machines give the same bits:
+/// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, where the sum up to `i = 7` is computed by
+/// Horner's rule with fused multiply-adds.
 ///
-/// Within `2⁻²²` of `silu(g)`, relative, where that is normal and `g ≥ −87`; below it is −0, within `1.5 · 10⁻³⁶` absolute. NaN and
-/// −∞ give NaN, as the formula does.
+/// The relative error is at most `2⁻²²` where `silu(g)` is normal and `g ≥ −87`; below, the result is −0, with an
+/// absolute error of at most `1.5 · 10⁻³⁶`. NaN and −∞ give NaN, as in the formula.
 pub fn silu(g: f32) -> f32 {
     g * sigmoid(g)
 }
@@ -55,10 +55,10 @@ fn sigmoid(g: f32) -> f32 {
     if g < -SILU_END { 0.0 } else { sigmoid }
 }
 
-/// `2 √(2/π)`, and that times 0.044715.
+/// `2 √(2/π)`, and 0.044715 times this.
 pub(crate) const GELU: [f32; 2] = [1.595_769, 0.071_354_814];
 
-/// GELU with a hyperbolic tangent, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is
+/// GELU in the tanh approximation, `g / 2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))`, which is
 /// `g · σ(g · (2 √(2/π) + 2 √(2/π) 0.044715 g²))`, with the `σ` of [`silu`].
 ///
 /// Within `2⁻²⁰ |g|` of the formula. NaN and −∞ give NaN.
@@ -66,10 +66,10 @@ pub fn gelu_tanh(g: f32) -> f32 {
     g * sigmoid(g * (g * g).mul_add(GELU[1], GELU[0]))
 }
 
-/// The gate of gpt-oss, `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`, each
-/// step rounded once. NaN stays NaN.
+/// The gate of gpt-oss, `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`,
+/// each step rounded once. NaN stays NaN.
 pub fn clamped_gate(gate: f32, up: f32, alpha: f32, limit: f32) -> f32 {
-    // Comparisons leave NaN as it is.
+    // These comparisons keep NaN.
     let g = if limit < gate { limit } else { gate };
     let u = if limit < up { limit } else { up };
     let u = if -limit > u { -limit } else { u };

@@ -1,14 +1,14 @@
-//! The experts of a layer as a loop of single products.
+//! The experts of a layer as a loop of separate products.
 
 use super::{clamped_gate, gelu_tanh, silu};
 use crate::experts::{ExpertGate, ExpertRows, ExpertWeight, Experts, NO_EXPERT, Routing};
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, RowLayout, Serial};
 
-/// What [`Experts::run`] must give to the bit: of each expert the rows that are routed to it, three products of them by
-/// themselves, and each result times its weight, rounded, added to its token, in order of experts.
+/// The results that [`Experts::run`] must match bit for bit: for each expert, three separate products of the rows that
+/// are routed to it, and each result times its weight, rounded, added to its token, in order of experts.
 ///
 /// # Errors
-/// When a length is wrong, or rows of this kind are not multiplied with an expert.
+/// When a length is wrong, or an expert does not support rows of this kind.
 ///
 /// # Panics
 /// When `x` is not whole rows, or an expert does not exist.

@@ -2,11 +2,11 @@
 
 use crate::Hadamard;
 
-/// Transforms a row in place: within the Sylvester part by distances 1, 2, 4 and so on, `(a, b)` becoming
+/// Transforms a row in place: within the Sylvester part at distances 1, 2, 4 and so on, where `(a, b)` becomes
 /// `(a + b, a − b)`; then factor by factor from the last, each sum in order of columns; then the scale.
 ///
 /// # Panics
-/// When the row has another width.
+/// When the row has the wrong width.
 pub fn hadamard(by: &Hadamard, x: &mut [f32]) {
     assert_eq!(x.len(), by.n(), "a row of another width");
     let mut distance = 1;

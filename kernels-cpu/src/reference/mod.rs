@@ -1,6 +1,6 @@
-//! The plain definition of every result: scalar, portable, in an order anyone can follow.
+//! The plain definition of every result: scalar, portable, in an order that is easy to follow.
 //!
-//! Faster variants are held to these functions. What they multiply are rows as packed, so that rounding of
+//! Faster variants are tested against these functions. The inputs are quantized or packed rows, so that rounding of
 //! activations is not part of the comparison.
 
 mod activation;
@@ -17,14 +17,14 @@ pub use self::hadamard::hadamard;
 use crate::layout::factor;
 use crate::{FloatFormat, Int8Rows, Scales, WeightView};
 
-/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, one rounding each; of
-/// progressive weights `((code − zero) · group) · channel`, one rounding each too, the integer exact; of a
-/// floating-point format `value(code) · scale`.
+/// Dequantizes some rows: `out[o − rows.start, i] = (code − zero) · scale`, rounded once; for progressive weights
+/// `((code − zero) · group) · channel`, also rounded once, since the integer is exact; for a floating-point format
+/// `value(code) · scale`.
 ///
-/// `out` is `[rows.len(), k]` row-major.
+/// `out` is `[rows.len(), k]`, row-major.
 ///
 /// # Panics
-/// When `rows` leaves the matrix or `out` has another length.
+/// When `rows` is out of range or `out` has the wrong length.
 pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f32]) {
     let k = weight.k();
     assert_eq!(out.len(), rows.len() * k, "output length does not match the rows");
@@ -58,18 +58,18 @@ pub fn dequantize_rows(weight: &WeightView<'_>, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// A linear layer on integers, `[m, n]` row-major, as [`PackedView::multiply`](crate::PackedView::multiply)
-/// must give it to the bit:
+/// A linear layer on integers, `[m, n]` row-major; [`PackedView::multiply`](crate::PackedView::multiply) must match it
+/// bit for bit:
 ///
-/// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a
-/// float and joined by a fused multiply-add in order of groups; of progressive weights
-/// `y = s_x · (s_row · Σ_g s_g I_g) + b` with the sum over groups exact as well.
+/// `y = s_x · Σ_g s_g I_g + b` with `I_g = Σ_{k∈g} (q − z)(a − a₀)` exact, each group's sum rounded to a float and
+/// added by a fused multiply-add in order of groups; for progressive weights `y = s_x · (s_row · Σ_g s_g I_g) + b`,
+/// where the sum over groups is exact as well.
 ///
-/// Of E2M1 codes `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` stands for `s_x`. Where their scales are E4M3
-/// below a global one `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
+/// For E2M1 codes, `I_g = Σ_{k∈g} 2q (a − a₀)`, which is exact, and `s_x / 2` replaces `s_x`. If their scales are E4M3
+/// under a global scale `G`, `y = (s_x / 2) · ((256 / G) · Σ_g (s_g / 256) I_g) + b`.
 ///
 /// # Panics
-/// When the rows are of another width, or codes are of a floating-point format other than E2M1.
+/// When the rows have the wrong width, or codes are of a floating-point format other than E2M1.
 pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) -> Vec<f32> {
     assert!(!matches!(weight.float_format(), Some(FloatFormat::E4m3)), "codes are not integers");
     let e2m1 = weight.float_format().is_some();
@@ -115,9 +115,9 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
     out
 }
 
-/// A linear layer on floats in `f64`, `[m, n]` row-major, and beside each value the sum of magnitudes that its
-/// bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
-/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). Of floating-point codes it is `Σ |ŵ| |x|`.
+/// A linear layer on floats in `f64`, `[m, n]` row-major. Each value is paired with the sum of magnitudes that its
+/// error bound is a multiple of: `Σ_g |s_g| Σ_{k∈g} (|q − c| + |c − z|) |x|` and the bias, see
+/// [`PackedView::multiply_float`](crate::PackedView::multiply_float). For floating-point codes it is `Σ |ŵ| |x|`.
 ///
 /// `x` is `[m, k]`.
 ///
@@ -126,7 +126,7 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
 pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
     let (n, k, size, groups) = (weight.n(), weight.k(), weight.group_size(), weight.groups());
     assert!(k > 0 && x.len().is_multiple_of(k), "not whole rows");
-    // The middle of the codes as they are stored, of 4 bits or 8.
+    // The midpoint of the codes as stored, in 4 or 8 bits.
     let stored = if weight.bits() <= 4 { 4 } else { 8 };
     let centre = if weight.has_zeros() { 1 << (stored - 1) } else { i32::from(weight.zero(0, 0)) };
     let mut out = Vec::with_capacity(x.len() / k * n);
@@ -164,11 +164,11 @@ pub fn float_linear(weight: &WeightView<'_>, x: &[f32], bias: Option<&[f32]>) ->
     out
 }
 
-/// Attention of one query head in `f64`: `keys` and `values` are `[tokens, q.len()]`, as a cache holds them. Returns
-/// the output, the log-sum-exp of the scores, and each token's probability; zeros and minus infinity of none.
+/// Attention of one query head in `f64`: `keys` and `values` are `[tokens, q.len()]`, as stored in a cache. Returns the
+/// output, the log-sum-exp of the scores, and each token's probability; without tokens, zeros and minus infinity.
 ///
 /// # Panics
-/// When keys are not whole tokens, or values are not as many.
+/// When `keys` is not whole tokens, or `values` has a different length.
 pub fn attention(q: &[f64], keys: &[f32], values: &[f32], scale: f64) -> (Vec<f64>, f64, Vec<f64>) {
     let d = q.len();
     assert!(d > 0 && keys.len().is_multiple_of(d) && values.len() == keys.len(), "not whole tokens");

@@ -1,9 +1,9 @@
-//! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` where the processor
-//! has it on such registers (AVX-VNNI).
+//! Lanes in two registers of 256 bits, multiplied by `vpmaddubsw`, or by `vpdpbusd` if the processor has it for such
+//! registers (AVX-VNNI).
 //!
-//! `vpmaddubsw` adds two products into 16 bits and saturates. Of codes below 32 a sum of two is at most
-//! `2 · 31 · 128 = 7936`, so two of them fit. Codes of 8 bits would not, and are multiplied by halves: what
-//! the high ones give counts sixteenfold when it is widened.
+//! `vpmaddubsw` adds two products in 16 bits and saturates. For codes below 32, the sum of two products is at most
+//! `2 · 31 · 128 = 7936`, so two such sums can be added. 8-bit codes would saturate, so they are split into halves of 4
+//! bits: the sums of the high halves are multiplied by sixteen when they are widened.
 
 use core::arch::x86_64::*;
 
@@ -14,14 +14,14 @@ use crate::FloatFormat;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-/// The same, and AVX-VNNI.
+/// AVX2, FMA, F16C and AVX-VNNI.
 #[derive(Clone, Copy)]
 pub(crate) struct AvxVnni;
 
-/// Sixteen halves of eight bytes, low ones first.
+/// Sixteen 4-bit halves of eight bytes, the low half of each first.
 #[inline(always)]
 pub(super) unsafe fn halves(at: *const u8) -> __m128i {
-    // SAFETY: the caller guarantees 8 bytes, and has SSE2, which every x86-64 has.
+    // SAFETY: the caller guarantees 8 bytes; every x86-64 processor has SSE2.
     unsafe {
         let (both, low) = (_mm_loadl_epi64(at.cast()), _mm_set1_epi8(0x0f));
         let high = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
@@ -35,10 +35,10 @@ unsafe fn load(at: *const u8) -> [__m256i; 2] {
     unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
 }
 
-/// `sum + Σ codes · a` over four, codes below 32.
+/// `sum + Σ codes · a` over four bytes per lane, for codes below 32.
 #[inline(always)]
 unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller has AVX2.
+    // SAFETY: the caller guarantees AVX2.
     unsafe {
         let pairs =
             _mm256_add_epi16(_mm256_maddubs_epi16(codes[0], a[0]), _mm256_maddubs_epi16(codes[1], a[1]));
@@ -46,10 +46,10 @@ unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m25
     }
 }
 
-/// `sum + Σ codes · a` over four, codes of 8 bits.
+/// `sum + Σ codes · a` over four bytes per lane, for 8-bit codes.
 #[inline(always)]
 unsafe fn dot_halves(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller has AVX2.
+    // SAFETY: the caller guarantees AVX2.
     unsafe {
         let mask = _mm256_set1_epi8(0x0f);
         let low = codes.map(|c| _mm256_and_si256(c, mask));
@@ -63,13 +63,14 @@ unsafe fn dot_halves(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m2
 
 #[inline(always)]
 unsafe fn dot_vnni(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller has AVX-VNNI.
+    // SAFETY: the caller guarantees AVX-VNNI.
     unsafe { _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sum, codes[0], a[0]), codes[1], a[1]) }
 }
 
 macro_rules! lanes {
     ($name:ident, $dot4:ident, $dot8:ident) => {
-        // SAFETY of every block below: the contract of `Lanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
+        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees the instruction set, and
+        // pointers that are valid for the bytes that are loaded and stored.
         impl Lanes for $name {
             type I = [__m256i; 2];
             type F = [__m256; 2];
@@ -187,7 +188,7 @@ macro_rules! lanes {
                 unsafe {
                     let smallest = _mm256_set1_epi32(1 << 22);
                     Self::load_u8(at).map(|codes| {
-                        // The smallest is subnormal.
+                        // The smallest value is subnormal.
                         _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32::<23>(codes), smallest))
                     })
                 }
@@ -204,7 +205,7 @@ macro_rules! lanes {
             #[inline(always)]
             unsafe fn e2m1_table() -> Self::I {
                 let values = FloatFormat::e2m1_values();
-                // SAFETY: the contract of `Lanes`; sixteen floats.
+                // SAFETY: the contract of `Lanes`; the table is the sixteen floats that are loaded.
                 unsafe { load(values.as_ptr().cast()) }
             }
             #[inline(always)]
@@ -213,7 +214,7 @@ macro_rules! lanes {
                 unsafe {
                     let (values, sign) = (_mm256_castsi256_ps(table[0]), _mm256_set1_ps(-0.0));
                     codes.map(|codes| {
-                        // Three bits are looked at; the fourth is the sign.
+                        // The permutation uses three bits of each code; the fourth is the sign.
                         let magnitude = _mm256_permutevar8x32_ps(values, codes);
                         let signs = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
                         _mm256_or_ps(magnitude, _mm256_and_ps(signs, sign))
@@ -256,7 +257,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: the contract of `Lanes`; the table is 16 bytes.
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
                 unsafe {
                     let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
                     Self::codes4(at).map(|half| half.map(|codes| _mm256_shuffle_epi8(table, codes)))
@@ -310,12 +311,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn prefetch_write(at: *const u8) {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
             }
         }

@@ -1,5 +1,5 @@
-//! Lanes in one register of 512 bits: integers multiplied by `vpdpbusd`, floats one by one or, where the
-//! processor has them, by dot products of bf16.
+//! Lanes in one register of 512 bits: integers multiplied by `vpdpbusd`, floats one at a time or, if the processor has
+//! them, by dot products of bf16.
 
 use core::arch::x86_64::*;
 
@@ -10,7 +10,7 @@ use crate::FloatFormat;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Vnni;
 
-/// The same, and BF16.
+/// AVX-512 F, BW, VL, VNNI and BF16.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512Bf16;
 
@@ -24,7 +24,7 @@ macro_rules! lanes {
 
             #[inline(always)]
             unsafe fn splat(value: i32) -> __m512i {
-                // SAFETY: the caller has AVX-512, here and in all methods below.
+                // SAFETY: the caller guarantees AVX-512, here and in all methods below.
                 unsafe { _mm512_set1_epi32(value) }
             }
             #[inline(always)]
@@ -120,7 +120,7 @@ macro_rules! lanes {
                 // SAFETY: the caller guarantees 16 bytes.
                 unsafe {
                     let exponents = _mm512_slli_epi32::<23>(Self::load_u8(at));
-                    // The smallest is subnormal.
+                    // The smallest value is subnormal.
                     _mm512_castsi512_ps(_mm512_max_epu32(exponents, _mm512_set1_epi32(1 << 22)))
                 }
             }
@@ -135,7 +135,7 @@ macro_rules! lanes {
             #[inline(always)]
             unsafe fn e2m1_table() -> __m512i {
                 let values = FloatFormat::e2m1_values();
-                // SAFETY: sixteen floats; see `splat`.
+                // SAFETY: the table is the sixteen floats that are loaded; see `splat`.
                 unsafe { _mm512_loadu_si512(values.as_ptr().cast()) }
             }
             #[inline(always)]
@@ -152,7 +152,7 @@ macro_rules! lanes {
                     let [two, smallest] = [2.0, -E4M3_SMALLEST_NORMAL].map(|v| _mm512_set1_ps(v));
                     let value = _mm512_min_ps(normal, _mm512_fmadd_ps(normal, two, smallest));
                     let sign = _mm512_slli_epi32::<24>(codes);
-                    // Where the mask is set, the sign's bit; the value's elsewhere.
+                    // The sign bit from the sign, all other bits from the value.
                     let mask = _mm512_set1_epi32(i32::MIN);
                     let signed = _mm512_ternarylogic_epi32::<0xd8>(_mm512_castps_si512(value), sign, mask);
                     _mm512_castsi512_ps(signed)
@@ -173,7 +173,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [__m512i; 2] {
-                // SAFETY: the caller guarantees 64 bytes; the table is 16 of them.
+                // SAFETY: the caller guarantees 64 bytes; the table is the 16 bytes that are loaded.
                 unsafe {
                     let table = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
                     Self::codes4(at).map(|codes| _mm512_shuffle_epi8(table, codes))
@@ -188,7 +188,7 @@ macro_rules! lanes {
             unsafe fn activations(at: *const i8) -> [__m512i; 2] {
                 // SAFETY: the caller guarantees 8 values.
                 unsafe {
-                    // Two loads: one of both would be split in general registers, and not broadcast on its way.
+                    // Two loads: a single one would be split in general registers, and not broadcast on loading.
                     let at = at.cast::<i32>();
                     let (low, high) = (at.read_unaligned(), at.add(1).read_unaligned());
                     [_mm512_set1_epi32(low), _mm512_set1_epi32(high)]
@@ -206,7 +206,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> __m512i {
-                // SAFETY: the caller guarantees the step.
+                // SAFETY: the caller guarantees AVX-512 and the bytes of the step.
                 unsafe {
                     let (words, shift, mask) = match BITS {
                         4 => (_mm512_loadu_si512(at.cast()), 8 * (part % 4) + 4 * (part / 4), 0x0f),
@@ -218,12 +218,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn prefetch_write(at: *const u8) {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
             }
         }
@@ -235,12 +235,12 @@ lanes!(Avx512Bf16);
 
 super::one_by_one!(Avx512Vnni, wide: true);
 
-/// Pairs of bf16. A step's words hold at shifts of 0, 4, 8 and 12 the codes of features (0, 2), (4, 6), (1, 3)
-/// and (5, 7); activations come in these pairs, each once rounded to bf16 and once what that left over.
+/// Pairs of bf16. The words of a step hold, at shifts of 0, 4, 8 and 12, the codes of features (0, 2), (4, 6), (1, 3)
+/// and (5, 7); activations are stored in these pairs, first rounded to bf16 and then as the remainder.
 impl FloatLanes for Avx512Bf16 {
     const PARTS: usize = 4;
     const ORDERED: bool = false;
-    /// For 4 bits the 16 floats, twice; for 8 the centre. Of E4M3 the eight values without an exponent.
+    /// For 4-bit codes, the 16 floats, twice; for 8-bit codes, the centre. For E4M3, the eight subnormal values.
     type Table = (__m512i, __m512i);
     type W = __m512bh;
 
@@ -251,7 +251,7 @@ impl FloatLanes for Avx512Bf16 {
             // Integers of eight bits are exact in bf16.
             *word = (((i % 16) as i32 - centre) as f32).to_bits().wrapping_shr(16) as u16;
         }
-        // SAFETY: as many words as the register has; the caller has the instruction set.
+        // SAFETY: the array has as many words as the register; the caller guarantees the instruction set.
         unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_set1_epi32(centre)) }
     }
     #[inline(always)]
@@ -262,21 +262,21 @@ impl FloatLanes for Avx512Bf16 {
             // All values are exact in bf16.
             *word = format.value(i as u8 % 16).to_bits().wrapping_shr(16) as u16;
         }
-        // SAFETY: as many words as the register has; the caller has the instruction set.
+        // SAFETY: the array has as many words as the register; the caller guarantees the instruction set.
         unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_setzero_si512()) }
     }
     #[inline(always)]
     unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> __m512bh {
-        // SAFETY: the caller guarantees the step, and has the instruction set.
+        // SAFETY: the caller guarantees the bytes of the step, and the instruction set.
         unsafe {
             if CODES == codes::E4M3 {
                 let words = _mm512_loadu_si512(at.add(64 * (part % 2)).cast());
-                // Words of two features each: the low byte of the one, then of the other.
+                // Words of two features each: first use the low byte, then the high one.
                 let words = if part < 2 { words } else { _mm512_srli_epi16::<8>(words) };
                 let bits = _mm512_and_si512(_mm512_slli_epi16::<4>(words), _mm512_set1_epi16(0x07f0));
                 let value = _mm512_add_epi16(bits, _mm512_set1_epi16(120 << 7));
                 let subnormal = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(0x0080));
-                // Five bits are looked at, of which three may be set where there is no exponent.
+                // The permutation uses five bits, of which only three can be set in a subnormal code.
                 let value = _mm512_mask_permutexvar_epi16(value, subnormal, words, table.0);
                 let (sign, mask) = (_mm512_slli_epi16::<8>(words), _mm512_set1_epi16(i16::MIN));
                 return bf16(_mm512_ternarylogic_epi32::<0xd8>(value, sign, mask));
@@ -289,7 +289,7 @@ impl FloatLanes for Avx512Bf16 {
                     2 => _mm512_srli_epi16::<8>(words),
                     _ => _mm512_srli_epi16::<12>(words),
                 };
-                // The fifth bit that it looks at is a neighbour's: the table holds everything twice.
+                // The permutation uses a fifth bit, which belongs to another code; so the table holds all values twice.
                 return bf16(_mm512_permutexvar_epi16(codes, table.0));
             }
             let first = 4 * (part % 2) + part / 2;
@@ -303,7 +303,7 @@ impl FloatLanes for Avx512Bf16 {
     }
     #[inline(always)]
     unsafe fn dot_float<const REST: bool>(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
-        // SAFETY: the caller guarantees the 32 bytes of the step, and has the instruction set.
+        // SAFETY: the caller guarantees the 32 bytes of the step, and the instruction set.
         unsafe {
             let x = x.add(8 * part).cast::<i32>();
             let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
@@ -313,14 +313,14 @@ impl FloatLanes for Avx512Bf16 {
     }
 }
 
-/// Probabilities are rounded once, half to even, and stand in the pairs that a step's parts take.
+/// Probabilities are rounded once, half to even, and stored in the pairs of a step's parts.
 impl ValueLanes for Avx512Bf16 {
     const WIDE: bool = true;
     const STEP_BYTES: usize = 16;
 
     #[inline(always)]
     unsafe fn store_probabilities(at: *mut u8, p: __m512) {
-        // SAFETY: the caller guarantees 32 bytes, and has the instruction set.
+        // SAFETY: the caller guarantees 32 bytes, and the instruction set.
         unsafe {
             let order = _mm256_setr_epi16(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
             let rounded = core::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(p));
@@ -329,7 +329,7 @@ impl ValueLanes for Avx512Bf16 {
     }
     #[inline(always)]
     unsafe fn dot_probabilities(sum: __m512, w: __m512bh, p: *const u8, part: usize) -> __m512 {
-        // SAFETY: the caller guarantees the 16 bytes of the step, and has the instruction set.
+        // SAFETY: the caller guarantees the 16 bytes of the step, and the instruction set.
         unsafe {
             let pair = p.add(4 * part).cast::<i32>().read_unaligned();
             _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(pair)))
@@ -339,6 +339,6 @@ impl ValueLanes for Avx512Bf16 {
 
 #[inline(always)]
 fn bf16(register: __m512i) -> __m512bh {
-    // SAFETY: the same 512 bits under another name; every pattern is a value of either.
+    // SAFETY: both types are the same 512 bits, and every bit pattern is valid for either.
     unsafe { core::mem::transmute::<__m512i, __m512bh>(register) }
 }

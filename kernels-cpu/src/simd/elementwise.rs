@@ -1,6 +1,6 @@
-//! Sixteen neighbouring values of a row: what norms, activations, rounding and transforms are made of.
+//! Operations on sixteen neighbouring values of a row, for norms, activations, rounding and transforms.
 //!
-//! Every method is one correctly rounded operation, or a choice of values, so that all instruction sets give the
+//! Every method is one correctly rounded operation, or a selection of values, so that all instruction sets give the
 //! same bits.
 
 use core::array::from_fn;
@@ -14,34 +14,34 @@ use crate::activation::float::split_in_pairs;
 /// Lanes that work along rows.
 ///
 /// # Safety
-/// As [`Lanes`].
+/// See [`Lanes`].
 pub(crate) trait RowLanes: Lanes {
-    /// Whether one register holds all lanes, of 32.
+    /// Whether one register holds all lanes, and there are 32 registers.
     const WIDE: bool;
 
     unsafe fn add_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub_f32(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn div_f32(a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller; `b` where either is NaN.
+    /// The minimum; `b` if either is NaN.
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F;
-    /// The nearest whole number, half to even.
+    /// The nearest integer, half to even.
     unsafe fn round(a: Self::F) -> Self::F;
     /// `v`, or 0 where `a` is below `limit`.
     unsafe fn unless_below(a: Self::F, limit: Self::F, v: Self::F) -> Self::F;
-    /// `p · 2^n`, exact: `n` is whole and from −126 to 126, `p` and the result are normal.
+    /// `p · 2^n`, exact: `n` is an integer from −126 to 126, and `p` and the result are normal.
     unsafe fn times_power(p: Self::F, n: Self::F) -> Self::F;
-    /// The sign of `signs` given to `a` where that is negative, by flipping the sign of `a`.
+    /// Flips the sign of `a` where `signs` is negative.
     unsafe fn flip(a: Self::F, signs: Self::F) -> Self::F;
-    /// Lane `i` gets that of `i ^ DISTANCE`; 1, 2, 4 or 8.
+    /// Moves lane `i ^ DISTANCE` to lane `i`; the distance is 1, 2, 4 or 8.
     unsafe fn partner<const DISTANCE: usize>(a: Self::F) -> Self::F;
 
-    /// Integers as integers.
+    /// Converts floats that are integers to `i32`.
     unsafe fn to_i32(a: Self::F) -> Self::I;
     unsafe fn max_i32(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
-    /// Writes eight integers as bytes, and the eight others; all are within −128 to 127.
+    /// Stores the first eight integers as bytes at `low`, and the others at `high`; all are within −128 to 127.
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8);
-    /// Writes sixteen bf16 or f16, rounded half to even.
+    /// Stores sixteen bf16 or f16, rounded half to even.
     unsafe fn store_bf16(at: *mut bf16, a: Self::F);
     unsafe fn store_f16(at: *mut f16, a: Self::F);
 
@@ -50,8 +50,8 @@ pub(crate) trait RowLanes: Lanes {
     /// The largest lane.
     unsafe fn largest(a: Self::I) -> i32;
 
-    /// Packs steps of eight floats in parts of bf16 and adds them to `sum`, see [`float`](crate::activation::float): part
-    /// `p` of step `s` goes to the four words from `p · part + 4 s` on.
+    /// Packs steps of eight floats as `PARTS` bf16 each, and adds the floats to `sum`, see
+    /// [`float`](crate::activation::float). Part `p` of step `s` is written to four words at `p · part + 4 s`.
     #[inline(always)]
     unsafe fn split_steps<const PARTS: usize>(
         x: *const f32,
@@ -61,7 +61,7 @@ pub(crate) trait RowLanes: Lanes {
         sum: &mut [f32; 8],
     ) {
         for step in 0..steps {
-            // SAFETY: the safety contract of this function covers the steps and the words of all parts.
+            // SAFETY: the caller guarantees the steps, and the words of all parts.
             unsafe {
                 let values = x.add(8 * step).cast::<[f32; 8]>().read_unaligned();
                 sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
@@ -127,7 +127,7 @@ impl RowLanes for Scalar {
     #[inline(always)]
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
         let codes = a.map(|v| v as i8);
-        // SAFETY: the safety contract of this function covers eight bytes at each.
+        // SAFETY: the caller guarantees eight bytes at each pointer.
         unsafe {
             codes.as_ptr().copy_to_nonoverlapping(low, 8);
             codes.as_ptr().add(8).copy_to_nonoverlapping(high, 8);
@@ -135,12 +135,12 @@ impl RowLanes for Scalar {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
-        // SAFETY: the safety contract of this function covers 16 values.
+        // SAFETY: the caller guarantees room for 16 values.
         unsafe { at.cast::<[bf16; 16]>().write_unaligned(a.map(bf16::from_f32)) }
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: Self::F) {
-        // SAFETY: the safety contract of this function covers 16 values.
+        // SAFETY: the caller guarantees room for 16 values.
         unsafe { at.cast::<[f16; 16]>().write_unaligned(a.map(f16::from_f32)) }
     }
     #[inline(always)]
@@ -153,7 +153,7 @@ impl RowLanes for Scalar {
     }
 }
 
-/// Functions of a module over [`RowLanes`], compiled for each instruction set and chosen by a token.
+/// Functions of a module over [`RowLanes`], compiled for each instruction set and selected by a token.
 macro_rules! dispatched {
     ($rows:ident, $($(#[$doc:meta])* fn $name:ident [$($e:ident)?] [$($const:ident)?]
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?;)*) => {$(
@@ -164,22 +164,23 @@ macro_rules! dispatched {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: compiled for the instructions that the lanes ask for.
+                // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
                 unsafe { $rows::$name::<$crate::simd::avx2::Avx2, $($e)? $($const)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
             unsafe fn avx512<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: compiled for the instructions that the lanes ask for.
+                // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
                 unsafe { $rows::$name::<$crate::simd::avx512::Avx512Vnni, $($e)? $($const)?>($($arg),*) }
             }
             #[cfg(target_arch = "aarch64")]
             #[target_feature(enable = "neon")]
             unsafe fn neon<$($e: Element)? $(const $const: bool)?>($($arg: $ty),*) $(-> $out)? {
-                // SAFETY: compiled for the instructions that the lanes ask for.
+                // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
                 unsafe { $rows::$name::<$crate::simd::neon::Neon, $($e)? $($const)?>($($arg),*) }
             }
-            // SAFETY: the token proves the instructions; `Scalar` asks for none.
+            // SAFETY: the token proves that the processor has the instructions of the chosen function; `Scalar` needs
+            // none.
             unsafe {
                 match token.isa() {
                     #[cfg(target_arch = "x86_64")]

@@ -1,6 +1,6 @@
 //! [`RowLanes`] in four registers of 128 bits.
 //!
-//! There is one implementation: what dotprod and i8mm add multiplies bytes, and nothing here does.
+//! One implementation serves all: dotprod and i8mm only add byte products, which are not used here.
 
 use core::arch::aarch64::*;
 use core::arch::asm;
@@ -10,11 +10,12 @@ use half::{bf16, f16};
 use super::elementwise::RowLanes;
 use super::neon::{Neon, both};
 
-/// Four floats as halves, rounded half to even: the intrinsic is not stable in the oldest compiler that we support.
+/// Converts four floats to f16, half to even. In assembly, since the intrinsic is not stable in the oldest supported
+/// compiler.
 #[inline(always)]
 unsafe fn to_f16(floats: float32x4_t) -> uint16x4_t {
     let halves: uint16x4_t;
-    // SAFETY: reads and writes registers only; part of NEON, which the caller has.
+    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees.
     unsafe {
         asm!("fcvtn {0:v}.4h, {1:v}.4s", lateout(vreg) halves, in(vreg) floats, options(pure, nomem, nostack, preserves_flags));
     }
@@ -24,7 +25,7 @@ unsafe fn to_f16(floats: float32x4_t) -> uint16x4_t {
 /// The upper half of four floats, rounded half to even; NaN keeps its sign and becomes quiet.
 #[inline(always)]
 unsafe fn upper_halves(a: float32x4_t) -> uint16x4_t {
-    // SAFETY: the caller has NEON.
+    // SAFETY: the caller guarantees NEON.
     unsafe {
         let bits = vreinterpretq_u32_f32(a);
         let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
@@ -34,7 +35,8 @@ unsafe fn upper_halves(a: float32x4_t) -> uint16x4_t {
     }
 }
 
-// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
+// that are valid for the bytes that are loaded and stored.
 impl RowLanes for Neon {
     const WIDE: bool = false;
 
@@ -55,8 +57,7 @@ impl RowLanes for Neon {
     }
     #[inline(always)]
     unsafe fn min_f32(a: Self::F, b: Self::F) -> Self::F {
-        // `fmin` would give a NaN where either is one.
-        // SAFETY: the contract of `RowLanes`.
+        // `fmin` would return NaN if either operand is NaN. SAFETY: the contract of `RowLanes`.
         both(a, b, |a, b| unsafe { vbslq_f32(vcltq_f32(a, b), a, b) })
     }
     #[inline(always)]

@@ -11,7 +11,7 @@ use super::elementwise::RowLanes;
 /// The upper half of eight floats, rounded half to even; NaN keeps its sign and becomes quiet.
 #[inline(always)]
 unsafe fn upper_halves(a: __m256) -> __m256i {
-    // SAFETY: the caller has AVX2.
+    // SAFETY: the caller guarantees AVX2.
     unsafe {
         let bits = _mm256_castps_si256(a);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
@@ -22,7 +22,8 @@ unsafe fn upper_halves(a: __m256) -> __m256i {
     }
 }
 
-// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
+// that are valid for the bytes that are loaded and stored.
 impl RowLanes for Avx2 {
     const WIDE: bool = false;
 
@@ -111,7 +112,7 @@ impl RowLanes for Avx2 {
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
         // SAFETY: the contract of `RowLanes`.
         unsafe {
-            // Halves of registers are packed side by side: low and high four of each, in this order.
+            // The pack instruction interleaves the halves of registers: the low and high four of each, in this order.
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(a[0], a[1]));
             let bytes = _mm256_packs_epi16(words, words);
             _mm_storel_epi64(low.cast(), _mm256_castsi256_si128(bytes));
@@ -156,7 +157,8 @@ impl RowLanes for Avx2 {
     }
 }
 
-// SAFETY of every block below: the contract of `RowLanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
+// that are valid for the bytes that are loaded and stored.
 impl RowLanes for Avx512Vnni {
     const WIDE: bool = true;
 
@@ -279,7 +281,7 @@ impl RowLanes for Avx512Vnni {
         unsafe {
             let one = |word: i32| _mm256_set1_epi32(word);
             let magnitude = |bits| _mm256_and_si256(bits, one(0x7fff_ffff));
-            // Words of 16 bits in the order of `PAIRS`.
+            // 16-bit words in the order of `PAIRS`.
             let pairs = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
             let infinity = one(0x7f80_0000);
             let mut total = _mm256_loadu_ps(sum.as_ptr());
@@ -296,7 +298,7 @@ impl RowLanes for Avx512Vnni {
                     let nan = _mm256_cmp_ps_mask::<_CMP_UNORD_Q>(left, left);
                     let mut rounded = _mm256_mask_mov_epi32(rounded, nan, one(0x7fc0_0000));
                     if p == 0 {
-                        // What rounding would make infinite is cut.
+                        // Finite values that rounding would make infinite are truncated.
                         let beyond = _mm256_cmpeq_epi32_mask(magnitude(rounded), infinity) & !infinite;
                         rounded = _mm256_mask_and_epi32(rounded, beyond, bits, one(-0x1_0000));
                     } else {

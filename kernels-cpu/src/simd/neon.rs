@@ -1,13 +1,13 @@
-//! Lanes in four registers of 128 bits, for AArch64: multiplied by `smull` and pairwise sums, by `sdot`
-//! (dotprod), or by `usdot` and, of two rows or more, `usmmla` (i8mm).
+//! Lanes in four registers of 128 bits, for AArch64: multiplied by `smull` and pairwise sums, by `sdot` (dotprod), or
+//! by `usdot` and, for two rows or more, `usmmla` (i8mm).
 //!
-//! The first two know only numbers with a sign. Codes of 4 bits are such already; codes of 8 bits become them
-//! by a flipped top bit, which takes [`Lanes::OFFSET`] off each, and the tile adds it again by the sums of
-//! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, a sum of two may not, and is
-//! made in 32. With codes below 32 a sum of four is at most `4 · 31 · 128 = 15872`.
+//! The first two multiply signed numbers only. Codes of 4 bits fit as they are; codes of 8 bits are made signed by
+//! flipping their top bit, which subtracts [`Lanes::OFFSET`] from each, and the tile corrects this with the sums of
+//! activations. Products of 8 bits are at most `128 · 128 = 2¹⁴`: one fits 16 bits, but a sum of two may not, and is
+//! computed in 32. For codes below 32, a sum of four is at most `4 · 31 · 128 = 15872`.
 //!
-//! The instructions of dotprod and i8mm, and the conversion of halves, are written as assembly: their
-//! intrinsics are not stable in the oldest compiler that we support.
+//! The instructions of dotprod and i8mm, and the conversion from f16, are written in assembly: their intrinsics are not
+//! stable in the oldest supported compiler.
 
 use core::arch::aarch64::*;
 use core::arch::asm;
@@ -16,15 +16,15 @@ use super::{
     E2M1_DOUBLED, E2M1_OFFSET, E4M3_BIAS, E4M3_BITS, E4M3_SMALLEST_NORMAL, FloatLanes, Lanes, codes,
 };
 
-/// Advanced SIMD, which every AArch64 with an operating system has.
+/// Advanced SIMD, which every AArch64 processor that runs an operating system has.
 #[derive(Clone, Copy)]
 pub(crate) struct Neon;
 
-/// The same, and `sdot`.
+/// Advanced SIMD with `sdot`.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonDotprod;
 
-/// The same, `usdot` and `usmmla`.
+/// Advanced SIMD with `sdot`, `usdot` and `usmmla`.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonI8mm;
 
@@ -39,7 +39,7 @@ unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
 /// Sixteen bytes, each widened.
 #[inline(always)]
 unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
-    // SAFETY: the caller has NEON.
+    // SAFETY: the caller guarantees NEON.
     unsafe {
         let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
         [
@@ -52,30 +52,30 @@ unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
     }
 }
 
-/// Two at a time.
+/// Applies a function to each pair of registers.
 #[inline(always)]
 pub(super) fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B) -> C) -> Quad<C> {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
 }
 
-/// Four halves as floats.
+/// Converts four f16 to floats.
 #[inline(always)]
 unsafe fn from_f16(halves: uint16x4_t) -> float32x4_t {
     let floats: float32x4_t;
-    // SAFETY: reads and writes registers only; part of NEON, which the caller has.
+    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees.
     unsafe {
         asm!("fcvtl {0:v}.4s, {1:v}.4h", lateout(vreg) floats, in(vreg) halves, options(pure, nomem, nostack, preserves_flags));
     }
     floats
 }
 
-/// A product that adds to a sum, four by four bytes a lane: the lanes of `b` are all its lane of that index.
+/// A dot product of four bytes per lane, added to a sum; all lanes use lane `LANE` of `b`.
 macro_rules! dot_by_lane {
     ($name:ident, $instruction:literal) => {
         #[inline(always)]
         unsafe fn $name<const LANE: usize>(sum: int32x4_t, codes: uint8x16_t, b: int8x16_t) -> int32x4_t {
             let mut sum = sum;
-            // SAFETY: reads and writes registers only; the caller has the instruction, and was compiled for it.
+            // SAFETY: the instruction uses only registers; the caller guarantees it, and is compiled for it.
             unsafe {
                 asm!(
                     concat!($instruction, " {0:v}.4s, {1:v}.16b, {2:v}.4b[{3}]"),
@@ -91,17 +91,17 @@ macro_rules! dot_by_lane {
 dot_by_lane!(sdot, "sdot");
 dot_by_lane!(usdot, "usdot");
 
-/// How one instruction set multiplies; the rest is the same for all.
+/// How an instruction set multiplies; everything else is the same for all.
 trait Dot {
     const OFFSET: i32;
 
-    /// The eight activations of a step, as the others take them.
+    /// The eight activations of a step, in the form that the other methods take.
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2];
-    /// `sum + Σ codes · a` over eight features of four rows; codes are below 32.
+    /// `sum + Σ codes · a` over eight features of four rows; codes must be below 32.
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
-    /// The same of codes of 8 bits, less the offset.
+    /// `sum + Σ codes · a` over eight features of four rows, for 8-bit codes minus the offset.
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t;
-    /// As [`Lanes::rows`], of one panel.
+    /// Same as [`Lanes::rows`], for one panel.
     #[inline(always)]
     unsafe fn rows<const CODES: usize, const MR: usize>(
         _sums: [&mut Quad<int32x4_t>; MR],
@@ -114,10 +114,10 @@ trait Dot {
     }
 }
 
-/// Both halves of a register times those of another, in 16 bits.
+/// The products of both halves of two registers, in 16 bits.
 #[inline(always)]
 unsafe fn products(a: uint8x16_t, b: int8x16_t) -> [int16x8_t; 2] {
-    // SAFETY: the caller has NEON.
+    // SAFETY: the caller guarantees NEON.
     unsafe {
         let a = vreinterpretq_s8_u8(a);
         [vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)]
@@ -130,14 +130,14 @@ impl Dot for Neon {
     #[inline(always)]
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
         let at = at.cast::<i32>();
-        // SAFETY: the caller guarantees 8 values, and has NEON.
+        // SAFETY: the caller guarantees 8 values, and NEON.
         unsafe {
             [at.read_unaligned(), at.add(1).read_unaligned()].map(|a| vreinterpretq_s8_s32(vdupq_n_s32(a)))
         }
     }
     #[inline(always)]
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-        // SAFETY: the caller has NEON.
+        // SAFETY: the caller guarantees NEON.
         unsafe {
             let [low, high] = products(codes[0], a[0]);
             let (codes, a) = (vreinterpretq_s8_u8(codes[1]), a[1]);
@@ -148,7 +148,7 @@ impl Dot for Neon {
     }
     #[inline(always)]
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-        // SAFETY: the caller has NEON.
+        // SAFETY: the caller guarantees NEON.
         unsafe {
             let (first, second) = (products(codes[0], a[0]), products(codes[1], a[1]));
             let low = vpadalq_s16(vpaddlq_s16(first[0]), second[0]);
@@ -158,7 +158,7 @@ impl Dot for Neon {
     }
 }
 
-/// By lane: no activation is broadcast, one load serves both halves of a step.
+/// Products by lane: no activation is broadcast, and one load serves both halves of a step.
 macro_rules! dot_products {
     ($name:ident, $offset:literal, $dot:ident $(, $rows:item)?) => {
         impl Dot for $name {
@@ -166,17 +166,17 @@ macro_rules! dot_products {
 
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
-                // SAFETY: the caller guarantees 8 values, and has NEON.
+                // SAFETY: the caller guarantees 8 values, and NEON.
                 unsafe { [vcombine_s8(vld1_s8(at), vdup_n_s8(0)); 2] }
             }
             #[inline(always)]
             unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-                // SAFETY: the caller has the instruction.
+                // SAFETY: the caller guarantees the instruction.
                 unsafe { $dot::<1>($dot::<0>(sum, codes[0], a[0]), codes[1], a[1]) }
             }
             #[inline(always)]
             unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-                // SAFETY: the caller has the instruction.
+                // SAFETY: the caller guarantees the instruction.
                 unsafe { Self::small(sum, codes, a) }
             }
             $(#[inline(always)] $rows)?
@@ -199,17 +199,17 @@ dot_products!(
         if !(2..=4).contains(&MR) {
             return 0;
         }
-        // SAFETY: this function's own `# Safety`.
+        // SAFETY: the caller guarantees the contract of `Lanes::rows`, and i8mm.
         unsafe { matrices::<CODES, MR>(sums, at, a, strip, steps) }
         steps
     }
 );
 
-/// `sum[i][j] + Σ codes[i] · a[j]`, of two rows of eight features each.
+/// `sum[i][j] + Σ codes[i] · a[j]`, for two rows of eight features each.
 #[inline(always)]
 unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
     let mut sum = sum;
-    // SAFETY: reads and writes registers only; the caller has the instruction, and was compiled for it.
+    // SAFETY: the instruction uses only registers; the caller guarantees it, and is compiled for it.
     unsafe {
         asm!(
             "usmmla {0:v}.4s, {1:v}.16b, {2:v}.16b",
@@ -220,8 +220,8 @@ unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Two rows of activations times two of a panel: an instruction does what two of `usdot` do. The rows of the
-/// layout's words become those of matrices by a zip of the halves of a step, once for all activations.
+/// Two rows of activations times two rows of a panel: one instruction does the work of two `usdot`. The rows of the
+/// layout's words are rearranged into matrix rows by a zip of the halves of a step, once for all activations.
 #[inline(always)]
 unsafe fn matrices<const CODES: usize, const MR: usize>(
     mut sums: [&mut Quad<int32x4_t>; MR],
@@ -230,10 +230,10 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
     strip: usize,
     steps: usize,
 ) {
-    // SAFETY: the caller guarantees the steps and the rows, and has i8mm.
+    // SAFETY: the caller guarantees the steps, the rows and i8mm.
     unsafe {
         let zero = vdupq_n_s32(0);
-        // Of two pairs of rows, each with eight pairs of the panel's.
+        // The sums of two pairs of rows, each with the eight pairs of rows of the panel.
         let mut products = [[[zero; 2]; 4]; 2];
         for step in 0..steps {
             let at = at.add(step * 16 * codes::bits(CODES));
@@ -249,7 +249,7 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
             });
             for (pair, products) in products.iter_mut().enumerate().take(MR.div_ceil(2)) {
                 let a = a.add((step * strip + 2 * pair) * 8);
-                // A last row alone is multiplied twice: behind it there may be nothing.
+                // A single last row is loaded twice, since there may be no memory behind it.
                 let a = if 2 * pair + 1 < MR { vld1q_s8(a) } else { vcombine_s8(vld1_s8(a), vld1_s8(a)) };
                 for quad in 0..4 {
                     for half in 0..2 {
@@ -270,7 +270,8 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
 
 macro_rules! lanes {
     ($name:ident) => {
-        // SAFETY of every block below: the contract of `Lanes`: the caller has the instruction set, and pointers cover what is loaded and stored.
+        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees the instruction set, and
+        // pointers that are valid for the bytes that are loaded and stored.
         impl Lanes for $name {
             type I = Quad<int32x4_t>;
             type F = Quad<float32x4_t>;
@@ -355,8 +356,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
-                // `fmax` would give a NaN where either is one.
-                // SAFETY: the contract of `Lanes`.
+                // `fmax` would return NaN if either operand is NaN. SAFETY: the contract of `Lanes`.
                 both(a, b, |a, b| unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) })
             }
             #[inline(always)]
@@ -383,7 +383,7 @@ macro_rules! lanes {
                 unsafe {
                     let smallest = vdupq_n_u32(1 << 22);
                     Self::load_u8(at).map(|codes| {
-                        // The smallest is subnormal.
+                        // The smallest value is subnormal.
                         let exponents = vshlq_n_u32::<23>(vreinterpretq_u32_s32(codes));
                         vreinterpretq_f32_u32(vmaxq_u32(exponents, smallest))
                     })
@@ -402,7 +402,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn e2m1_table() -> Self::I {
-                // SAFETY: the contract of `Lanes`; 16 bytes, of which each lane of a register holds four.
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
                 unsafe { [vreinterpretq_s32_u8(vld1q_u8(E2M1_DOUBLED.as_ptr())); 4] }
             }
             #[inline(always)]
@@ -411,11 +411,12 @@ macro_rules! lanes {
                 unsafe {
                     let (table, offset) = (vreinterpretq_u8_s32(table[0]), vdupq_n_s32(E2M1_OFFSET));
                     codes.map(|codes| {
-                        // Of a lane's four bytes the first is the code, and others would be looked up as zeros.
+                        // The first of a lane's four bytes is the code; the lookups of the other three, which are zero,
+                        // are masked out.
                         let doubled = vqtbl1q_u8(table, vreinterpretq_u8_s32(codes));
                         let doubled = vandq_s32(vreinterpretq_s32_u8(doubled), vdupq_n_s32(0xff));
                         let values = vcvtq_n_f32_s32::<1>(vsubq_s32(doubled, offset));
-                        // A zero has a sign, too: it is the code's.
+                        // The sign comes from the code, so that zeros have one, too.
                         let sign = vshlq_n_u32::<28>(vreinterpretq_u32_s32(codes));
                         vbslq_f32(vdupq_n_u32(1 << 31), vreinterpretq_f32_u32(sign), values)
                     })
@@ -455,7 +456,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
-                // SAFETY: the contract of `Lanes`; the table is 16 bytes.
+                // SAFETY: the contract of `Lanes`; the table is the 16 bytes that are loaded.
                 unsafe {
                     let table = vld1q_u8(E2M1_DOUBLED.as_ptr());
                     Self::codes4(at).map(|half| half.map(|codes| vqtbl1q_u8(table, codes)))
@@ -520,7 +521,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
                 unsafe { asm!("prfm pldl1keep, [{0}]", in(reg) at, options(nostack, preserves_flags, readonly)) }
             }
         }

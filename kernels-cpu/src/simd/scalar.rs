@@ -1,4 +1,4 @@
-//! The portable lanes: what every other implementation must equal.
+//! The portable lanes, which every other implementation must match.
 
 use core::array::from_fn;
 
@@ -13,7 +13,7 @@ use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 pub(crate) struct Scalar;
 
 unsafe fn bytes<const N: usize>(at: *const u8) -> [u8; N] {
-    // SAFETY: the caller guarantees the bytes; arrays of bytes have no alignment.
+    // SAFETY: the caller guarantees the bytes; byte arrays have an alignment of 1.
     unsafe { at.cast::<[u8; N]>().read() }
 }
 
@@ -164,7 +164,7 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
-        // SAFETY: the caller guarantees the step.
+        // SAFETY: the caller guarantees the bytes of the step.
         let codes = unsafe { if BITS == 4 { Self::codes4(at) } else { Self::codes8(at) } };
         from_fn(|r| i32::from(codes[part / 4][4 * r + part % 4]))
     }

@@ -26,7 +26,7 @@ fn a_cache_is_filled_in_any_portions() {
         let causal: Vec<_> = case.pages.iter().map(|pages| PageList::causal(pages, tokens, 3)).collect();
         let expected = case.run(Isa::detect(), &causal, &Serial);
         assert_eq!([bits(&out), bits(&lse)], [bits(&expected.0), bits(&expected.1)]);
-        // What was forgotten and filled in again is as it was; the last query is a decode.
+        // Tokens that were discarded and appended again give the same results; the last query is a decode.
         cache.truncate(100).unwrap();
         cache.append(&case.values[..77 * width], &case.keys[..77 * width], &Serial).unwrap();
         cache.truncate(100).unwrap();
@@ -42,7 +42,7 @@ fn a_cache_is_filled_in_any_portions() {
     }
 }
 
-/// Pages of any owner, appended to in portions, hold what tokens written one by one hold.
+/// Pages of the caller that are appended to in portions equal those written token by token.
 #[test]
 fn pages_are_appended_to_by_lists() {
     for kind in KINDS {

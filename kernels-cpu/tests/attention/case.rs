@@ -1,4 +1,4 @@
-//! A sequence in pages, queries on it, and how far results may be off.
+//! A sequence in pages, queries on it, and the error bound of results.
 
 use quant_kernels_cpu::attention::{
     Heads, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, dequantize_head, quantize_head, quantize_query,
@@ -13,7 +13,7 @@ pub const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 pub struct Case {
     pub layout: KvLayout,
     pub heads: Heads,
-    /// Tokens and queries.
+    /// The numbers of tokens and queries.
     pub shape: [usize; 2],
     /// `[tokens, kv, d]`
     pub keys: Vec<f32>,
@@ -34,7 +34,7 @@ impl Case {
         let head = |s: &mut Stream, out: &mut Vec<f32>| {
             let (style, size, shift) = (s.below(12), 2.0_f32.powi(s.below(5) as i32 - 2), 2.0 * s.unit());
             out.extend((0..d).map(|_| match style {
-                // Codes at both ends, zeros, constants, grids with subnormal scales, one outlier, and typical ones.
+                // Codes at both ends, zeros, constants, grids with subnormal scales, one outlier, and typical values.
                 0 => [-size, size][s.below(2) as usize],
                 1 => 0.0,
                 2 => shift,
@@ -59,7 +59,7 @@ impl Case {
         for i in (1..order.len()).rev() {
             order.swap(i, s.below(i as u64 + 1) as usize);
         }
-        // What nobody wrote reads as NaN.
+        // Unwritten memory reads as NaN.
         let mut bytes = vec![0xff; order.len() * layout.page_bytes()];
         let pages: Vec<Vec<u32>> = (0..kv).map(|h| order[h * blocks..(h + 1) * blocks].to_vec()).collect();
         for t in 0..tokens {
@@ -82,7 +82,7 @@ impl Case {
         let [_, m] = self.shape;
         let pages = KvPages::new(self.layout, self.layout.id(), &self.bytes).unwrap();
         let tokens = lists.iter().map(|list| list.tokens).max().unwrap();
-        // Not one word more than was asked for.
+        // Exactly the required number of words.
         let words = KvPages::workspace(&self.layout, self.heads, m, tokens).unwrap();
         let mut workspace = vec![u32::MAX; words];
         let (mut out, mut lse) = (vec![f32::NAN; self.q.len()], vec![f32::NAN; m * self.heads.query]);
@@ -93,7 +93,7 @@ impl Case {
         (out, lse)
     }
 
-    /// All instruction sets: the same bits but for outputs of bf16, and within the bound.
+    /// Checks all instruction sets: the same bits except for outputs with bf16, and within the bound.
     pub fn check(&self) {
         let lists = self.lists();
         let expected = self.run(Isa::Scalar, &lists, &Serial);
@@ -118,8 +118,8 @@ impl Case {
         let bits = self.layout.bits() as u32;
         let centre = if is_float { 0.0 } else { 2.0_f64.powi(bits as i32 - 1) };
         for h in 0..self.heads.kv {
-            // What the cache holds, by the definition; per number what the bound of values counts, and of
-            // keys codes with their grids.
+            // The contents of the cache, by the definition; for each number its magnitude in the bound of values, and
+            // for keys their codes and grids.
             let (mut keys, mut values, mut sizes, mut grids) = (vec![], vec![], vec![], vec![]);
             for t in 0..tokens {
                 let at = (t * self.heads.kv + h) * d;

@@ -1,4 +1,4 @@
-//! Results are those of the definition, whatever the split.
+//! Results match the definition, however the work is divided.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{KvType, PAGE_TOKENS, PageList, merge};
@@ -27,7 +27,7 @@ proptest! {
         case.check();
     }
 
-    /// Parts of a list, cut between pages or within one, merge to what the whole gives.
+    /// Parts of a list, divided between pages or within one, merge to the result of the whole.
     #[test]
     fn parts_merge(
         kind in prop::sample::select(KINDS.to_vec()),
@@ -50,16 +50,16 @@ proptest! {
         let (other, other_lse) = case.run(isa, &right, &Serial);
         merge(32, &mut out, &mut lse, &other, &other_lse).unwrap();
         for (a, b) in out.iter().zip(&whole.0).chain(lse.iter().zip(&whole.1)) {
-            // Weights are rounded to bf16, relative to other maxima in the parts than in the whole: each by a share of
-            // 2⁻⁹ of the value that it is multiplied with.
+            // Weights are rounded to bf16, relative to different maxima in the parts than in the whole: each with an
+            // error of 2⁻⁹ of the value that it is multiplied with.
             let tolerance = if kind == KvType::F16 { 1e-4 } else { 1.0 / 256.0 };
             prop_assert!(a == b || (a - b).abs() <= tolerance * (2.0 + largest.max(b.abs())), "{a} {b}");
         }
     }
 }
 
-/// Sequences of many chunks: the same bits for every number of threads and order, for few rows (a piece a
-/// chunk) and many (a piece a block of rows).
+/// Sequences of many chunks: the same bits for every number of threads and order, for few rows (one piece of work per
+/// chunk) and many (one piece per block of rows).
 #[test]
 fn long_sequences_do_not_depend_on_the_split() {
     for (kind, heads, tokens, m) in [
@@ -86,7 +86,7 @@ fn long_sequences_do_not_depend_on_the_split() {
     }
 }
 
-/// A query's bits are the same whether it comes alone, cut by chunks, or among many, cut by rows.
+/// A query has the same bits alone, divided by chunks, or among many, divided by rows.
 #[test]
 fn prefill_equals_decoding() {
     for kind in KINDS {
@@ -108,13 +108,13 @@ fn prefill_equals_decoding() {
     }
 }
 
-/// The largest sums there are: all codes at their ends, the widest heads.
+/// The largest possible sums: all codes extreme, the widest heads.
 #[test]
 fn whole_numbers_reach_their_ends() {
     for kind in [KvType::Kv4, KvType::Kv8] {
         let levels = if kind == KvType::Kv4 { 15.0 } else { 255.0 };
         let mut case = Case::new(kind, 512, [1, 4], [70, 1], 3);
-        // One value is 0, the others are the largest: codes 0 and 511 times 15 or 255, scale 1 and zero 0.
+        // One value is 0, the others are the maximum: codes 0 and 511 times 15 or 255, scale 1 and zero 0.
         for t in 0..70 {
             let mut key = vec![levels; 512];
             key[t] = 0.0;
@@ -134,7 +134,7 @@ fn whole_numbers_reach_their_ends() {
                 let score = 511.0 * f64::from(levels) * factor / 4096.0;
                 let exact = score + 70.0_f64.ln();
                 assert!((f64::from(lse[r]) - exact).abs() <= exact.abs() * 2e-7 + 1e-6, "{isa:?} {}", lse[r]);
-                // Rounded to bf16, a token in seventy counts a little more or less.
+                // Rounded to bf16, the weight of one token in seventy is slightly off.
                 let values = out[r * 512..r * 512 + 512].iter().enumerate();
                 for (f, v) in values {
                     let exact = f64::from(levels) * if f < 70 { 69.0 / 70.0 } else { 1.0 };

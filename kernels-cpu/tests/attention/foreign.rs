@@ -1,4 +1,5 @@
-//! Pages that others wrote may hold anything: what is no number is seen in the results of those who see it.
+//! Pages from elsewhere may hold anything: NaN and infinities affect the results of exactly those queries that see
+//! them.
 
 use half::f16;
 use quant_kernels_cpu::attention::{KvType, PAGE_TOKENS, merge};
@@ -9,7 +10,7 @@ use crate::case::{Case, KINDS, bits};
 const TOKENS: usize = 1100;
 const D: usize = 16;
 
-/// A grid, or a half, of the key of a token; and whether it is the scale that is written.
+/// Overwrites the scale (with `is_scale`) or zero of a token's key, or one of its f16 values.
 fn poison(case: &mut Case, token: usize, is_scale: bool, value: f16) {
     let slot = token % PAGE_TOKENS;
     let codes = PAGE_TOKENS * D * case.layout.bits() / 8;
@@ -26,7 +27,7 @@ fn scores_that_are_no_numbers_are_told() {
     for kind in KINDS {
         for (i, token) in [0, 17, 640, 1030, TOKENS - 1].into_iter().enumerate() {
             for value in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
-                // One head of its own, so that all of its rows see the token; then a row that does not.
+                // A single head, so that all rows see the token; then a row that does not.
                 let mut case = Case::new(kind, D, [1, 3], [TOKENS, 2], i as u64);
                 case.q.iter_mut().for_each(|q| *q += 2.0);
                 let clean = case.run(Isa::Scalar, &case.lists(), &Serial);
@@ -39,7 +40,7 @@ fn scores_that_are_no_numbers_are_told() {
                     assert!(out.iter().all(|v| v.is_nan()), "{kind:?} {isa:?} {token} {value}");
                     let nan = [&out, &lse].map(|v| v.iter().map(|v| v.is_nan()).collect());
                     assert_eq!(all.get_or_insert_with(|| nan.clone()), &nan);
-                    // Joined to what is whole, from either side, it stays so.
+                    // Merged with a finite result, from either side, it stays NaN.
                     let (mut joined, mut joined_lse) = clean.clone();
                     merge(D, &mut joined, &mut joined_lse, &out, &lse).unwrap();
                     assert!(joined.iter().chain(&joined_lse).all(|v| v.is_nan()));
@@ -47,7 +48,7 @@ fn scores_that_are_no_numbers_are_told() {
                     merge(D, &mut joined, &mut joined_lse, &clean.0, &clean.1).unwrap();
                     assert!(joined.iter().chain(&joined_lse).all(|v| v.is_nan()));
                 }
-                // A query that does not see it is as if it were not there.
+                // A query that does not see the token is unaffected.
                 if token == TOKENS - 1 {
                     case.seen = TOKENS as isize - 1;
                     for isa in Isa::available() {
@@ -70,7 +71,7 @@ fn scores_that_are_no_numbers_are_told() {
     }
 }
 
-/// Where all that a query sees is no number, it did not see nothing.
+/// A query that sees only NaN is not treated as one that sees nothing.
 #[test]
 fn no_number_at_all_is_not_nothing() {
     for kind in KINDS {

@@ -1,4 +1,5 @@
-//! Attention on every kind of cache and every instruction set, against the definition: random, extreme and ragged.
+//! Attention on every kind of cache and every instruction set, against the definition, with random, extreme and ragged
+//! cases.
 
 mod cache;
 mod case;

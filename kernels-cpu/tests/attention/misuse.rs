@@ -1,4 +1,4 @@
-//! What does not fit is an error, and nothing is written.
+//! Invalid arguments give an error, and nothing is written.
 
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PageList, Workspace, merge, quantize_query,
@@ -90,7 +90,7 @@ fn appending_what_does_not_fit_writes_nothing() {
     let mut bad = x.clone();
     bad[33] = f32::INFINITY;
     assert_eq!(code(all, &lists(&[0], &[1], 0), &x, &bad), Err(3));
-    // What is full is not written.
+    // Full pages are not written, so their numbers are not checked.
     assert_eq!(code(all, &lists(&[9, 0], &[9, 1], 64), &[], &[]), Ok(()));
     assert!(bytes.iter().all(|&b| b == 7));
     assert_eq!(layout.append(&mut bytes, &lists(&[9, 0], &[9, 1], 64), &x, &x, &Serial), Ok(()));

@@ -1,12 +1,12 @@
-//! What the tests share: threads of several kinds, and numbers that repeat themselves.
+//! Helpers of the tests: several kinds of threads, and reproducible random numbers.
 #![allow(dead_code, reason = "no test uses all of it")]
 
 use quant_kernels_cpu::Parallel;
 
-/// Runs pieces backwards, and says that it has many threads: splits become small.
+/// Runs pieces in reverse order, and claims to have many threads, so that pieces become small.
 pub struct Backwards;
 
-// SAFETY: each number is called once, and all calls are done at the end.
+// SAFETY: each number is called once, and all calls have returned at the end.
 unsafe impl Parallel for Backwards {
     fn threads(&self) -> usize {
         7
@@ -17,10 +17,10 @@ unsafe impl Parallel for Backwards {
     }
 }
 
-/// Threads of its own.
+/// A number of separate threads.
 pub struct Threads(pub usize);
 
-// SAFETY: each number is called once, and all calls are done at the end.
+// SAFETY: each number is called once, and all calls have returned at the end.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         self.0
@@ -35,10 +35,10 @@ unsafe impl Parallel for Threads {
     }
 }
 
-/// Unwinds after so many pieces.
+/// Unwinds after this number of pieces.
 pub struct Panics(pub usize);
 
-// SAFETY: each number is called once at most, and none runs when it unwinds.
+// SAFETY: each number is called at most once, and no call is running when it unwinds.
 unsafe impl Parallel for Panics {
     fn threads(&self) -> usize {
         1
@@ -50,7 +50,7 @@ unsafe impl Parallel for Panics {
     }
 }
 
-/// A stream of numbers that repeats itself for a seed.
+/// Random numbers that are reproducible for a seed.
 pub struct Stream(pub u64);
 
 impl Stream {

@@ -23,7 +23,7 @@ pub fn launch(grid: u32, block: u32, dynamic_shared: u32, arguments: &[u64]) -> 
     Launch { grid: [grid, 1, 1], block: [block, 1, 1], dynamic_shared, arguments }
 }
 
-/// The orders of warps under which a kernel must do the same.
+/// The orders of warps under which a kernel must behave the same.
 pub fn orders() -> Vec<Options> {
     let orders = [
         WarpOrder::InTurn,
@@ -55,8 +55,8 @@ pub fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// Runs a snippet over words: every thread reads `%r10`, `%r11`, `%r12` from three arrays, the snippet leaves
-/// its result in `%r20`.
+/// Runs a snippet over words: every thread reads `%r10`, `%r11`, `%r12` from three arrays, and the snippet leaves its
+/// result in `%r20`.
 pub fn over_words(snippet: &str, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     let body = format!(
         "mul.wide.u32 %rd10, %r3, 4;\nadd.s64 %rd11, %rd1, %rd10;\nld.global.u32 %r10, [%rd11];\n\
@@ -74,7 +74,7 @@ pub fn over_words(snippet: &str, a: &[u32], b: &[u32], c: &[u32]) -> Vec<u32> {
     words(memory.bytes(out).unwrap())
 }
 
-/// Numbers that look random, the same ones every time.
+/// Reproducible pseudo-random numbers.
 pub fn numbers(count: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = move || {

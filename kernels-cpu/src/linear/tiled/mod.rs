@@ -1,21 +1,24 @@
-//! Products on a tile unit: 16 rows of activations times 16 output features, for as many input features as a tile holds.
+//! Products on a tile unit: 16 rows of activations times 16 output features, for as many input features as a tile
+//! holds.
 //!
-//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are walked in
+//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are divided
+//! into
 //!
 //! - stretches, whose activations stay in the L2 cache while all panels pass. Between stretches the totals are kept in
 //!   `out`;
-//! - chunks, of which two panels' codes (four where there is one row tile) are expanded into the first cache, once for
+//! - chunks, for which the codes of two panels (four for a single row tile) are expanded into the L1 cache, once for
 //!   all rows;
-//! - blocks, which a tile holds. Two row tiles times two panels are four products for four loads.
+//! - blocks, which fit in a tile. Two row tiles times two panels are four products for four loads.
 //!
-//! The sums of a group start from zero in a tile, and at its end join the totals as in [`tile`](super::tile) and
-//! [`float_tile`](super::float_tile): one multiply-add in `f32` for each group, in order. Integers are exact, so results
-//! equal those of all other paths. Codes of 4 bits are expanded less their zero, which fits a signed byte; codes of 8 bits
-//! are multiplied as they are, and what their zeros count too much is taken off when the group ends.
+//! The sums of a group start from zero in a tile, and at its end are added to the totals as in [`tile`](super::tile)
+//! and [`float_tile`](super::float_tile): one multiply-add in `f32` per group, in order. Integers are exact, so results
+//! equal those of all other paths. Codes of 4 bits are expanded with their zero point subtracted, which fits a signed
+//! byte; codes of 8 bits are multiplied as stored, and their zero points are subtracted from the sums when the group
+//! ends.
 //!
-//! Of floats a group's sums are added block by block and, within a block, part by part, whatever the number of rows: a
-//! row's bits depend on the row alone. Each block is summed as [`TileUnit::add_bf16`] says. A group's result is within
-//! `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
+//! For floats a group's sums are added block by block and, within a block, part by part, whatever the number of rows: a
+//! row's bits depend on the row alone. Each block is summed as described at [`TileUnit::add_bf16`]. A group's result is
+//! within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
 #![allow(clippy::too_many_arguments, reason = "a product is what they all say")]
 
 mod steps;
@@ -30,57 +33,57 @@ use crate::linear::tile::Out;
 use crate::simd::Lanes;
 use crate::simd::tiles::{ROW, Shape, TILE, TileUnit};
 
-/// So many rows are multiplied by tiles if activations are integers: fewer wait for memory on any path.
+/// Minimum number of rows for int8 products on the tile unit: fewer rows wait for memory on any path.
 pub(crate) const TILED_ROWS: usize = 16;
-/// The widest group that integers are not multiplied in tiles of: a tile's step is 64 products of bytes, of which such a
-/// group fills a quarter, and the sums of every group are stored and joined. Lanes are faster there.
+/// Int8 products with groups up to this width do not use the tile unit: a step of a tile is 64 byte products, of which
+/// such a group fills a quarter, and the sums of every group must be stored and added. Vector lanes are faster there.
 pub(crate) const UNTILED_GROUP: usize = 16;
-/// Tiles of sums that a piece of work keeps, row tiles times panels.
+/// Tiles of sums that a piece of work keeps: row tiles times panels.
 const SLOTS: usize = 32;
-/// Panels that a piece of work takes, at most: what a stretch leaves in `out` stays in the L2 cache, too.
+/// Maximum number of panels per piece of work, so that the totals in `out` between stretches stay in the L2 cache, too.
 pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
-/// Bytes of activations of a stretch.
+/// Bytes of activations per stretch.
 const STRETCH: usize = 1 << 20;
-/// Bytes ahead within a panel that codes are asked for.
+/// How many bytes ahead within a panel codes are prefetched.
 const AHEAD: usize = 4096;
 
-/// What is multiplied, and where results go.
+/// The operands of a product, and the destination of results.
 pub(super) struct Tiled<'a> {
     pub(super) layout: &'a Layout,
     /// The packed matrix.
     pub(super) weights: *const u8,
     pub(super) m: usize,
     pub(super) tiling: Tiling,
-    /// Activations in the order of the tiling, and the sums over groups beside them.
+    /// Activations in the order of the tiling, and their sums per group.
     pub(super) tiles: *const u8,
     pub(super) sums: *const u8,
-    /// Scales of the activations, `[m]`, or null where these are floats.
+    /// Scales of the activations, `[m]`; null for float activations.
     pub(super) scales: *const f32,
-    /// Zero of all activations.
+    /// Zero point of all activations.
     pub(super) zero: i32,
-    /// `[n]` or null.
+    /// The bias `[n]`, or null.
     pub(super) bias: *const f32,
-    /// Rows and columns of these tiles and panels.
+    /// The rows and columns of these tiles and panels.
     pub(super) out: Out,
     pub(super) steps: Steps,
 }
 
 impl Tiled<'_> {
-    /// Rows of a row tile that are there.
+    /// The number of rows of a row tile, without padding.
     fn rows_of(&self, tile: usize) -> usize {
         self.tiling.rows.min(self.m - tile * self.tiling.rows)
     }
 }
 
-/// What is multiplied with what.
+/// Types of operands.
 pub(super) const SIGNED: usize = 0;
 pub(super) const UNSIGNED: usize = 1;
 pub(super) const BF16: usize = 2;
 
-/// What is done beside products of tiles, compiled for the path's instructions: once for each, and not in the loops over
-/// tiles, of which there are many.
+/// The steps other than products of tiles, compiled for the path's instructions. As separate functions they are
+/// compiled once each, and not into each of the many loops over tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Steps {
     /// [`expand`].
@@ -91,24 +94,24 @@ pub(super) struct Steps {
     pub(super) finish: unsafe fn(&Tiled<'_>, *const u8, usize, usize, *const f32),
 }
 
-/// Where intermediate results lie, on the stack: what is multiplied allocates nothing.
+/// Intermediate results on the stack: products allocate nothing.
 #[repr(C, align(64))]
 struct Scratch {
-    /// Expanded codes, a panel after the other.
+    /// Expanded codes, one panel after the other.
     right: [MaybeUninit<u8>; RIGHT * TILE],
-    /// Sums of a group that is not complete, `[row tiles][panels][16][16]`.
+    /// Sums of an incomplete group, `[row tiles][panels][16][16]`.
     sums: [MaybeUninit<u8>; SLOTS * TILE],
-    /// Totals, the same; of progressive weights the bits of integers.
+    /// Totals in the same order; for progressive weights the bits of integers.
     totals: [MaybeUninit<u8>; SLOTS * TILE],
-    /// Sums of the last two groups that were complete at once, `[2][4][16][16]`.
+    /// Sums of the last two groups that were completed within one chunk, `[2][4][16][16]`.
     stages: [MaybeUninit<u8>; 8 * TILE],
 }
 
 /// Multiplies some row tiles, at most [`SLOTS`] / 2, with some panels.
 ///
 /// # Safety
-/// The processor must have what `U` and its lanes need. All pointers must be valid for what their fields say, the ranges
-/// within them, and nothing else may write to these rows and columns of `out` meanwhile.
+/// The processor must have the instructions of `U` and its lanes. All pointers must be valid as their fields describe,
+/// the ranges must be within them, and no other thread may access these rows and columns of `out` during the call.
 #[inline(always)]
 pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     t: &Tiled<'_>,
@@ -119,9 +122,10 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
-    // One row tile waits for memory, and for the last product on the same sums: four panels are four of each.
+    // A single row tile waits for memory, and for the previous product on the same sums: four panels are four
+    // independent streams of each.
     let wide = if tiles.len() == 1 { 4 } else { 2 };
-    // SAFETY: the safety contract of this function covers every pointer; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
+    // SAFETY: the caller guarantees every pointer; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
     unsafe {
         let mut unit = U::configure(Shape { rows: tiling.rows, depth: tiling.row_bytes() / 4 });
         for stretch in stretches(tiling, tiles.len()) {
@@ -144,8 +148,8 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     }
 }
 
-/// Row tiles of a piece of work, at most: as many as there are slots for, but where rows are wide no more than are walked in
-/// two stretches, down to half of that. Floats take more bytes, and half as many rows.
+/// Maximum number of row tiles per piece of work: as many as there are slots for. If rows are wide, no more than fit in
+/// two stretches, down to half of that. Floats take more bytes, and use half as many rows.
 pub(super) fn most_tiles(tiling: Tiling) -> usize {
     if tiling.step_bytes > STEP {
         return SLOTS / 4;
@@ -154,42 +158,42 @@ pub(super) fn most_tiles(tiling: Tiling) -> usize {
     (2 * STRETCH / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
-/// The blocks of all groups, cut so that the activations of a stretch fit the L2 cache. Groups are cut only where
-/// there is one.
+/// The blocks of all groups, divided so that the activations of a stretch fit in the L2 cache. A group is divided only
+/// if it is the only one.
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
     let most = (STRETCH / block_bytes.max(1)).max(1);
     let each = if tiling.groups == 1 { most } else { (most / tiling.blocks).max(1) * tiling.blocks };
-    // Of like size.
+    // Stretches of similar size.
     let count = all.div_ceil(each);
     let unit = if tiling.groups == 1 { 1 } else { tiling.blocks };
     let each = all.div_ceil(count).next_multiple_of(unit);
     (0..all).step_by(each).map(move |at| at..(at + each).min(all))
 }
 
-/// Sums and totals of a slot.
+/// The sums and totals of a slot.
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
-    // SAFETY: the safety contract of this function covers the scratch; slots are below their number.
+    // SAFETY: the caller guarantees the scratch memory; `slot` is below the number of slots.
     unsafe {
         let (sums, totals) = (&raw mut (*scratch).sums, &raw mut (*scratch).totals);
         (sums.cast::<u8>().add(slot * TILE), totals.cast::<u8>().add(slot * TILE).cast())
     }
 }
 
-/// The sums of a group that is complete at once, tile `t` of four.
+/// The sums of a group that is completed within one chunk, tile `t` of four.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
-    // SAFETY: the safety contract of this function covers the scratch; there are two stages of four tiles.
+    // SAFETY: the caller guarantees the scratch memory; there are two stages of four tiles.
     unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
 }
 
-/// One stretch of `NP` panels from `panel` on.
+/// Computes one stretch of `NP` panels, starting at `panel`.
 ///
 /// # Safety
-/// As [`multiply`].
+/// See [`multiply`].
 #[inline(always)]
 unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     unit: &mut U,
@@ -201,11 +205,11 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
 ) {
     let (layout, tiling) = (t.layout, t.tiling);
     let (blocks, all) = (tiling.blocks, tiling.groups * tiling.blocks);
-    // Bytes of a right operand, and of one that is as deep in the packed matrix.
+    // Bytes of a right operand, which are also those of a packed block if it needs no expansion.
     let right_bytes = ROW * tiling.row_bytes() / 4;
     let direct = OF == UNSIGNED && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
-    // SAFETY: by the safety contract of this function: panels, tiles and blocks are below their numbers, and so are slots.
+    // SAFETY: the caller guarantees the contract above; panels, tiles, blocks and slots are below their numbers.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
@@ -227,7 +231,7 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
                     right
                 }
             };
-            // Of two panels what comes next is asked for bit by bit, while row tiles pass.
+            // With two panels, the next codes are prefetched gradually, while row tiles pass.
             let next = weights.wrapping_add(match direct {
                 true => end * right_bytes,
                 false => (end / blocks * layout.steps() + end % blocks * tiling.steps) * layout.step_bytes(),
@@ -269,34 +273,34 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     }
 }
 
-/// Right operands: the blocks of a panel one after the other, panels so many bytes apart.
+/// Right operands: the blocks of a panel one after the other, with panels `panel` bytes apart.
 #[derive(Clone, Copy)]
 struct Right {
     at: *const u8,
     panel: usize,
 }
 
-/// Lines of codes that are needed soon.
+/// Lines of codes that are needed next.
 struct Next {
     at: *const u8,
     panel: usize,
-    /// Of each panel, in all and for each block.
+    /// Lines per panel: in total, and per block.
     lines: usize,
     each: usize,
 }
 
 impl Next {
-    /// Asks for the next of them.
+    /// Prefetches the next lines.
     ///
     /// # Safety
-    /// The processor must have `L`'s instructions. Addresses need not be valid.
+    /// The processor must have the instructions of `L`. Addresses need not be valid.
     #[inline(always)]
     unsafe fn ask<L: Lanes, const NP: usize>(&mut self) {
         let count = self.each.min(self.lines);
         self.lines -= count;
         for _ in 0..count {
             for p in 0..NP {
-                // SAFETY: a prefetch of any address does nothing else.
+                // SAFETY: the caller guarantees the instructions of `L`; a prefetch address need not be valid.
                 unsafe { L::prefetch(self.at.wrapping_add(p * self.panel)) };
             }
             self.at = self.at.wrapping_add(LINE);
@@ -304,7 +308,7 @@ impl Next {
     }
 }
 
-/// Does something for each of the `MT · NP` tiles of sums: row tile, panel and number.
+/// Evaluates an expression for each of the `MT · NP` tiles of sums, with its row tile, panel and number.
 macro_rules! each_sum {
     (|$i:ident, $p:ident, $t:ident| $body:expr) => {
         each_sum!(@ 0, 0, 0, $i, $p, $t, $body);
@@ -329,10 +333,10 @@ macro_rules! each_sum {
     }};
 }
 
-/// The products of `MT` row tiles with `NP` panels over some blocks, which are whole groups or part of one.
+/// Computes the products of `MT` row tiles with `NP` panels over some blocks, which are whole groups or part of one.
 ///
 /// # Safety
-/// As [`multiply`]; `right` must hold these blocks.
+/// See [`multiply`]; `right` must hold these blocks.
 #[inline(always)]
 unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     unit: &mut U,
@@ -349,12 +353,12 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
     let (row_bytes, parts) = (tiling.row_bytes(), tiling.parts);
     let left_bytes = tiling.rows * row_bytes;
     let across = tiling.groups * tiling.blocks * parts * left_bytes;
-    // SAFETY: by the safety contract of this function.
+    // SAFETY: the caller guarantees the contract above.
     unsafe {
         let mut left = t.tiles.add(tile * across + blocks.start * parts * left_bytes);
         let mut right_at = right.at;
         let mut at = blocks.start;
-        // A group that is complete in its stage joins the totals while the products of the next one are under way.
+        // A completed group is added to the totals while the products of the next one are in flight.
         let mut complete: Option<usize> = None;
         while at < blocks.end {
             let g = at / tiling.blocks;
@@ -416,10 +420,10 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
     }
 }
 
-/// The products of one block.
+/// Computes the products of one block.
 ///
 /// # Safety
-/// As [`products`].
+/// See [`products`].
 #[inline(always)]
 unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     unit: &mut U,
@@ -431,7 +435,7 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     right: *const u8,
     panel: usize,
 ) {
-    // SAFETY: by the safety contract of this function.
+    // SAFETY: the caller guarantees the contract above.
     unsafe {
         if NP > 2 {
             // Two parts share a right operand.
@@ -481,15 +485,15 @@ unsafe fn block<U: TileUnit, const OF: usize, const NP: usize, const MT: usize>(
     }
 }
 
-/// Adds a product of the kind's numbers.
+/// Adds a product of tiles of the type `OF`.
 ///
 /// # Safety
-/// As [`TileUnit`].
+/// See [`TileUnit`].
 #[inline(always)]
 unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize, const RIGHT: usize>(
     unit: &mut U,
 ) {
-    // SAFETY: by the safety contract of this function.
+    // SAFETY: the caller guarantees the contract above.
     unsafe {
         match OF {
             BF16 => unit.add_bf16::<SUM, LEFT, RIGHT>(),
@@ -499,11 +503,11 @@ unsafe fn add<U: TileUnit, const OF: usize, const SUM: usize, const LEFT: usize,
     }
 }
 
-/// Keeps what a stretch leaves for the next one in `out`, or takes it from there: the sums of a group that is the only
-/// one, else totals.
+/// Saves the state of a stretch for the next one in `out`, or restores it from there: the sums of the group if there is
+/// only one, otherwise the totals.
 ///
 /// # Safety
-/// As [`multiply`].
+/// See [`multiply`].
 #[inline(always)]
 unsafe fn exchange<const NP: usize, const KEEP: bool>(
     t: &Tiled<'_>,
@@ -513,11 +517,11 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
 ) {
     let n = t.layout.n();
     for (tile, slot) in tiles.zip((0..).step_by(NP)) {
-        // Rows that are not there are read with the others, and must hold something.
+        // Padding rows are read with the others, so they must be initialized.
         let missing = if KEEP { 0 } else { t.tiling.rows - t.rows_of(tile) };
         if missing > 0 {
             for p in 0..NP {
-                // SAFETY: by the safety contract of this function: a slot has 16 rows of 64 bytes.
+                // SAFETY: the caller guarantees the scratch memory, of which a slot has 16 rows of 64 bytes.
                 unsafe {
                     slots(scratch, slot + p).0.add(t.rows_of(tile) * ROW).write_bytes(0, missing * ROW)
                 };
@@ -526,13 +530,14 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
         for (r, p) in (0..t.rows_of(tile)).flat_map(|r| (0..NP).map(move |p| (r, p))) {
             let column = (panel + p) * PANEL_ROWS;
             let count = PANEL_ROWS.min(n - column);
-            // SAFETY: by the safety contract of this function: these are rows and columns of `out`, and a slot's row has 16 values.
+            // SAFETY: the caller guarantees these rows and columns of `out`, and the scratch memory, of which a slot's
+            // row has 16 values.
             unsafe {
                 let (sums, totals) = slots(scratch, slot + p);
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };
                 let (kept, out) = (kept.add(r * PANEL_ROWS), t.out.of(tile * t.tiling.rows + r, column));
                 match (KEEP, count) {
-                    // Of a known size, which takes no call.
+                    // A constant size, which compiles without a call.
                     (true, PANEL_ROWS) => kept.copy_to_nonoverlapping(out, PANEL_ROWS),
                     (false, PANEL_ROWS) => out.copy_to_nonoverlapping(kept, PANEL_ROWS),
                     (true, _) => kept.copy_to_nonoverlapping(out, count),
@@ -543,5 +548,5 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
     }
 }
 
-/// Steps are of as many features as a tile's rows are cut into.
+/// Tilings divide rows into steps of `STEP` features, and tiles have 16 rows.
 const _: () = assert!(STEP == 8 && TILE == ROW * 16);

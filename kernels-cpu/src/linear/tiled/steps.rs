@@ -1,5 +1,5 @@
-//! What is done with tiles beside their products: codes are expanded before them, and their sums join the totals of rows,
-//! which are scaled and written in the end.
+//! The steps other than products of tiles: codes are expanded before the products, and their sums are added to the
+//! totals of rows, which are finally scaled and written.
 
 use core::ops::Range;
 
@@ -11,10 +11,11 @@ use crate::linear::tile::{self, Tile, scales_of};
 use crate::simd::tiles::{ROW, TileUnit};
 use crate::simd::{Lanes, codes};
 
-/// Expands the codes of some blocks of `count` panels from `weights` on.
+/// Expands the codes of some blocks of `count` panels, starting at `weights`.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply); `to` must be valid for all blocks of as many panels that are `to_panel` bytes apart.
+/// See [`multiply`](super::multiply); `to` must be valid for all blocks of `count` panels that are `to_panel` bytes
+/// apart.
 #[inline(always)]
 pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KIND: usize>(
     t: &Tiled<'_>,
@@ -27,11 +28,12 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
     let (layout, tiling) = (t.layout, t.tiling);
     let (steps, step_bytes) = (layout.steps(), layout.step_bytes());
     let expanded = if KIND == FLOAT { 256 } else { 128 };
-    // Of two panels what comes next is asked for by the products.
+    // With up to two panels, `products` prefetches the next codes.
     let (panels, waits) = (count, count > 2);
     let ahead = Ahead::new(layout, panels, AHEAD);
     let centre = layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from);
-    // SAFETY: by the safety contract of this function: steps are below those of a group, and groups below their number.
+    // SAFETY: the caller guarantees the contract above; steps are below those of a group, and groups below their
+    // number.
     unsafe {
         let table = U::table::<CODES>(centre);
         for (i, block) in blocks.enumerate() {
@@ -80,7 +82,8 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
 /// Adds the sums of a group to the totals of a tile.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply); `sums` and `totals` must be tiles of the scratch, and the group one of the panel's.
+/// See [`multiply`](super::multiply); `sums` and `totals` must be tiles of the scratch memory, and the group one of the
+/// panel's.
 #[inline(always)]
 pub(in crate::linear) unsafe fn join<L: Lanes, const CODES: usize, const KIND: usize>(
     t: &Tiled<'_>,
@@ -90,7 +93,7 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const CODES: usize, const KIND: u
     sums: *const u8,
     totals: *mut f32,
 ) {
-    // SAFETY: by the safety contract of this function.
+    // SAFETY: the caller guarantees the contract above.
     unsafe {
         match (KIND, g) {
             (FLOAT, 0) => join_floats::<L, CODES, true>(t, panel, tile, g, sums, totals),
@@ -108,10 +111,10 @@ pub(in crate::linear) unsafe fn join<L: Lanes, const CODES: usize, const KIND: u
     }
 }
 
-/// Adds a group's sums of integers to the totals, times its scale. With `PLAIN` nothing is to be taken off the sums.
+/// Adds a group's integer sums to the totals, times its scale. With `PLAIN` nothing is subtracted from the sums.
 ///
 /// # Safety
-/// As [`join`].
+/// See [`join`].
 #[inline(always)]
 unsafe fn join_integers<
     L: Lanes,
@@ -128,10 +131,10 @@ unsafe fn join_integers<
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: by the safety contract of this function: rows of a slot are 64 bytes.
+    // SAFETY: the caller guarantees the contract above; rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
-        // What the zero of activations counts too much.
+        // The contribution of the zero point of the activations.
         let mut shift = L::splat(0);
         if !PLAIN && t.zero != 0 {
             let sums = L::load_i32(panel.add(layout.sums_at() + 4 * g * PANEL_ROWS));
@@ -140,7 +143,7 @@ unsafe fn join_integers<
         let zeros = match layout.middle() {
             Some(middle) => L::splat(i32::from(middle)),
             None if codes::bits(CODES) == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
-            // Codes of 4 bits were expanded less theirs.
+            // Codes of 4 bits were expanded with their zero points subtracted.
             None => L::splat(0),
         };
         let row_sums = t.sums.cast::<i32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
@@ -164,10 +167,11 @@ unsafe fn join_integers<
     }
 }
 
-/// The same of floats; what zeros differ from the centre is multiplied with the sums of activations.
+/// Adds a group's float sums to the totals, times its scale; the differences of zero points from the centre are
+/// multiplied with the sums of activations.
 ///
 /// # Safety
-/// As [`join`].
+/// See [`join`].
 #[inline(always)]
 unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     t: &Tiled<'_>,
@@ -178,7 +182,7 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     totals: *mut f32,
 ) {
     let layout = t.layout;
-    // SAFETY: by the safety contract of this function: rows of a slot are 64 bytes.
+    // SAFETY: the caller guarantees the contract above; rows of a slot are 64 bytes.
     unsafe {
         let scales = scales_of::<L, 1>(layout.scales(), panel.add(layout.scales_at()), 0, g * PANEL_ROWS)[0];
         let progressive = layout.scales() == ScaleType::Progressive;
@@ -202,10 +206,10 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
     }
 }
 
-/// Multiplies the totals of a tile with what is left to multiply with, and writes them to the columns of panel `number`.
+/// Multiplies the totals of a tile with the remaining factors, and writes them to the columns of panel `number`.
 ///
 /// # Safety
-/// As [`multiply`](super::multiply); all groups must have joined the totals.
+/// See [`multiply`](super::multiply); all groups must have been added to the totals.
 #[inline(always)]
 pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
     t: &Tiled<'_>,
@@ -232,7 +236,8 @@ pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
             stride: t.out.stride,
             columns: n - column,
         };
-        // SAFETY: by the safety contract of this function: rows of totals are 16 values, and rows and columns those of `out`.
+        // SAFETY: the caller guarantees the contract above; rows of totals are 16 values, and rows and columns those of
+        // `out`.
         unsafe {
             let total = L::load_f32(totals.add(r * PANEL_ROWS).cast());
             let total = if KIND == PROGRESSIVE { L::to_f32(L::as_i32(total)) } else { total };

@@ -1,7 +1,7 @@
 //! The tile unit of x86-64 processors (AMX), by inline assembly: its intrinsics and target features are not stable.
 //!
-//! The compiler itself uses no tile register, for no function is compiled for AMX; so tiles keep their values between
-//! the blocks below, which are volatile and stay in their order.
+//! The compiler itself uses no tile registers, since no function is compiled for AMX; so tiles keep their values
+//! between the blocks below, which are volatile and keep their order.
 
 use core::arch::asm;
 use core::arch::x86_64::*;
@@ -10,11 +10,11 @@ use super::{Shape, TileUnit};
 use crate::simd::avx512::{Avx512Bf16, Avx512Vnni};
 use crate::simd::{E2M1_OFFSET, FloatLanes, Lanes, codes};
 
-/// The configured unit of this thread. Needs `amx-tile`, `amx-int8`, `amx-bf16`, permitted by the system, and
+/// The configured unit of this thread. Requires `amx-tile`, `amx-int8` and `amx-bf16`, permitted by the system, and
 /// AVX-512 with BF16: [`Isa::Amx`](crate::Isa::Amx).
 pub(crate) struct Amx(());
 
-/// What `ldtilecfg` reads: palette, first row, and of 16 tiles bytes of a row and rows.
+/// The operand of `ldtilecfg`: palette, first row, and for 16 tiles the bytes per row and the rows.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -42,7 +42,8 @@ impl Config {
 
 impl Drop for Amx {
     fn drop(&mut self) {
-        // SAFETY: only `configure` makes a value, so the processor has AMX; releasing changes nothing but tiles.
+        // SAFETY: only `configure` creates a value, so the processor has AMX; the instruction changes nothing but
+        // tiles.
         unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
     }
 }
@@ -50,7 +51,7 @@ impl Drop for Amx {
 /// `sum += left · right` by one instruction on these tiles.
 macro_rules! product {
     ($instruction:literal) => {
-        // SAFETY: the caller has the instructions, and the unit is configured.
+        // SAFETY: the caller guarantees the instruction; `self` exists, so the unit is configured.
         unsafe {
             asm!(concat!($instruction, " tmm{sum}, tmm{left}, tmm{right}"), sum = const SUM, left = const LEFT,
                  right = const RIGHT, options(nomem, nostack, preserves_flags))
@@ -66,18 +67,18 @@ impl TileUnit for Amx {
     unsafe fn configure(shape: Shape) -> Self {
         debug_assert!((1..=16).contains(&shape.rows) && (1..=16).contains(&shape.depth));
         let config = Config::of(shape);
-        // SAFETY: the caller has the instructions; the structure is the 64 bytes that are read.
+        // SAFETY: the caller guarantees the instruction; the structure is the 64 bytes that are read.
         unsafe { asm!("ldtilecfg [{0}]", in(reg) &config, options(readonly, nostack, preserves_flags)) }
         Self(())
     }
     #[inline(always)]
     unsafe fn zero<const T: usize>(&mut self) {
-        // SAFETY: the caller has the instructions, and the unit is configured.
+        // SAFETY: the caller guarantees the instruction; `self` exists, so the unit is configured.
         unsafe { asm!("tilezero tmm{t}", t = const T, options(nomem, nostack, preserves_flags)) }
     }
     #[inline(always)]
     unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize) {
-        // SAFETY: the contract of `Lanes`; the safety contract of this function covers the rows.
+        // SAFETY: the caller guarantees the instruction and the rows; `self` exists, so the unit is configured.
         unsafe {
             asm!("tileloadd tmm{t}, [{at} + {stride}*1]", t = const T, at = in(reg) at, stride = in(reg) stride,
                  options(readonly, nostack, preserves_flags))
@@ -85,7 +86,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
-        // SAFETY: the contract of `Lanes`; the safety contract of this function covers the rows.
+        // SAFETY: the caller guarantees the instruction and the rows; `self` exists, so the unit is configured.
         unsafe {
             asm!("tilestored [{at} + {stride}*1], tmm{t}", t = const SUM, at = in(reg) at,
                  stride = in(reg) super::ROW, options(nostack, preserves_flags))
@@ -106,7 +107,7 @@ impl TileUnit for Amx {
 
     #[inline(always)]
     unsafe fn expand_signed(step: *const u8, minus: __m512i, to: *mut u8) {
-        // SAFETY: the caller has AVX-512, and guarantees 64 bytes to read and 128 to write.
+        // SAFETY: the caller guarantees AVX-512, 64 bytes to read and 128 to write.
         unsafe {
             let [low, high] = Avx512Vnni::codes4(step);
             _mm512_storeu_si512(to.cast(), _mm512_sub_epi8(low, minus));
@@ -115,7 +116,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
-        // SAFETY: the caller has AVX-512, and guarantees 64 bytes to read and 128 to write.
+        // SAFETY: the caller guarantees AVX-512, 64 bytes to read and 128 to write.
         unsafe {
             let offset = _mm512_set1_epi8(E2M1_OFFSET as i8);
             let [low, high] = Avx512Vnni::codes_e2m1(step);
@@ -125,7 +126,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table {
-        // SAFETY: the caller has AVX-512.
+        // SAFETY: the caller guarantees AVX-512.
         unsafe {
             match CODES {
                 codes::E2M1 | codes::E4M3 => Avx512Bf16::values::<CODES>(),
@@ -135,7 +136,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8) {
-        // SAFETY: the caller has AVX-512 with BF16, and guarantees the step and 256 bytes to write.
+        // SAFETY: the caller guarantees AVX-512 with BF16, the bytes of the step, and 256 bytes to write.
         unsafe {
             for part in 0..Avx512Bf16::PARTS {
                 let pairs = Avx512Bf16::weights::<CODES>(step, part, table);

@@ -1,4 +1,5 @@
-//! The tile unit in portable code, to the bit: what the hardware is compared with, and what tests run on without it.
+//! A bit-exact emulation of the tile unit in portable code: the reference for the hardware, and the unit for tests
+//! without it.
 
 use half::bf16;
 
@@ -16,7 +17,7 @@ pub(crate) struct Emulated {
 }
 
 impl Emulated {
-    /// Rows of a tile, and bytes of each.
+    /// The rows of a tile, and the bytes of each.
     fn size(&self, tile: usize) -> [usize; 2] {
         match tile {
             t if super::RIGHT.contains(&t) => [self.shape.depth, ROW],
@@ -34,7 +35,7 @@ impl Emulated {
         [bytes[0], bytes[1], bytes[2], bytes[3]]
     }
 
-    /// Replaces each sum by what becomes of it, its row of the left operand and its column of the right one.
+    /// Replaces each sum by `of` of the sum, its row of the left operand and its column of the right one.
     fn each(&mut self, [sum, left, right]: [usize; 3], of: impl Fn([u8; 4], &[[[u8; 4]; 2]]) -> [u8; 4]) {
         for row in 0..self.shape.rows {
             for column in 0..16 {
@@ -55,12 +56,12 @@ fn integers(sum: [u8; 4], terms: &[[[u8; 4]; 2]], right: fn(u8) -> i32) -> [u8; 
     products.fold(i32::from_le_bytes(sum), i32::wrapping_add).to_le_bytes()
 }
 
-/// Zero of the same sign for what is subnormal.
+/// Replaces subnormal values by zero of the same sign.
 fn flush(value: f32) -> f32 {
     if value.is_subnormal() { 0.0_f32.copysign(value) } else { value }
 }
 
-/// The `f32` of two bytes of bf16.
+/// Converts two bytes of bf16 to `f32`.
 fn widen(bytes: [u8; 2]) -> f32 {
     flush(bf16::from_le_bytes(bytes).to_f32())
 }
@@ -81,7 +82,7 @@ fn floats(sum: [u8; 4], terms: &[[[u8; 4]; 2]]) -> [u8; 4] {
 #[allow(unsafe_code, reason = "reads and writes where the caller says")]
 impl TileUnit for Emulated {
     type Lanes = Scalar;
-    /// What is taken off every code.
+    /// The centre that is subtracted from every code.
     type Table = i32;
 
     unsafe fn configure(shape: Shape) -> Self {
@@ -95,13 +96,13 @@ impl TileUnit for Emulated {
         let [rows, bytes] = self.size(T);
         self.tiles[T] = [[0; ROW]; 16];
         for (r, row) in self.tiles[T].iter_mut().enumerate().take(rows) {
-            // SAFETY: the safety contract of this function covers the tile's rows, `stride` apart; a row of the tile has room for as many bytes.
+            // SAFETY: the caller guarantees the tile's rows, `stride` apart; a row of the tile has room for `bytes`.
             unsafe { at.add(r * stride).copy_to_nonoverlapping(row.as_mut_ptr(), bytes) };
         }
     }
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
         for (r, row) in self.tiles[SUM].iter().enumerate().take(self.shape.rows) {
-            // SAFETY: the safety contract of this function covers the tile's rows.
+            // SAFETY: the caller guarantees the tile's rows.
             unsafe { at.add(r * ROW).copy_from_nonoverlapping(row.as_ptr(), ROW) };
         }
     }
@@ -116,21 +117,21 @@ impl TileUnit for Emulated {
     }
 
     unsafe fn expand_signed(step: *const u8, minus: [i32; 16], to: *mut u8) {
-        // SAFETY: the safety contract of this function covers the step.
+        // SAFETY: the caller guarantees the bytes of the step.
         let codes = unsafe { Scalar::codes4(step) };
         for (half, codes) in codes.into_iter().enumerate() {
             for (i, code) in codes.into_iter().enumerate() {
                 let code = code.wrapping_sub(minus[i / 4].to_le_bytes()[i % 4]);
-                // SAFETY: the safety contract of this function covers 128 bytes.
+                // SAFETY: the caller guarantees 128 bytes.
                 unsafe { to.add(64 * half + i).write(code) };
             }
         }
     }
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
-        // SAFETY: the safety contract of this function covers the step.
+        // SAFETY: the caller guarantees the bytes of the step.
         let codes = unsafe { Scalar::codes_e2m1(step) };
         for (i, code) in codes.into_iter().flatten().enumerate() {
-            // SAFETY: the safety contract of this function covers 128 bytes.
+            // SAFETY: the caller guarantees 128 bytes.
             unsafe { to.add(i).write(code.wrapping_sub(E2M1_OFFSET as u8)) };
         }
     }
@@ -140,7 +141,7 @@ impl TileUnit for Emulated {
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, centre: i32, to: *mut u8) {
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
-                // SAFETY: the safety contract of this function covers the step.
+                // SAFETY: the caller guarantees the bytes of the step.
                 let codes = unsafe {
                     if codes::bits(CODES) == 4 {
                         Scalar::code::<4>(step, feature)
@@ -155,7 +156,7 @@ impl TileUnit for Emulated {
                         _ => (code - centre) as f32,
                     };
                     let value = bf16::from_f32(value).to_le_bytes();
-                    // SAFETY: the safety contract of this function covers 256 bytes.
+                    // SAFETY: the caller guarantees 256 bytes.
                     unsafe { to.add(64 * part + 4 * r + 2 * half).cast::<[u8; 2]>().write(value) };
                 }
             }

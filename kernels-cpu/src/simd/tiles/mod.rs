@@ -1,12 +1,12 @@
 //! A tile unit: eight registers of up to 16 rows of 64 bytes, and products of two of them added to a third.
 //!
-//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] computes the same bits in
-//! portable code, so that tests run everywhere, and is compared with the hardware where there is one.
+//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] computes the same
+//! bits in portable code, so that tests run everywhere, and is compared with the hardware if there is one.
 //!
-//! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of the left one's
-//! rows: of 16 output features four neighbouring codes each, or two neighbouring bf16. That is the order of a panel's
-//! steps ([`layout`](crate::layout)), so codes of 8 bits are multiplied where they are, and others are expanded step by
-//! step.
+//! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
+//! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
+//! panel's steps ([`layout`](crate::layout)), so codes of 8 bits are multiplied in place, and others are expanded step
+//! by step.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -14,9 +14,9 @@ pub(crate) mod emulated;
 
 use super::Lanes;
 
-/// Bytes of a row of a tile.
+/// Bytes per row of a tile.
 pub(crate) const ROW: usize = 64;
-/// Bytes of a tile.
+/// Bytes per tile.
 pub(crate) const TILE: usize = 16 * ROW;
 
 /// Sums, `[rows, 16]` of 32 bits each.
@@ -31,46 +31,47 @@ pub(crate) const LEFT: core::ops::Range<usize> = 6..8;
 pub(crate) struct Shape {
     /// Rows of left operands and sums: 1 to 16.
     pub(crate) rows: usize,
-    /// Rows of right operands, a quarter of the bytes in a row of the left ones: 1 to 16.
+    /// Rows of right operands, a quarter of the bytes per row of left operands: 1 to 16.
     pub(crate) depth: usize,
 }
 
-/// What multiplies tiles. A value is the unit in its configured state, on one thread; dropping it releases the unit,
-/// whichever way that comes.
+/// A unit that multiplies tiles. A value is the unit in its configured state, on one thread; dropping it releases the
+/// unit, also during unwinding.
 ///
 /// # Safety
-/// Every method may be called only where the processor has what the implementation needs. `SUM`, `LEFT` and `RIGHT` are
-/// tiles of the ranges of these names; pointers must be valid for the rows that the shape gives the tile, `stride` bytes
-/// apart, at any alignment.
+/// Methods may be called only if the processor has the instructions of the implementation. `SUM`, `LEFT` and `RIGHT`
+/// must be tiles of the ranges of these names; pointers must be valid for the rows of a tile of the configured shape,
+/// `stride` bytes apart, at any alignment.
 pub(crate) trait TileUnit: Sized {
-    /// For what is not a product of tiles.
+    /// Lanes for everything that is not a product of tiles.
     type Lanes: Lanes;
-    /// What turns codes into pairs of bf16.
+    /// The table that converts codes to pairs of bf16.
     type Table: Copy;
 
-    /// Configures the unit, all tiles zero. Whatever state it had is lost.
+    /// Configures the unit, with all tiles zero. Its previous state is lost.
     unsafe fn configure(shape: Shape) -> Self;
 
     unsafe fn zero<const T: usize>(&mut self);
     unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize);
-    /// Writes sums, [`ROW`] bytes for every row.
+    /// Stores sums, [`ROW`] bytes per row.
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8);
     /// Adds the products of signed bytes with signed bytes; sums are modulo `2³²`.
     unsafe fn add_signed<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
-    /// The same with unsigned bytes on the right.
+    /// Adds the products of signed bytes on the left with unsigned bytes on the right; sums are modulo `2³²`.
     unsafe fn add_unsigned<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
-    /// Adds the products of bf16 in `f32`. Of each output, even and odd positions are summed from zero in order, each
-    /// product added in one rounding; then the two are added, and their sum to the output. Subnormal operands and results
-    /// count as zero.
+    /// Adds the products of bf16 in `f32`. For each output, even and odd positions are summed from zero in order, each
+    /// product added with one rounding; then the two sums are added, and the result to the output. Subnormal operands
+    /// and results count as zero.
     unsafe fn add_bf16<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
 
-    /// Expands a step of 64 bytes of codes of 4 bits, less `minus` (of every row four equal bytes), to 128 bytes at `to`.
+    /// Expands a step of 64 bytes of 4-bit codes to 128 bytes at `to`, with `minus` subtracted (for every row four
+    /// equal bytes).
     unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
     /// Expands a step of 64 bytes of E2M1 codes to 128 bytes at `to`, each twice its value.
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8);
-    /// What [`expand_bf16`](Self::expand_bf16) needs: of integers to take `centre` off every code.
+    /// The table for [`expand_bf16`](Self::expand_bf16); for integer codes `centre` is subtracted from every code.
     unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table;
-    /// Expands a step of codes, integers less the centre, to 256 bytes of pairs of bf16 at `to`.
+    /// Expands a step of codes, for integers minus the centre, to 256 bytes of pairs of bf16 at `to`.
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8);
 }
 

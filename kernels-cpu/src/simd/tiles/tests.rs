@@ -1,9 +1,9 @@
-//! The emulated unit against plain loops, and the hardware against the emulated unit, to the bit.
+//! Tests of the emulated unit against plain loops, and of the hardware against the emulated unit, bit for bit.
 
 use super::emulated::Emulated;
 use super::*;
 
-/// Numbers that repeat themselves.
+/// Reproducible random numbers.
 struct Random(u64);
 
 impl Random {
@@ -20,7 +20,7 @@ enum Kind {
     Bf16,
 }
 
-/// Operands of one product.
+/// The operands of one product.
 struct Case {
     shape: Shape,
     sum: Vec<u8>,
@@ -35,10 +35,10 @@ impl Case {
         Self { shape, sum, left, right: bytes(shape.depth * ROW) }
     }
 
-    /// Twice the product on the sums, through other tiles each time.
+    /// Adds the product to the sums twice, with different tiles each time.
     unsafe fn run<U: TileUnit>(&self, kind: Kind) -> Vec<u8> {
         let mut out = vec![0xa5; self.shape.rows * ROW];
-        // SAFETY: the caller has the unit; the buffers are as large as the shape's tiles.
+        // SAFETY: the caller guarantees the unit; the buffers are as large as the shape's tiles.
         unsafe {
             let mut unit = U::configure(self.shape);
             unit.load::<1>(self.sum.as_ptr(), ROW);
@@ -68,16 +68,16 @@ fn shapes() -> impl Iterator<Item = Shape> {
     [1, 2, 5, 15, 16].into_iter().flat_map(|rows| [1, 3, 8, 16].map(|depth| Shape { rows, depth }))
 }
 
-/// Bytes of every kind of number: bf16 of all magnitudes, subnormal, infinite and NaN with `wild`.
+/// Bytes of all kinds of numbers; with `wild`, bf16 of all magnitudes, subnormal, infinite and NaN.
 fn byte(random: &mut Random, wild: bool) -> impl FnMut(usize) -> u8 {
     move |i| {
         let byte = random.next() as u8;
-        // The upper byte of a bf16, and of an f32: exponents near 1 unless all are asked for.
+        // The upper byte of a bf16, and of an f32: exponents near 1 unless all are requested.
         if i % 2 == 1 && !wild { 0x3c + (byte & 0x83) } else { byte }
     }
 }
 
-/// NaN is NaN, whatever its bits.
+/// Treats all NaN as equal, whatever their bits.
 fn comparable(kind: Kind, out: &[u8]) -> Vec<u32> {
     let words = out.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]]));
     words.map(|w| if kind == Kind::Bf16 && f32::from_bits(w).is_nan() { 0x7fc0_0000 } else { w }).collect()
@@ -127,7 +127,7 @@ fn the_emulated_unit_multiplies_bf16() {
     }
 }
 
-/// Subnormal operands and results count as zero, of either sign, and what is not finite goes through.
+/// Subnormal operands and results count as zero, with their sign, and infinities and NaN are propagated.
 #[test]
 fn the_emulated_unit_flushes_subnormals() {
     let shape = Shape { rows: 1, depth: 1 };
@@ -142,7 +142,7 @@ fn the_emulated_unit_flushes_subnormals() {
         // SAFETY: the emulated unit needs no instructions.
         f32::from_bits(comparable(Kind::Bf16, &unsafe { case.run::<Emulated>(Kind::Bf16) })[3])
     };
-    // 1 · 1 twice; a subnormal operand; a product that is subnormal; a sum that is.
+    // 1 · 1 twice; a subnormal operand; a subnormal product; a subnormal sum.
     assert_eq!(product(0.5, [0x3f80, 0], [0x3f80, 0]), 2.5);
     assert_eq!(product(0.5, [0x007f, 0], [0x4000, 0]), 0.5);
     assert_eq!(product(0.0, [0x0080, 0], [0x3f00, 0]), 0.0);
@@ -151,21 +151,21 @@ fn the_emulated_unit_flushes_subnormals() {
     assert!(product(1.0, [0x7f80, 0x7f80], [0x3f80, 0xbf80]).is_nan());
 }
 
-/// Steps are expanded to what the layout says.
+/// Steps are expanded as the layout defines.
 #[test]
 fn steps_are_expanded() {
     let mut random = Random(3);
     let step: Vec<u8> = (0..128).map(|_| random.next() as u8).collect();
     let (mut signed, mut floats) = ([0; 128], [0; 256]);
     let minus: [i32; 16] = core::array::from_fn(|r| i32::from(r as u8) * 0x0101_0101);
-    // SAFETY: the buffers are as long as what is read and written.
+    // SAFETY: the buffers have the lengths that are read and written.
     unsafe { Emulated::expand_signed(step.as_ptr(), minus, signed.as_mut_ptr()) };
     for (r, i) in (0..16).flat_map(|r| (0..8).map(move |i| (r, i))) {
         let code = step[4 * r + i % 4] >> (4 * (i / 4)) & 15;
         assert_eq!(signed[64 * (i / 4) + 4 * r + i % 4] as i8, code as i8 - r as i8);
     }
     for bits in [4, 8] {
-        // SAFETY: the path is available; the buffers are as long as what is read and written.
+        // SAFETY: the path is available; the buffers have the lengths that are read and written.
         unsafe {
             match bits {
                 4 => Emulated::expand_bf16::<4>(step.as_ptr(), 7, floats.as_mut_ptr()),
@@ -199,7 +199,7 @@ mod hardware {
         signed: &mut [u8; 128],
         floats: &mut [u8; 256],
     ) {
-        // SAFETY: compiled for the instructions; the arrays are as long as what is read and written.
+        // SAFETY: compiled for the instructions; the arrays have the lengths that are read and written.
         unsafe {
             type L = <Amx as TileUnit>::Lanes;
             match CODES {
@@ -240,7 +240,7 @@ mod hardware {
             let step: [u8; 128] = core::array::from_fn(|_| random.next() as u8);
             let mut got = ([0; 128], [0; 256], [0; 256]);
             let mut expected = got;
-            // SAFETY: the path is available; the arrays are as long as what is read and written.
+            // SAFETY: the path is available; the arrays have the lengths that are read and written.
             unsafe {
                 expand::<4>(&step, zero, &mut got.0, &mut got.1);
                 expand::<8>(&step, zero, &mut got.0, &mut got.2);
@@ -249,9 +249,9 @@ mod hardware {
                 Emulated::expand_bf16::<8>(step.as_ptr(), zero, expected.2.as_mut_ptr());
             }
             assert_eq!(got, expected, "{zero}");
-            // NaN codes are none that weights have.
+            // Weights have no NaN codes.
             let step = step.map(|code| if code & 0x7f == 0x7f { 0 } else { code });
-            // SAFETY: the path is available; the buffers are as long as what is read and written.
+            // SAFETY: the path is available; the buffers have the lengths that are read and written.
             unsafe {
                 expand::<{ codes::E2M1 }>(&step, 0, &mut got.0, &mut got.1);
                 expand::<{ codes::E4M3 }>(&step, 0, &mut [0; 128], &mut got.2);
