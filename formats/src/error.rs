@@ -279,6 +279,16 @@ pub enum Error {
         /// The amount, if known.
         bytes: Option<u64>,
     },
+    /// A run needs more memory than it may use, even with everything in files that can be.
+    #[error("the run needs at least {} MiB of memory, but {}", needed.div_ceil(1 << 20), memory_limit(*budget, *available))]
+    MemoryBudget {
+        /// The smallest budget in bytes that suffices.
+        needed: u64,
+        /// The budget that was set.
+        budget: Option<u64>,
+        /// The memory that is available, if that is the limit.
+        available: Option<u64>,
+    },
     /// An input tensor has the name of a tensor that would be written for another one.
     #[error("{}: tensor `{tensor}` has the name of what is written for `{module}`", path.display())]
     NameTaken {
@@ -453,6 +463,7 @@ impl Error {
             Self::Io { .. }
             | Self::Unavailable { .. }
             | Self::Memory { .. }
+            | Self::MemoryBudget { .. }
             | Self::DiskFull { .. }
             | Self::Locked { .. }
             | Self::Verification { .. } => Category::Environment,
@@ -472,5 +483,14 @@ impl Error {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },
             other => other,
         }
+    }
+}
+
+/// What limits the memory of a run, for its message.
+fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
+    match (budget, available) {
+        (Some(budget), _) => format!("its budget is {} MiB", budget >> 20),
+        (None, Some(available)) => format!("only {} MiB are available", available >> 20),
+        (None, None) => "there is less".to_owned(),
     }
 }

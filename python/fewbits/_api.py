@@ -251,6 +251,7 @@ def quantize(
     save_imatrix: PathOrName | None = None,
     calibration: Texts | None = None,
     save_channel_maxima: PathOrName | None = None,
+    memory_budget: str | None = None,
     force: bool = False,
     resume: bool = False,
     report: PathOrName | None = None,
@@ -262,6 +263,9 @@ def quantize(
 
     ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a dataset
     with a field ``text`` or ``messages``, or lists of chat messages. An iterable is read to its end.
+
+    ``memory_budget`` is the memory that the run may use, such as ``"8GiB"``; the default is 80 % of what is available. Beyond
+    that, hidden states are kept in files next to ``output``, which does not depend on it.
 
     ``on_event`` is called with every :class:`Event` on the calling thread; what it raises stops the run. ``progress=True``
     shows a bar of tqdm. Ctrl-C stops the run where nothing is lost and raises ``KeyboardInterrupt``; the same call with
@@ -312,6 +316,7 @@ def quantize(
         "settings": settings,
         "calibration": named,
         "save_channel_maxima": optional_path(save_channel_maxima),
+        "memory_budget": memory_budget,
         "force": force,
         "resume": resume,
         "report": optional_path(report),

@@ -80,6 +80,11 @@ class Plan(Result):
         return self._fields.get("peak_memory_bytes")
 
     @property
+    def smallest_budget_bytes(self) -> int | None:
+        """The smallest ``memory_budget``, where that is known: hidden states are then kept in files."""
+        return self._fields.get("smallest_budget_bytes")
+
+    @property
     def formats(self) -> tuple[PlannedFormat, ...]:
         """What would be written, one for each format."""
         fields = self._fields

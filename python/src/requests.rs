@@ -12,7 +12,7 @@ use quant_cli::provenance;
 use quant_core::calibrate::corpus_of_rows;
 use quant_core::pipeline::QuantReport;
 use quant_core::recipe::Recipe;
-use quant_core::run::{QuantizeRequest, RecipeSettings, Text, open};
+use quant_core::run::{MemoryBudget, QuantizeRequest, RecipeSettings, Text, open};
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
 use serde::Deserialize;
@@ -56,6 +56,7 @@ struct Quantize {
     settings: RecipeSettings,
     calibration: Option<String>,
     save_channel_maxima: Option<PathBuf>,
+    memory_budget: Option<String>,
     force: bool,
     resume: bool,
     report: Option<PathBuf>,
@@ -70,6 +71,7 @@ pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
         settings: asked.settings,
         calibration: text(asked.calibration, rows, "calibration")?,
         save_channel_maxima: asked.save_channel_maxima,
+        memory_budget: asked.memory_budget.as_deref().map_or(Ok(MemoryBudget::Auto), str::parse)?,
         force: asked.force,
         resume: asked.resume,
     };

@@ -101,6 +101,13 @@ impl Error {
                  windows; ‹plan()› predicts what a run takes"
                     .into()
             }
+            Self::MemoryBudget { needed, budget: Some(_), .. } => {
+                format!("set ‹memory_budget={}MiB› or more, or ask for fewer or shorter windows", needed.div_ceil(1 << 20))
+            }
+            Self::MemoryBudget { needed, .. } => format!(
+                "free some memory, ask for fewer or shorter windows, or set ‹memory_budget={}MiB› to try it anyway",
+                needed.div_ceil(1 << 20)
+            ),
             Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
             Self::Locked { .. } => "wait for it to finish, or stop it".into(),
             Self::Verification { .. } => {

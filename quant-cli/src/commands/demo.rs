@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_calibration_data::demo_model;
+use quant_core::calibrate::Residence;
 use quant_core::pipeline::Job;
 use quant_core::recipe::{METHODS, Plan, Recipe, method};
 use quant_core::run::{Text, write};
@@ -178,7 +179,7 @@ fn produce(
         observer: &session.progress,
         cancel: &session.cancel,
     };
-    let written = write(&[job], &opened.directory, &[out.to_owned()], (false, false), &session.host())?;
+    let written = write(&[job], &opened.directory, &[out.to_owned()], (false, false), Residence::Memory, &session.host())?;
     Ok(written.iter().map(|(_, report)| report.bytes_after).sum())
 }
 

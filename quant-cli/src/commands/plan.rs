@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use quant_core::calibrate::Residence;
 use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS, READ};
 use quant_core::model::Carried;
 use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
@@ -42,6 +43,10 @@ struct PlanJson<'a> {
     method: &'a str,
     input_bytes: u64,
     peak_memory_bytes: u64,
+    /// The smallest memory budget: with hidden states in files.
+    smallest_budget_bytes: u64,
+    /// The disk space for hidden states with that budget.
+    scratch_bytes: u64,
     /// What a vision-language model has beside its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
@@ -164,6 +169,8 @@ struct Planned {
     outlines: Vec<Outline>,
     carried: Option<Carried>,
     memory: u64,
+    /// The smallest memory budget, and the disk space that it takes.
+    smallest: (u64, u64),
     seconds: f64,
 }
 
@@ -174,7 +181,17 @@ impl Planned {
         let host = session.host();
         let opened = run::prepared(run::open(model, &host)?, &recipe, settings, &host)?;
         let plans = settings.plans(&opened.model, &recipe)?;
+        let smallest = match Plan::residence(&plans, &opened.model, 0) {
+            Ok(_) => 0,
+            Err(budget) => budget,
+        };
+        let residence = Plan::residence(&plans, &opened.model, smallest).unwrap_or_default();
+        let scratch = match residence {
+            Residence::Memory => 0,
+            files => Plan::scratch_bytes(&plans, &opened.model, files),
+        };
         Ok(Self {
+            smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
             // The time rests on a measurement, so it is told to people and kept out of what machines compare.
@@ -196,7 +213,7 @@ fn outcome(entry: &PlanEntry) -> String {
 }
 
 fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
-    let Planned { plans, outlines, carried, memory, .. } = planned;
+    let Planned { plans, outlines, carried, memory, smallest, .. } = planned;
     let first = plans.first();
     let selectors = first.into_iter().flat_map(|plan| &plan.selectors).map(|s| SelectorJson {
         option: wording.setting(s.option, None),
@@ -209,6 +226,8 @@ fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
         method: first.map_or("", |plan| &plan.method.name),
         input_bytes: first.map_or(0, Plan::input_bytes),
         peak_memory_bytes: *memory,
+        smallest_budget_bytes: smallest.0,
+        scratch_bytes: smallest.1,
         carried: carried.clone(),
         selectors: selectors.collect(),
         formats: plans
@@ -262,7 +281,7 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
 }
 
 fn text(planned: &Planned, all: bool) -> String {
-    let Planned { plans, outlines, carried, memory, seconds } = planned;
+    let Planned { plans, outlines, carried, memory, smallest, seconds } = planned;
     let mut text = String::new();
     if let Some(Carried { class, tensors, bytes: size }) = carried {
         text.push_str(&format!(
@@ -291,6 +310,14 @@ fn text(planned: &Planned, all: bool) -> String {
         }
     }
     text.push_str(&format!("about {} of memory and {} on this machine\n", bytes(*memory), about(*seconds)));
+    let (budget, scratch) = *smallest;
+    if budget < *memory {
+        text.push_str(&format!(
+            "at least {} of memory with --memory-budget, and {} of disk space for hidden states\n",
+            bytes(budget),
+            bytes(scratch)
+        ));
+    }
     text
 }
 

@@ -34,6 +34,11 @@ pub struct Args {
     /// Write the maxima of all input channels to FILE (safetensors), for --channel-maxima
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Calibration")]
     pub save_channel_maxima: Option<PathBuf>,
+    /// Memory that the run may use, such as 8GiB, or `auto` for 80 % of what is available
+    ///
+    /// Beyond that, hidden states are kept in files next to OUT. The output does not depend on it.
+    #[arg(long, value_name = "SIZE", default_value = "auto")]
+    pub memory_budget: String,
     /// Replace OUT if it exists, once the new one is complete
     #[arg(long)]
     pub force: bool,
@@ -49,22 +54,23 @@ pub struct Args {
 }
 
 impl Args {
-    fn request(&self) -> QuantizeRequest {
-        QuantizeRequest {
+    fn request(&self) -> Result<QuantizeRequest> {
+        Ok(QuantizeRequest {
             model: self.model.clone(),
             output: self.output.clone(),
             settings: self.recipe.settings(),
             calibration: self.calibration.clone().map(Text::Named),
             save_channel_maxima: self.save_channel_maxima.clone(),
+            memory_budget: self.memory_budget.parse()?,
             force: self.force,
             resume: self.resume,
-        }
+        })
     }
 }
 
 /// Quantizes.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    let (_, summary) = quantize(&args.request(), args.report.as_deref(), session)?;
+    let (_, summary) = quantize(&args.request()?, args.report.as_deref(), session)?;
     if args.json {
         return output::print(&output::json(&summary)?);
     }

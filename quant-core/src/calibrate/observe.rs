@@ -91,15 +91,10 @@ impl HiddenStates {
         Ok(states)
     }
 
-    /// Tokens embedded at a time: all of them if they stay in memory, otherwise whole windows that are also a multiple of
-    /// [`CHUNK_TOKENS`], so that products get the same rows.
+    /// Tokens embedded at a time: all of them if they stay in memory, otherwise a multiple of [`CHUNK_TOKENS`], so that
+    /// products of per-layer inputs get the same rows.
     fn embedded_tokens(&self) -> usize {
-        let (length, all) = (self.layout.length(), self.tokens());
-        if self.values.spill().is_none() || length == 0 {
-            return all;
-        }
-        let windows = (1..=CHUNK_TOKENS).find(|windows| (windows * length).is_multiple_of(CHUNK_TOKENS));
-        windows.map_or(all, |windows| windows * length)
+        if self.values.spill().is_none() { self.tokens() } else { 4 * CHUNK_TOKENS }
     }
 
     /// A copy in the same kind of storage.

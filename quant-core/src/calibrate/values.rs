@@ -12,6 +12,19 @@ use crate::{Error, Result};
 /// Bytes converted at a time.
 const PIECE: usize = 1 << 20;
 
+/// Where a run keeps hidden states and samples of the calibration batch. Its output does not depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Residence {
+    /// In memory.
+    #[default]
+    Memory,
+    /// In files; a round of a search uses about `round_bytes` bytes of memory for the tokens that it compares.
+    Files {
+        /// Bytes of memory.
+        round_bytes: u64,
+    },
+}
+
 /// Where a run keeps values that do not fit into memory.
 ///
 /// Results do not depend on it: the same values are read in the same pieces.

@@ -3,25 +3,68 @@
 use std::collections::BTreeMap;
 
 use super::{Action, PassPlan, Plan, Rounding};
-use crate::calibrate::{Mask, Packing};
+use crate::calibrate::{Mask, Packing, Residence};
 use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
+/// The memory in bytes that a round of a search gets at least.
+const MIN_ROUND_BYTES: u64 = 256 << 20;
 /// Tokens that go through a block at a time, unless one window has more.
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// Bytes of memory at the peak, about, of one run of all these plans for a model. The file of channel maxima that a
-    /// run may keep beside is not counted.
+    /// The estimated peak memory in bytes of one run of all these plans, with hidden states in memory. The file of channel
+    /// maxima that a run may write is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
+        Self::peak_memory_in(plans, model, Residence::Memory)
+    }
+
+    /// Where a run of all these plans should keep hidden states to stay within `budget` bytes: in memory if they fit, otherwise
+    /// in files, with rounds of searches as large as the budget allows.
+    ///
+    /// # Errors
+    /// The smallest budget in bytes that suffices, if this one does not.
+    pub fn residence(plans: &[Self], model: &Model, budget: u64) -> std::result::Result<Residence, u64> {
+        let memory = Self::peak_memory(plans, model);
+        if memory <= budget {
+            return Ok(Residence::Memory);
+        }
+        let peak = |round_bytes| Self::peak_memory_in(plans, model, Residence::Files { round_bytes });
+        let smallest = peak(MIN_ROUND_BYTES);
+        if smallest > budget {
+            return Err(smallest.min(memory));
+        }
+        Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
+    }
+
+    /// The estimated disk space in bytes for hidden states and samples that are kept in files, and for the states saved for a
+    /// resumed run. The files of the output are not counted.
+    pub fn scratch_bytes(plans: &[Self], model: &Model, residence: Residence) -> u64 {
+        let of = |plan: &Self| {
+            let states = PassPlan::new(plan, false).states_in_memory();
+            let kinds = model.architecture().blocks.kinds_in(plan.blocks());
+            let widest = kinds.map(|kind| kind.graph.width(kind.graph.input())).max().unwrap_or(0) as u64;
+            let tokens = (plan.sampling.samples as u64).saturating_mul(plan.sampling.length as u64);
+            let copies = match residence {
+                // The saved states, and their next version before it replaces them.
+                Residence::Memory => 2 * states.min(2),
+                Residence::Files { .. } => 2 * states.min(2) + states,
+            };
+            (4 * widest).saturating_mul(copies).saturating_mul(tokens)
+        };
+        plans.iter().filter(|plan| plan.needs_text()).map(of).max().unwrap_or(0)
+    }
+
+    /// The estimated peak memory in bytes of one run of all these plans with hidden states in a given place.
+    pub fn peak_memory_in(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         // What is gathered of the batch serves all.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
-            kinds.map(|kind| plan.search_memory(kind)).max().unwrap_or(0)
+            kinds.map(|kind| plan.search_memory(kind, residence)).max().unwrap_or(0)
         };
         let search = searched.map(kinds).max().unwrap_or(0);
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
@@ -52,7 +95,7 @@ impl Plan {
 
     /// The block, the batch's hidden states, and what the search keeps. The batch may
     /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search_memory(&self, kind: BlockKind<'_>) -> u64 {
+    fn search_memory(&self, kind: BlockKind<'_>, residence: Residence) -> u64 {
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
@@ -63,7 +106,7 @@ impl Plan {
         // them anew.
         let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && self.transforms().is_empty();
         let block = self.block_bytes(kind, one_expert);
-        let work = self.workload(kind);
+        let work = Workload { residence, ..self.workload(kind) };
         let kept = self.transforms().iter().map(|t| t.memory(&work)).max().unwrap_or(0);
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         // Where documents begin and which tokens count is noted of each, twice while it is made.
@@ -74,10 +117,18 @@ impl Plan {
         // States of another width are made beside those that they replace.
         let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
         let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
-        let states = (copies * before.max(after) + replaced + noted).saturating_mul(tokens);
+        let states = match residence {
+            Residence::Memory => copies * before.max(after) + replaced,
+            Residence::Files { .. } => 0,
+        };
+        let states = (states + noted).saturating_mul(tokens);
         let solved = if gptq { self.gptq_memory(graph, one_expert) } else { 0 };
-        // What experts read, the weights of their outputs, and the sum of these are kept for the whole batch.
-        let expert_states = if one_expert { 4 * graph.expert_features() as u64 } else { 0 };
+        // The sum of the experts' outputs, and which tokens each expert gets, are kept for the whole batch.
+        let (sum, routed) = if one_expert { graph.expert_sum_bytes() } else { (0, 0) };
+        let expert_states = match residence {
+            Residence::Memory => (sum + routed) as u64,
+            Residence::Files { .. } => routed as u64,
+        };
         let states = states.saturating_add(expert_states.saturating_mul(tokens));
         let length = self.sampling.length as u64;
         let running = match self.settings.search {
@@ -108,7 +159,8 @@ impl Plan {
             _ => None,
         };
         let schemes = of_block.filter_map(scheme).collect();
-        Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes }
+        let residence = Residence::Memory;
+        Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes, residence }
     }
 
     /// The weights of a block that are in memory at a time.

@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open};
+use super::memory::MemoryBudget;
 use super::outputs::given_up;
 use super::quantize::{QuantizeRequest, is_single_file};
 use super::settings::RecipeSettings;
@@ -44,6 +45,9 @@ fn gathers(request: &QuantizeRequest) -> bool {
 /// Fails for what the request alone shows.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
+    if request.memory_budget != MemoryBudget::Auto {
+        return Err(Error::usage("‹memory_budget› has no effect with ‹format=gguf›", "leave it out"));
+    }
     if request.save_channel_maxima.is_some() {
         return Err(Error::usage("‹save_channel_maxima› has no effect with ‹format=gguf›", "leave it out"));
     }

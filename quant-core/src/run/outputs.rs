@@ -3,15 +3,23 @@
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
 
 use super::host::Host;
 use super::model_card::{self, model_card};
 use super::quantize::QuantizeRequest;
+use crate::calibrate::{Residence, Spill};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOptions};
 use crate::format::CONTAINERS;
-use crate::pipeline::{self, Job, QuantReport};
+use crate::digest::hex;
+use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles};
 use crate::recipe::Recipe;
 use crate::{Category, Error, Result, TensorSink};
+
+/// The minimum time between two saves of hidden states.
+const SAVE_EVERY: Duration = Duration::from_secs(20);
 
 /// Where each format of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.
 pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
@@ -68,6 +76,7 @@ pub fn write(
     directory: &ModelDirectory,
     outputs: &[PathBuf],
     (force, resume): (bool, bool),
+    residence: Residence,
     host: &Host<'_>,
 ) -> Result<Vec<(Published, QuantReport)>> {
     let program = host.program()?;
@@ -91,8 +100,9 @@ pub fn write(
         }
         writers.push(writer);
     }
+    let states = states(&writers, jobs, directory, &program, residence);
     let sinks = writers.iter_mut().map(|w| w as &mut dyn TensorSink).collect();
-    let outcome = pipeline::quantize_each(jobs, sinks).and_then(|reports| {
+    let outcome = pipeline::quantize_each_with(jobs, sinks, &states).and_then(|reports| {
         for ((job, report), writer) in jobs.iter().zip(&reports).zip(&mut writers) {
             pipeline::add_companions(directory, job.plan, report, writer)?;
             writer.add_file(model_card::NAME, model_card(directory, job, report).as_bytes())?;
@@ -106,6 +116,28 @@ pub fn write(
     let prepared = writers.into_iter().map(|w| w.prepare(host.observer, host.cancel));
     let prepared = prepared.collect::<Result<Vec<_>>>()?;
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
+}
+
+/// Where the run keeps hidden states: in the first job directory, if not in memory, and saved there for a resumed run.
+fn states(
+    writers: &[CheckpointWriter],
+    jobs: &[Job<'_>],
+    directory: &ModelDirectory,
+    program: &Program,
+    residence: Residence,
+) -> StateFiles {
+    let (Some(writer), Some(job)) = (writers.first(), jobs.first()) else { return StateFiles::default() };
+    let spill = match residence {
+        Residence::Memory => None,
+        Residence::Files { round_bytes } => Some(Spill::new(writer.job_directory(), round_bytes)),
+    };
+    let fingerprint = pipeline::fingerprint(job, directory, program).to_string();
+    StateFiles {
+        depends_on: hex(&Sha256::digest(fingerprint)).into(),
+        spill,
+        saved: Some(SavedStates { path: writer.saved_states(), every: SAVE_EVERY }),
+        ..StateFiles::default()
+    }
 }
 
 /// Removes what was begun, unless what was finished is worth keeping because the same job can

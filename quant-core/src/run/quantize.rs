@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf::{self, GgufDone};
 use super::host::{Host, Opened, open, prepared};
+use super::memory::{MemoryBudget, residence};
 use super::outputs::{outputs, refuse_existing, write};
 use super::settings::RecipeSettings;
 use super::steps::{StepTime, StepTimes};
@@ -38,6 +39,8 @@ pub struct QuantizeRequest {
     pub calibration: Option<Text>,
     /// Where the maxima of all input channels are written (safetensors).
     pub save_channel_maxima: Option<PathBuf>,
+    /// How much memory the run may use. Beyond that, hidden states are kept in files next to the output.
+    pub memory_budget: MemoryBudget,
     /// Whether an output that exists is replaced, once the new one is complete.
     pub force: bool,
     /// Whether to continue an interrupted run.
@@ -218,6 +221,10 @@ fn checkpoints(
         ));
     }
     tell_of(&plans, &opened.model, host);
+    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
+    if let Some(note) = note {
+        host.note(note);
+    }
     let windows = match plan.needs_text() {
         true => {
             let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
@@ -247,7 +254,7 @@ fn checkpoints(
         cancel: host.cancel,
     };
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
-    let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), host);
+    let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
         // Made for them; stays where anything is left in it.
         let _ = std::fs::remove_dir(&request.output);

@@ -20,12 +20,13 @@
 
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::objective::Objective;
-use super::statistics::{InputStatistics, Wanted, kept_bytes};
+use super::sample::{PLACE_BYTES, RaceShape};
+use super::statistics::{InputStatistics, Kept, Wanted};
 use super::{
     BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork,
-    StepSettings, Transform, TransformSettings, Workload, clip, fold, race,
+    StepSettings, Transform, TransformSettings, Workload, clip, difference, fold, race,
 };
-use crate::calibrate::HiddenStates;
+use crate::calibrate::{HiddenStates, Residence};
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 use crate::{Error, Result};
 
@@ -46,33 +47,78 @@ const RACE_SHARE: f64 = 1.0 / 8.0;
 
 /// The memory that the scale search needs, in bytes.
 fn memory(work: &Workload<'_>) -> u64 {
-    let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
-    let groups = work.graph.fold_groups();
-    let width = |id: usize| work.shape(id).map(|s| s as u64);
-    let rounded = |g: &FoldGroup| -> u64 {
-        4 * g.consumers.iter().map(|&c| width(c).iter().product::<u64>()).sum::<u64>()
-    };
-    let whole = |g: &FoldGroup| {
-        let [n, k] = width(g.consumers[0]);
-        if g.consumers.len() == 1 {
-            return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
-        }
-        let values = k + work.graph.width(g.inspected) as u64;
-        (4 * values).saturating_mul(tokens).saturating_add(rounded(g))
-    };
+    let groups = groups(work.graph);
     match work.settings.search {
         // Groups are searched one after the other.
-        Search::Reference => groups.iter().map(whole).max().unwrap_or(0),
-        // All inputs are gathered in one pass; then the rows of a round are copied.
+        Search::Reference => groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0),
+        // All inputs are gathered in one pass; then groups race one after the other.
         Search::Fast => {
-            let kept = |g: &FoldGroup| {
-                kept_bytes(work.graph, g, work.sampling, width(g.consumers[0]), SCALE_CANDIDATES)
-            };
-            let all = groups.iter().map(kept).fold(0, u64::saturating_add);
-            let one = groups.iter().map(|g| rounded(g).saturating_add(kept(g) / 2)).max().unwrap_or(0);
+            let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
+            let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
+                let values = match work.residence {
+                    Residence::Memory => sample_value_bytes(work, g) * work.shape(g.consumers[0])[1] as u64,
+                    Residence::Files { .. } => 0,
+                };
+                kept.gram_bytes.max(kept.tokens.saturating_mul(values + PLACE_BYTES))
+            });
+            let all = bytes.fold(0, u64::saturating_add);
+            let one = groups.iter().zip(&kept).map(|(g, kept)| race_memory(work, g, *kept)).max().unwrap_or(0);
             all.saturating_add(one)
         }
     }
+}
+
+/// What the fast search keeps of a group's input.
+fn kept(work: &Workload<'_>, group: &FoldGroup) -> Kept {
+    let shape = work.shape(group.consumers[0]).map(|s| s as u64);
+    Kept::of(work.graph, group, work.sampling, shape, SCALE_CANDIDATES)
+}
+
+/// Whether candidates of a group are compared by differences in bfloat16 on this machine.
+fn compares_differences(work: &Workload<'_>, group: &FoldGroup) -> bool {
+    let weights: u64 = group.consumers.iter().map(|&c| work.weights(c) as u64).sum();
+    difference::kernel_for(work.graph, group, weights, work.tokens() as usize).is_some()
+}
+
+/// The size in bytes of a value of a sample.
+fn sample_value_bytes(work: &Workload<'_>, group: &FoldGroup) -> u64 {
+    if compares_differences(work, group) { 2 } else { 4 }
+}
+
+/// The memory in bytes of the largest round of a race, with the weights of a candidate.
+fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
+    let differences = compares_differences(work, group);
+    let weights: u64 = group.consumers.iter().map(|&c| work.weights(c) as u64).sum();
+    let candidate = match (differences, group.consumers.len()) {
+        (true, 1) => 2 * weights,
+        (true, _) => 2 * weights + 2 * work.weights(group.inspected) as u64,
+        (false, _) => 4 * weights,
+    };
+    let shape = RaceShape {
+        k: work.shape(group.consumers[0])[1],
+        outputs: group.consumers.iter().map(|&c| work.shape(c)[0]).sum(),
+        read: work.shape(group.inspected)[1],
+        inspected: work.graph.width(group.inspected),
+    };
+    // The last round takes as many tokens as all rounds before it.
+    let round = kept.tokens.div_ceil(2).saturating_mul(shape.token_bytes(group.consumers.len() == 1, differences));
+    let round = match work.residence {
+        Residence::Memory => round,
+        Residence::Files { round_bytes } => round.min(round_bytes),
+    };
+    candidate.saturating_add(round)
+}
+
+/// The memory in bytes of the reference search for a group, which uses the whole batch.
+fn whole_batch_memory(work: &Workload<'_>, group: &FoldGroup) -> u64 {
+    let tokens = (work.sampling.samples as u64).saturating_mul(work.sampling.length as u64);
+    let [n, k] = work.shape(group.consumers[0]).map(|s| s as u64);
+    if group.consumers.len() == 1 {
+        return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
+    }
+    let rounded: u64 = group.consumers.iter().map(|&c| 4 * work.weights(c) as u64).sum();
+    let values = k + work.graph.width(group.inspected) as u64;
+    (4 * values).saturating_mul(tokens).saturating_add(rounded)
 }
 
 /// The operations of the scale search.
@@ -103,10 +149,9 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
 
 /// Whether a single linear is judged by its input's Gram matrix.
 fn is_gram(work: &Workload<'_>, group: &FoldGroup) -> bool {
-    let [n, k] = work.shape(group.consumers[0]).map(|s| s as u64);
     match work.settings.search {
-        Search::Fast => kept_bytes(work.graph, group, work.sampling, [n, k], SCALE_CANDIDATES) == 4 * k * k,
-        Search::Reference => work.tokens() > k as f64,
+        Search::Fast => kept(work, group).is_gram(),
+        Search::Reference => work.tokens() > work.shape(group.consumers[0])[1] as f64,
     }
 }
 

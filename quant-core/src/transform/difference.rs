@@ -17,7 +17,7 @@ use super::BlockTask;
 use super::objective::round_scaled;
 use super::rows::Rows;
 use super::shared::shared_scales;
-use crate::model::{CancelTap, FoldGroup, NodeId, Segments, WeightBody};
+use crate::model::{BlockGraph, CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
 /// Strips of the left operand per task.
@@ -27,9 +27,19 @@ const ENOUGH_WORK: u64 = 1 << 28;
 
 /// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
-    task.block.graph().nodes()[group.inspected].op.linear_shape()?;
     let weights = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape());
     let weights: u64 = weights.map(|[n, k]| n as u64 * k as u64).sum();
+    kernel_for(task.block.graph(), group, weights, tokens)
+}
+
+/// The kernel, for consumers with so many weights in all.
+pub(super) fn kernel_for(
+    graph: &BlockGraph,
+    group: &FoldGroup,
+    weights: u64,
+    tokens: usize,
+) -> Option<Avx512Bf16> {
+    graph.nodes()[group.inspected].op.linear_shape()?;
     Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)
 }
 

@@ -206,6 +206,9 @@ impl Statistic for Sample {
     }
 }
 
+/// The size in bytes of a token's place in a sample.
+pub(super) const PLACE_BYTES: u64 = size_of::<Place>() as u64;
+
 /// The widths of the values in a race: the input, the outputs of all consumers together, the input of the watched linear,
 /// and the watched output.
 #[derive(Debug, Clone, Copy)]

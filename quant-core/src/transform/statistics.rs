@@ -116,43 +116,58 @@ fn kept(
     Ok((samples, grams))
 }
 
-/// The number of bytes that the fast search keeps of a group's input. `[n, k]` is the shape of the group's first
-/// linear, and `candidates` the number of scales tried for it.
-pub(crate) fn kept_bytes(
-    graph: &BlockGraph,
-    group: &FoldGroup,
-    batch: Sampling,
-    [n, k]: [u64; 2],
-    candidates: usize,
-) -> u64 {
-    let shares = batch.experts.shares(graph.share_of_tokens(group.input));
-    shares
-        .map(|share| kept_of_share(graph, group, batch, [n, k], (candidates, share)))
-        .into_iter()
-        .max()
-        .unwrap_or(0)
+/// What the fast search keeps of a group's input.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Kept {
+    /// The size in bytes of the Gram matrix, if candidates are judged by it.
+    pub(super) gram_bytes: u64,
+    /// The tokens of the sample, if candidates race.
+    pub(super) tokens: u64,
 }
 
-/// The number of bytes if this fraction of all tokens has a row in the input.
-fn kept_of_share(
-    graph: &BlockGraph,
-    group: &FoldGroup,
-    batch: Sampling,
-    [n, k]: [u64; 2],
-    (candidates, share): (usize, f64),
-) -> u64 {
-    let tokens = (batch.samples as u64).saturating_mul(batch.length as u64);
-    let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
-    // If there are few tokens, a sample contains all of them.
-    let most = most.min((2.0 * tokens as f64 * share) as u64);
-    let rows = most.saturating_mul(4 * k);
-    let work = Work { tokens: tokens as f64 * share, n: n as f64, k: k as f64 };
-    if group.consumers.len() == 1 && work.gram_is_cheaper(candidates) {
+impl Kept {
+    /// What is kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried: the larger
+    /// case of each kind, if that depends on how many tokens are routed to an expert.
+    pub(super) fn of(
+        graph: &BlockGraph,
+        group: &FoldGroup,
+        batch: Sampling,
+        [n, k]: [u64; 2],
+        candidates: usize,
+    ) -> Self {
+        let shares = batch.experts.shares(graph.share_of_tokens(group.input));
+        let of_share = |share| Self::of_share(graph, group, batch, [n, k], (candidates, share));
+        shares.map(of_share).into_iter().fold(Self::default(), |a, b| Self {
+            gram_bytes: a.gram_bytes.max(b.gram_bytes),
+            tokens: a.tokens.max(b.tokens),
+        })
+    }
+
+    /// What is kept if this fraction of all tokens has a row in the input.
+    fn of_share(
+        graph: &BlockGraph,
+        group: &FoldGroup,
+        batch: Sampling,
+        [n, k]: [u64; 2],
+        (candidates, share): (usize, f64),
+    ) -> Self {
+        let all = (batch.samples as u64).saturating_mul(batch.length as u64);
+        let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
+        // If there are few tokens, a sample contains all of them.
+        let tokens = most.min((2.0 * all as f64 * share) as u64);
+        let work = Work { tokens: all as f64 * share, n: n as f64, k: k as f64 };
+        if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
+            return Self { gram_bytes: 0, tokens };
+        }
         // The number of counted tokens is not known yet, and if it is small, there will be a race after all.
         let all_count = batch.mask == Mask::None && batch.packing != Packing::Documents;
-        return if all_count { 4 * k * k } else { (4 * k * k).max(rows) };
+        Self { gram_bytes: 4 * k * k, tokens: if all_count { 0 } else { tokens } }
     }
-    rows
+
+    /// Whether candidates are certain to be judged by a Gram matrix.
+    pub(super) fn is_gram(self) -> bool {
+        self.gram_bytes > 0 && self.tokens == 0
+    }
 }
 
 /// The size of a search: a single linear `[n, k]`, and the number of tokens of its input.

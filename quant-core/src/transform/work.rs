@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::calibrate::Sampling;
+use crate::calibrate::{Residence, Sampling};
 use crate::model::{Architecture, BlockGraph, NodeId, Reach};
 use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
@@ -19,6 +19,8 @@ pub struct Workload<'a> {
     pub settings: &'a TransformSettings,
     /// The schemes of the block's linears that are quantized.
     pub schemes: BTreeMap<NodeId, LinearScheme>,
+    /// Where samples of the batch are kept.
+    pub residence: Residence,
 }
 
 /// The operations of a search.

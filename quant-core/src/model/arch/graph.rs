@@ -203,16 +203,16 @@ impl BlockGraph {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
     }
 
-    /// Returns the number of features per token that must be kept while the experts of a block run in sequence: their
-    /// input, their weights, and the sum of their outputs; 0 without experts.
-    pub fn expert_features(&self) -> usize {
+    /// Returns the sizes in bytes per token of what is kept while the experts of a block run one after the other: the sum of
+    /// their outputs, and the token's experts with their weights. Both are 0 without experts.
+    pub fn expert_sum_bytes(&self) -> (usize, usize) {
         let of = |(id, node): (NodeId, &Node)| {
-            let outputs = node.inputs[1..].iter().filter_map(|&output| self.rows[output]);
-            let read = outputs.map(|selects| self.widths[selects]).max().unwrap_or(0);
-            read + self.widths[node.inputs[0]] + self.widths[id]
+            let share = node.inputs[1..].first().map_or(0.0, |&output| self.share_of_tokens(output));
+            let routed = (self.widths[node.inputs[0]] as f64 * share).ceil() as usize;
+            (4 * self.widths[id], 8 * routed)
         };
         let sums = self.nodes.iter().enumerate().filter(|(_, node)| node.op.sums_experts());
-        sums.map(of).max().unwrap_or(0)
+        sums.map(of).max().unwrap_or_default()
     }
 
     /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly.
