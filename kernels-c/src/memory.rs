@@ -172,7 +172,7 @@ impl Scope {
     /// Reads a structure.
     ///
     /// # Safety
-    /// The pointer contract of the crate: if `at` is not null and aligned, it points to as many bytes as the `u32`
+    /// The pointer contract of the crate: if `at` is aligned and not null, it points to as many bytes as the `u32`
     /// there says.
     pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
         // SAFETY: the pointer contract.
@@ -267,7 +267,7 @@ impl Scope {
     /// A handle that is only read.
     ///
     /// # Safety
-    /// A pointer that is not null and aligned must be valid.
+    /// If the pointer is aligned and not null, it must be valid.
     pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
@@ -290,7 +290,7 @@ impl Scope {
     /// Memory that is read.
     ///
     /// # Safety
-    /// A pointer that is not null and aligned must be valid for reads of `len` elements, and nobody writes to them
+    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and nobody writes to them
     /// during the call.
     pub(crate) unsafe fn slice<T>(
         &self,

@@ -43,9 +43,9 @@ const TOP: &str = "/* Kernels that multiply activations with quantized weights: 
  * one thread at a time may use a handle, unless stated otherwise.
  *
  * Floats are rounded to nearest, and subnormal numbers are supported. Callers that change the rounding mode, or let the
- * processor flush subnormals to 0 (FTZ and DAZ, as -ffast-math may do at program start), must restore the defaults before
- * a call, also on the threads of a for_each: otherwise weights whose scale is below 2^-126 count as 0, and no status
- * reports it.
+ * processor flush subnormals to 0 (FTZ and DAZ, as -ffast-math may do at program start), must restore the defaults
+ * before a call, also on the threads of a for_each: otherwise weights whose scale is below 2^-126 count as 0, and no
+ * status reports it.
  *
  * Link with -lpthread -ldl -lm.
  */";
@@ -55,8 +55,8 @@ const CUDA_TOP: &str = "/* Kernels for NVIDIA GPUs: the C interface of the Rust 
  * compares it. Not yet run on a device.
  *
  * What quant_kernels.h says about statuses, structures and messages holds here too. Neither header needs one of CUDA's:
- * a stream is a CUstream or cudaStream_t, null for the default stream; an address is a CUdeviceptr or a CUDA pointer. The
- * driver and NVRTC are loaded when they are first needed.
+ * a stream is a CUstream or cudaStream_t, null for the default stream; an address is a CUdeviceptr or a CUDA pointer.
+ * The driver and NVRTC are loaded when they are first needed.
  *
  * Every family has two functions and two structures:
  *

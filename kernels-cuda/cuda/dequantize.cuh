@@ -1,7 +1,8 @@
 // Converts packed codes to the A fragments of `mma`: the step between the ring in shared memory and the tensor cores.
 //
-// Floats: a code `q` of 4 bits is inserted into the mantissa of a float whose unit is one, so a fragment holds `offset
-// + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is subtracted together with the zero point:
+// Floats: a code `q` of 4 bits is inserted into the mantissa of a float whose unit is one, so a fragment holds
+// `offset + q` without a subtraction or multiplication. The excess, `offset · Σ x`, is subtracted together with the
+// zero point:
 //
 //     Σ (q − z) x  =  Σ (offset + q) x  −  (offset + z) Σ x
 //

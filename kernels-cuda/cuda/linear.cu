@@ -19,8 +19,8 @@
 //   SERIAL       1: a block computes all chunks of k, one after another; 0: one chunk
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
-// tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory, STAGES −
-// 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations are
+// tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory,
+// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations are
 // swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the sums Σ x of
 // each group, distributed over the warps. They are multiplied with the zero points of a grid and the offset of the
 // dequantization (dequantize.cuh), once per group, and the product is the initial value of the group's accumulators; if
@@ -45,7 +45,7 @@ constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
-// Of a set.
+// Per set.
 constexpr int WARPS = ROW_WARPS * TOKEN_WARPS;
 constexpr int SET_THREADS = 32 * WARPS;
 constexpr int THREADS = SETS * SET_THREADS;

@@ -42,7 +42,7 @@ pub struct DecodeShape {
     pub max_tokens: usize,
     /// Type of queries: f16 or bf16.
     pub query: Float,
-    /// Of outputs.
+    /// Type of outputs.
     pub out: Float,
 }
 

@@ -132,7 +132,7 @@ impl KvPageLayout {
         self.kind != KvType::F16
     }
 
-    /// The position, in words, of word `word` of the row of `token` among the key rows of a tile; `token` is below 16.
+    /// The position, in words, of word `word` of the row of `token` (below 16) among the key rows of a tile.
     pub fn key_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
         // In every second row, the halves of each 128 bytes are swapped, if rows are multiples of 128 bytes.
@@ -140,8 +140,7 @@ impl KvPageLayout {
         token * words + (word ^ ((token & 1) * exchange))
     }
 
-    /// The position, in words, of word `word` of the row of `token` among the value rows of a tile; `token` is below
-    /// 16.
+    /// The position, in words, of word `word` of the row of `token` (below 16) among the value rows of a tile.
     pub fn value_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
         // Tokens 0, 2, 4, 6 are rows 0 to 3, followed by the odd ones, unless rows are not multiples of 32 bytes.
