@@ -9,7 +9,7 @@ impl Gpu {
     /// The first device.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no GPU.
     pub fn get() -> Self {
         Self(standalone::Gpu::first().unwrap_or_else(|e| panic!("a GPU was asked for: {e}")))
     }
