@@ -1,4 +1,5 @@
-/* Attention on a cache of 4 bits from C: pages of our own, then a cache of the library, both held to a naive attention.
+/* Attention on a 4-bit KV cache from C: on pages of our own, then on a cache of the library. Both are compared with a
+ * naive implementation.
  *
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/attention.c libquant_kernels.a -lpthread -ldl -lm
  */
@@ -10,7 +11,7 @@
 
 #include "quant_kernels.h"
 
-/* A prompt of which the last QUERIES tokens ask; two query heads attend with each key-value head. */
+/* A prompt whose last QUERIES tokens are queries; two query heads share each key-value head. */
 enum { TOKENS = 1500, QUERIES = 3, KV = 2, HEADS = 4, D = 64, PAGE = 64, BLOCKS = (TOKENS + PAGE - 1) / PAGE };
 
 #define CHECK(condition)                                                        \
@@ -27,7 +28,7 @@ static const qz1_message message = {sizeof(qz1_message), 0, reason, sizeof reaso
 static float keys[TOKENS][KV][D], values[TOKENS][KV][D], q[QUERIES][HEADS][D];
 static float out[QUERIES][HEADS][D], lse[QUERIES][HEADS];
 static float other[QUERIES][HEADS][D], other_lse[QUERIES][HEADS];
-/* What the cache holds: keys and values as they come out of 4 bits. */
+/* The contents of the cache: keys and values after quantization to 4 bits. */
 static float stored_keys[KV][TOKENS][D], stored_values[KV][TOKENS][D];
 
 static float noise(uint32_t *state) {
@@ -35,9 +36,9 @@ static float noise(uint32_t *state) {
     return (float)(*state >> 8) / (float)(1 << 23) - 1;
 }
 
-/* Attention by its definition, in double, on what is stored. The kernel rounds queries to 8 bits: each entry is at most
- * max |q| / 254 off, so that a score is at most `off` off, and a probability by a factor of exp(2 off). bf16, on
- * processors that have it, adds 2^-8 of terms that are at most 3 max |v| together. */
+/* Attention by definition, in double precision, on the stored keys and values. The kernel rounds queries to 8 bits.
+ * This changes each entry by at most max |q| / 254, each score by at most `off`, and each probability by at most a
+ * factor of exp(2 off). On processors with bf16 this adds 2^-8 of terms whose sum is at most 3 max |v|. */
 static void check(size_t query, size_t head, float scale, size_t first, size_t seen) {
     static double scores[TOKENS];
     const float *x = q[query][head];
@@ -70,7 +71,7 @@ static void check(size_t query, size_t head, float scale, size_t first, size_t s
     for (size_t i = 0; i < D; i++) {
         const double bound = expm1(2 * off) * magnitude[i] / sum + (3.0 / 256 + 1e-4) * largest_v;
         CHECK(fabs(out[query][head][i] - expected[i] / sum) <= bound);
-        /* A bound that says something. */
+        /* The bound must not be trivial. */
         CHECK(bound <= 0.2 * largest_v);
     }
 }
@@ -110,7 +111,7 @@ int main(void) {
                                       .pages_len = BLOCKS, .tokens = 0, .seen = PTRDIFF_MAX};
     }
 
-    /* A prompt, and then a token at a time. */
+    /* First a prompt, then one token at a time. */
     for (size_t at = 0; at < TOKENS;) {
         const size_t m = at == 0 ? TOKENS - 5 : 1;
         CHECK(qz1_kv_append(&layout, pool, pool_len, lists, KV, keys[at][0], m * KV * D, values[at][0], m * KV * D, NULL,
@@ -124,14 +125,14 @@ int main(void) {
             CHECK(qz1_kv_read(&layout, page, layout.page_bytes, t % PAGE, stored_keys[head][t], D, stored_values[head][t],
                               D, &message) == QZ1_STATUS_OK);
             for (size_t i = 0; i < D; i++) {
-                /* Half a step of fifteen over a range of at most 2, and the rounding of its scale. */
+                /* Half of one of fifteen steps over a range of at most 2, and the rounding of the scale. */
                 CHECK(fabsf(stored_keys[head][t][i] - keys[t][head][i]) <= 1.0f / 15 + 1e-3f);
                 CHECK(fabsf(stored_values[head][t][i] - values[t][head][i]) <= 1.0f / 15 + 1e-3f);
             }
         }
     }
 
-    /* Causal: the last query sees all, each one before it a token less. */
+    /* Causal: the last query sees all tokens, each one before it sees one token less. */
     size_t words;
     CHECK(qz1_attend_workspace(&layout, &heads, QUERIES, TOKENS, &words, &message) == QZ1_STATUS_OK);
     uint32_t *workspace = malloc(words * sizeof *workspace);
@@ -143,7 +144,7 @@ int main(void) {
     CHECK(ATTEND(out, lse) == QZ1_STATUS_OK);
     check_causal(heads.scale, 0);
 
-    /* The cache of the library does all this by itself, to the same bits. */
+    /* The library's cache does all of this, with bit-identical results. */
     qz1_kv_cache *cache = NULL;
     CHECK(qz1_kv_cache_new(&layout, &heads, TOKENS, &cache, &message) == QZ1_STATUS_OK);
     CHECK(qz1_kv_cache_append(cache, keys[0][0], TOKENS * KV * D, values[0][0], TOKENS * KV * D, NULL, &message) ==
@@ -157,7 +158,7 @@ int main(void) {
           QZ1_STATUS_OK);
     CHECK(memcmp(out[last], other[0], sizeof out[last]) == 0);
 
-    /* A window: all but the first 700 tokens. Then those, joined to it: the whole again. */
+    /* A window: all but the first 700 tokens. Then these 700, merged with the window: the whole again. */
     for (size_t head = 0; head < KV; head++) lists[head].first = 700;
     CHECK(ATTEND(out, lse) == QZ1_STATUS_OK);
     check_causal(heads.scale, 700);
@@ -170,7 +171,7 @@ int main(void) {
                            other_lse[0], QUERIES * HEADS, &message) == QZ1_STATUS_OK);
     check_causal(heads.scale, 0);
 
-    /* What is wrong is told. */
+    /* Errors give a status and a message. */
     numbers[1][0] = KV * BLOCKS;
     CHECK(ATTEND(out, lse) == QZ1_STATUS_MISMATCH);
     printf("a page that is not there: %s\n", reason);

@@ -1,12 +1,12 @@
-/* A linear layer with weights of 4 bits and activations of 8 on an NVIDIA GPU, from C: pack, plan, quantize, multiply,
- * check, and misuse. It needs no header of CUDA's: the few functions of the driver that a program has anyway, for its
- * context and memory, are looked up by hand.
+/* A linear layer with 4-bit weights and 8-bit activations on an NVIDIA GPU, from C: pack, plan, quantize, multiply,
+ * check the results, handle errors. Needs no CUDA headers: the few driver functions for a context and memory, which
+ * every CUDA program has, are looked up by hand.
  *
  *   cargo build --release -p quant-kernels-c --features cuda
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/cuda_linear.c libquant_kernels.a -lpthread -ldl -lm
- *   ./a.out [DIRECTORY]     where compiled kernels are kept
+ *   ./a.out [DIRECTORY]     directory for compiled kernels
  *
- * Ends with 2, and says why, where there is no GPU or no compiler.
+ * Exits with 2, and says why, if there is no GPU or no compiler.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <dlfcn.h>
@@ -66,7 +66,7 @@ static void open_driver(void) {
     CHECK(cu_context_retain(&context, device) == 0 && cu_context_set(context) == 0);
 }
 
-/* Device memory with these bytes, or of zeros; a workspace may need none. */
+/* Device memory with these bytes, or with zeros; a workspace may need none. */
 static qz1_cuda_region to_device(const void *from, size_t bytes) {
     qz1_cuda_region region = {0, bytes};
     if (bytes == 0) return region;
@@ -86,7 +86,7 @@ static uint8_t codes[N * K], zeros[N * K / GROUP];
 static float scales[N * K / GROUP], x[M * K], bias[N], out[M * N], x_scales[M];
 static int8_t x_codes[M * K];
 
-/* The layer by its definition, on the activations that were quantized. */
+/* The layer by definition, on the quantized activations. */
 static double expected(size_t m, size_t n, double *magnitude) {
     double sum = 0;
     *magnitude = fabs((double)bias[n]);
@@ -113,7 +113,7 @@ int main(int argc, char **argv) {
         return 2;
     }
 
-    /* Weights are packed once; `layout` may be stored beside the bytes. */
+    /* Weights are packed once; `layout` may be stored with the bytes. */
     const qz1_weights weights = {
         .struct_size = sizeof weights, .bits = 4, .n = N, .k = K, .group_size = GROUP,
         .codes = codes, .codes_len = sizeof codes, .scales = scales, .scales_len = N * K / GROUP,
@@ -125,7 +125,7 @@ int main(int argc, char **argv) {
     CHECK(packed != NULL);
     CHECK(qz1_cuda_pack(&weights, &layout, packed, layout.bytes, &message) == QZ1_STATUS_OK);
 
-    /* Without a context there is no plan. */
+    /* Planning fails without a context. */
     qz1_cuda_kernels *kernels = NULL;
     CHECK(qz1_cuda_kernels_new(argc > 1 ? argv[1] : NULL, &kernels, &message) == QZ1_STATUS_OK);
     const qz1_cuda_linear_shape shape = {
@@ -136,7 +136,7 @@ int main(int argc, char **argv) {
     printf("without a context: %s\n", reason);
     open_driver();
 
-    /* Plans compile and load kernels: ahead of what must not wait. */
+    /* Planning compiles and loads kernels, so it comes before any time-critical code. */
     CHECK(qz1_cuda_linear_plan(kernels, &shape, &linear, &message) == QZ1_STATUS_OK);
     const qz1_cuda_activation_shape rows = {
         .struct_size = sizeof rows, .rows = QZ1_CUDA_ROWS_PLAIN, .x_type = QZ1_TYPE_F32, .m = M, .k = K,
@@ -147,7 +147,7 @@ int main(int argc, char **argv) {
     CHECK(qz1_cuda_plan_workspace(linear, &bytes, &tickets, &message) == QZ1_STATUS_OK);
     printf("a workspace of %zu bytes, and %zu of tickets that are zero before\n", bytes, tickets);
 
-    /* What is allocated is the caller's. */
+    /* The caller allocates all device memory. */
     const qz1_cuda_activation_arguments from = {
         .struct_size = sizeof from, .x = to_device(x, sizeof x),
         .codes = to_device(NULL, M * K), .scales = to_device(NULL, M * sizeof(float)),
@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
         .tickets = to_device(NULL, tickets), .workspace = to_device(NULL, bytes),
     };
 
-    /* Both on one stream, here the context's own; the second again, with the tickets as the first left them. */
+    /* Both on one stream, here the default stream; the product twice, with the tickets that the first launch left. */
     void *stream = NULL;
     CHECK(qz1_cuda_activation_launch(quantize, &from, stream, &message) == QZ1_STATUS_OK);
     CHECK(qz1_cuda_linear_launch(linear, &to, stream, &message) == QZ1_STATUS_OK);
@@ -177,7 +177,7 @@ int main(int argc, char **argv) {
         }
     }
 
-    /* What is wrong is told, and nothing is launched. */
+    /* Errors give a status and a message, and nothing is launched. */
     qz1_cuda_linear_arguments wrong = to;
     wrong.out.bytes--;
     CHECK(qz1_cuda_linear_launch(linear, &wrong, stream, &message) == QZ1_STATUS_LENGTH);

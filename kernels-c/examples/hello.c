@@ -1,4 +1,4 @@
-/* The shortest program: pack a matrix of 4 bits, multiply one row with it.
+/* The shortest program: packs a 4-bit matrix and multiplies one row with it.
  *
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/hello.c libquant_kernels.a -lpthread -ldl -lm
  */
@@ -10,7 +10,7 @@
 enum { N = 32, K = 64 };
 
 int main(void) {
-    static uint8_t codes[N * K]; /* one code a byte, 0 to 15; 8 stands for 0 */
+    static uint8_t codes[N * K]; /* one code per byte, 0 to 15; the zero point is 8 */
     static float scales[N], x[K], y[N];
     for (int i = 0; i < N * K; i++) codes[i] = (uint8_t)(i % 16);
     for (int i = 0; i < N; i++) scales[i] = 0.5f;

@@ -1,4 +1,4 @@
-/* A linear layer with weights of 4 bits from C: pack, quantize, multiply on two threads, check, and misuse.
+/* A linear layer with 4-bit weights from C: pack, quantize, multiply on two threads, check the results, handle errors.
  *
  *   cc -std=c11 -I kernels-c/include kernels-c/examples/linear.c libquant_kernels.a -lpthread -ldl -lm
  */
@@ -24,7 +24,7 @@ enum { M = 5, N = 100, K = 256, GROUP = 64, THREADS = 2 };
 static char reason[200] = "";
 static const qz1_message message = {sizeof(qz1_message), 0, reason, sizeof reason};
 
-/* Threads of our own: each takes every second piece. */
+/* Our own threads: each takes every second piece. */
 struct half {
     size_t first, count;
     qz1_piece piece;
@@ -58,7 +58,7 @@ static void on_threads(void *ctx, size_t count, qz1_piece piece, void *work) {
     }
 }
 
-/* What an own `for_each` must not do. */
+/* A wrong `for_each`: it calls nothing. */
 static void on_nothing(void *ctx, size_t count, qz1_piece piece, void *work) {
     (void)ctx, (void)count, (void)piece, (void)work;
 }
@@ -71,7 +71,7 @@ static float noise(uint32_t *state) {
 static uint8_t codes[N * K], zeros[N * K / GROUP];
 static float scales[N * K / GROUP], x[M * K], bias[N], out[M * N], again[M * N];
 
-/* The layer by its definition, on activations as they were given. */
+/* The layer by definition, on the original activations. */
 static double expected(size_t m, size_t n, double *magnitude) {
     double sum = bias[n];
     *magnitude = 0;
@@ -110,7 +110,7 @@ int main(void) {
     CHECK(qz1_has(QZ1_FEATURE_INT8) == 1 && qz1_has(12345) == 0);
     printf("version %s on %s\n", qz1_version(), qz1_isa_name(qz1_isa_detect()));
 
-    /* Weights are described once, laid out, and packed into memory of the caller. */
+    /* Describe the weights, compute their layout, and pack them into the caller's memory. */
     qz1_weights weights = {
         .struct_size = sizeof weights, .bits = 4, .n = N, .k = K, .group_size = GROUP,
         .codes = codes, .codes_len = sizeof codes, .scales = scales, .scales_len = N * K / GROUP,
@@ -124,13 +124,13 @@ int main(void) {
     const qz1_parallel threads = {sizeof threads, THREADS, &calls, on_threads};
     CHECK(qz1_pack(&weights, &layout, 0, layout.panels, packed, layout.bytes, &threads, &message) == QZ1_STATUS_OK);
 
-    /* Activations become whole numbers, once for all layers that read them. */
+    /* Quantize activations once for all layers that read them. */
     qz1_int8_rows *rows = NULL;
     CHECK(qz1_int8_rows_new(QZ1_ISA_DETECT, &rows, &message) == QZ1_STATUS_OK);
     const qz1_values values = {sizeof values, QZ1_TYPE_F32, x, M * K};
     CHECK(qz1_int8_rows_quantize(rows, &layout, &values, NULL, &threads, &message) == QZ1_STATUS_OK);
 
-    /* The same bits with two threads, and with none of ours by portable code. */
+    /* Two threads with the fastest instructions give the same bits as one thread with portable code. */
     CHECK(qz1_multiply(&layout, packed, layout.bytes, rows, bias, N, out, M * N, QZ1_ISA_DETECT, &threads, &message) ==
           QZ1_STATUS_OK);
     CHECK(calls >= 3);
@@ -147,7 +147,7 @@ int main(void) {
           QZ1_STATUS_OK);
     check_outputs(1e-4);
 
-    /* What is wrong is told. */
+    /* Errors give a status and a message. */
     CHECK(qz1_multiply(&layout, packed, layout.bytes, rows, bias, N, out, M * N - 1, 0, NULL, &message) ==
           QZ1_STATUS_LENGTH);
     printf("a short buffer: %s\n", reason);

@@ -13,17 +13,17 @@ use crate::rows::qz1_static_scale;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{QZ1_CODES_E2M1, QZ1_CODES_E4M3, QZ1_CODES_INTEGER, qz1_weights};
 
-/// An open checkpoint. It does not change; any number of threads may use it.
+/// An open checkpoint. It is immutable: any number of threads may use it.
 pub struct qz1_checkpoint {
     opened: QuantizedCheckpoint,
     /// Name and scheme of each linear.
     texts: Vec<[CString; 2]>,
 }
 
-/// The weight of a linear in memory, unpacked. It does not change.
+/// The unpacked weight of a linear, in memory. Immutable.
 pub struct qz1_tensor {
     tensor: QuantizedTensor,
-    /// E4M3 codes of the scales, where there is a scale above them.
+    /// E4M3 codes of the group scales, if there are two levels of scales.
     scale_codes: Option<Vec<u8>>,
     bias: Option<Vec<f32>>,
 }
@@ -48,7 +48,7 @@ pub struct qz1_linear {
 
 fields!(qz1_linear, scheme);
 
-/// A text of the caller.
+/// A string of the caller.
 ///
 /// # Safety
 /// It ends with a zero byte, and nobody changes it during the call.
@@ -56,7 +56,7 @@ unsafe fn text<'a>(at: *const c_char, what: &'static str) -> Result<&'a CStr, Fa
     if at.is_null() {
         return Err(Fault::part(qz1_status::Null, what, "is null"));
     }
-    // SAFETY: not null, and by the pointer contract it ends with a zero byte.
+    // SAFETY: not null, checked above; by the pointer contract it ends with a zero byte.
     Ok(unsafe { CStr::from_ptr(at) })
 }
 
@@ -77,9 +77,9 @@ fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&QuantizedLinear,
     linear.ok_or_else(|| Fault::new(qz1_status::Checkpoint, "the checkpoint has fewer quantized linears"))
 }
 
-/// Opens a checkpoint: a directory with `config.json` and safetensors files, in the formats AWQ, GPTQ,
-/// compressed-tensors, ModelOpt, QServe or FP8. Headers and shapes are checked, no weight is read. `path` ends with a
-/// zero byte. Freed by `qz1_checkpoint_free`. On an error `out` is set to null.
+/// Opens a checkpoint: a directory with `config.json` and safetensors files, in one of the formats AWQ, GPTQ,
+/// compressed-tensors, ModelOpt, QServe or FP8. Headers and shapes are checked; no weight is read. `path` ends with a
+/// zero byte. The handle is freed by `qz1_checkpoint_free`. On an error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
         let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
-        // Names hold no zero byte: headers with control characters are refused.
+        // Names contain no zero byte: headers with control characters are rejected.
         let c_text = |text: &str| CString::new(text).unwrap_or_default();
         let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
         let texts = opened.linears().iter().map(both).collect();
@@ -103,10 +103,10 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
     })
 }
 
-/// Closes a checkpoint; null is allowed. Tensors that were read stay.
+/// Closes a checkpoint; null is allowed. Tensors that were read from it remain valid.
 ///
 /// # Safety
-/// It is one of `qz1_checkpoint_open`, freed once.
+/// The handle comes from `qz1_checkpoint_open` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
     if !checkpoint.is_null() {
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
     }
 }
 
-/// How many quantized linears there are. They have the numbers below it, in the order of their names.
+/// The number of quantized linears. They are numbered from 0, in the order of their names.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
     })
 }
 
-/// The number of the quantized linear with this name, which ends with a zero byte.
+/// The number of the quantized linear with this name. `name` ends with a zero byte.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn qz1_checkpoint_find(
     })
 }
 
-/// Describes a linear. Fills `out`, whose `struct_size` is set.
+/// Describes a linear. Fills `out`, whose `struct_size` the caller has set.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn qz1_checkpoint_linear(
     })
 }
 
-/// Reads the weight of a linear, and its bias. Takes a byte for each weight and 4 for each scale. Freed by
+/// Reads the weight of a linear, and its bias. Takes one byte per weight and 4 bytes per scale. The handle is freed by
 /// `qz1_tensor_free`. On an error `out` is set to null.
 ///
 /// # Safety
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
 /// Frees a tensor; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_checkpoint_read`, freed once.
+/// The handle comes from `qz1_checkpoint_read` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
     if !tensor.is_null() {
@@ -229,8 +229,8 @@ pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
     }
 }
 
-/// The weight as `qz1_layout_of` and `qz1_pack` take it. Fills `out`, whose `struct_size` is set; what it points to
-/// belongs to the tensor, and is not needed any more when the weight was packed.
+/// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` the caller has
+/// set. The memory that `out` points to belongs to the tensor; packed weights do not refer to it.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -253,7 +253,7 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     let qz1_tensor { tensor, scale_codes, .. } = of;
     let view = tensor.view_with(scale_codes.as_deref())?;
     let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
-    // The scale above those of groups is the tensor's own.
+    // With two levels of scales, the upper scale is the tensor's own.
     let (scales, groups) = match view.scales(0..tensor.shape[0]) {
         Scales::Float(scales) => (scales, None),
         Scales::Progressive { groups, channels } => (channels, Some(groups)),
@@ -304,8 +304,8 @@ pub unsafe extern "C" fn qz1_tensor_bias(
     })
 }
 
-/// The scale of the linear's activations that the checkpoint was calibrated with, where they are integers with one scale
-/// for all tokens. `scale` is 0 for every other linear. A zero other than 0 needs a layout with sums.
+/// The calibrated static scale of the linear's activations, for linears whose activations are integers with one scale
+/// for all tokens. `scale` is 0 for every other linear. A zero point other than 0 needs a layout with sums.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.

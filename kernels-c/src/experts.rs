@@ -1,4 +1,4 @@
-//! The experts of a layer in one call, behind a handle that holds its plan and memory.
+//! The experts of a layer in one call, through a handle that holds the plan and its memory.
 
 use half::{bf16, f16};
 use quant_kernels_cpu::experts::{
@@ -13,29 +13,29 @@ use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32, by_kind, qz1_values
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{layout_of_many, qz1_layout};
 
-/// Weights are multiplied with integers of 8 bits, a scale for every row.
+/// Weights are multiplied with 8-bit integers, with one scale per row.
 pub const QZ1_EXPERT_ROWS_INT8: u32 = 1;
 /// Weights are multiplied with floats.
 pub const QZ1_EXPERT_ROWS_FLOAT: u32 = 2;
 
 /// `silu(gate) · up`
 pub const QZ1_GATE_SILU: u32 = 1;
-/// `gelu(gate) · up`, with a hyperbolic tangent.
+/// `gelu(gate) · up`, in the tanh approximation.
 pub const QZ1_GATE_GELU_TANH: u32 = 2;
 /// `g · σ(alpha · g) · (u + 1)` with `g = min(gate, limit)` and `u` between `−limit` and `limit`.
 pub const QZ1_GATE_CLAMPED: u32 = 3;
 
-/// In a slot of a token: no expert.
+/// Marks a token's slot that has no expert.
 pub const QZ1_NO_EXPERT: u32 = u32::MAX;
 
-/// The plan of calls of a layer's experts, and their memory.
+/// The plan for calls of a layer's experts, and the memory that they need.
 pub struct qz1_experts {
     plan: ExpertsPlan,
     workspace: ExpertsWorkspace,
 }
 
-/// One expert: packed weights of its gate and up `[inner, hidden]` and its down `[hidden, inner]`, whose bits, groups,
-/// scales and zeros are its own. Gate and up have the same groups.
+/// One expert: packed weights of its gate and up projections `[inner, hidden]` and its down projection `[hidden,
+/// inner]`. Each may have its own bits, groups, scales and zero points, but gate and up have the same groups.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_expert {
@@ -43,7 +43,7 @@ pub struct qz1_expert {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// That of the gate.
+    /// Layout of the gate projection.
     pub gate_layout: *const qz1_layout,
     /// As `qz1_pack` writes them.
     pub gate: *const u8,
@@ -53,7 +53,7 @@ pub struct qz1_expert {
     pub gate_bias: *const f32,
     /// Elements of `gate_bias`.
     pub gate_bias_len: usize,
-    /// That of the up.
+    /// Layout of the up projection.
     pub up_layout: *const qz1_layout,
     /// As `qz1_pack` writes them.
     pub up: *const u8,
@@ -63,7 +63,7 @@ pub struct qz1_expert {
     pub up_bias: *const f32,
     /// Elements of `up_bias`.
     pub up_bias_len: usize,
-    /// That of the down.
+    /// Layout of the down projection.
     pub down_layout: *const qz1_layout,
     /// As `qz1_pack` writes them.
     pub down: *const u8,
@@ -75,7 +75,7 @@ pub struct qz1_expert {
     pub down_bias_len: usize,
 }
 
-/// What calls of a layer's experts do.
+/// Configuration of calls of a layer's experts.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_experts_config {
@@ -87,21 +87,21 @@ pub struct qz1_experts_config {
     pub rows: u32,
     /// `QZ1_GATE_…`
     pub gate: u32,
-    /// Of a clamped gate.
+    /// `alpha` of a clamped gate.
     pub alpha: f32,
-    /// Of a clamped gate, not negative.
+    /// `limit` of a clamped gate, not negative.
     pub limit: f32,
-    /// `QZ1_TYPE_…` of activations.
+    /// `QZ1_TYPE_…` of the activations.
     pub kind: u32,
     /// 0
     pub reserved: u32,
-    /// Tokens of a call, at most.
+    /// Maximum number of tokens per call.
     pub tokens: usize,
-    /// Experts of a token, at most.
+    /// Maximum number of experts per token.
     pub top_k: usize,
 }
 
-/// Which experts each token goes to.
+/// The experts that each token is routed to.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_routing {
@@ -109,13 +109,13 @@ pub struct qz1_routing {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Slots of a token.
+    /// Slots per token.
     pub top_k: usize,
-    /// Numbers of experts, or `QZ1_NO_EXPERT`, `[tokens, top_k]`.
+    /// Expert indices, or `QZ1_NO_EXPERT`, `[tokens, top_k]`.
     pub experts: *const u32,
     /// Elements of `experts`.
     pub experts_len: usize,
-    /// What each expert's output is multiplied by, `[tokens, top_k]`.
+    /// The weight of each expert's output, `[tokens, top_k]`.
     pub weights: *const f32,
     /// Elements of `weights`.
     pub weights_len: usize,
@@ -125,13 +125,13 @@ fields!(qz1_expert, down_bias_len, reserved);
 fields!(qz1_experts_config, top_k, reserved);
 fields!(qz1_routing, weights_len, reserved);
 
-/// The experts, once all that is written was entered.
+/// Reads the experts. Everything that is written must have been entered before.
 ///
 /// # Safety
 /// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.
 unsafe fn experts(scope: &Scope, at: *const qz1_expert, count: usize) -> Result<Vec<Expert<'_>>, Fault> {
     let mut experts = memory::room(count, "the experts")?;
-    // SAFETY: the safety contract of this function is that of what it calls.
+    // SAFETY: this function has the safety contract of the functions that it calls.
     unsafe {
         scope.each(at, count, "the experts", |_, e: qz1_expert| {
             let of = |layout, bytes, len, bias: *const f32, bias_len| -> Result<ExpertWeight<'_>, Fault> {
@@ -170,9 +170,10 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
     Ok(ExpertsPlan::new::<E>(experts, token(of.isa)?, rows, gate, of.tokens, of.top_k)?)
 }
 
-/// A handle for calls of these experts, with the memory that they take, whatever the routing; freed by
-/// `qz1_experts_free`. `workspace_bytes`, where it is not null, gets how much that is. On an error `out` is set to null.
-/// Nothing of the experts is kept: other weights of the same layouts may be passed to `qz1_experts_run`.
+/// A handle for calls of these experts, with all the memory that they need for any routing; freed by
+/// `qz1_experts_free`. If `workspace_bytes` is not null, the size of that memory is written there. On an error `out` is
+/// set to null. The handle keeps no reference to the experts: other weights of the same layouts may be passed to
+/// `qz1_experts_run`.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -210,19 +211,18 @@ pub unsafe extern "C" fn qz1_experts_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_experts_new`, freed once.
+/// The handle comes from `qz1_experts_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
     if !handle.is_null() {
-        // SAFETY: the caller guarantees what `# Safety` asks. Memory is given back without calling anything that could
-        // panic.
+        // SAFETY: the caller guarantees what `# Safety` asks. Freeing memory calls nothing that could panic.
         drop(unsafe { Box::from_raw(handle) });
     }
 }
 
-/// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, in order of experts. `x` is `[tokens, hidden]`, `out` the
-/// same in single precision and overwritten; a token without experts gets zeros. Results are those of single products,
-/// to the bit, with any threads. Where `for_each` fails, `out` is written in part.
+/// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, summed in the order of expert indices. `x` is
+/// `[tokens, hidden]`; `out` has the same shape, is f32 and is overwritten; tokens without experts get zeros. Results
+/// are bit-identical to separate products, for any number of threads. If `for_each` fails, `out` may be partly written.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody else uses the handle.

@@ -6,32 +6,33 @@ use quant_kernels_cpu::{Isa, IsaToken};
 
 use crate::status::Fault;
 
-/// The fastest instructions of the processor, or those that the environment variable `QUANT_ISA` names.
+/// The fastest instruction set of the processor, or the one named by the environment variable `QUANT_ISA`.
 pub const QZ1_ISA_DETECT: u32 = 0;
-/// Portable code, the definition of every result.
+/// Portable code, the reference for every result.
 pub const QZ1_ISA_SCALAR: u32 = 1;
 /// AVX2, FMA and F16C.
 pub const QZ1_ISA_AVX2: u32 = 2;
-/// The same and AVX-VNNI.
+/// AVX2, FMA, F16C and AVX-VNNI.
 pub const QZ1_ISA_AVXVNNI: u32 = 3;
 /// AVX-512 F, BW, VL and VNNI.
 pub const QZ1_ISA_AVX512VNNI: u32 = 4;
-/// The same and BF16.
+/// AVX-512 F, BW, VL, VNNI and BF16.
 pub const QZ1_ISA_AVX512BF16: u32 = 5;
 /// AArch64's Advanced SIMD.
 pub const QZ1_ISA_NEON: u32 = 6;
-/// The same and dotprod.
+/// Advanced SIMD and dotprod.
 pub const QZ1_ISA_NEONDOT: u32 = 7;
-/// The same and i8mm.
+/// Advanced SIMD, dotprod and i8mm.
 pub const QZ1_ISA_NEONI8MM: u32 = 8;
-/// AVX-512 as `QZ1_ISA_AVX512BF16`, and AMX: tiles of 8-bit integers and of bf16, where the system permits them.
+/// The instructions of `QZ1_ISA_AVX512BF16`, and AMX: tiles of 8-bit integers and of bf16, if the operating system
+/// permits them.
 pub const QZ1_ISA_AMX: u32 = 9;
 
-/// Weights of 2 to 8 bits, activations of 8.
+/// Weights of 2 to 8 bits with 8-bit activations.
 pub const QZ1_FEATURE_INT8: u32 = 1;
-/// The same weights, float activations.
+/// Weights of 2 to 8 bits with float activations.
 pub const QZ1_FEATURE_FLOAT: u32 = 2;
-/// Weights with two levels of scales.
+/// Weights with two levels of scales. Activations in f16 and bf16.
 pub const QZ1_FEATURE_PROGRESSIVE: u32 = 3;
 /// Activations of f16 and bf16.
 pub const QZ1_FEATURE_HALF: u32 = 4;
@@ -41,11 +42,11 @@ pub const QZ1_FEATURE_FUSED: u32 = 5;
 pub const QZ1_FEATURE_HADAMARD: u32 = 6;
 /// Attention on a quantized cache.
 pub const QZ1_FEATURE_ATTENTION: u32 = 7;
-/// Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`: where the library was built with them.
+/// Kernels for NVIDIA GPUs, `quant_kernels_cuda.h`, if the library was built with them.
 pub const QZ1_FEATURE_CUDA: u32 = 8;
 /// The experts of a layer in one call.
 pub const QZ1_FEATURE_EXPERTS: u32 = 9;
-/// Quantized checkpoints on disk: where the library was built with them.
+/// Quantized checkpoints on disk, if the library was built with them.
 pub const QZ1_FEATURE_CHECKPOINTS: u32 = 10;
 
 /// Names of instruction sets by number.
@@ -61,7 +62,7 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
-/// The instructions that a number asks for.
+/// The instruction set with this number.
 pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     if isa == QZ1_ISA_DETECT {
         return Ok(IsaToken::detect());
@@ -72,7 +73,8 @@ pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     Ok(isa.token()?)
 }
 
-/// The version of this interface: major above 16 bits of minor. Within a major, functions and fields are only added.
+/// The version of this interface: the major version in the upper 16 bits, the minor in the lower 16. Within a major
+/// version, functions and fields are only added.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_abi_version() -> u32 {
     1 << 16
@@ -84,7 +86,7 @@ pub extern "C" fn qz1_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// 1 where a `QZ1_FEATURE_…` is there, else 0.
+/// 1 if the library has a `QZ1_FEATURE_…`, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_has(feature: u32) -> u32 {
     let always = matches!(feature, QZ1_FEATURE_INT8..=QZ1_FEATURE_ATTENTION | QZ1_FEATURE_EXPERTS);
@@ -93,13 +95,13 @@ pub extern "C" fn qz1_has(feature: u32) -> u32 {
     u32::from(always || cuda || checkpoints)
 }
 
-/// 1 where the processor has a `QZ1_ISA_…`, else 0.
+/// 1 if the processor has a `QZ1_ISA_…`, else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_available(isa: u32) -> u32 {
     u32::from(token(isa).is_ok())
 }
 
-/// The instructions that `QZ1_ISA_DETECT` means here.
+/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects on this processor.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_detect() -> u32 {
     let found = IsaToken::detect().isa().name();

@@ -34,7 +34,7 @@ pub unsafe extern "C" fn qz1_hadamard_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_hadamard_new`, freed once.
+/// The handle comes from `qz1_hadamard_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
     if !by.is_null() {
@@ -43,10 +43,10 @@ pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
     }
 }
 
-/// An entry of the matrix, 1 or −1; 0 where there is no such row or column, or the handle is null.
+/// An entry of the matrix, 1 or −1; 0 if there is no such row or column, or the handle is null.
 ///
 /// # Safety
-/// The handle is null or one of `qz1_hadamard_new`.
+/// The handle is null or comes from `qz1_hadamard_new`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_hadamard_sign(by: *const qz1_hadamard, row: usize, column: usize) -> i32 {
     // SAFETY: the pointer contract.
@@ -54,7 +54,8 @@ pub unsafe extern "C" fn qz1_hadamard_sign(by: *const qz1_hadamard, row: usize, 
     by.and_then(|by| by.by.sign(row, column)).map_or(0, i32::from)
 }
 
-/// Transforms rows `[m, n]` in place, `m` the length over the width. A handle may be used by any number of threads.
+/// Transforms rows `[m, n]` in place; `m` is the length divided by the width `n`. Any number of threads may use a
+/// handle at once.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.

@@ -1,4 +1,4 @@
-//! Pages of keys and values in memory of the caller, and attention on lists of them.
+//! Pages of keys and values in the caller's memory, and attention on lists of pages.
 
 use quant_kernels_cpu::attention::{
     Heads, KvLayout, KvPages, KvType, MAX_HEADS, PAGE_TOKENS, PageList, merge,
@@ -9,15 +9,15 @@ use crate::memory::{self, Scope, fields};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Codes of 4 bits, a scale and a zero a token and head.
+/// 4-bit codes, with a scale and a zero point per token and head.
 pub const QZ1_KV_4BIT: u32 = 1;
-/// The same of 8 bits.
+/// 8-bit codes, with a scale and a zero point per token and head.
 pub const QZ1_KV_8BIT: u32 = 2;
-/// Half floats.
+/// IEEE half precision.
 pub const QZ1_KV_F16: u32 = 3;
 
-/// Pages of keys and values: each holds the same number of tokens of one key-value head. Made by
-/// `qz1_kv_layout_of`; its fields may be kept beside pages, and are checked against `id` whenever it is used.
+/// Layout of pages of keys and values; each page holds the same number of tokens of one key-value head. Made by
+/// `qz1_kv_layout_of`. Its fields may be stored with the pages, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_kv_layout {
@@ -25,13 +25,13 @@ pub struct qz1_kv_layout {
     pub struct_size: u32,
     /// `QZ1_KV_…`
     pub kind: u32,
-    /// Features of a head: a multiple of 16 up to 512.
+    /// Features of a head: a multiple of 16, at most 512.
     pub head_dim: u32,
-    /// Tokens of a page: 64.
+    /// Tokens per page: 64.
     pub page_tokens: u32,
-    /// Bytes of a page, a multiple of 64. Kernels read fastest where pages begin at one.
+    /// Bytes per page, a multiple of 64. Kernels are fastest if pages begin at a multiple of 64.
     pub page_bytes: u64,
-    /// Names the order and all that it depends on.
+    /// Identifies the data order and everything that it depends on.
     pub id: u64,
 }
 
@@ -41,16 +41,17 @@ pub struct qz1_kv_layout {
 pub struct qz1_heads {
     /// `sizeof(qz1_heads)`
     pub struct_size: u32,
-    /// What scores are multiplied with, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, usually `1 / √head_dim`; finite.
     pub scale: f32,
-    /// A multiple of the key-value heads, up to 65536: query head `h` attends with head `h / (query / kv)`.
+    /// Query heads: a multiple of the key-value heads, at most 65536. Query head `h` attends to key-value head `h /
+    /// (query / kv)`.
     pub query: usize,
     /// Key-value heads.
     pub kv: usize,
 }
 
-/// The pages of one key-value head, and what is seen of them. Tokens are counted along the list, whatever pages it
-/// names: a selection of pages, or a window, is a list. In an array of lists all have the same `struct_size`.
+/// The pages of one key-value head, and which of their tokens are seen. Tokens are counted along the list, whichever
+/// pages it names: a list can select pages, or be a window. In an array of lists, all have the same `struct_size`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_page_list {
@@ -58,16 +59,17 @@ pub struct qz1_page_list {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Numbers of pages, in order; page `i` begins at `i · page_bytes`.
+    /// Page numbers, in order; page `i` begins at byte `i · page_bytes`.
     pub pages: *const u32,
-    /// Elements of `pages`; those behind the last token are not looked at.
+    /// Elements of `pages`; entries after the page of the last token are not read.
     pub pages_len: usize,
-    /// Tokens in them.
+    /// Tokens in the list.
     pub tokens: usize,
-    /// Tokens at the beginning that no query sees.
+    /// Number of tokens at the beginning that no query sees.
     pub first: usize,
-    /// Tokens up to the last that the first query sees; each query sees one more than the one before it, and none
-    /// more than there are. `PTRDIFF_MAX`: all see all. Causal: `tokens − queries + 1`, which may be negative.
+    /// Number of tokens up to and including the last one that the first query sees. Each later query sees one more, but
+    /// never more than `tokens`. `PTRDIFF_MAX`: every query sees all of them. Causal: `tokens − queries + 1`, which may
+    /// be negative.
     pub seen: isize,
 }
 
@@ -99,7 +101,7 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
     }
 }
 
-/// The layout that the caller's fields describe, every one of them.
+/// The layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
 /// As [`Scope::read`].
@@ -121,10 +123,10 @@ pub(crate) unsafe fn heads(scope: &Scope, at: *const qz1_heads) -> Result<Heads,
     Ok(Heads { query: h.query, kv: h.kv, scale: h.scale })
 }
 
-/// Lists that are kept without allocating.
+/// Number of lists that need no allocation.
 const FEW: usize = 32;
 
-/// Calls `body` with the lists of the caller. All that is written must have been entered before.
+/// Calls `body` with the lists of the caller. Everything that is written must have been entered before.
 ///
 /// # Safety
 /// As [`Scope::each`] and [`Scope::slice`], for what lists point to.
@@ -158,7 +160,8 @@ unsafe fn with_lists<R>(
     body(lists)
 }
 
-/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` the caller
+/// has set.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -178,8 +181,8 @@ pub unsafe extern "C" fn qz1_kv_layout_of(
     })
 }
 
-/// Quantizes one token of one head into `slot` of a page, below 64: `key` and `value` are `[head_dim]`, the key after
-/// rotary embedding. Other slots are left alone, and nothing is written where a value is refused: beyond ±65504.
+/// Quantizes one token of one head into `slot` of a page, 0 to 63. `key` and `value` are `[head_dim]`, the key after
+/// rotary embedding. Other slots keep their contents. Values beyond ±65504 are refused, and then nothing is written.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -205,7 +208,7 @@ pub unsafe extern "C" fn qz1_kv_write(
     })
 }
 
-/// Reads one token of one head back as floats, `[head_dim]` each.
+/// Dequantizes one token of one head to floats, `[head_dim]` each for key and value.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -231,9 +234,9 @@ pub unsafe extern "C" fn qz1_kv_read(
     })
 }
 
-/// Quantizes `m` tokens and appends them behind the `tokens` of each list, one list a key-value head: `keys` and `values`
-/// are `[m, lists_len, head_dim]`, `pages` whole pages. Lists name pages for the new tokens too, none of these twice;
-/// the caller counts the tokens up afterwards.
+/// Quantizes `m` tokens and appends them after the `tokens` of each list, with one list per key-value head. `keys` and
+/// `values` are `[m, lists_len, head_dim]`; `pages` is a whole number of pages. Lists must already name the pages for
+/// the new tokens, each of these once. The caller increases `tokens` afterwards.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -259,14 +262,15 @@ pub unsafe extern "C" fn qz1_kv_append(
         let pages = scope.output(pages, pages_len, "the pages")?;
         let threads = Threads::new(scope, parallel)?;
         with_lists(scope, lists, lists_len, |lists| {
-            // SAFETY: it overlaps nothing that is read.
+            // SAFETY: the pages overlap nothing that is read (`Scope`).
             Ok(layout.append(pages.slice(), lists, keys, values, &threads)?)
         })?;
         threads.finish()
     })
 }
 
-/// Writes to `words` how many words of 32 bits `qz1_attend` needs for so many queries on lists of at most so many tokens.
+/// Writes to `words` the number of 32-bit words that `qz1_attend` needs as its workspace, for the given number of
+/// queries on lists of at most the given number of tokens.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -288,12 +292,14 @@ pub unsafe extern "C" fn qz1_attend_workspace(
     })
 }
 
-/// Attention of queries `q` `[m, heads.query, head_dim]` on a list for every key-value head: `out` is as `q`, `lse`
-/// `[m, heads.query]` the logarithm of the sum of `exp(score)`, with which `qz1_attend_merge` joins parts of a sequence.
+/// Attention of queries `q` `[m, heads.query, head_dim]` on one list per key-value head. `out` has the shape of `q`;
+/// `lse` `[m, heads.query]` is the logarithm of the sum of `exp(score)`, with which `qz1_attend_merge` joins results on
+/// parts of a sequence.
 ///
-/// A query that sees nothing gets zeros and minus infinity; a head whose query is not finite gets NaN in both. `isa`
-/// is a `QZ1_ISA_…`: all give the same bits, with any threads, but for the outputs of `QZ1_ISA_AVX512BF16`. The workspace
-/// is the caller's, holds nothing that stays, and must not be that of another call that runs at once.
+/// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
+/// NaN in both. `isa` is a `QZ1_ISA_…`: all give the same bits, with any number of threads, except for `out` of
+/// `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
+/// calls need separate ones.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody writes to the pages meanwhile.
@@ -328,7 +334,7 @@ pub unsafe extern "C" fn qz1_attend(
         let threads = Threads::new(scope, parallel)?;
         let pages = KvPages::new(layout, layout.id(), pages)?;
         with_lists(scope, lists, lists_len, |lists| {
-            // SAFETY: they overlap neither each other nor anything that is read.
+            // SAFETY: the outputs overlap neither each other nor anything that is read (`Scope`).
             let (out, lse, words) = (out.slice(), lse.slice(), words.slice());
             Ok(pages.attend(token, heads, lists, q, out, lse, words, &threads)?)
         })?;
@@ -336,7 +342,7 @@ pub unsafe extern "C" fn qz1_attend(
     })
 }
 
-/// Joins what queries found in other tokens to what they found so far: `out` and `other` are `[rows, head_dim]`, `lse` and
+/// Merges attention on other tokens into the results so far: `out` and `other` are `[rows, head_dim]`, `lse` and
 /// `other_lse` `[rows]`, as `qz1_attend` gives them.
 ///
 /// # Safety

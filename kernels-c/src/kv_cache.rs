@@ -8,14 +8,14 @@ use crate::memory::{self, Scope};
 use crate::parallel::{Threads, qz1_parallel};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// The keys and values of one sequence in one layer, and a workspace.
+/// The keys and values of one sequence in one layer, with a workspace.
 pub struct qz1_kv_cache {
     cache: KvCache,
     workspace: Workspace,
 }
 
-/// A cache for at most `max_tokens`, whose memory grows with its tokens; freed by `qz1_kv_cache_free`. On an error
-/// `out` is set to null.
+/// A cache for at most `max_tokens`, whose memory grows with the number of tokens; freed by `qz1_kv_cache_free`. On an
+/// error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -29,7 +29,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        // Read first, for the handle might lie there.
+        // Read before the handle is written: `out` might overlap it.
         let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -42,7 +42,7 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_kv_cache_new`, freed once.
+/// The handle comes from `qz1_kv_cache_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
     if !cache.is_null() {
@@ -51,17 +51,17 @@ pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
     }
 }
 
-/// Tokens that it holds; 0 of null.
+/// The number of tokens in the cache; 0 for null.
 ///
 /// # Safety
-/// The handle is null or one of `qz1_kv_cache_new`.
+/// The handle is null or comes from `qz1_kv_cache_new`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_tokens(cache: *const qz1_kv_cache) -> usize {
     // SAFETY: the pointer contract.
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.tokens())
 }
 
-/// Bytes of its pages; 0 of null.
+/// The size of the cache's pages in bytes; 0 for null.
 ///
 /// # Safety
 /// As for `qz1_kv_cache_tokens`.
@@ -71,8 +71,8 @@ pub unsafe extern "C" fn qz1_kv_cache_bytes(cache: *const qz1_kv_cache) -> usize
     unsafe { cache.as_ref() }.map_or(0, |cache| cache.cache.bytes())
 }
 
-/// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. It holds
-/// the tokens from before where the status is not 0.
+/// Quantizes and appends `m` tokens: `keys`, after rotary embedding, and `values` are `[m, heads.kv, head_dim]`. If the
+/// status is not 0, the cache holds the same tokens as before.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody else uses the handle.
@@ -95,14 +95,14 @@ pub unsafe extern "C" fn qz1_kv_cache_append(
         let before = cache.tokens();
         cache.append(keys, values, &threads)?;
         threads.finish().or_else(|fault| {
-            // Some heads may lack the new tokens.
+            // Some heads may already have the new tokens, others not.
             cache.truncate(before)?;
             Err(fault)
         })
     })
 }
 
-/// How queries are answered.
+/// How queries are computed.
 type Answer =
     fn(&KvCache, &[f32], &mut [f32], &mut [f32], &mut Workspace, &dyn Parallel) -> Result<(), Fault>;
 
@@ -129,8 +129,8 @@ unsafe fn answer(
     }
 }
 
-/// The last token's queries, by the instructions that `QZ1_ISA_DETECT` means: `q` and `out` are `[heads.query, head_dim]`,
-/// `lse` `[heads.query]`. All tokens are seen; of none there are zeros and minus infinity.
+/// Attention of the last token's queries, with the instructions of `QZ1_ISA_DETECT`: `q` and `out` are `[heads.query,
+/// head_dim]`, `lse` is `[heads.query]`. The queries see all tokens; an empty cache gives zeros and minus infinity.
 ///
 /// # Safety
 /// As for `qz1_kv_cache_append`.
@@ -154,8 +154,8 @@ pub unsafe extern "C" fn qz1_kv_cache_decode(
     })
 }
 
-/// The queries of the last `m` tokens, which were appended before: `q` and `out` are `[m, heads.query, head_dim]`, `lse`
-/// `[m, heads.query]`. No query sees a token after its own.
+/// Attention of the queries of the last `m` tokens, which must have been appended: `q` and `out` are `[m, heads.query,
+/// head_dim]`, `lse` is `[m, heads.query]`. No query sees tokens after its own.
 ///
 /// # Safety
 /// As for `qz1_kv_cache_append`.
@@ -179,7 +179,8 @@ pub unsafe extern "C" fn qz1_kv_cache_prefill(
     })
 }
 
-/// Forgets all but the first `tokens`, which it holds; memory stays for the next.
+/// Removes all but the first `tokens` tokens; the cache must hold at least that many. Keeps the memory for later
+/// tokens.
 ///
 /// # Safety
 /// As for `qz1_kv_cache_append`.
@@ -193,7 +194,7 @@ pub unsafe extern "C" fn qz1_kv_cache_truncate(
     call(message, |scope| unsafe { Ok(scope.handle(cache, "the handle")?.cache.truncate(tokens)?) })
 }
 
-/// Forgets all tokens; memory stays for the next.
+/// Removes all tokens; keeps the memory for later tokens.
 ///
 /// # Safety
 /// As for `qz1_kv_cache_append`.

@@ -1,37 +1,38 @@
 //! The C interface of `quant-kernels-cpu`: everything behind `include/quant_kernels.h`.
 //!
-//! Nothing here computes; it makes slices of pointers, after looking at each, and calls the kernels. What
-//! all functions keep:
+//! Nothing is computed here: functions check pointers, make slices of them, and call the kernels. Rules that all
+//! functions follow:
 //!
-//! - They return a [`qz1_status`], write results through pointers, and on request say what is wrong in memory that the
-//!   caller lends ([`qz1_message`]). A panic is caught and is a status.
-//! - A structure begins with its size, so that later versions may add fields at its end: a larger one than this
-//!   library knows is taken where the rest is zero, a smaller one down to its first version as if the rest were.
-//!   Names begin with `qz1_`, and what stands behind a name stays.
-//! - A null or misaligned pointer, a length that is not the shape's, an output that overlaps another part of the call,
-//!   an invalid layout: each is a status, before anything is written. That memory is as long as it is said to be,
-//!   nobody can check.
-//! - Where the system gives no memory, that is a status too: a reason holds none, and all that grows asks before.
-//! - No state, no threads, no initialization: instructions are found once, and each call may name others.
-//! - Handles may be used by one thread at a time; everything else by any number.
+//! - Functions return a [`qz1_status`], write results through pointers, and on request write an error message to the
+//!   caller's memory ([`qz1_message`]). A panic is caught and becomes a status.
+//! - A structure begins with its size, so that later versions may add fields at its end. A structure larger than this
+//!   library knows is accepted if the rest is zero; a smaller one, down to the size of its first version, is read as if
+//!   its missing fields were zero. Names begin with `qz1_`, and the meaning of a name never changes.
+//! - A null or misaligned pointer, a length that does not fit the shape, an output that overlaps another part of the
+//!   call, or an invalid layout gives a status before anything is written. No function can check that memory is as long
+//!   as the caller says.
+//! - Failed allocation gives a status too: error values hold no heap memory, and collections use fallible allocation.
+//! - There is no global state, no threads and no initialization: instruction sets are detected once, and each call may
+//!   select its own.
+//! - One thread at a time may use a handle; everything else may be used by any number of threads.
 //!
 //! # The pointer contract
 //!
-//! What no function can check. The caller guarantees it for every pointer that is not null, and the `SAFETY` comments of
-//! this crate cite it by this name:
+//! No function can check the following. The caller guarantees it for every pointer that is not null, and the `SAFETY`
+//! comments of this crate cite it by this name:
 //!
-//! 1. The pointer leads to as many bytes as the size field of its structure says, or the length beside it; a text ends
-//!    with a zero byte; a handle comes from the function that makes such handles, and was not freed.
-//! 2. Until the call returns these bytes stay allocated, nobody else writes them, and nobody else reads those that the
+//! 1. The pointer is valid for as many bytes as the size field of its structure or the accompanying length says; a text
+//!    ends with a zero byte; a handle comes from the function that makes such handles, and was not freed.
+//! 2. Until the call returns, these bytes stay allocated, nobody else writes them, and nobody else reads those that the
 //!    function writes.
-//! 3. `for_each` of a [`qz1_parallel`] does what the header says.
+//! 3. The `for_each` of a [`qz1_parallel`] does what the header says.
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
 //!
-//! With the feature `rayon` it has threads for callers without any: module `pool`.
+//! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`.
 //!
-//! With the feature `cuda` the library also has what is behind `include/quant_kernels_cuda.h`: module `cuda`, by
-//! `quant-kernels-cuda`.
+//! The feature `cuda` adds everything behind `include/quant_kernels_cuda.h`, on top of `quant-kernels-cuda`: module
+//! `cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 

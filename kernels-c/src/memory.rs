@@ -1,7 +1,7 @@
-//! Pointers become structures and slices, or a reason why not.
+//! Checked conversion of pointers to structures and slices.
 //!
-//! Each part of a call enters a [`Scope`]: what is written must overlap nothing else there. Slices live as long as
-//! the scope, so none is left when the text of a message is written at the end.
+//! Each part of a call enters a [`Scope`]: memory that is written must not overlap any other part. Slices live as long
+//! as the scope, so no slice is alive when the text of the message is written at the end.
 
 use core::cell::{Cell, RefCell};
 use core::mem::{MaybeUninit, align_of, size_of};
@@ -11,27 +11,28 @@ use crate::status::{Fault, qz1_message, qz1_status};
 /// A structure of the interface.
 ///
 /// # Safety
-/// It is `repr(C)`, of plain numbers and pointers, of which any bits are one and zero means nothing said; the first
-/// field is a `u32`, its size.
+/// It is `repr(C)` and consists of plain numbers and pointers, so that any bits are a valid value; zero means that a
+/// field is not set. The first field is a `u32`, the size of the structure.
 pub(crate) unsafe trait Fields: Copy {
-    /// Bytes of its first version: what any caller gives at least.
+    /// Bytes of its first version, the least that a caller may give.
     const FIRST_SIZE: usize;
 
-    /// Fields that have no meaning yet, and are 0.
+    /// Reserved fields, which have no meaning yet and must be 0.
     fn reserved(&self) -> u32 {
         0
     }
 }
 
-/// Bytes of a field.
+/// The size of a field in bytes.
 pub(crate) const fn size_of_field<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// Says which field was the last of a structure's first version, and which has no meaning yet.
+/// Implements [`Fields`], given the last field of a structure's first version and the reserved field, if it has one.
 macro_rules! fields {
     ($of:ty, $last:ident $(, $reserved:ident)?) => {
-        // SAFETY: plain numbers and pointers, the size first.
+        // SAFETY: callers of the macro name `repr(C)` structures of plain numbers and pointers that begin with their
+        // size.
         unsafe impl $crate::memory::Fields for $of {
             const FIRST_SIZE: usize = (core::mem::offset_of!($of, $last)
                 + $crate::memory::size_of_field::<$of, _>(|of| &of.$last))
@@ -46,12 +47,12 @@ macro_rules! fields {
 }
 pub(crate) use fields;
 
-/// More than any version of a structure will have.
+/// Larger than any version of a structure will be.
 const LARGEST: usize = 4096;
 /// More parts than any call has.
 const PARTS: usize = 16;
 
-/// Addresses of a part of a call.
+/// Address range of a part of a call.
 #[derive(Clone, Copy)]
 struct Span {
     start: usize,
@@ -61,9 +62,9 @@ struct Span {
 
 /// The parts of a call.
 pub(crate) struct Scope {
-    /// Those that were entered so far, the text of the message first.
+    /// The parts entered so far, the text of the message first.
     parts: RefCell<([Span; PARTS], usize)>,
-    /// Whether no other part overlaps the text.
+    /// Whether no other part overlaps the text of the message.
     text_is_apart: Cell<bool>,
 }
 
@@ -77,20 +78,21 @@ fn usable<T>(at: *const T, what: &'static str) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The bytes of so many elements, if they can all be there.
+/// The size of `len` elements in bytes, if that many can exist at this address.
 fn bytes_of<T>(at: *const T, len: usize, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
     bytes.filter(|&bytes| at.addr().checked_add(bytes).is_some()).ok_or_else(|| Fault::elements(what, len))
 }
 
-/// Looks at a structure's size.
+/// Reads and checks a structure's size.
 ///
 /// # Safety
 /// As [`Scope::read`].
 unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, Fault> {
     usable(at, what)?;
-    // SAFETY: not null and aligned, checked above; by the pointer contract there is a structure, whose first field is its size.
+    // SAFETY: not null and aligned, checked above; by the pointer contract a structure begins here, whose first field
+    // is its size.
     let size = unsafe { at.cast::<u32>().read() } as usize;
     let refuse = |why| Err(Fault::part(qz1_status::StructSize, what, why));
     if size < T::FIRST_SIZE {
@@ -108,7 +110,7 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
     Ok(size)
 }
 
-/// A structure as this version has it: of an older one the rest is zero.
+/// Copies a structure to this version of it; fields that an older version lacks are zero.
 ///
 /// # Safety
 /// As [`Scope::read`]; `size` is its size.
@@ -136,13 +138,14 @@ impl Scope {
         self.text_is_apart.get()
     }
 
-    /// Refuses memory that is written and overlaps another part.
+    /// Rejects memory that is written and overlaps another part.
     fn check<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<Span, Fault> {
         let new = Span { start: at.addr(), end: at.addr() + bytes, written };
         let parts = self.parts.borrow();
         for (i, old) in parts.0[..parts.1].iter().enumerate() {
             if (old.written || new.written) && old.start < new.end && new.start < old.end {
-                // The first is the text, if there is one: reads alone do not meet.
+                // The text of the message, if there is one, is the first part. Two parts that are only read may
+                // overlap.
                 if i == 0 && old.written {
                     self.text_is_apart.set(false);
                 }
@@ -152,7 +155,7 @@ impl Scope {
         Ok(new)
     }
 
-    /// The same, and keeps it for those that come.
+    /// Checks memory, and adds it to the parts that later ones are checked against.
     fn enter<T>(&self, at: *const T, bytes: usize, written: bool, what: &'static str) -> Result<(), Fault> {
         if bytes == 0 {
             return Ok(());
@@ -166,11 +169,11 @@ impl Scope {
         Ok(())
     }
 
-    /// A structure.
+    /// Reads a structure.
     ///
     /// # Safety
-    /// The pointer contract of the crate: where `at` is not null and aligned, it points to as many bytes as the `u32` there
-    /// says.
+    /// The pointer contract of the crate: if `at` is aligned and not null, it points to as many bytes as the `u32`
+    /// there says.
     pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
         // SAFETY: the pointer contract.
         unsafe {
@@ -180,7 +183,7 @@ impl Scope {
         }
     }
 
-    /// A structure, or none.
+    /// Reads a structure, or returns `None` if the pointer is null.
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -193,7 +196,7 @@ impl Scope {
         if at.is_null() { Ok(None) } else { unsafe { self.read(at, what) }.map(Some) }
     }
 
-    /// Structures one after another, each of the size that the first has.
+    /// An array of structures, each of the size that the first one gives.
     ///
     /// # Safety
     /// As [`Self::read`], for all of them.
@@ -225,7 +228,8 @@ impl Scope {
         Ok(())
     }
 
-    /// One of any number of structures: it is not kept, so all that is written must have been entered before.
+    /// Reads one of any number of structures. It is not added to the parts, so everything that is written must have
+    /// been entered before.
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -234,7 +238,7 @@ impl Scope {
         at: *const T,
         what: &'static str,
     ) -> Result<T, Fault> {
-        // SAFETY: the safety contract of this function is that of both.
+        // SAFETY: this function has the safety contract of both functions that it calls.
         unsafe {
             let size = size_at(at, what)?;
             self.check(at, size, false, what)?;
@@ -242,7 +246,7 @@ impl Scope {
         }
     }
 
-    /// Where a structure goes, whose size the caller has set.
+    /// A structure that is written; the caller has set its size.
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -253,17 +257,17 @@ impl Scope {
         Ok(Place { at, size })
     }
 
-    /// Where a number or handle goes.
+    /// A number or handle that is written.
     pub(crate) fn value<T: Copy>(&self, at: *mut T, what: &'static str) -> Result<Value<T>, Fault> {
         usable(at.cast_const(), what)?;
         self.enter(at.cast_const(), size_of::<T>(), true, what)?;
         Ok(Value { at })
     }
 
-    /// A handle that is only looked at.
+    /// A handle that is only read.
     ///
     /// # Safety
-    /// A pointer that is not null and aligned must be valid.
+    /// If the pointer is aligned and not null, it must be valid.
     pub(crate) unsafe fn look<T>(&self, at: *const T, what: &'static str) -> Result<&T, Fault> {
         usable(at, what)?;
         self.enter(at, size_of::<T>(), false, what)?;
@@ -271,10 +275,10 @@ impl Scope {
         Ok(unsafe { &*at })
     }
 
-    /// A handle that changes.
+    /// A handle that is modified.
     ///
     /// # Safety
-    /// As [`Self::look`], and nobody else may look at it.
+    /// As [`Self::look`], and nobody else may access it.
     #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
@@ -286,8 +290,8 @@ impl Scope {
     /// Memory that is read.
     ///
     /// # Safety
-    /// A pointer that is not null and aligned must be valid for `len` elements, of which nothing else writes to any
-    /// meanwhile.
+    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and nobody writes to them
+    /// during the call.
     pub(crate) unsafe fn slice<T>(
         &self,
         at: *const T,
@@ -302,7 +306,7 @@ impl Scope {
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
-    /// The same, or none where the pointer is null.
+    /// Memory that is read, or `None` if the pointer is null.
     ///
     /// # Safety
     /// As [`Self::slice`].
@@ -319,7 +323,8 @@ impl Scope {
         unsafe { self.slice(at, len, what) }.map(Some)
     }
 
-    /// One of any number of slices: it is not kept, so all that is written must have been entered before.
+    /// One of any number of slices. It is not added to the parts, so everything that is written must have been entered
+    /// before.
     ///
     /// # Safety
     /// As [`Self::slice`].
@@ -337,7 +342,7 @@ impl Scope {
         Ok(unsafe { core::slice::from_raw_parts(at, len) })
     }
 
-    /// Memory that is written: no slice yet, for what comes later might overlap it.
+    /// Memory that is written. It is not a slice yet, because a part entered later might overlap it.
     pub(crate) fn output<T>(
         &self,
         at: *mut T,
@@ -350,7 +355,7 @@ impl Scope {
         Ok(Output { at, len, scope: self })
     }
 
-    /// Where a message goes, if one is wanted; entered before all else.
+    /// Where the message goes, if the caller wants one. Must be entered first.
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -377,17 +382,17 @@ impl Scope {
     }
 }
 
-/// Where a structure goes.
+/// A structure that is written.
 pub(crate) struct Place<T> {
     at: *mut T,
     size: usize,
 }
 
 impl<T: Fields> Place<T> {
-    /// Writes the fields that the caller's version has; the size stays the caller's.
+    /// Writes the fields that the caller's version has, and keeps the caller's size.
     ///
     /// # Safety
-    /// The memory must be valid for as many bytes as it says.
+    /// The memory must be valid for writes of as many bytes as its size field says.
     pub(crate) unsafe fn put(self, value: T) {
         const SIZE: usize = size_of::<u32>();
         let from = (&raw const value).cast::<u8>();
@@ -399,14 +404,14 @@ impl<T: Fields> Place<T> {
     }
 }
 
-/// Where a number or handle goes, which may be no number before.
+/// A number or handle that is written; the memory may be uninitialized.
 pub(crate) struct Value<T> {
     at: *mut T,
 }
 
 impl<T: Copy> Value<T> {
     /// # Safety
-    /// The memory must be valid.
+    /// The memory must be valid for writes.
     pub(crate) unsafe fn put(&self, value: T) {
         // SAFETY: not null and aligned, checked above; the pointer contract.
         unsafe { self.at.write(value) }
@@ -424,10 +429,10 @@ impl<'s, T> Output<'s, T> {
     /// The slice, once everything else is entered.
     ///
     /// # Safety
-    /// The memory must be valid for as many elements, any bits be an element, and nothing else look at it or write to it
-    /// during the call.
+    /// The memory must be valid for `len` elements, any bits must be a valid element, and nobody else may read or write
+    /// it during the call.
     pub(crate) unsafe fn slice(self) -> &'s mut [T] {
-        // Lives as long as the scope, which refuses all that overlaps.
+        // The slice lives as long as the scope, which rejects everything that overlaps it.
         let _: &'s Scope = self.scope;
         match self.len {
             0 => &mut [],
@@ -437,21 +442,21 @@ impl<'s, T> Output<'s, T> {
     }
 }
 
-/// A handle on the heap, which `Box` frees.
+/// Allocates a handle, which `Box` frees.
 pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     let layout = std::alloc::Layout::new::<T>();
     assert!(layout.size() > 0);
-    // SAFETY: handles are not empty.
+    // SAFETY: the size is not 0, asserted above.
     let at = unsafe { std::alloc::alloc(layout) }.cast::<T>();
     if at.is_null() {
         return Err(Fault::new(qz1_status::Memory, "there is no memory for the handle"));
     }
-    // SAFETY: just made for it.
+    // SAFETY: not null, checked above, and allocated with the layout of `T`.
     unsafe { at.write(value) };
     Ok(at)
 }
 
-/// A vector with room for so many.
+/// An empty vector with room for `len` elements.
 pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
     let mut room = Vec::new();
     match room.try_reserve_exact(len) {

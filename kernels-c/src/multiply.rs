@@ -9,7 +9,7 @@ use crate::rows::{qz1_float_rows, qz1_int8_rows};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 use crate::weights::{packed, qz1_layout};
 
-/// Reads everything but the rows, and multiplies.
+/// Reads all arguments except the rows, and multiplies.
 ///
 /// # Safety
 /// As [`Scope::read`] and [`Scope::slice`], for everything.
@@ -33,8 +33,8 @@ unsafe fn run(
     }
 }
 
-/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
-/// the same bits, with any threads.
+/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give the
+/// same bits, with any number of threads.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody writes to the handle meanwhile.
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn qz1_multiply(
     })
 }
 
-/// The same on floats, by the instructions that the handle was made for.
+/// `out = x · Wᵀ + bias` on floats, with the instructions that the handle was made for.
 ///
 /// # Safety
 /// As for `qz1_multiply`.

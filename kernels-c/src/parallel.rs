@@ -9,7 +9,7 @@ use quant_kernels_cpu::{Parallel, Serial};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, qz1_status};
 
-/// A piece of work: `piece(work, i)` does number `i`.
+/// A piece of work: `piece(work, i)` does piece number `i`.
 pub type qz1_piece = Option<unsafe extern "C" fn(work: *mut c_void, index: usize)>;
 
 /// Threads of the caller.
@@ -18,32 +18,32 @@ pub type qz1_piece = Option<unsafe extern "C" fn(work: *mut c_void, index: usize
 pub struct qz1_parallel {
     /// `sizeof(qz1_parallel)`
     pub struct_size: u32,
-    /// How many pieces may run at once; at least 1.
+    /// Maximum number of pieces that run at once; at least 1.
     pub threads: u32,
-    /// The caller's, for `for_each`.
+    /// The caller's context, passed to `for_each`.
     pub ctx: *mut c_void,
-    /// Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns
-    /// when all have returned. No call may come later, and nothing may be thrown or jumped through it. Pieces do not
-    /// fail and do not block.
+    /// Calls `piece(work, i)` once for every `i` below `count`, in any order, on any threads at once, and returns when
+    /// all calls have returned. `piece` must not be called after that, and nothing may throw or jump through it. Pieces
+    /// do not fail and do not block.
     pub for_each:
         Option<unsafe extern "C" fn(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void)>,
 }
 
 fields!(qz1_parallel, for_each);
 
-/// Threads of the caller, or the calling one alone.
+/// The caller's threads, or only the calling thread.
 pub(crate) struct Threads {
     of: Option<qz1_parallel>,
     broken: AtomicBool,
     panicked: AtomicBool,
 }
 
-// SAFETY: the caller says that `for_each` may be called with `ctx`; it is called from one thread.
+// SAFETY: by the pointer contract `for_each` may be called with `ctx`; this is done from one thread.
 unsafe impl Sync for Threads {}
 
 impl Threads {
     /// # Safety
-    /// As [`Scope::read`], and `for_each` must do what it says.
+    /// As [`Scope::read`], and `for_each` must do what the header says.
     pub(crate) unsafe fn new(scope: &Scope, of: *const qz1_parallel) -> Result<Self, Fault> {
         // SAFETY: the pointer contract.
         let of = unsafe { scope.read_optional(of, "the threads") }?;
@@ -53,7 +53,7 @@ impl Threads {
         Ok(Self { of, broken: AtomicBool::new(false), panicked: AtomicBool::new(false) })
     }
 
-    /// What became of the pieces that ran.
+    /// The outcome of all pieces that ran.
     pub(crate) fn finish(&self) -> Result<(), Fault> {
         if self.panicked.load(Ordering::Relaxed) {
             return Err(Fault::new(qz1_status::Internal, "a piece of work failed"));
@@ -65,7 +65,7 @@ impl Threads {
     }
 }
 
-/// Pieces under way: which numbers were called, how many calls began, and how many are done.
+/// Pieces in progress: which numbers were called, how many calls have begun, and how many are done.
 struct Work<'a> {
     piece: &'a (dyn Fn(usize) + Sync),
     count: usize,
@@ -75,14 +75,14 @@ struct Work<'a> {
     threads: &'a Threads,
 }
 
-/// Numbers that are kept track of without allocating.
+/// How many numbers are tracked without allocating.
 const FEW: usize = 1024;
 
-// SAFETY: a number that was called, or that is out of range, is not called again. Should `for_each` return before its calls
-// have, those that began are waited for: a call counts itself in `begun` before it looks at anything else of `work`,
-// and in `done` as the last thing it does with it, wrong numbers too. `done` is read before `begun`, so that both are
-// equal only where no call that began was under way. What cannot be waited for is a call that begins after that: the
-// interface forbids calls that come later than the return of `for_each`.
+// SAFETY: a number that was called already, or that is out of range, is not executed. If `for_each` returns before its
+// calls have returned, the calls that began are waited for: a call counts itself in `begun` before it reads anything
+// else of `work`, and in `done` as its last access, also for wrong numbers. `done` is read before `begun`, so that both
+// are equal only if no call that began was in progress. A call that begins after that cannot be waited for: the
+// interface forbids calls after `for_each` has returned.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         self.of.map_or(1, |of| of.threads.max(1) as usize)
@@ -99,7 +99,7 @@ unsafe impl Parallel for Threads {
         } else {
             let words = count.div_ceil(64);
             if many.try_reserve_exact(words).is_err() {
-                // One thread needs no account.
+                // A single thread needs no tracking.
                 return Serial.for_each(count, piece);
             }
             many.resize_with(words, || AtomicU64::new(0));
@@ -113,27 +113,27 @@ unsafe impl Parallel for Threads {
         while work.done.load(Ordering::SeqCst) != work.begun.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        // Wrong numbers count as well, but have said so themselves.
+        // Wrong numbers are counted too, but they have set `broken` themselves.
         if work.done.load(Ordering::SeqCst) != count {
             self.broken.store(true, Ordering::Relaxed);
         }
     }
 }
 
-/// One piece, on a thread of the caller.
+/// Runs one piece, on a thread of the caller.
 unsafe extern "C" fn run(work: *mut c_void, index: usize) {
-    // SAFETY: it is the pointer that `for_each` gave to the caller, which has not returned when this is called; from the
-    // next line on the call is waited for, should it return meanwhile.
+    // SAFETY: this is the pointer that was passed to `for_each`, which has not returned when this is called. From the
+    // next line on, the call is waited for even if `for_each` returns.
     let work = unsafe { &*work.cast_const().cast::<Work<'_>>() };
     work.begun.fetch_add(1, Ordering::SeqCst);
     let bit = 1 << (index % 64);
-    // A number out of range, or one that was called before, would write where another thread does.
+    // A number that is out of range or was called before would write where another thread writes.
     if index >= work.count || work.called[index / 64].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
         work.threads.broken.store(true, Ordering::Relaxed);
     } else if catch_unwind(AssertUnwindSafe(|| (work.piece)(index))).is_err() {
         work.threads.panicked.store(true, Ordering::Relaxed);
     }
-    // The last look at `work`: the thread that waits for it may go on at once.
+    // The last access to `work`: the waiting thread may continue from here on.
     work.done.fetch_add(1, Ordering::SeqCst);
 }
 
@@ -153,7 +153,7 @@ mod tests {
         let of = qz1_parallel { struct_size, threads: 4, ctx, for_each: Some(for_each) };
         let mut made = None;
         let status = call(core::ptr::null(), |scope| {
-            // SAFETY: it lives, and each `for_each` here goes as far as it may.
+            // SAFETY: `of` outlives the call, and each `for_each` of these tests does what it may.
             made = Some(unsafe { Threads::new(scope, &of) }?);
             Ok(())
         });
@@ -163,7 +163,7 @@ mod tests {
 
     unsafe extern "C" fn on_nothing(_: *mut c_void, _: usize, _: qz1_piece, _: *mut c_void) {}
 
-    /// Calls are counted from their beginning to their end, wrong ones too: else nobody would wait for these.
+    /// Calls are counted from beginning to end, also those with wrong numbers: otherwise nothing would wait for these.
     #[test]
     fn every_call_counts() {
         let of = threads(core::ptr::null_mut(), on_nothing);
@@ -175,7 +175,7 @@ mod tests {
         let work = Work { piece: &piece, count: 3, called: &called, begun, done, threads: &of };
         let at = (&raw const work).cast_mut().cast();
         for (i, index) in [2, 2, 3, usize::MAX, 0].into_iter().enumerate() {
-            // SAFETY: it lives.
+            // SAFETY: `ctx` outlives the call.
             unsafe { run(at, index) };
             assert_eq!([&work.begun, &work.done].map(|n| n.load(Ordering::SeqCst)), [i + 1; 2]);
         }
@@ -183,14 +183,14 @@ mod tests {
         assert!(of.finish().is_err());
     }
 
-    /// Starts a thread a piece, and returns when all have begun and none is done.
+    /// Starts a thread per piece, and returns when all have begun and none is done.
     unsafe extern "C" fn too_early(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
-        // SAFETY: the test gives one.
+        // SAFETY: the test passes such a pointer.
         let begun = unsafe { &*ctx.cast::<Mutex<Receiver<()>>>() }.lock().unwrap();
         let work = work.expose_provenance();
         for i in 0..count {
             std::thread::spawn(move || {
-                // SAFETY: what it was given with; `for_each` returns when this has begun.
+                // SAFETY: the pointer that `for_each` was called with, which returns only after this has begun.
                 unsafe { piece.unwrap()(core::ptr::with_exposed_provenance_mut(work), i) }
             });
         }

@@ -1,5 +1,5 @@
-//! Threads for callers that have none of their own: the Python package. Feature `rayon`; not in the header, since engines
-//! bring their threads.
+//! Threads for callers that have none of their own, such as the Python package. Needs the feature `rayon`; not in the
+//! header, because engines bring their own threads.
 
 use core::ffi::c_void;
 
@@ -9,16 +9,16 @@ use crate::memory;
 use crate::parallel::qz1_piece;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// More threads are refused.
+/// Maximum number of threads.
 const MAX_THREADS: usize = 1024;
 
-/// A pool of threads, which wait while there is nothing to do.
+/// A pool of threads, which sleep while they have no work.
 pub struct qz1_pool {
     pool: rayon::ThreadPool,
 }
 
-/// A pool of 1 to 1024 threads, freed by `qz1_pool_free`. On an error `out` is set to null. A child of `fork` has the handle
-/// and not the threads: it makes a pool of its own.
+/// A pool of 1 to 1024 threads, freed by `qz1_pool_free`. On an error `out` is set to null. A child of `fork` inherits
+/// the handle but not the threads, and must make its own pool.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -45,11 +45,11 @@ pub unsafe extern "C" fn qz1_pool_new(
 /// Ends the threads and frees a pool; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_pool_new`, freed once, and no call runs on it.
+/// The pool comes from `qz1_pool_new` and is freed once, and no call is running on it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pool_free(pool: *mut qz1_pool) {
     if !pool.is_null() {
-        // SAFETY: the pointer contract; ending threads that wait cannot panic.
+        // SAFETY: the pointer contract; ending idle threads cannot panic.
         drop(unsafe { Box::from_raw(pool) });
     }
 }
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn qz1_pool_free(pool: *mut qz1_pool) {
 /// The `for_each` of a `qz1_parallel` whose `ctx` is a pool.
 ///
 /// # Safety
-/// `pool` is one of `qz1_pool_new`; `piece` may be called with `work` on any thread until this returns.
+/// `pool` is null or comes from `qz1_pool_new`; `piece` may be called with `work` on any thread until this returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pool_for_each(
     pool: *mut c_void,
@@ -65,13 +65,13 @@ pub unsafe extern "C" fn qz1_pool_for_each(
     piece: qz1_piece,
     work: *mut c_void,
 ) {
-    // SAFETY: the pointer contract. A pool is only read, by any number of threads.
+    // SAFETY: the pointer contract. The pool is only read, which any number of threads may do.
     let Some(pool) = (unsafe { pool.cast_const().cast::<qz1_pool>().as_ref() }) else { return };
     let Some(piece) = piece else { return };
     let work = work.expose_provenance();
     pool.pool.install(|| {
         (0..count).into_par_iter().with_max_len(1).for_each(|index| {
-            // SAFETY: `piece` and `work` are those of the caller, who waits for this call.
+            // SAFETY: `piece` and `work` are the caller's, who guarantees them until this call returns.
             unsafe { piece(core::ptr::with_exposed_provenance_mut(work), index) }
         });
     });
@@ -85,14 +85,14 @@ mod tests {
     use crate::parallel::qz1_parallel;
 
     unsafe extern "C" fn add(work: *mut c_void, index: usize) {
-        // SAFETY: the test gives one.
+        // SAFETY: the test passes such a pointer.
         unsafe { &*work.cast_const().cast::<AtomicUsize>() }.fetch_add(index, Ordering::Relaxed);
     }
 
     #[test]
     fn pieces_run_on_the_pool_once_each() {
         let mut pool = core::ptr::null_mut();
-        // SAFETY: the handle is written, used and freed here.
+        // SAFETY: the handle is written by `qz1_pool_new`, used, and freed once, all here.
         unsafe {
             assert_eq!(qz1_pool_new(3, &mut pool, core::ptr::null()), qz1_status::Ok);
             let sum = AtomicUsize::new(0);
@@ -114,7 +114,7 @@ mod tests {
     fn no_threads_and_too_many_are_refused() {
         for threads in [0, MAX_THREADS + 1] {
             let mut pool = core::ptr::dangling_mut();
-            // SAFETY: the handle is written.
+            // SAFETY: the handle was written by `qz1_pool_new`.
             let status = unsafe { qz1_pool_new(threads, &mut pool, core::ptr::null()) };
             assert_eq!((status, pool.is_null()), (qz1_status::Scheme, true));
         }

@@ -1,4 +1,4 @@
-//! Activations: quantized or packed as floats, behind handles whose memory is used again.
+//! Activations: quantized or packed as floats, behind handles that reuse their memory.
 
 use core::ffi::c_void;
 
@@ -20,17 +20,17 @@ pub const QZ1_TYPE_F16: u32 = 2;
 /// bfloat16.
 pub const QZ1_TYPE_BF16: u32 = 3;
 
-/// Activations as integers of 8 bits.
+/// Activations as 8-bit integers.
 pub struct qz1_int8_rows {
     pub(crate) rows: Int8Rows,
 }
 
-/// Float activations in the order of the kernels.
+/// Float activations in the order that the kernels read.
 pub struct qz1_float_rows {
     pub(crate) rows: FloatRows,
 }
 
-/// Values of rows, row-major, which are read.
+/// Input rows, row-major.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_values {
@@ -40,11 +40,11 @@ pub struct qz1_values {
     pub kind: u32,
     /// The values, aligned to their type.
     pub data: *const c_void,
-    /// Values, not bytes.
+    /// Number of values, not bytes.
     pub len: usize,
 }
 
-/// Values of rows, row-major, to which activations are added.
+/// Rows that activations are added to, row-major.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_residual {
@@ -54,19 +54,19 @@ pub struct qz1_residual {
     pub kind: u32,
     /// The values, aligned to their type.
     pub data: *mut c_void,
-    /// Values, not bytes.
+    /// Number of values, not bytes.
     pub len: usize,
 }
 
-/// One scale and zero for all tokens: `x ≈ scale · (a − zero)`.
+/// One scale and zero point for all tokens: `x ≈ scale · (a − zero)`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_static_scale {
     /// `sizeof(qz1_static_scale)`
     pub struct_size: u32,
-    /// Above zero and finite.
+    /// Positive and finite.
     pub scale: f32,
-    /// −128 to 127; other than 0 only with the sums of a layout.
+    /// −128 to 127; values other than 0 need a layout with sums.
     pub zero: i32,
     /// 0
     pub reserved: u32,
@@ -78,7 +78,7 @@ pub struct qz1_static_scale {
 pub struct qz1_rms_norm {
     /// `sizeof(qz1_rms_norm)`
     pub struct_size: u32,
-    /// Above zero and finite.
+    /// Positive and finite.
     pub eps: f32,
     /// `[k]`
     pub weight: *const f32,
@@ -91,7 +91,7 @@ fields!(qz1_residual, len);
 fields!(qz1_static_scale, reserved, reserved);
 fields!(qz1_rms_norm, weight_len);
 
-/// Where a float activation goes.
+/// The destination of activations.
 trait Sink {
     fn plain<E: Element>(
         &mut self,
@@ -115,7 +115,7 @@ trait Sink {
     ) -> Result<(), KernelError>;
 }
 
-/// Integers, per token or by one scale.
+/// 8-bit integers, with scales per token or one static scale.
 struct Int8<'a>(&'a mut Int8Rows, Option<StaticScale>);
 
 impl Sink for Int8<'_> {
@@ -179,14 +179,14 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// What rows are made of, as the caller gives it.
+/// What the caller wants rows to be made from.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),
     Gate(*const qz1_values),
 }
 
-/// Runs a body with the type that a kind says.
+/// Runs the body with the element type that a `QZ1_TYPE_…` names.
 macro_rules! by_kind {
     ($kind:expr, $body:ident($($arg:expr),*)) => {
         match $kind {
@@ -246,7 +246,8 @@ unsafe fn make_of<E: Element>(
                 let residual = match scope.read_optional(residual, "the residual")? {
                     Some(r) => {
                         same(r.kind)?;
-                        // SAFETY: it overlaps nothing that is read, and is the last part of the call.
+                        // SAFETY: the residual overlaps nothing that is read (`Scope`), and is the last part of the
+                        // call.
                         Some(scope.output(r.data.cast::<E>(), r.len, "the residual")?.slice())
                     }
                     None => None,
@@ -266,10 +267,10 @@ unsafe fn make_of<E: Element>(
     Ok(())
 }
 
-/// A handle's rows and how they are rounded.
+/// A handle's rows, and the static scale that they are quantized with, if there is one.
 ///
 /// # Safety
-/// As [`Scope::read`]; the handle is one of `qz1_int8_rows_new` that nobody else uses.
+/// As [`Scope::read`]; the handle comes from `qz1_int8_rows_new` and nobody else uses it.
 unsafe fn int8(
     scope: &Scope,
     rows: *mut qz1_int8_rows,
@@ -287,8 +288,8 @@ unsafe fn int8(
     }
 }
 
-/// A handle for quantized rows, made by the instructions `isa`; freed by `qz1_int8_rows_free`. On an
-/// error `out` is set to null.
+/// A handle for quantized rows, made with the instructions `isa`; freed by `qz1_int8_rows_free`. On an error `out` is
+/// set to null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -310,7 +311,7 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_int8_rows_new`, freed once.
+/// The handle comes from `qz1_int8_rows_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
     if !rows.is_null() {
@@ -319,7 +320,8 @@ pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
     }
 }
 
-/// Quantizes rows `[m, k]`, `m` the length over the layout's `k`: per token, or where `by` is not null by one scale.
+/// Quantizes rows `[m, k]`, where `m` is the length divided by the layout's `k`: with one scale per token, or with the
+/// static scale `by` if it is not null.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody else uses the handle.
@@ -336,8 +338,8 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize(
     call(message, |scope| unsafe { make(scope, x, Made::Plain, layout, parallel, int8(scope, rows, by)?) })
 }
 
-/// Quantizes the RMSNorm of rows. Where `residual` is not null, its rows `[m, k]`, of the same type, get `x` added
-/// first, and the sum is normed.
+/// Quantizes the RMSNorm of rows. If `residual` is not null, `x` is first added to its rows `[m, k]`, which have the
+/// same type, and the norm is that of the sum.
 ///
 /// # Safety
 /// As for `qz1_int8_rows_quantize`.
@@ -357,8 +359,8 @@ pub unsafe extern "C" fn qz1_int8_rows_quantize_rms_norm(
     call(message, |scope| unsafe { make(scope, x, made, layout, parallel, int8(scope, rows, by)?) })
 }
 
-/// Quantizes `silu(gate) · up`. Where `up` is null, `gate` holds both: rows `[m, 2k]`, each a row of the gate and then
-/// one of the other.
+/// Quantizes `silu(gate) · up`. If `up` is null, `gate` holds both: rows `[m, 2k]`, each a row of the gate followed by
+/// a row of `up`.
 ///
 /// # Safety
 /// As for `qz1_int8_rows_quantize`.
@@ -401,7 +403,7 @@ pub unsafe extern "C" fn qz1_float_rows_new(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of `qz1_float_rows_new`, freed once.
+/// The handle comes from `qz1_float_rows_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
     if !rows.is_null() {
@@ -410,7 +412,7 @@ pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
     }
 }
 
-/// Packs rows `[m, k]` of floats.
+/// Packs float rows `[m, k]`.
 ///
 /// # Safety
 /// As for `qz1_layout_of`; nobody else uses the handle.
@@ -428,7 +430,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack(
     })
 }
 
-/// Packs the RMSNorm of rows, as `qz1_int8_rows_quantize_rms_norm` quantizes it.
+/// Packs the RMSNorm of rows; arguments as for `qz1_int8_rows_quantize_rms_norm`.
 ///
 /// # Safety
 /// As for `qz1_float_rows_pack`.
@@ -449,7 +451,7 @@ pub unsafe extern "C" fn qz1_float_rows_pack_rms_norm(
     })
 }
 
-/// Packs `silu(gate) · up`, as `qz1_int8_rows_quantize_silu_mul` quantizes it.
+/// Packs `silu(gate) · up`; arguments as for `qz1_int8_rows_quantize_silu_mul`.
 ///
 /// # Safety
 /// As for `qz1_float_rows_pack`.

@@ -1,4 +1,4 @@
-//! What a call returns, and how it says why.
+//! Statuses and error messages.
 
 use core::ffi::c_char;
 use core::fmt::{self, Display, Write};
@@ -9,29 +9,29 @@ use quant_kernels_cpu::{KernelError, ViewError};
 
 use crate::memory::{Scope, fields};
 
-/// What became of a call. The numbers keep their meaning.
+/// The outcome of a call. The numbers keep their meaning.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum qz1_status {
     /// Done.
     Ok = 0,
-    /// Memory has another length than the shape says.
+    /// A length that does not fit the shape.
     Length = 1,
-    /// A shape or sum beyond the numbers of this machine.
+    /// A shape or sum that overflows on this machine.
     TooLarge = 2,
-    /// A scheme, type or value that no kernel takes.
+    /// A scheme, type or value that no kernel supports.
     Scheme = 3,
-    /// Two operands that do not belong together.
+    /// Two operands that do not fit each other.
     Mismatch = 4,
-    /// An invalid layout, or packed bytes of another one.
+    /// An invalid layout, or packed bytes of another layout.
     LayoutId = 5,
-    /// The processor lacks the instructions that were asked for.
+    /// The processor lacks the requested instructions.
     Isa = 6,
-    /// A size for which there is no Hadamard matrix here.
+    /// A size for which the library has no Hadamard matrix.
     Order = 7,
-    /// The system gives no memory for what the library keeps.
+    /// Memory that the library needs cannot be allocated.
     Memory = 8,
-    /// A pointer is null that must not be.
+    /// A pointer is null that must not be null.
     Null = 32,
     /// A pointer is not aligned to its type.
     Misaligned = 33,
@@ -40,24 +40,24 @@ pub enum qz1_status {
     StructSize = 34,
     /// Memory that is written overlaps other memory of the call.
     Overlap = 35,
-    /// The caller's `for_each` did not call each number once.
+    /// The caller's `for_each` did not call each number exactly once.
     ForEach = 36,
-    /// The library failed, which is its fault; what was to be written may be written in part.
+    /// An internal error of the library; outputs may be partly written.
     Internal = 37,
     /// A checkpoint cannot be opened or read, or has no such linear.
     Checkpoint = 38,
-    /// The CUDA driver, a device, or the run-time compiler is not there.
+    /// The CUDA driver, a device or the run-time compiler (NVRTC) is missing.
     CudaMissing = 64,
     /// No CUDA context is current on the calling thread.
     CudaContext = 65,
-    /// The device is older than all that kernels are made for.
+    /// The device is older than every architecture that the kernels support.
     CudaDevice = 66,
-    /// The CUDA driver or the run-time compiler refused.
+    /// The CUDA driver or the run-time compiler reported an error.
     CudaFailed = 67,
 }
 
-/// Where a call says what is wrong. The text is written last of all, also where the status is 0: then it is empty. It
-/// stays as it was where the message itself is refused, or where the text overlaps other memory of the call.
+/// Where a call writes its error message. The text is written at the very end, and is empty if the status is 0. It is
+/// left unchanged if the message structure itself is invalid, or if the text overlaps other memory of the call.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_message {
@@ -65,15 +65,15 @@ pub struct qz1_message {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// Gets UTF-8 that ends with a zero byte, cut where it is longer.
+    /// Receives UTF-8 that ends with a zero byte, truncated to the capacity.
     pub text: *mut c_char,
-    /// Bytes at `text`.
+    /// Bytes available at `text`.
     pub capacity: usize,
 }
 
 fields!(qz1_message, capacity, reserved);
 
-/// Why a call is refused. It holds no memory, so that it can be reported when memory is exhausted.
+/// Why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
 pub(crate) struct Fault {
     status: qz1_status,
     reason: Reason,
@@ -81,7 +81,7 @@ pub(crate) struct Fault {
 
 enum Reason {
     Text(&'static str),
-    /// What of the call, and why.
+    /// Which part of the call, and why.
     Part(&'static str, &'static str),
     Misaligned(&'static str, usize),
     Elements(&'static str, usize),
@@ -167,7 +167,7 @@ impl From<KernelError> for Fault {
             6 => qz1_status::Isa,
             7 => qz1_status::Order,
             8 => qz1_status::Memory,
-            // An error that is newer than this list.
+            // Errors added after this list was written.
             _ => qz1_status::Scheme,
         };
         Self { status, reason: Reason::Kernel(error) }
@@ -197,14 +197,14 @@ impl From<quant_kernels_cuda::Error> for Fault {
             | E::NvrtcNamed { .. } => qz1_status::CudaMissing,
             E::NoContext => qz1_status::CudaContext,
             E::DeviceTooOld { .. } => qz1_status::CudaDevice,
-            // What is newer than this list, too.
+            // Includes errors added after this list was written.
             _ => qz1_status::CudaFailed,
         };
         Self { status, reason: Reason::Cuda(error) }
     }
 }
 
-/// Runs a call: its outcome as a status, its reason in the message.
+/// Runs a call: returns the outcome as a status, and writes the reason to the message.
 pub(crate) fn call(
     message: *const qz1_message,
     body: impl FnOnce(&Scope) -> Result<(), Fault>,
@@ -216,23 +216,24 @@ pub(crate) fn call(
         Ok(text) => text,
         Err(fault) => return fault.status,
     };
-    // What a panic leaves behind is the caller's memory and handles, which hold any values.
+    // A panic can only leave the caller's memory and handles half-written, and these may hold any values.
     let outcome = catch_unwind(AssertUnwindSafe(|| body(&scope)));
     let outcome = outcome
         .unwrap_or_else(|with| Err(Fault { status: qz1_status::Internal, reason: Reason::Panic(with) }));
     if capacity > 0 && scope.text_is_apart() {
         let mut text = Text { at, capacity, len: 0, is_full: false };
         if let Err(fault) = &outcome {
-            // It takes all that there is.
+            // Writing to `Text` never fails.
             let _ = write!(text, "{}", fault.reason);
         }
-        // SAFETY: `len` stays below the capacity, which the pointer contract covers.
+        // SAFETY: `len` is below the capacity, which the pointer contract covers.
         unsafe { text.at.add(text.len).write(0) };
     }
     outcome.map_or_else(|fault| fault.status, |()| qz1_status::Ok)
 }
 
-/// The caller's memory for a text, with room for a zero byte: written by pointer, for it may not be initialized.
+/// The caller's memory for a text, with room for a zero byte. Written through a pointer, because it may be
+/// uninitialized.
 struct Text {
     at: *mut u8,
     capacity: usize,
@@ -241,7 +242,7 @@ struct Text {
 }
 
 impl Write for Text {
-    /// Cuts at a character.
+    /// Truncates at a character boundary.
     fn write_str(&mut self, text: &str) -> fmt::Result {
         if self.is_full {
             return Ok(());
@@ -278,7 +279,7 @@ mod tests {
         assert!(cut(0, "b").is_empty());
         assert_eq!(cut(1, "b"), [0]);
         assert_eq!(cut(2, "b"), [b'a', 0]);
-        // Nothing that is shorter comes behind a cut.
+        // After a truncation nothing more is written, even if it would fit.
         assert_eq!(cut(3, ""), [b'a', 0, 0xff]);
         assert_eq!(cut(4, "b"), [b'a', 0xc3, 0xb1, 0]);
         assert_eq!(cut(7, "b"), [b'a', 0xc3, 0xb1, b' ', b'b', 0, 0xff]);

@@ -14,77 +14,77 @@ pub const QZ1_SCALES_F16: u32 = 1;
 pub const QZ1_SCALES_BF16: u32 = 2;
 /// Scales stored as single precision.
 pub const QZ1_SCALES_F32: u32 = 3;
-/// Two levels: integers of 8 bits a group below a float a row.
+/// Two levels: 8-bit integers per group, and a float per row.
 pub const QZ1_SCALES_PROGRESSIVE: u32 = 4;
 
-/// E4M3 below a float that they are divided by; of floating-point codes only.
+/// E4M3 scales per group, divided by a float; only with floating-point codes.
 pub const QZ1_SCALES_E4M3: u32 = 5;
-/// Powers of two, E8M0; of floating-point codes only.
+/// Powers of two, E8M0; only with floating-point codes.
 pub const QZ1_SCALES_E8M0: u32 = 6;
 
 /// Codes are integers.
 pub const QZ1_CODES_INTEGER: u32 = 0;
-/// Codes are E4M3 (FP8) numbers, 8 bits.
+/// Codes are E4M3 (FP8) numbers of 8 bits.
 pub const QZ1_CODES_E4M3: u32 = 1;
-/// Codes are E2M1 (FP4) numbers, 4 bits.
+/// Codes are E2M1 (FP4) numbers of 4 bits.
 pub const QZ1_CODES_E2M1: u32 = 2;
 
-/// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, the scale and zero those of the
-/// group of `group_size` neighbouring input features. Of floating-point codes `number · scale`; E4M3 codes are multiplied
-/// with float activations only.
+/// A quantized matrix `[n, k]` in logical order, row-major: `(code − zero) · scale`, with a scale and zero point for
+/// each group of `group_size` neighbouring input features. With floating-point codes: `number · scale`. E4M3 codes can
+/// only be multiplied with float activations.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_weights {
     /// `sizeof(qz1_weights)`
     pub struct_size: u32,
-    /// Bits of a code, 2 to 8.
+    /// Bits per code, 2 to 8.
     pub bits: u32,
     /// Output features.
     pub n: usize,
     /// Input features.
     pub k: usize,
-    /// Input features that share a scale; divides `k`, and is `k` where a row has one scale.
+    /// Input features that share a scale: a divisor of `k`, or `k` for one scale per row.
     pub group_size: usize,
-    /// `[n, k]`, one code a byte.
+    /// `[n, k]`, one code per byte.
     pub codes: *const u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`, or `[n]` where `group_scales` is not null; of floating-point codes `[1]` then, what
-    /// `group_scales` are divided by.
+    /// `[n, k / group_size]`, or `[n]` if `group_scales` is not null. With floating-point codes and `group_scales`:
+    /// `[1]`, which `group_scales` are divided by.
     pub scales: *const f32,
     /// Elements of `scales`.
     pub scales_len: usize,
-    /// `[n, k / group_size]`, the lower level of two; null where there is one. Of floating-point codes E4M3, without a
-    /// sign: NVFP4.
+    /// `[n, k / group_size]`, the lower of two levels; null if there is one level. With floating-point codes these are
+    /// E4M3 without a sign, as in NVFP4.
     pub group_scales: *const u8,
     /// Elements of `group_scales`.
     pub group_scales_len: usize,
-    /// `[n, k / group_size]`, or null: every zero is `2^(bits − 1)`.
+    /// `[n, k / group_size]`, or null if every zero point is `2^(bits − 1)`.
     pub zeros: *const u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
-    /// `QZ1_CODES_…`; without it codes are integers.
+    /// `QZ1_CODES_…`; structures without this field have integer codes.
     pub format: u32,
     /// 0
     pub reserved: u32,
 }
 
-/// Where everything is in packed bytes. Made by `qz1_layout_of`; its fields may be kept beside the bytes, and are
-/// checked against `id` whenever it is used.
+/// Describes packed bytes: where each part is. Made by `qz1_layout_of`. Its fields may be stored with the bytes, and
+/// are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_layout {
     /// `sizeof(qz1_layout)`
     pub struct_size: u32,
-    /// Bits that a code takes: 4 or 8.
+    /// Bits that a code occupies: 4 or 8.
     pub code_bits: u32,
     /// `QZ1_SCALES_…`
     pub scales: u32,
-    /// 1 where every group has a zero of its own.
+    /// 1 if every group has its own zero point.
     pub zeros: u32,
-    /// The zero of every group where `zeros` is 0, else 0.
+    /// The zero point of every group if `zeros` is 0, else 0.
     pub middle: u32,
-    /// 1 with the sums that activations with a zero need.
+    /// 1 if the bytes include the sums that activations with a zero point need.
     pub sums: u32,
     /// Output features.
     pub n: u64,
@@ -92,13 +92,13 @@ pub struct qz1_layout {
     pub k: u64,
     /// Input features that share a scale.
     pub group_size: u64,
-    /// Panels of sixteen rows.
+    /// Number of panels of sixteen rows.
     pub panels: u64,
-    /// Bytes of a panel.
+    /// Bytes per panel.
     pub panel_bytes: u64,
-    /// Bytes of the matrix. Kernels read fastest where they begin at a multiple of 64.
+    /// Bytes of the packed matrix. Kernels are fastest if it begins at a multiple of 64.
     pub bytes: u64,
-    /// Names the order and all that it depends on.
+    /// Identifies the data order and everything that it depends on.
     pub id: u64,
     /// `QZ1_CODES_…`
     pub format: u32,
@@ -106,7 +106,7 @@ pub struct qz1_layout {
     pub reserved: u32,
 }
 
-/// Where the parts of a packed matrix go.
+/// Where the parts of a packed matrix are written to.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_parts {
@@ -118,15 +118,17 @@ pub struct qz1_parts {
     pub codes: *mut u8,
     /// Elements of `codes`.
     pub codes_len: usize,
-    /// `[n, k / group_size]`; with two levels those of groups, integers or what E4M3 codes stand for.
+    /// `[n, k / group_size]`. With two levels of scales these are the group scales: integers, or the values of the E4M3
+    /// codes.
     pub scales: *mut f32,
     /// Elements of `scales`.
     pub scales_len: usize,
-    /// `[n, k / group_size]`, or null with `zeros_len` 0 where every group has the same.
+    /// `[n, k / group_size]`, or null with `zeros_len` 0 if every group has the same zero point.
     pub zeros: *mut u8,
     /// Elements of `zeros`.
     pub zeros_len: usize,
-    /// `[n]` with two levels of scales, else null with `channels_len` 0. Of E4M3 scales all are what these are divided by.
+    /// `[n]` with two levels of scales, else null with `channels_len` 0. With E4M3 group scales every element is the
+    /// number that these are divided by.
     pub channels: *mut f32,
     /// Elements of `channels`.
     pub channels_len: usize,
@@ -170,13 +172,13 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
             Some(groups) => Scales::Progressive { groups, channels: scales },
             None => Scales::Float(scales),
         };
-        // What is not 2 to 8 is not, whatever its lower bits.
+        // Numbers beyond `u8` must not pass because of their lower bits.
         let bits = u8::try_from(w.bits).unwrap_or(u8::MAX);
         Ok(WeightView::with_scales([w.n, w.k], bits, w.group_size, codes, scales, zeros)?)
     }
 }
 
-/// The format that a `QZ1_CODES_…` names, if it is not that of integers; `None` where it is no such number.
+/// The floating-point format of a `QZ1_CODES_…`: `Some(None)` for integers, `None` for an unknown number.
 pub(crate) fn format(format: u32) -> Option<Option<FloatFormat>> {
     match format {
         QZ1_CODES_INTEGER => Some(None),
@@ -217,25 +219,26 @@ fn describe(layout: &Layout) -> qz1_layout {
     }
 }
 
-/// The layout that the caller's fields describe, every one of them.
+/// The layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
 /// As [`Scope::read`].
 pub(crate) unsafe fn layout(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
-    // SAFETY: the safety contract of this function is that of `read`.
+    // SAFETY: this function has the safety contract of `read`.
     checked(unsafe { scope.read(at, "the layout") }?)
 }
 
-/// The same of one of any number of layouts: all that is written must have been entered before.
+/// The layout that the fields of one of any number of structures describe. Everything that is written must have been
+/// entered before.
 ///
 /// # Safety
 /// As [`Scope::read`].
 pub(crate) unsafe fn layout_of_many(scope: &Scope, at: *const qz1_layout) -> Result<Layout, Fault> {
-    // SAFETY: the safety contract of this function is that of `read_one_of_many`.
+    // SAFETY: this function has the safety contract of `read_one_of_many`.
     checked(unsafe { scope.read_one_of_many(at, "the layout") }?)
 }
 
-/// The layout whose fields are these.
+/// The layout with these fields.
 fn checked(l: qz1_layout) -> Result<Layout, Fault> {
     let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
     let size = |v: u64| usize::try_from(v).map_err(|_| none());
@@ -258,7 +261,7 @@ fn checked(l: qz1_layout) -> Result<Layout, Fault> {
         None => Layout::from_parts(shape, l.code_bits as usize, group, scales, middle, l.sums == 1),
     };
     let layout = layout.map_err(|_| none())?;
-    // Each field as it would be written.
+    // Every field must equal the one that would be written for this layout.
     let same = qz1_layout { struct_size: l.struct_size, ..describe(&layout) };
     let fields = |l: &qz1_layout| {
         let small = [l.code_bits, l.scales, l.zeros, l.middle, l.sums, l.format].map(u64::from);
@@ -285,8 +288,8 @@ pub(crate) unsafe fn packed(
     }
 }
 
-/// The layout of weights; with `sums` not 0 it holds what activations with a zero need. Fills `out`, whose
-/// `struct_size` is set.
+/// The layout of weights. If `sums` is not 0, it includes the sums that activations with a zero point need. Fills
+/// `out`, whose `struct_size` the caller has set.
 ///
 /// # Safety
 /// Pointers are null or valid for what their structures and lengths say, here and below.
@@ -307,8 +310,8 @@ pub unsafe extern "C" fn qz1_layout_of(
     })
 }
 
-/// Packs `panels` panels of weights from `first_panel` on into `out`, which has `panels · panel_bytes` bytes: all
-/// are 0 and `layout.panels`. `parallel` is null or the caller's threads.
+/// Packs `panels` panels of weights, from `first_panel` on, into `out`, which has `panels · panel_bytes` bytes. Pass 0
+/// and `layout.panels` to pack all of them. `parallel` is null or describes the caller's threads.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -334,7 +337,7 @@ pub unsafe extern "C" fn qz1_pack(
     })
 }
 
-/// Packs panels, some on each thread.
+/// Packs panels, distributed over the threads.
 fn pack(
     view: &WeightView<'_>,
     layout: &Layout,
@@ -347,7 +350,7 @@ fn pack(
     if out.len() != panels.len() * layout.panel_bytes() || panels.len() <= each {
         return Ok(layout.pack(view, panels, out)?);
     }
-    // Each part is taken once, by the piece whose it is.
+    // Each piece takes its own part, once.
     let mut parts = memory::room(panels.len().div_ceil(each), "the parts of threads")?;
     parts.extend(out.chunks_mut(each * layout.panel_bytes()).map(|part| Mutex::new(Some(part))));
     let refused = Mutex::new(None);
@@ -366,9 +369,9 @@ fn pack(
     }
 }
 
-/// Whether packed bytes that come from elsewhere, such as a file, are what `qz1_pack` writes: codes and scales are numbers
-/// of their formats. It reads all of them, once. Kernels take other bytes too, and count a code of NaN as 480, a scale of
-/// NaN as 480 or infinity.
+/// Checks that packed bytes from elsewhere, such as a file, are bytes that `qz1_pack` could have written: codes and
+/// scales must be numbers of their formats. Reads all bytes once. Kernels accept other bytes too: they read a NaN code
+/// as 480, and a NaN scale as 480 or infinity.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -383,7 +386,7 @@ pub unsafe extern "C" fn qz1_check(
     call(message, |scope| unsafe { Ok(self::packed(scope, layout, packed, packed_len)?.check()?) })
 }
 
-/// Writes the parts of packed weights, each of the length that `qz1_parts` says.
+/// Writes the parts of packed weights; each has the length that `qz1_parts` documents.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.
@@ -420,7 +423,7 @@ pub unsafe extern "C" fn qz1_unpack(
     })
 }
 
-/// Writes `rows` rows of packed weights from `first_row` on as floats, `[rows, k]`.
+/// Dequantizes `rows` rows of packed weights, from `first_row` on, to floats `[rows, k]`.
 ///
 /// # Safety
 /// As for `qz1_layout_of`.

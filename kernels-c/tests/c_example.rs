@@ -1,4 +1,4 @@
-//! The C examples, compiled against the static library and run; and the header as C++.
+//! Compiles the C examples against the static library and runs them, and compiles the header as C++.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ mod c_program;
 
 use c_program::{compile, has, root, succeeds};
 
-/// Compiles an example and runs it on some instruction sets.
+/// Compiles an example and runs it with several instruction sets.
 #[cfg(unix)]
 fn runs(name: &str) {
     let Some(program) = compile(name) else { return };
@@ -35,7 +35,7 @@ fn the_attention_example_runs() {
     runs("attention");
 }
 
-/// Each alone, without anything before it.
+/// Each header alone, with no include before it.
 #[test]
 #[cfg(unix)]
 fn the_header_is_c_and_cpp() {

@@ -1,5 +1,5 @@
-//! Checkpoints through the C interface: every container is opened, listed, read, packed and multiplied, from the example in
-//! C too, and what is wrong is a status with a reason.
+//! Checkpoints through the C interface: a checkpoint of every format is opened, listed, read, packed and multiplied,
+//! also by the C example. Errors are a status with a message.
 #![cfg(all(unix, feature = "checkpoints"))]
 
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use safetensors::tensor::TensorView;
 #[path = "support/c_program.rs"]
 mod c_program;
 
-/// Container, scheme, and the type of scales.
+/// Format, scheme, and the type of scales.
 const CHECKPOINTS: [(&str, &str, Dtype); 7] = [
     ("awq", "w4a16-g32-asym", Dtype::F16),
     ("gptq", "w4a16-g32-sym", Dtype::F16),
@@ -29,7 +29,7 @@ const CHECKPOINTS: [(&str, &str, Dtype); 7] = [
 const SHAPE: [usize; 2] = [128, 256];
 const BIAS: f32 = 0.25;
 
-/// A checkpoint with two linears, one of them with a bias; gives what their first rows add up to.
+/// Writes a checkpoint with two linears, one of them with a bias; returns the sums of their first rows.
 fn write(at: &Path, (format, scheme, scales): (&str, &str, Dtype)) -> [f64; 2] {
     let (container, scheme) = (container(format).unwrap(), scheme.parse().unwrap());
     let mut data: HashMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)> = HashMap::new();
@@ -78,7 +78,7 @@ fn c_path(path: &Path) -> CString {
 }
 
 fn text(at: *const c_char) -> String {
-    // SAFETY: of the library, which ends its texts with a zero byte.
+    // SAFETY: the string comes from the library, which ends its strings with a zero byte.
     unsafe { CStr::from_ptr(at) }.to_str().unwrap().to_owned()
 }
 
@@ -95,7 +95,7 @@ impl Said {
 /// Opens a checkpoint.
 fn open(path: &Path) -> *mut qz1_checkpoint {
     let mut checkpoint = null_mut();
-    // SAFETY: valid pointers.
+    // SAFETY: every pointer points to a live value.
     let status = unsafe { qz1_checkpoint_open(c_path(path).as_ptr(), &raw mut checkpoint, null()) };
     assert_eq!(status, qz1_status::Ok, "{}", path.display());
     checkpoint
@@ -106,7 +106,7 @@ fn every_container_is_listed_and_read() {
     let scratch = tempfile::tempdir().unwrap();
     for ((path, sums), (format, scheme, _)) in all(scratch.path()).iter().zip(CHECKPOINTS) {
         let checkpoint = open(path);
-        // SAFETY: handles of the library, and structures of this test.
+        // SAFETY: handles come from the library, and every other pointer points to a live value of this test.
         unsafe {
             let mut count = 0;
             assert_eq!(qz1_checkpoint_count(checkpoint, &raw mut count, null()), qz1_status::Ok);
@@ -151,7 +151,7 @@ fn every_container_is_listed_and_read() {
                 scale.struct_size = size_of::<qz1_static_scale>() as u32;
                 assert_eq!(qz1_tensor_static_scale(tensor, &raw mut scale, null()), qz1_status::Ok);
                 assert_eq!(scale.scale, 0.0);
-                // What was packed is whole without the tensor.
+                // Packed weights remain valid without the tensor.
                 qz1_tensor_free(tensor);
                 let mut row = vec![0.0_f32; SHAPE[1]];
                 let status = qz1_dequantize_rows(
@@ -167,7 +167,7 @@ fn every_container_is_listed_and_read() {
                 assert_eq!(status, qz1_status::Ok);
                 let sum: f64 = row.iter().map(|w| f64::from(*w)).sum();
                 let expected = sums[index] - if index == 1 { f64::from(BIAS) } else { 0.0 };
-                // Scales of two levels are rounded once more where they are multiplied out.
+                // Two levels of scales are rounded once more when they are multiplied.
                 assert!((sum - expected).abs() < 1e-6, "{format} {scheme}: {sum} and {expected}");
             }
             qz1_checkpoint_free(checkpoint);
@@ -184,7 +184,7 @@ fn what_is_wrong_is_a_status_with_a_reason() {
         let mut said = Said([0; 400]);
         let message = said.message();
         let mut checkpoint = std::ptr::dangling_mut();
-        // SAFETY: valid pointers, or null.
+        // SAFETY: every pointer is null or points to a live value.
         let got = unsafe { qz1_checkpoint_open(path, &raw mut checkpoint, &raw const message) };
         let text = text(said.0.as_ptr());
         assert_eq!(got, status, "{text}");
@@ -199,7 +199,7 @@ fn what_is_wrong_is_a_status_with_a_reason() {
     refused(c_path(&float).as_ptr(), qz1_status::Checkpoint, "not quantized");
 
     let checkpoint = open(&good);
-    // SAFETY: handles of the library, and structures of this test.
+    // SAFETY: handles come from the library, and every other pointer points to a live value of this test.
     unsafe {
         let mut found = 7;
         let status = qz1_checkpoint_find(checkpoint, c"c".as_ptr(), &raw mut found, null());
@@ -211,7 +211,7 @@ fn what_is_wrong_is_a_status_with_a_reason() {
         assert_eq!((status, tensor.is_null()), (qz1_status::Checkpoint, true));
         let mut linear: qz1_linear = std::mem::zeroed();
         assert_eq!(qz1_checkpoint_linear(checkpoint, 0, &raw mut linear, null()), qz1_status::StructSize);
-        // The file changes behind its back.
+        // The file changes after it was opened.
         std::fs::write(good.join("model.safetensors"), b"cut").unwrap();
         assert_eq!(qz1_checkpoint_read(checkpoint, 0, &raw mut tensor, null()), qz1_status::Checkpoint);
         qz1_checkpoint_free(checkpoint);

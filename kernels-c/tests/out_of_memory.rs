@@ -1,4 +1,4 @@
-//! Where the system gives no memory, what the interface itself keeps is refused with a status.
+//! If memory cannot be allocated, the interface's own allocations fail with a status.
 
 use core::cell::Cell;
 use core::ffi::c_void;
@@ -7,25 +7,25 @@ use std::alloc::{GlobalAlloc, Layout, System};
 
 use quant_kernels::*;
 
-/// The system's, which the thread of a test may shut.
+/// The system allocator, which a test can make fail on its thread.
 struct Shut;
 
 thread_local! {
     static IS_SHUT: Cell<bool> = const { Cell::new(false) };
 }
 
-// SAFETY: the system's, or nothing.
+// SAFETY: memory comes from the system allocator, or allocation returns null.
 unsafe impl GlobalAlloc for Shut {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if IS_SHUT.get() {
             return null_mut();
         }
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller's contract of `GlobalAlloc` is passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the contract of `GlobalAlloc`, passed on.
+        // SAFETY: the caller's contract of `GlobalAlloc` is passed on.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Shut {
 #[global_allocator]
 static ALLOCATOR: Shut = Shut;
 
-/// A call while there is no memory, and what it says.
+/// Makes a call while allocation fails; returns its status and message.
 fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 80];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
@@ -51,11 +51,11 @@ fn refused(what: &str) -> (qz1_status, String) {
 
 #[test]
 fn handles() {
-    // Instructions are found once.
+    // Instruction sets are detected once, before allocation fails.
     qz1_isa_detect();
     let (mut int8, mut float) = (core::ptr::dangling_mut(), core::ptr::dangling_mut());
     let expected = refused("there is no memory for the handle");
-    // SAFETY: all lives, here and below.
+    // SAFETY: here and below, every pointer is null or points to a live value.
     unsafe {
         assert_eq!(with_message(|m| qz1_int8_rows_new(0, &mut int8, m)), expected);
         assert_eq!(with_message(|m| qz1_float_rows_new(0, &mut float, m)), expected);
@@ -87,11 +87,11 @@ fn texts_need_none() {
 }
 
 unsafe extern "C" fn in_order(_: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
-    // SAFETY: as the interface asks for.
+    // SAFETY: calls each piece once, as the interface requires.
     (0..count).for_each(|i| unsafe { piece.unwrap()(work, i) });
 }
 
-/// Lists of pages, parts of packed weights, and the account of many pieces.
+/// Page lists, parts of packed weights, and the tracking of many pieces.
 #[test]
 fn what_grows_with_the_call() {
     let struct_size = size_of::<qz1_kv_layout>() as u32;
@@ -139,7 +139,7 @@ fn what_grows_with_the_call() {
         format: QZ1_CODES_INTEGER,
         reserved: 0,
     };
-    // SAFETY: numbers only, of which zero is one.
+    // SAFETY: all fields are numbers or pointers, for which zero is valid.
     let mut layout: qz1_layout = unsafe { core::mem::zeroed() };
     layout.struct_size = size_of::<qz1_layout>() as u32;
     // SAFETY: the pointer contract of the C interface.
@@ -157,7 +157,7 @@ fn what_grows_with_the_call() {
     assert_eq!(got, refused("the parts of threads do not fit into memory"));
     assert!(packed.iter().all(|b| *b == 0x55));
 
-    // Pieces beyond those that are kept track of without memory run on one thread.
+    // If there are more pieces than can be tracked without allocation, they run on one thread.
     let (mut by, mut x) = (null_mut(), vec![0.0_f32; 1 << 17]);
     x.iter_mut().step_by(2).for_each(|x| *x = 1.0);
     // SAFETY: the pointer contract of the C interface; freed once.

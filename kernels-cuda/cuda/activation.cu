@@ -1,22 +1,23 @@
-// Rows of activations become integers of 8 bits: as they are, their RMSNorm, or silu(gate) · up.
+// Quantizes activation rows to 8-bit integers: plain rows, their RMSNorm, or silu(gate) · up.
 //
-// The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max |x|))`,
-// half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that holds NaN or an infinity has the scale NaN
-// and codes of zero. Plain rows and silu(gate) · up have its bits. A norm's sum of squares runs in another order.
+// The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max
+// |x|))`, half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that contains NaN or an infinity
+// has the scale NaN and codes of zero. Plain rows and silu(gate) · up are bit-identical to it. The sum of squares of a
+// norm is added in another order.
 //
-// A block takes a row: it is read once, in vectors of 16 bytes, stays in registers as f32, and is rounded from there. Rows
-// wider than a block's registers hold are read again, from L2. Which threads take which values depends on k
-// alone, so a row's result does not depend on the rows beside it.
+// A block processes one row: it reads the row once, in vectors of 16 bytes, keeps it in registers as f32, and rounds it
+// from there. Rows that do not fit a block's registers are read again, from L2. Only k determines which threads process
+// which values, so a row's result does not depend on the other rows.
 //
 // Macros:
 //   SOURCE     PLAIN, NORM, NORM_RESIDUAL or SILU_MUL
-//   ELEMENT    F32, F16 or BF16: activations and residual
-//   WEIGHT     the same of the norm's weight
-//   STATIC     0: a scale per row. 1: one scale and zero for all
-//   GROUP      sums of codes: 0 none but the row's; 32, 64, 128: of so many features; 1: of `group`, a multiple of 32
-//   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: values are read one by one
-//   THREADS    of a block: a power of two from 64 to 1024
-//   HELD       values of a thread: 16 or 32; 0: any number, not held
+//   ELEMENT    F32, F16 or BF16: type of activations and residual
+//   WEIGHT     F32, F16 or BF16: type of the norm's weight
+//   STATIC     0: a scale per row. 1: one scale and zero point for all rows
+//   GROUP      sums of codes: 0: only those of rows; 32, 64, 128: of this many features; 1: of `group`, a multiple of 32
+//   ALIGNED    1: addresses and strides are multiples of 16 bytes. 0: single values are read
+//   THREADS    per block: a power of two from 64 to 1024
+//   HELD       values per thread: 16 or 32; 0: any number, which are not kept in registers
 
 #include "ptx.cuh"
 
@@ -25,19 +26,19 @@ enum { PLAIN, NORM, NORM_RESIDUAL, SILU_MUL };
 constexpr bool NORMS = SOURCE == NORM || SOURCE == NORM_RESIDUAL;
 constexpr bool ADDS = SOURCE == NORM_RESIDUAL;
 constexpr int WARPS = THREADS / 32;
-// Values of a vector of 16 bytes, and so of a thread at a time.
+// Values in a vector of 16 bytes, which a thread processes at once.
 constexpr int VECTOR = ELEMENT == F32 ? 4 : 8;
-// Vectors that a thread holds.
+// Vectors that a thread keeps.
 constexpr int VECTORS = HELD / VECTOR;
-// Lanes whose vectors make 32 values.
+// Lanes whose vectors together have 32 values.
 constexpr int SEGMENT_LANES = 32 / VECTOR;
-// Features whose codes neighbouring lanes add up.
+// Features whose codes are summed by neighbouring lanes.
 constexpr int WIDTH = GROUP > 1 ? GROUP : 32;
-// Blocks that a multiprocessor should hold at least, which bounds the registers of a thread.
+// Minimum number of blocks per multiprocessor, which bounds the registers per thread.
 constexpr int MIN_BLOCKS = 1024 / THREADS;
-// Added to a number within ±2²² it leaves that number, rounded half to even, in the low bits.
+// Adding this to a number within ±2²² leaves the number, rounded half to even, in the low bits.
 constexpr float ROUNDING = 12582912.0f;
-// 127 over this is still a number; rows below are taken for zero.
+// 127 divided by this is still finite; rows with a smaller maximum count as zero.
 constexpr float SMALLEST = 1e-36f;
 
 static_assert(THREADS >= 64 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "THREADS");
@@ -53,7 +54,7 @@ template <> struct Type<F32> {
 typedef Type<ELEMENT>::word element_t;
 typedef Type<WEIGHT>::word weight_t;
 
-// What a kernel works on, a row of it.
+// The operands of a kernel, for one row.
 struct Row {
     const element_t *x;
     const element_t *up;
@@ -62,7 +63,7 @@ struct Row {
     int k;
 };
 
-// The lowest bytes of four words, the first lowest.
+// The lowest bytes of four words; that of the first is the lowest.
 INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
@@ -85,7 +86,7 @@ template <int TYPE> INLINE auto narrow(float value) {
         return bf16_of_float(value);
 }
 
-// VECTOR values from `at` on as f32; beyond `k` they are zero.
+// VECTOR values from `at` on as f32; values beyond `k` are zero.
 template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
     constexpr int WORDS = VECTOR * sizeof(Word) / 4;
     if (ALIGNED && at + VECTOR <= k) {
@@ -107,7 +108,7 @@ template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const W
     }
 }
 
-// Rounds values to the type of activations, in place, and writes them.
+// Rounds values to the type of activations, in place, and stores them.
 INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k) {
     element_t rounded[VECTOR];
 #pragma unroll
@@ -134,7 +135,7 @@ INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k)
     }
 }
 
-// g / (1 + e^−g), operation by operation as the CPU's reference has it, so with its bits.
+// g / (1 + e^−g), with the same operations as the CPU's reference, so bit-identical to it.
 INLINE float silu(float g) {
     float z = fminf(fmaxf(-g, -87.0f), 87.0f);
     float shifted = z * 1.44269504088896341f + ROUNDING;
@@ -148,13 +149,13 @@ INLINE float silu(float g) {
     sum = fmaf(sum, r, 0.5f);
     sum = fmaf(sum, r, 1.0f);
     sum = fmaf(sum, r, 1.0f);
-    // n is from −126 to 126, in the low bits of what was shifted.
+    // n is from −126 to 126, in the low bits of `shifted`.
     float power = __uint_as_float((__float_as_uint(shifted) << 23) + (127u << 23));
     float sigmoid = __frcp_rn(1.0f + sum * power);
     return g * (g < -87.0f ? 0.0f : sigmoid);
 }
 
-// VECTOR values of the row before a norm: what is read for the first time. A residual is added to and written.
+// VECTOR values of the row before the norm, read for the first time. If there is a residual, adds to it and stores it.
 INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     if (at >= row.k) {
 #pragma unroll
@@ -177,7 +178,7 @@ INLINE void first(float (&values)[VECTOR], const Row &row, int at) {
     }
 }
 
-// The same values again, for rows that are not held: a residual holds what was written by this very thread.
+// The same values again, for rows that are not kept; a residual was stored by this same thread.
 INLINE void again(float (&values)[VECTOR], const Row &row, int at) {
     if constexpr (ADDS) {
         load<ELEMENT>(values, row.residual, at < row.k ? at : row.k, row.k);
@@ -201,14 +202,14 @@ INLINE float square_sum(const float (&values)[VECTOR], float to) {
     return to;
 }
 
-// Magnitudes are in the order of their bits, and what is not finite is above all that is.
+// Magnitudes compare like their bits, and values that are not finite are above all others.
 INLINE u32 largest_of(const float (&values)[VECTOR], u32 to) {
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) to = max(to, __float_as_uint(values[i]) & 0x7fffffffu);
     return to;
 }
 
-// Ways to join the words of 32 lanes, in one instruction where there is one. `NONE` changes nothing.
+// Reductions of the words of 32 lanes, in one instruction where possible. `NONE` is the neutral element.
 struct Largest {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) { return largest_of_lanes(word); }
@@ -217,8 +218,8 @@ struct WholeSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) { return (u32)sum_of_lanes((i32)word); }
 };
-// Lanes are joined in halves, so the order is fixed, and sums are the same bits in all lanes, for two numbers add up the
-// same either way.
+// Lanes are combined in pairs, so the order is fixed. All lanes get the same bits, because addition of two numbers is
+// commutative.
 struct FloatSum {
     static constexpr u32 NONE = 0;
     INLINE static u32 join(u32 word) {
@@ -229,14 +230,14 @@ struct FloatSum {
     }
 };
 
-// Sums over LANES neighbours; each gets the result.
+// Sums over LANES neighbours, which all get the result.
 template <int LANES> INLINE int sum_lanes(int sum) {
 #pragma unroll
     for (int apart = 1; apart < LANES; apart *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     return sum;
 }
 
-// Joins the words of a block; `slots` holds a word a warp and is used for nothing else.
+// Reduces the words of a block; `slots` has a word per warp and is used for nothing else.
 template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
     const u32 lane = threadIdx.x % 32;
     word = How::join(word);
@@ -245,25 +246,25 @@ template <typename How> INLINE u32 join_block(u32 word, u32 *slots) {
     return How::join(lane < WARPS ? slots[lane] : How::NONE);
 }
 
-// How values become codes.
+// How values are converted to codes.
 struct Grid {
     float inverse;
     float low;
     float high;
     u32 zero;
-    // All bits, or none where the row is not finite.
+    // All bits set; none if the row is not finite.
     u32 keep;
 };
 
 INLINE u32 code(float value, const Grid &grid) {
     float scaled = value * grid.inverse;
-    // The bounds are whole, so that cutting and rounding may change places; the zero comes behind both.
+    // The bounds are integers, so clamping may come before rounding; the zero point is added after both.
     if (STATIC) scaled = fminf(fmaxf(scaled, grid.low), grid.high);
     u32 bits = __float_as_uint(scaled + ROUNDING);
     return STATIC ? bits + grid.zero : bits;
 }
 
-// Rounds VECTOR values, writes their codes, and returns the sum of these.
+// Quantizes VECTOR values, stores their codes, and returns the sum of the codes.
 INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, int at, int k) {
     if (at >= k) return 0;
     u32 words[VECTOR / 4];
@@ -284,7 +285,7 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
             if (at + i < k)
                 codes[at + i] = (u8)(words[i / 4] >> (i % 4 * 8));
             else
-                // What is beyond the row counts for nothing, whatever the zero.
+                // Codes beyond the row do not count, whatever the zero point.
                 words[i / 4] &= ~(0xffu << (i % 4 * 8));
         }
     }
@@ -293,7 +294,7 @@ INLINE int quantize(const float (&values)[VECTOR], const Grid &grid, u8 *codes, 
     return sum;
 }
 
-// Adds up the codes of a group, where its lanes are neighbours, or of the 32 features of a segment. All lanes take part.
+// Sums the codes of a group, if its lanes are neighbours, or of the 32 features of a segment. All lanes must call this.
 INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
     if constexpr (GROUP > 1) {
         constexpr int LANES = WIDTH / VECTOR;
@@ -306,8 +307,9 @@ INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
 }
 
 // x, up, residual: [m, stride] of ELEMENT, strides in elements; weight: [k] of WEIGHT.
-// codes: [m, code_stride], a multiple of 16 bytes, as is its address. scales: [m], in `STATIC` the given one or NaN.
-// row_sums: [m]; group_sums: [m, ⌈k / group⌉]; either may be null.
+// codes: [m, code_stride]; the stride and the address are multiples of 16 bytes. scales: [m], with `STATIC` the given
+// one
+// or NaN. row_sums: [m]; group_sums: [m, ⌈k / group⌉]; both may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     activation(const element_t *x, const element_t *up, element_t *residual, const weight_t *weight, u8 *codes, float *scales,
                int *row_sums, int *group_sums, u64 x_stride, u64 up_stride, u64 residual_stride, u64 code_stride, int k,
@@ -345,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float factor = 1.0f;
     if constexpr (NORMS) {
         squares = __uint_as_float(join_block<FloatSum>(__float_as_uint(squares), slots[0]));
-        // Infinities and NaN are what compares to nothing below infinity.
+        // True for all finite sums, false for infinities and NaN.
         factor = squares < __uint_as_float(0x7f800000u)
                      ? __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(squares, (float)k) + eps))
                      : __uint_as_float(0x7fffffffu);
@@ -394,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             add_up(sum, begin + i * STEP, k, sums, segments);
         }
     } else {
-        // All lanes go on until the warp is done: they add up together.
+        // All lanes continue until the warp has finished, because they sum together.
         for (int base = 0; base < k; base += STEP) {
             int at = base + begin;
             again(held[0], row, at);
@@ -410,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if constexpr (GROUP == 1) {
         __syncthreads();
-        // A warp a group: neighbouring words, so no two lanes meet in a bank.
+        // A warp per group: lanes read neighbouring words, without bank conflicts.
         const int lane = threadIdx.x % 32, each = group / 32, all = (k + 31) / 32;
         for (int g = threadIdx.x / 32; g < groups; g += WARPS) {
             int sum = 0;

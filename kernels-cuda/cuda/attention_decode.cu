@@ -2,15 +2,15 @@
 //
 //   score_t = scale · q · k_t,   out = sum_t p_t v_t / sum_t p_t,   lse = ln sum_t exp(score_t),   p_t = exp(score_t - max)
 //
-// A warp takes tiles of 16 tokens, one after another (attention_tile.cuh); nothing but the ring of tiles that it copies ahead
-// for itself is waited for, and warps meet once, at the end.
+// A warp processes tiles of 16 tokens, one after another (attention_tile.cuh). It waits only for its own ring of
+// prefetched tiles; warps synchronize once, at the end.
 //
-// A sequence is cut into splits by a rule of its number of tokens alone; the last block of a sequence and head to finish
-// joins them in order. So a result depends on nothing beside its own sequence.
+// A sequence is cut into splits by a rule that depends only on its number of tokens; the last block of a sequence and
+// head to finish merges them in order. So a result depends only on its own sequence.
 //
-// Macros: KV_BITS, HEAD_DIM (kv_layout.cuh); QUERY_TYPE 0 f16, 1 bf16; OUT_TYPE 0 f16, 1 bf16, 2 f32; HEAD_TILES 1 or 2:
-// query heads of a block in eights; WARPS; STAGES of the ring; MAX_SPLITS and MIN_SPLIT, tokens, a multiple of 64;
-// MIN_BLOCKS a multiprocessor, which bounds registers.
+// Macros: KV_BITS, HEAD_DIM (kv_layout.cuh); QUERY_TYPE 0 f16, 1 bf16; OUT_TYPE 0 f16, 1 bf16, 2 f32; HEAD_TILES 1 or
+// 2: number of tiles of eight query heads per block; WARPS; STAGES of the ring; MAX_SPLITS and MIN_SPLIT, tokens, a
+// multiple of 64; MIN_BLOCKS per multiprocessor, which bounds registers.
 #include "attention_tile.cuh"
 
 #if OUT_TYPE == 2
@@ -20,7 +20,7 @@ typedef u16 Out;
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-// Rows of features where warps and splits meet.
+// Stride of the rows in which the results of warps are combined.
 constexpr int MEET_STRIDE = DIM + 4;
 extern __shared__ __align__(128) u8 shared[];
 
@@ -35,8 +35,8 @@ INLINE void copy_tile(u32 to, const u8* from, u32 lane) {
         if (i + 32 <= CHUNKS || static_cast<int>(lane) < CHUNKS - i) copy_async_16(to + 16 * i, from + 16 * i);
 }
 
-// Copies rows of tokens from `skipped` to below `valid` of a tile, and grids up to there; other rows become zeros and are
-// not read, so that they may hold anything.
+// Copies the rows of tokens from `skipped` to below `valid` of a tile, and the grids before `valid`; other rows become
+// zeros and are not read, so they may hold anything.
 INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u32 lane) {
     constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 #pragma unroll 1
@@ -44,7 +44,7 @@ INLINE void copy_part_of_tile(u32 to, const u8* from, int skipped, int valid, u3
         const int chunk = i + static_cast<int>(lane), row = chunk / ROW_CHUNKS;
         const int token = row < TILE_TOKENS ? row : value_token(row - TILE_TOKENS);
         int bytes = token >= skipped && token < valid ? 16 : 0;
-        // A chunk of grids is of four tokens.
+        // A chunk of grids is for four tokens.
         if (row >= 2 * TILE_TOKENS)
             bytes = min(max(4 * (valid - (chunk - 2 * TILE_TOKENS * ROW_CHUNKS) % 4 * 4), 0), 16);
         copy_async_16(to + 16 * i, from + 16 * i, bytes);
@@ -68,13 +68,14 @@ INLINE void store(Out* out, float x) {
 #endif
 }
 
-// What blocks leave for the one that joins them.
+// The results of a block for the one that merges them.
 struct Part {
     float reference, total;
 };
 
-// A column of a product is a query head of one query: of the `queries` last tokens of the list, in order, of which each
-// sees none that comes after it. Columns of a key-value head are [queries][group]; a block has HEADS of them.
+// A column of a product is a query head of one query. The queries are those of the `queries` last tokens of the list,
+// in order; each sees no tokens after its own. Columns of a key-value head are [queries][group]; a block has HEADS of
+// them.
 //
 // query   [sequences · queries] rows `query_stride` elements apart, [kv_heads · group][HEAD_DIM], 8-byte aligned
 // pages   tiles at page · page_stride + kv head · head_stride bytes, multiples of 16
@@ -83,8 +84,9 @@ struct Part {
 //         kv head · count_head_stride]; `first` may be null
 // out     [rows][HEAD_DIM], rows as those of queries by heads;  lse [rows], natural logarithm, may be null
 // sums    f32 [rows][max_splits][HEAD_DIM];  parts [rows][max_splits]
-// tickets [sequences][kv_heads · column blocks], 0 before the first launch, and again after each
-// Grid: (max_splits, kv_heads · column blocks, sequences), max_splits at least what the longest sequence is cut into.
+// tickets [sequences][kv_heads · column blocks], 0 before the first launch and after each launch
+// Grid: (max_splits, kv_heads · column blocks, sequences), where max_splits is at least the splits of the longest
+// sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     attention_decode(const u16* __restrict__ query, const u8* __restrict__ pages, const u32* __restrict__ table,
                      const u32* __restrict__ tokens, const u32* __restrict__ first, Out* __restrict__ out,
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 column_blocks = gridDim.y / kv_heads, kv_head = blockIdx.y / column_blocks;
     const u32 first_column = blockIdx.y % column_blocks * HEADS;
     const u32 columns = min(queries * group - first_column, static_cast<u32>(HEADS));
-    // The row of a column of this block.
+    // The output row of a column of this block.
     const auto row_of = [&](u32 column) {
         const u32 at = first_column + column;
         return (static_cast<u64>(sequence) * queries + at / group) * (kv_heads * group) + kv_head * group + at % group;
@@ -106,23 +108,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 n = tokens[count_at];
     const u32 unseen = first == nullptr ? 0 : first[count_at];
     const u32 step = split_tokens(n);
-    // Of a list beyond what was planned for, tokens at its end are left out: no block waits for one that is not there.
+    // If a list is longer than planned, its last tokens are left out, so that no block waits for one that does not
+    // exist.
     const u32 splits = min(max((n + step - 1) / step, 1u), max_splits);
     if (split >= splits) return;
 
-    // Tokens up to the last that a column sees.
+    // The number of tokens up to the last one that a column sees.
     const auto seen_by = [&](u32 column) {
         return max(static_cast<int>(n) - static_cast<int>(queries - 1 - (first_column + column) / group), 0);
     };
     const u32 begin_token = split * step;
     const u32 end_token = min(min(begin_token + step, n), static_cast<u32>(seen_by(columns - 1)));
-    // Up to here all columns see all tokens.
+    // All columns see all tokens up to here.
     const u32 whole_to = min(end_token, static_cast<u32>(seen_by(0)));
     const u32 begin = max(begin_token, unseen) / TILE_TOKENS, end = (end_token + TILE_TOKENS - 1) / TILE_TOKENS;
     const u32* list = table + static_cast<u64>(sequence) * table_stride + static_cast<u64>(kv_head) * table_head_stride;
     const u32 mine = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
 
-    // Of this warp's tiles, `whole_count` from `whole_from` on are seen whole by all columns.
+    // Of this warp's tiles, all columns see `whole_count` tiles from `whole_from` on completely.
     const u32 whole_from = mine > 0 && unseen > (begin + warp) * TILE_TOKENS ? 1 : 0;
     const u32 whole_tiles = whole_to / TILE_TOKENS;
     const u32 whole_end = begin + warp < whole_tiles ? (whole_tiles - begin - warp + WARPS - 1) / WARPS : 0;
@@ -134,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 to_ring = shared_address(ring) + 16 * lane;
     const u8* from_pages = pages + kv_head * head_stride + 16 * lane;
     const u32 page_mask = (1u << page_shift) - 1;
-    // The tile to copy next, and the number of its page, which is asked for one tile ahead.
+    // The next tile to copy, and its page number, which is loaded one tile in advance.
     u32 next = begin + warp;
     u32 page = mine > 0 ? list[next >> page_shift] : 0;
     const auto copy = [&](u32 i, u32 slot) {
@@ -167,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * HEAD_TILES; ++i)
         limits.seen[i / 2][i % 2] = seen_by(min(8 * (i / 2) + 2 * place.t + i % 2, columns - 1));
     State state = {};
-    // Any scale but 0 outgrows this, so the first tile chooses.
+    // Every scale except 0 exceeds this limit, so the first tile sets the unit.
     state.unit = __uint_as_float((127u + 60u) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * HEAD_TILES; ++i) state.reference[i / 2][i % 2] = LOWEST;
@@ -176,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
     for (u32 i = 0; i < mine; ++i) {
         copy_async_wait<STAGES - 2>();
-        // All lanes' copies of this tile are there, and all lanes are done with the tile before.
+        // All lanes' copies of this tile have arrived, and all lanes have finished the previous tile.
         __syncwarp();
         if (i + STAGES - 1 < mine) copy(i + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
         copy_async_commit();
@@ -186,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copy_async_wait<0>();
 
-    // Warps meet: [warp][head][feature] sums, then what they are relative to, over the ring.
+    // Results of warps are combined in the memory of the ring: [warp][head][feature] sums, then maxima and totals.
     __syncthreads();
     float* meet = reinterpret_cast<float*>(shared);
     Part* meet_parts = reinterpret_cast<Part*>(meet + WARPS * HEADS * MEET_STRIDE);
@@ -248,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if (splits == 1) return;
 
-    // The last block to arrive joins the splits, in order. Behind the barrier one thread's fences are those of all.
+    // The last block to arrive merges the splits, in order. After the barrier, the fences of one thread hold for all.
     __syncthreads();
     u32* is_joiner = reinterpret_cast<u32*>(shared);
     u32* ticket = tickets + static_cast<u64>(sequence) * gridDim.y + blockIdx.y;

@@ -1,4 +1,5 @@
-// Joins what the same queries found in different tokens: the `merge` of kernels-cpu, of any number of parts, in order.
+// Merges results of the same queries on different tokens: the `merge` of kernels-cpu, for any number of parts, in
+// order.
 //
 //   out = sum_i w_i out_i / sum_i w_i,   lse = max + ln sum_i w_i,   w_i = exp(lse_i - max)
 //
@@ -15,9 +16,10 @@ constexpr int THREADS = 128;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-// sums  f32 [parts][rows][head_dim];  logs f32 [parts][rows], natural, minus infinity of a part that saw nothing
-// out   [rows][head_dim];  lse [rows], may be null. A row that no part saw is 0, its lse minus infinity.
-// Grid: rows · head_dim numbers by 128 a block.
+// sums  f32 [parts][rows][head_dim];  logs f32 [parts][rows], natural logarithms, minus infinity for a part without
+// tokens
+// out   [rows][head_dim];  lse [rows], may be null. A row without tokens in any part is 0, its lse minus infinity.
+// Grid: rows · head_dim numbers, 128 per block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_merge(const float* __restrict__ sums, const float* __restrict__ logs, Out* __restrict__ out,
                     float* __restrict__ lse, u32 parts, u32 rows, u32 head_dim) {
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (u32 i = 0; i < parts; ++i) {
         const float log = logs[i * static_cast<u64>(rows) + row];
         if (log == none) continue;
-        // A part that is not a number makes all so.
+        // If a part is NaN, so is the result.
         const float weight = exp2_approx((log - highest) * LOG2_E);
         sum = fmaf(weight, sums[i * items + item], sum);
         total += weight;

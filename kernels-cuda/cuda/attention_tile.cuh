@@ -1,26 +1,27 @@
-// What a warp does with a tile of 16 tokens in shared memory, for the up to 16 query heads of a key-value head:
+// The work of a warp on a tile of 16 tokens in shared memory, for up to 16 query heads of a key-value head:
 //
-//   S = K Q^T    [16 tokens, 8 heads], codes straight from the row: one wide load a lane and row
-//   p            from S with the token's scale and zero and the sums of q, in f32
-//   O^T += V^T P [16 features, 8 heads], with the token's scale folded into P before it is rounded to f16
+//   S = K Q^T    [16 tokens, 8 heads], codes directly from the row: one wide load per lane and row
+//   p            from S, with the token's scale and zero point and the sums of q, in f32
+//   O^T += V^T P [16 features, 8 heads], with the token's scale multiplied into P before it is rounded to f16
 //
-// Codes become halves without a subtraction: a code in bits 2 to 5 under the exponent of 256 is 256 + code, in bits 6 to
-// 9 under that of 16 it is 16 + code, a byte under that of 1024 is 1024 + code. What was added is taken away once, in
-// f32: from S by starting at -sum(offset · q), from O with the sum of the rounded P. The rest of v's grid is
-// v = scale (code - CENTRE) + (zero + CENTRE scale), of which only the first part meets the rounded P.
+// Codes become f16 without a subtraction: a code in bits 2 to 5 below the exponent of 256 is 256 + code, in bits 6 to 9
+// below that of 16 it is 16 + code, a byte below that of 1024 is 1024 + code. These offsets are subtracted once, in
+// f32: from S by starting at -sum(offset · q), from O with the sum of the rounded P. The rest of v's grid is v = scale
+// (code - CENTRE) + (zero + CENTRE scale), of which only the first part is multiplied with the rounded P.
 #pragma once
 #include "kv_layout.cuh"
 
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr int KEY_STEPS = DIM / 16;
 constexpr int OUT_TILES = DIM / 16;
-// What codes are too large by, for even and odd pairs of codes of a half word.
+// The offsets of codes, for even and odd pairs of codes in a half word.
 constexpr float OFFSET_EVEN = KV_BITS == 4 ? 256.0f : KV_BITS == 8 ? 1024.0f : 0.0f;
 constexpr float OFFSET_ODD = KV_BITS == 4 ? 16.0f : OFFSET_EVEN;
 constexpr float CENTRE = KV_BITS == 4 ? 8.0f : KV_BITS == 8 ? 128.0f : 0.0f;
-// P may grow to 2^GROWTH before the maximum that it is relative to is taken anew.
+// P may grow to 2^GROWTH before a new reference is chosen.
 constexpr float GROWTH = 6.0f;
-// The largest value scale, as P has it folded in, is from 2^7 when chosen to below 2^9: with 2^GROWTH less than 65504.
+// The largest value scale, in the unit of P, is at least 2^7 when the unit is chosen, and below 2^9: times 2^GROWTH
+// less than 65504.
 constexpr float SCALE_LIMIT = 512.0f;
 constexpr float HALVES_SCALE = 256.0f;
 constexpr float LOWEST = -1e30f;
@@ -31,10 +32,11 @@ INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ------------------------------------------------------------------------------------------------ codes to halves
 
-// Words of a lane in a row of keys, and how many are loaded at once.
+// Words of a lane in a row of keys, and the number of words per load.
 constexpr int KEY_WORDS = ROW_WORDS / 4;
 constexpr int KEY_WIDE = KEY_WORDS % 4 == 0 ? 4 : KEY_WORDS % 2 == 0 ? 2 : 1;
-// The same of values, and the half word beyond, where rows of 4 bits are an odd number of 32 features.
+// The same for values, and whether half a word remains, if rows with 4 bits have an odd number of blocks of 32
+// features.
 constexpr int VALUE_WORDS = ROW_WORDS / 8;
 constexpr int VALUE_WIDE = VALUE_WORDS % 4 == 0 ? 4 : VALUE_WORDS % 2 == 0 ? 2 : 1;
 constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;
@@ -54,13 +56,13 @@ INLINE void load_words(u32* words, const u32* from) {
     }
 }
 
-// The feature of a lane's `e`th element of a row, a multiple of a pair: lanes take turns of `wide` words.
+// The feature of a lane's `e`th element of a row, `e` even: lanes take runs of `wide` words in turn.
 INLINE constexpr int feature_of(int e, int lane, int lanes, int wide) {
     const int run = wide * PACK;
     return (e / run * lanes + lane) * run + e % run;
 }
 
-// One word of a row: pairs of neighbouring features as halves.
+// One word of a row as pairs of neighbouring features in f16.
 INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 #if KV_BITS == 4
     const u32 turned = permute_bytes<0x2301>(word, 0);
@@ -77,7 +79,8 @@ INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 }
 
 #if KV_BITS == 4
-// The low halves (HIGH: the high ones) of one word of two tokens: of four features, both tokens' codes as halves.
+// The low halves (HIGH: the high halves) of the same word of two tokens: four features, with both tokens' codes as a
+// pair of f16.
 template <bool HIGH>
 INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
     const u32 straight = permute_bytes<HIGH ? 0x7632 : 0x5410>(first, second);
@@ -89,7 +92,7 @@ INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
 }
 #endif
 
-// One word of a row of two tokens: feature by feature, both tokens' codes as halves.
+// The same word of the rows of two tokens: per feature, both tokens' codes as a pair of f16.
 INLINE void spread_values(u32 first, u32 second, u32 (&out)[PACK]) {
 #if KV_BITS == 4
     u32 even[4], odd[4];
@@ -117,7 +120,7 @@ INLINE int out_feature(int tile, int half, int g) {
     return 8 * PACK * VALUE_WORDS + 8 * (g / 2) + 2 * (2 * (tile - WHOLE) + half) + g % 2;
 }
 
-// What the codes of a row of an output tile are too large by.
+// The offset of the codes in a row of an output tile.
 INLINE constexpr float out_offset(int tile, int half) {
     constexpr int WHOLE = VALUE_WORDS * WORD_TILES;
     const bool odd = VALUE_TAIL && tile >= WHOLE ? half : tile & 1;
@@ -128,13 +131,13 @@ INLINE constexpr float out_offset(int tile, int half) {
 
 struct State {
     float out[HEAD_TILES][OUT_TILES][4];
-    // Sums of the rounded P, as the tensor cores see them.
+    // Sums of the rounded P, as multiplied by the tensor cores.
     float rounded[HEAD_TILES][4];
-    // Of heads 2 t and 2 t + 1, over the tokens of this lane: sums of p, and of p (zero + CENTRE scale).
+    // For heads 2 t and 2 t + 1, over the tokens of this lane: sums of p, and of p (zero + CENTRE scale).
     float total[HEAD_TILES][2], middle[HEAD_TILES][2];
-    // What p is relative to, in units of log2.
+    // The reference that is subtracted from scores, in units of log2.
     float reference[HEAD_TILES][2];
-    // What value scales are multiplied with: a power of two.
+    // Factor of value scales: a power of two.
     float unit;
 };
 
@@ -145,10 +148,10 @@ struct Queries {
     float scale[HEAD_TILES][2], sum[HEAD_TILES][2], start[HEAD_TILES][2];
 };
 
-// Where a lane begins to read in a tile, in words; all its other loads are a fixed number of words further.
+// The first words that a lane reads from a tile; all its other loads are at fixed offsets from these.
 struct Place {
     u32 g, t;
-    // Of keys, for even and odd wide loads: where halves of 128 bytes are exchanged, these are not in one order.
+    // For keys, for even and odd wide loads, which differ if the halves of 128 bytes are swapped.
     u32 keys[2];
     u32 values;
 };
@@ -163,13 +166,13 @@ INLINE Place place_of(u32 lane) {
     return place;
 }
 
-// From token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9: as far for all t.
+// The distance from token 2 t to 2 t + 1, 2 t + 8 and 2 t + 9, the same for all t.
 INLINE constexpr int value_step(int k) {
     return (value_row((k & 1) + 8 * (k >> 1)) - value_row(0)) * ROW_WORDS;
 }
 
-// The queries of a block's columns, where `row_of(column)` says, zeros where that is null; halves, of bf16 times a power of
-// two that makes the largest of a column 2^14 to 2^15.
+// Loads the queries of a block's columns from `row_of(column)`; zeros if that is null. They are f16; bf16 is multiplied
+// by a power of two that makes the largest element of a column 2^14 to 2^15.
 template <typename RowOf>
 INLINE void load_queries(Queries& queries, float scale, const Place& place, const RowOf& row_of) {
     const u32 t = place.t;
@@ -194,7 +197,8 @@ INLINE void load_queries(Queries& queries, float scale, const Place& place, cons
 #if QUERY_TYPE == 1
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-        // Biased exponents; the inverse of 2^(e - 127 - 14) is 2^(127 + 14 - e). Kept where both are normal numbers.
+        // Biased exponents; the inverse of 2^(e - 127 - 14) is 2^(127 + 14 - e). Limited to where both are normal
+        // numbers.
         int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
         exponent = min(max(exponent, 16), 254);
         back = __uint_as_float(static_cast<u32>(exponent - 14) << 23);
@@ -221,7 +225,7 @@ INLINE void load_queries(Queries& queries, float scale, const Place& place, cons
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // Column 2 t + i is the head that lanes 4 (2 t + i) and on have loaded.
+            // Column 2 t + i is the head that lanes 4 (2 t + i) to 4 (2 t + i) + 3 have loaded.
             queries.scale[tile][i] = scale * LOG2_E * __shfl_sync(ALL_LANES, back, 4 * (2 * t + i));
             queries.sum[tile][i] = sums[i] * queries.scale[tile][i];
             queries.start[tile][i] = starts[i];
@@ -244,7 +248,7 @@ INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, c
     for (int tile = 0; tile < HEAD_TILES; ++tile)
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[tile][i] = queries.start[tile][i & 1];
-    // Two pairs of features make a step of mma.
+    // Two pairs of features are a step of mma.
     constexpr int STEP_WORDS = PACK == 2 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < KEY_WORDS; i += STEP_WORDS) {
@@ -266,15 +270,15 @@ INLINE void score_tile(float (&scores)[HEAD_TILES][4], const Queries& queries, c
     }
 }
 
-// Takes anew what this tile outgrows, of each head alone, so that no head's result depends on another; sums become relative
-// to it.
+// Chooses new references and units that this tile exceeds, for each head separately, so that no head's result depends
+// on another, and rescales the sums.
 INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float value_scale) {
     float unit = 1.0f;
     if (HAS_GRIDS) {
         float largest = value_scale;
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
         if (largest * state.unit >= SCALE_LIMIT) {
-            // Biased exponents: chosen · largest is from 2^7 to below 2^8.
+            // Biased exponents: chosen · largest is at least 2^7 and below 2^8.
             const u32 exponent = __float_as_uint(largest) >> 23;
             const float chosen = __uint_as_float((254 + 7 - exponent) << 23);
             unit = chosen / state.unit;
@@ -305,7 +309,8 @@ INLINE void rescale(State& state, const float (&scores)[HEAD_TILES][4], float va
     }
 }
 
-// One output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1, then for 8 more.
+// One output tile of 16 features: `low` and `high` are rows g and g + 8 for tokens 2 t and 2 t + 1; `low_8` and
+// `high_8` the same for the tokens 8 later.
 INLINE void add_values(State& state, const u32 (&weights)[HEAD_TILES][2], int tile, u32 low,
                                            u32 high, u32 low_8, u32 high_8) {
 #pragma unroll
@@ -355,13 +360,13 @@ INLINE void sum_values(State& state, const u32 (&weights)[HEAD_TILES][2], const 
 #endif
 }
 
-// Tokens of the list up to the last that columns 2 t and 2 t + 1 of each eight see.
+// The number of tokens up to the last one that columns 2 t and 2 t + 1 of each eight see.
 struct Limits {
     int seen[HEAD_TILES][2];
 };
 
-// A tile that lies in shared memory and begins with token `start` of the list. If it is not `whole`, columns see only tokens
-// from `unseen` to below `end` and their limits.
+// Processes a tile in shared memory that begins with token `start` of the list. If it is not `whole`, columns see only
+// tokens from `unseen` to below `end`, up to their limits.
 INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, const Place& place,
                                             bool whole, const Limits& limits, int unseen, int end, int start) {
     float scores[HEAD_TILES][4];
@@ -399,7 +404,7 @@ INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, c
                     if (!exists || token >= limits.seen[heads][i]) scores[heads][2 * half + i] = minus_infinity();
         }
     }
-    // Relative to what p is relative to.
+    // Scores relative to the reference.
     float beyond[HEAD_TILES][4], surplus = minus_infinity();
 #pragma unroll
     for (int heads = 0; heads < HEAD_TILES; ++heads)
@@ -430,7 +435,8 @@ INLINE void attend_tile(State& state, const Queries& queries, const u32* tile, c
             state.total[heads][i & 1] += p[i];
             if (HAS_GRIDS) state.middle[heads][i & 1] = fmaf(p[i], middle[i >> 1], state.middle[heads][i & 1]);
         }
-        // [tokens, heads] as the scores lie becomes [heads, tokens], which is how the second product reads P.
+        // Transposes [tokens, heads], the order of scores, to [heads, tokens], the order in which the second product
+        // reads P.
         weights[heads][0] = transpose_8x8(f16_pair(p[0] * fold[0], p[1] * fold[0]));
         weights[heads][1] = transpose_8x8(f16_pair(p[2] * fold[1], p[3] * fold[1]));
     }

@@ -1,4 +1,5 @@
-// What a device can do at most: bytes read, bytes copied, products on tensor cores. Kernels are measured as shares of these.
+// The maximum rates of a device: bytes read, bytes copied, products on tensor cores. Measurements of kernels are given
+// relative to these.
 //
 // Macros:
 //   PRODUCT    of `products`: 0 f16, 1 bf16, 2 s8
@@ -18,7 +19,8 @@ __device__ __forceinline__ uint4 load(const uint4 *from) {
     return out;
 }
 
-// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. What is written depends on all, and is hardly ever written.
+// Reads `vectors` of 16 bytes, a multiple of THREADS · FLIGHT. The condition for the store depends on all of them, and
+// is almost never true.
 extern "C" __global__ void __launch_bounds__(THREADS) stream_read(const uint4 *from, u64 vectors, u32 *to) {
     u32 all = 0;
     for (u64 block = blockIdx.x; block < vectors / (THREADS * FLIGHT); block += gridDim.x) {
@@ -31,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) stream_read(const uint4 *f
     if (all == 0x12345678) to[0] = all;
 }
 
-// Copies as many.
+// Copies as many vectors.
 extern "C" __global__ void __launch_bounds__(THREADS) stream_copy(const uint4 *from, u64 vectors, uint4 *to) {
     for (u64 block = blockIdx.x; block < vectors / (THREADS * FLIGHT); block += gridDim.x) {
         uint4 words[FLIGHT];
@@ -42,13 +44,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) stream_copy(const uint4 *f
     }
 }
 
-// Nothing: what a launch costs.
+// Does nothing, to measure the cost of a launch.
 extern "C" __global__ void nothing() {}
 
-// Sums of a warp that do not wait for each other.
+// Independent sums per warp.
 constexpr int CHAINS = 8;
 
-// `rounds` times CHAINS products a warp, from registers to registers.
+// `rounds` times CHAINS products per warp, from registers to registers.
 extern "C" __global__ void __launch_bounds__(THREADS) products(u32 rounds, u32 seed, u32 *to) {
     u32 a[4], b[2], sums[CHAINS][4];
 #pragma unroll

@@ -1,8 +1,8 @@
 // Quantizes keys and values and stores them in pages: the write half of the cache.
 //
-// A few lanes share the row of one token, head, and of keys or values: they find its smallest and largest value, from
-// them the grid, and each writes its own whole words, so that the lanes together write whole 16-byte chunks. The grid is
-// that of `quantize_head` of kernels-cpu, bit for bit: every operation is the one the reference does, rounded as there.
+// A few lanes share the row of keys or of values of one token and head. They find its minimum and maximum, and from
+// these the grid; each lane writes whole words, so that together they write whole 16-byte chunks. The grid is
+// bit-identical to that of `quantize_head` of kernels-cpu: all operations and roundings are those of the reference.
 //
 //   zero  = f16 rounded down (min x),  scale = f16 rounded up ((max x - zero) / levels)
 //   code  = round half to even ((x - zero) / scale), 0 where scale is 0
@@ -17,7 +17,7 @@ typedef u16 Input;
 #endif
 
 constexpr int THREADS = 128;
-// Features of a lane.
+// Features per lane.
 constexpr int SHARE = 8;
 constexpr int LANES = DIM <= 64 ? 8 : DIM <= 128 ? 16 : 32;
 constexpr int SHARE_WORDS = SHARE / PACK;
@@ -39,8 +39,8 @@ struct alignas(16) Share {
 };
 
 #if KV_BITS == 4
-// Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left by
-// 2 bits, where the mantissa of an f16 has unit steps from 256 or from 16 (attention_decode.cu).
+// Eight codes of 4 bits: even features in the low half of the word, odd ones in the high half, each half rotated left
+// by 2 bits, to where the mantissa of an f16 has steps of one from 256 or from 16 on (attention_decode.cu).
 INLINE u32 pack_4(const u32 (&code)[SHARE]) {
     u32 word = 0;
 #pragma unroll
@@ -50,10 +50,10 @@ INLINE u32 pack_4(const u32 (&code)[SHARE]) {
 #endif
 
 // keys, values  [tokens][kv_heads][HEAD_DIM], tokens `token_stride` elements apart, 16-byte aligned
-// sequence, position  [tokens]: where each token goes; a position of 2^32 - 1 is skipped
-// table         [sequences][table_stride] numbers of pages; a page holds 2^page_shift tiles
-// refused       counts rows with a value beyond ±65504 or NaN, which are stored as if limited to that; may be null
-// Grid: (token, head, keys or values) by 128 / LANES rows a block.
+// sequence, position  [tokens]: where each token is stored; a position of 2^32 - 1 is skipped
+// table         [sequences][table_stride] page numbers; a page holds 2^page_shift tiles
+// refused       counts rows with a NaN or a value beyond ±65504, which are clamped when stored; may be null
+// Grid: (token, head, keys or values), 128 / LANES rows per block.
 extern "C" __global__ void __launch_bounds__(THREADS)
     kv_append(const Input* __restrict__ keys, const Input* __restrict__ values, const u32* __restrict__ sequence,
               const u32* __restrict__ position, const u32* __restrict__ table, u8* __restrict__ pages,
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u32 token = row / (2 * kv_heads);
     const bool is_value = row & 1;
     const u32 head = row / 2 % kv_heads;
-    // Lanes of other rows go on: all of a warp take part in the exchanges below.
+    // Lanes without a row continue, because the whole warp takes part in the exchanges below.
     bool wanted = token < tokens;
     u32 at = 0, page = 0;
     if (wanted) {
@@ -119,9 +119,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     halves.w = f16_pair(x[6], x[7]);
     *reinterpret_cast<uint4*>(codes) = halves;
 #else
-    // 1.5 · 2^23: added to a number below 2^22, it leaves that rounded half to even in the lowest bits.
+    // 1.5 · 2^23: adding it to a number below 2^22 leaves the number, rounded half to even, in the lowest bits.
     constexpr float ROUND = 12582912.0f;
-    // A zero must not be negative.
+    // Avoids negative zero.
     const u16 zero = f16_below(__fadd_rn(low, 0.0f));
     const float from = float_of_f16(zero);
     const float even = __fdiv_rn(__fsub_rn(high, from), KV_BITS == 4 ? 15.0f : 255.0f);

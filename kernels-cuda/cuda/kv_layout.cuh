@@ -1,10 +1,10 @@
-// Where a tile of the cache holds what: 16 tokens of one key-value head. The same numbers are in src/attention/layout.rs.
+// The layout of a tile of the cache: 16 tokens of one key-value head. src/attention/layout.rs has the same numbers.
 //
 //   tile = key rows, value rows [16][DIM · KV_BITS / 8 bytes], key grids, value grids [16] of { f16 scale, f16 zero }
 //
-// Rows hold features in natural order, DIM / (32 / KV_BITS) words; what is permuted are tokens and blocks of words, such
-// that the loads of attention_decode.cu meet no bank twice. KV_BITS: 4, 8, or 16 for halves, which have no grids.
-// HEAD_DIM: a multiple of 16; rows are padded to a multiple of 32.
+// Rows hold features in natural order, DIM / (32 / KV_BITS) words. Tokens and blocks of words are permuted such that
+// the loads of attention_decode.cu have no bank conflicts. KV_BITS: 4, 8, or 16 for f16, which has no grids. HEAD_DIM:
+// a multiple of 16; rows are padded to a multiple of 32.
 #pragma once
 #include "ptx.cuh"
 
@@ -12,7 +12,7 @@ constexpr int DIM = (HEAD_DIM + 31) / 32 * 32;
 constexpr int TILE_TOKENS = 16;
 constexpr int ROW_WORDS = DIM * KV_BITS / 32;
 constexpr int ROW_BYTES = 4 * ROW_WORDS;
-// Features of a word.
+// Features per word.
 constexpr int PACK = 32 / KV_BITS;
 constexpr int VALUES_AT = TILE_TOKENS * ROW_BYTES;
 constexpr int KEY_GRIDS_AT = 2 * VALUES_AT;
@@ -23,16 +23,16 @@ constexpr int TILE_BYTES = HAS_GRIDS ? VALUE_GRIDS_AT + 4 * TILE_TOKENS : KEY_GR
 static_assert(HEAD_DIM > 0 && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256, "HEAD_DIM is a multiple of 16 up to 256");
 static_assert(KV_BITS == 4 || KV_BITS == 8 || KV_BITS == 16, "KV_BITS is 4, 8 or 16");
 
-// Key rows: a lane of a quad reads 16 bytes where it can. Where rows are a multiple of 128 bytes, every second has its
-// halves of each 128 bytes exchanged, so that 8 lanes, 2 rows of 4, meet all banks.
+// Key rows: each lane of a quad reads 16 bytes if possible. If rows are a multiple of 128 bytes, every second row has
+// the halves of each 128 bytes swapped, so that 8 lanes, 2 rows of 4, access all banks.
 constexpr int KEY_EXCHANGE = ROW_WORDS % 32 == 0 ? 16 : 0;
 
 INLINE constexpr int key_word(int token, int word) {
     return token * ROW_WORDS + (word ^ (token & 1) * KEY_EXCHANGE);
 }
 
-// Value rows: four tokens 2 apart are read at once, of each a run of 32 bytes. Tokens 0, 2, 4, 6 become rows 0 to 3, and
-// 32-byte blocks are exchanged by row where a row is an even number of them.
+// Value rows: four tokens with a distance of 2 are read at once, 32 contiguous bytes of each. Tokens 0, 2, 4, 6 become
+// rows 0 to 3, and 32-byte blocks are swapped depending on the row if a row is an even number of them.
 constexpr bool VALUE_ROWS_PERMUTED = ROW_WORDS % 8 == 0;
 constexpr int VALUE_EXCHANGE = ROW_WORDS % 32 == 0 ? 3 : ROW_WORDS % 16 == 0 ? 2 : 0;
 
@@ -40,7 +40,7 @@ INLINE constexpr int value_row(int token) {
     return VALUE_ROWS_PERMUTED ? (token & 8) | (token & 1) << 2 | (token >> 1 & 3) : token;
 }
 
-// What block numbers of a row are combined with.
+// The mask that block numbers of a row are XORed with.
 INLINE constexpr int value_exchange(int row) {
     return VALUE_EXCHANGE == 3 ? row & 3 : VALUE_EXCHANGE == 2 ? row >> 1 & 1 : 0;
 }

@@ -1,50 +1,51 @@
 // A linear layer on packed weights: y[m, n] = Σ_k x[m, k] ŵ[n, k] + bias[n].
 //
-// One text serves W4A16, W8A16, W8A8, W4A8, and FP4 and FP8 weights beside floats; what differs is chosen by these macros:
+// The same source serves W4A16, W8A16, W8A8, W4A8, and FP4 and FP8 weights with float activations. Macros:
 //
-//   ACTIVATION   F16, BF16 or S8: what `x` holds; sums are in f32, of S8 in integers
-//   CODES        INTEGER, or a floating-point format, which has no zeros: E2M1, E4M3
+//   ACTIVATION   F16, BF16 or S8: type of `x`; sums are in f32, for S8 in integers
+//   CODES        INTEGER, or a floating-point format, which has no zero points: E2M1, E4M3
 //   CODE_BITS    4 or 8
-//   GROUP        32, 64 or 128 features share a scale, of floating-point codes also 16; 0: all of a row
-//   SCALE        F16, BF16, F32: type of the scales of groups; PROGRESSIVE: u8, below an f32 of the row; E4M3, above an
-//                f32 of the row that holds 256 / global, and E8M0: a byte, of floating-point codes only
-//   ZEROS        1: each group (of GROUP 0 each row) has a zero; 0: `middle` is the zero of all
-//   X_ZERO       1: whole-number activations have a zero, the same for all tokens
+//   GROUP        32, 64 or 128 features share a scale, with floating-point codes also 16; 0: a whole row
+//   SCALE        F16, BF16, F32: type of group scales; PROGRESSIVE: u8, below an f32 per row; E4M3, above an f32 per
+//                row that holds 256 / global, and E8M0: one byte, only with floating-point codes
+//   ZEROS        1: each group (with GROUP 0 each row) has a zero point; 0: `middle` is the zero point of all
+//   X_ZERO       1: integer activations have a zero point, the same for all tokens
 //   OUTPUT       F16, BF16 or F32
 //   ROW_WARPS, ROW_TILES, TOKEN_WARPS, TOKEN_TILES, STAGES, BLOCKS   the shape of a block: warps along
-//                output features and 16-row tiles of each, warps along tokens and 8-token tiles of each, depth of the
-//                ring, blocks that a multiprocessor should hold
+//                output features and 16-row tiles per warp, warps along tokens and 8-token tiles per warp, depth of
+//                the ring, intended number of blocks per multiprocessor
 //   HALVED       1: chunks of k have two halves, each summed from zero; 0: there is one chunk, summed at once
-//   SETS         sets of warps with the macros above, each with a ring of its own: 2 take the halves of a chunk side by side
-//   SERIAL       1: a block takes all chunks of k, one after the other; 0: one chunk
+//   SETS         sets of warps with the macros above, each with its own ring: 2 compute a chunk's halves concurrently
+//   SERIAL       1: a block computes all chunks of k, one after another; 0: one chunk
 //
-// Weights are `mma`'s A operand, tokens its columns: eight tokens fill a tile. A set of warps walks along k in tiles of 128
-// features; each tile's codes, activations and scales land in a ring in shared memory, STAGES − 1 ahead
-// (linear_ring.cuh). Codes lie as a lane needs them (src/layout.rs), activations swizzled for `ldmatrix`. Of the tile behind
-// the current one the sums Σ x of each group are made, by `mma` with a matrix of ones, dealt out over the warps: a grid's
-// zeros and the offset of the dequantization (dequantize.cuh) are multiplied with them, once a group, as the value that
-// the group's accumulators start from; where integers are summed over all of k, once at its end (linear_tile.cuh).
+// Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
+// tiles of 128 features. The codes, activations and scales of each tile are copied to a ring in shared memory,
+// STAGES − 1 tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), activations are
+// swizzled for `ldmatrix`. For the tile after the current one, `mma` with a matrix of ones computes the sums Σ x of
+// each group, distributed over the warps. They are multiplied with the zero points of a grid and the offset of the
+// dequantization (dequantize.cuh), once per group, and the product is the initial value of the group's accumulators; if
+// integers are summed over all of k, this is done once at the end (linear_tile.cuh).
 //
-// Parts: k is cut into `chunks` runs of whole tiles, and each into two halves, by numbers that depend on the weights' shape
-// alone. A half is summed from zero; a chunk is first half + second half, and chunks are added in order, c₀ + c₁ + …: by
-// one set of warps that takes one after the other, by two that meet in shared memory, by the last of several blocks to
-// arrive (linear_out.cuh). So a row's bits depend neither on the rows beside it, nor on their number, nor on
-// the shape of the block.
+// Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves, by numbers that depend only on the
+// shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are added in order,
+// c₀ + c₁ + …: by one set of warps that computes one after another, by two that combine their sums in shared memory, or
+// by the last of several blocks to arrive (linear_out.cuh). So the bits of a row depend neither on the other rows, nor
+// on their number, nor on the shape of the block.
 #include "dequantize.cuh"
 
 constexpr bool FLOAT = ACTIVATION != S8;
 constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
-// Integers that are summed over all of k: they join exactly, in any order.
+// Integers summed over all of k, whose order does not matter because addition is exact.
 constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
-// Codes less their zero, as signed numbers: nothing is too much, and sums of activations are not needed.
+// Codes minus their zero point, as signed numbers: there is no offset, and sums of activations are not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
 constexpr bool SUMS = CODES == INTEGER && !SIGNED;
-// What results are multiplied with: codes are fragments of f16 times its inverse.
+// Factor of the results: fragments in f16 are the codes divided by it.
 constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E2M1 ? 16384.0f : 256.0f;
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
-// Of a set.
+// Per set.
 constexpr int WARPS = ROW_WARPS * TOKEN_WARPS;
 constexpr int SET_THREADS = 32 * WARPS;
 constexpr int THREADS = SETS * SET_THREADS;
@@ -54,13 +55,13 @@ constexpr int ROW_BLOCKS = ROW_WARPS * ROW_TILES;
 constexpr int ROWS = 16 * ROW_BLOCKS;
 constexpr int TOKENS = 8 * TOKEN_WARPS * TOKEN_TILES;
 constexpr int TILE_K = 128;
-// Bytes of a tile of a token's activations, and steps of `mma` in it, of 32 bytes each.
+// Bytes of a token's activations in a tile, and steps of `mma` in it, of 32 bytes each.
 constexpr int X_ROW = FLOAT ? 2 * TILE_K : TILE_K;
 constexpr int STEPS = X_ROW / 32;
 constexpr int GROUPS = GROUP == 0 ? 1 : TILE_K / GROUP;
 constexpr int GROUP_STEPS = STEPS / GROUPS;
 constexpr int TILE_BYTES = 16 * TILE_K * CODE_BITS / 8;
-// What stands beside a tile: scales, zeros and sums of weights of its groups.
+// Parameters of a tile: scales, zero points and sums of weights of its groups.
 constexpr bool SCALE_BYTE = TWO_LEVELS || SCALE == E4M3 || SCALE == E8M0;
 constexpr int SCALE_BYTES = GROUP == 0 ? 0 : SCALE_BYTE ? 1 : SCALE == F32 ? 4 : 2;
 constexpr int ZERO_BYTES = GROUP == 0 || !ZEROS ? 0 : 2 * CODE_BITS;
@@ -72,20 +73,21 @@ constexpr int PARAMETER_BYTES = (SUMS_AT + (GROUP_SUMS ? 64 * GROUPS : 0) + 15) 
 constexpr int X_AT = ROW_BLOCKS * TILE_BYTES;
 constexpr int PARAMETERS_AT = X_AT + TOKENS * X_ROW;
 constexpr int STAGE_BYTES = PARAMETERS_AT + ROW_BLOCKS * PARAMETER_BYTES;
-// Behind the ring: sums of activations of two tiles.
+// After the ring: sums of activations of two tiles.
 constexpr int X_SUMS_AT = STAGES * STAGE_BYTES;
-// Where the next set's ring begins.
+// Offset of the next set's ring.
 constexpr int SET_BYTES = (X_SUMS_AT + (SUMS ? 2 * GROUPS * TOKENS * 4 : 0) + 127) / 128 * 128;
-// A token's row while results turn from fragments to rows: four words more keep the banks apart.
+// Stride of a token's row when results are reordered from fragments to rows: four additional words avoid bank
+// conflicts.
 constexpr int OUT_STRIDE = ROWS + 4;
 
 template <bool IS_FLOAT> struct Partial { typedef float type; };
 template <> struct Partial<false> { typedef i32 type; };
 typedef Partial<FLOAT>::type partial_t;
-// What a part gives: integers where they are summed over all of k.
+// The type of a part's sums: integers if they are summed over all of k.
 typedef Partial<!WHOLE>::type total_t;
 
-// What all parts of a warp's sums give together, and on the way to it: fragments.
+// The combined sums of a warp's parts, as fragments.
 typedef total_t Fragments[ROW_TILES][TOKEN_TILES][4];
 
 struct Arguments {
@@ -101,7 +103,7 @@ struct Arguments {
     i32 x_zero;
 };
 
-// A barrier of the threads of a set.
+// A barrier for the threads of a set.
 INLINE void set_barrier(u32 set) {
     if (SETS == 1) __syncthreads();
     else barrier_of<SET_THREADS>(1 + set);
@@ -111,7 +113,7 @@ INLINE void set_barrier(u32 set) {
 #include "linear_tile.cuh"
 #include "linear_out.cuh"
 
-// Token tiles whose blocks run side by side: what they share of the weights is read from memory once.
+// Token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
 constexpr u32 NEIGHBOURS = 8;
 
 // Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; see src/linear.rs for sizes of memory.
@@ -122,11 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
                          m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
     extern __shared__ __align__(128) u8 shared[];
-    // From lane 0, so that the compiler knows it to be the same in all lanes.
+    // Broadcast from lane 0, so that the compiler knows that all lanes have the same value.
     const u32 block_warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 set = SETS == 1 ? 0 : block_warp / WARPS, warp = SETS == 1 ? block_warp : block_warp % WARPS;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
-    // Blocks go through NEIGHBOURS token tiles of a row tile, then through the row tiles, then through further tokens.
+    // Blocks iterate over NEIGHBOURS token tiles of a row tile, then over the row tiles, then over further tokens.
     const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
     const u32 band = blockIdx.x / (NEIGHBOURS * row_tiles), in_band = blockIdx.x % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int half = 0; half < 2; half++) {
                 u32 row = (row_block + row_warp * ROW_TILES + r) * 16 + lane / 4 + 8 * half;
                 u32 zero = middle;
-                // Rows are filled up to sixteen.
+                // Rows are padded to a multiple of sixteen.
                 if (ZEROS) zero = row < (n + 15) / 16 * 16 ? row_zeros[row] : 0;
                 less_of(rows[r], half, zero);
             }
@@ -160,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 
     Sums sums;
-    // Of the parts of a chunk, and of chunks, that one set takes one after the other.
+    // Sums of the current chunk, and of all chunks, if one set computes them one after another.
     Fragments chunk, totals;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
@@ -190,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     u32 slot = 0, left = half_length;
     bool is_second = false, is_first_chunk = true;
     for (u32 tile = begin; tile < end; tile++) {
-        // This tile is there, and where sums are made the next one too. Behind the barrier it is so for all threads, the
-        // sums of this tile are written, and nobody reads the slot of the tile before.
+        // This tile has arrived, and if sums are computed, the next one too. After the barrier this holds for all
+        // threads, the sums of this tile are written, and nobody reads the slot of the previous tile.
         copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
         set_barrier(set);
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;
@@ -242,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     }
-    // All rings have been read: shared memory is for other things from here on.
+    // All rings have been read; from here on, shared memory is used for other data.
     __syncthreads();
     if (SETS == 2 && !join_sets(shared, totals, set, warp, lane)) return;
     if (!SERIAL && chunks > 1) {

@@ -1,15 +1,16 @@
-// The copies that fill a slot of the ring: a tile's codes, activations, and what stands beside it.
+// The copies that fill a slot of the ring: codes, activations and parameters of a tile.
 //
-// A part of linear.cu, whose constants and arguments it uses.
+// Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// A thread's share of what is copied for a tile: always the same places of a slot, of which it keeps the first; the others
-// are whole rows further.
+// A thread's share of the copies for a tile: always the same positions in a slot. The structure has the first of each;
+// the others are whole rows further.
 struct Copies {
     const u8 *codes, *parameters, *x;
     // Bytes between this thread's chunks of codes, and of activations.
     u64 codes_step, x_step;
-    // 16-row tiles and tokens from this thread's first to the end of the matrix, and bytes of a token from its chunk on.
+    // 16-row tiles and tokens from this thread's first to the end of the matrix, and bytes of a token from its chunk
+    // on.
     i32 row_blocks, tokens, left;
 };
 
@@ -34,7 +35,7 @@ INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_bloc
     return to;
 }
 
-// Fills a slot of the ring, and goes on to the next tile. What is outside the matrix becomes zero and is not read.
+// Fills a slot of the ring, and advances to the next tile. Data outside the matrix becomes zero and is not read.
 INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     const u32 thread = threadIdx.x % SET_THREADS;
 #pragma unroll
@@ -48,7 +49,7 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     const i32 valid = max(min(from.left, 16), 0);
 #pragma unroll
     for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
-        // More threads than chunks: the last ones have none.
+        // If there are more threads than chunks, the last ones have none.
         if (TOKENS < X_ROWS && row >= TOKENS) break;
         bool there = i * X_ROWS < from.tokens && valid > 0;
         const u8 *x = there ? from.x + i * from.x_step : p.x;

@@ -1,7 +1,7 @@
-// What a warp does with a tile of 128 features in shared memory: codes become fragments, activations are read by `ldmatrix`,
-// products join the sums of a group and these, scaled, the sums of a part of k.
+// The work of a warp on a tile of 128 features in shared memory: codes become fragments, `ldmatrix` reads activations,
+// products are added to the sums of a group, and these, scaled, to the sums of a part of k.
 //
-// A part of linear.cu, whose constants and arguments it uses.
+// Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
 INLINE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -20,7 +20,7 @@ INLINE void load_tokens(u32 (&b)[4], u32 x, u32 token_tile, u32 pair, u32 lane) 
     load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 8) * 16);
 }
 
-// Sums of the activations of a slot, a group and token each, into `sums`.
+// Sums of the activations of a slot, per group and token, into `sums`.
 INLINE void sum_tokens(u32 slot, partial_t *sums, u32 warp, u32 lane) {
     const u32 one = ACTIVATION == F16 ? 0x3c003c00 : ACTIVATION == BF16 ? 0x3f803f80 : 0x01010101;
     const u32 ones[4] = {one, one, one, one};
@@ -54,21 +54,21 @@ INLINE float scale_of(const u8 *at) {
     return SCALE == F16 ? float_of_f16(bits) : float_of_bf16(bits);
 }
 
-// The scale that a byte stands for; of E4M3 2⁻⁸ of it, which the row's factor makes up for.
+// The scale that a byte encodes; for E4M3 2⁻⁸ times it, which the row's factor corrects.
 INLINE float scale_of_byte(u32 byte) {
     if (SCALE == E4M3) return float_of_f16((u16)(byte << 7));
-    // The smallest power of E8M0 is a subnormal number.
+    // The smallest E8M0 scale is subnormal in f32.
     return __uint_as_float(max(byte << 23, 1u << 22));
 }
 
-// Scales and zeros of the two rows of a lane in a 16-row tile, and what fragments need of them.
+// Scales and zero points of the two rows of a lane in a 16-row tile, and the values derived for fragments.
 struct Group {
     float scale[2];
     // Float: − (offset + zero). Integers: − zero.
     partial_t less[2];
-    // Progressive.
+    // Only for progressive weights.
     u32 factor[2], shift[2];
-    // Σ (q − z) of the weights, for a zero of the activations.
+    // Σ (q − z) of the weights, if activations have a zero point.
     i32 sum[2];
 };
 
@@ -109,10 +109,11 @@ INLINE void load_group(Group &to, const u8 *parameters, int group, u32 lane, u32
     }
 }
 
-// Words of a lane that two neighbouring steps take.
+// Words of a lane for two neighbouring steps.
 constexpr int PAIR_WORDS = FLOAT ? (CODE_BITS == 4 ? 2 : 4) : (CODE_BITS == 4 ? 4 : 8);
 
-// Pairs of steps whose instructions mix. Of small groups so many parameters come early that registers run short.
+// Unrolling of pairs of steps, whose instructions then interleave. Small groups load so many parameters early that
+// registers run short.
 constexpr int UNROLL = FLOAT && GROUP != 0 && GROUP <= 64 ? 2 : !FLOAT && GROUP == 32 && SERIAL ? 1 : STEPS / 2;
 
 // The A fragment of step `half` of a pair of steps.
@@ -153,12 +154,12 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
     }
 }
 
-// The running sums of a warp: of a group (or, of integers over all of k, of all its tiles), and of the part of k that it
-// is in. What a variant does not use, the compiler drops.
+// The running sums of a warp: of a group (or of all tiles, if integers are summed over all of k), and of the current
+// part of k. The compiler removes what a variant does not use.
 struct Sums {
     partial_t group[ROW_TILES][TOKEN_TILES][4];
     float part[ROW_TILES][TOKEN_TILES][4];
-    // Of integers: sums of activations, of tokens 2 t and 2 t + 1.
+    // For integers: sums of activations of tokens 2 t and 2 t + 1.
     i32 x[TOKEN_TILES][2];
 };
 
@@ -174,7 +175,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
     u32 words[ROW_TILES][PAIR_WORDS < 4 ? 4 : PAIR_WORDS];
 #pragma unroll UNROLL
     for (int pair = 0; pair < STEPS / 2; pair++) {
-        // Sixteen bytes at a time; where a pair of steps takes eight, the next pair finds the other eight here.
+        // Sixteen bytes at a time; if a pair of steps needs eight, the next pair uses the other eight.
         if (PAIR_WORDS >= 4 || pair % 2 == 0) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
@@ -196,7 +197,7 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
             const int step = 2 * pair + half;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
-                // Where a group is one step long, the pair has two.
+                // If a group is one step long, the pair has two groups.
                 Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
                 if (GROUP != 0 && step % GROUP_STEPS == 0)
                     load_group(group, parameters + r * PARAMETER_BYTES, step / GROUP_STEPS, lane, p.middle);

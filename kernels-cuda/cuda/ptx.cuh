@@ -1,7 +1,7 @@
-// PTX instructions that CUDA C++ has no word for, one function each, and the integer types of all kernels.
+// PTX instructions without an equivalent in CUDA C++, one function each, and the integer types of all kernels.
 //
-// Every kernel includes this file and no other header: whoever has only the run-time compiler can build them.
-// Pointers into shared memory are 32-bit addresses of the shared window, as the instructions take them.
+// Every kernel includes this file and no CUDA header, so that the run-time compiler alone suffices to build them.
+// Pointers into shared memory are 32-bit addresses of the shared window, as the instructions expect.
 // Sources: PTX ISA, the sections on `cp.async`, `ldmatrix`, `mma` (fragment figures), `lop3`, `prmt`, `cvt`.
 #pragma once
 
@@ -15,30 +15,30 @@ typedef long long i64;
 
 #define INLINE __device__ __forceinline__
 
-// Types of numbers, as macros name them: those of src/float.rs first.
+// Number types in macros; those of src/float.rs come first.
 enum { F16 = 0, BF16 = 1, F32 = 2, S8 = 3, PROGRESSIVE = 4, INTEGER = 5, E2M1 = 6, E4M3 = 7, E8M0 = 8 };
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The shared window's address of what `pointer` points to.
+// The address in the shared window of what `pointer` points to.
 INLINE u32 shared_address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// ---- Copies from global to shared memory that do not pass through registers
+// ---- Copies from global to shared memory that bypass registers
 
 // Copies 16 bytes. Both addresses are multiples of 16.
 INLINE void copy_async_16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Copies 16 bytes of which the first `valid` are read and the rest become zero.
+// Copies 16 bytes, of which the first `valid` are read and the rest become zero.
 INLINE void copy_async_16(u32 to, const void *from, u32 valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
-// Ends a group of copies; a group may be empty.
+// Ends a group of copies, which may be empty.
 INLINE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `PENDING` of this thread's latest groups are on their way.
+// Waits until at most `PENDING` of this thread's latest groups are pending.
 template <int PENDING> INLINE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
@@ -55,10 +55,10 @@ INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
 }
 
 // d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. Lane `4 g + t` holds
-//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two 8 more
-//   b: rows 2 t and 2 t + 1, then 8 more; column g
+//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two plus 8
+//   b: rows 2 t and 2 t + 1, then plus 8; column g
 //   d: row g, columns 2 t and 2 t + 1; then row g + 8
-// Integers: a is [16, 32], b is [32, 8], and registers hold four of them where they hold two floats.
+// Integers: a is [16, 32], b is [32, 8], and a register holds four integers instead of two floats.
 #define MMA(NAME, SHAPE_AND_TYPES, NUMBER, CONSTRAINT)                                                                     \
     INLINE void NAME(NUMBER(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                                                    \
         asm volatile("mma.sync.aligned." SHAPE_AND_TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
@@ -72,7 +72,7 @@ MMA(mma_s8_s8, "m16n8k32.row.col.s32.s8.s8.s32", i32, "r")
 MMA(mma_u8_s8, "m16n8k32.row.col.s32.u8.s8.s32", i32, "r")
 #undef MMA
 
-// An [8, 8] matrix of halves, of which a lane holds two neighbours of row `lane / 4`, becomes its transpose.
+// Transposes an [8, 8] matrix of 16-bit numbers, of which a lane holds two neighbours of row `lane / 4`.
 INLINE u32 transpose_8x8(u32 a) {
     u32 out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(a));
@@ -102,30 +102,31 @@ template <int BY> INLINE u32 rotate_right(u32 word) {
     return out;
 }
 
-// Four bytes of `low` (0 to 3) and `high` (4 to 7), byte `i` of the result named by nibble `i` of SELECT.
+// Selects four of the bytes of `low` (0 to 3) and `high` (4 to 7); nibble `i` of SELECT is the number of byte `i` of
+// the result.
 template <u32 SELECT> INLINE u32 permute_bytes(u32 low, u32 high) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "n"(SELECT));
     return out;
 }
 
-// The sum of a word's four signed bytes, and `to`.
+// The sum of a word's four signed bytes and `to`.
 INLINE i32 add_bytes(u32 word, i32 to) {
     i32 out;
     asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(word), "r"(0x01010101u), "r"(to));
     return out;
 }
 
-// ---- All lanes of a warp
+// ---- Reductions over a warp
 
-// The largest of the lanes' words, in all of them.
+// The maximum of the lanes' words, in all lanes.
 INLINE u32 largest_of_lanes(u32 word) {
     u32 out;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
     return out;
 }
 
-// The sum of the lanes' integers, in all of them.
+// The sum of the lanes' integers, in all lanes.
 INLINE i32 sum_of_lanes(i32 word) {
     i32 out;
     asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(word));
@@ -142,14 +143,14 @@ INLINE float float_of_f16(u16 bits) {
 
 INLINE float float_of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 INLINE u16 f16_of_float(float value) {
     u16 out;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
     return out;
 }
 
-// The largest that is not above, and the smallest that is not below.
+// Rounds down, and up.
 INLINE u16 f16_below(float value) {
     u16 out;
     asm("cvt.rm.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
@@ -168,7 +169,7 @@ INLINE u16 bf16_of_float(float value) {
     return out;
 }
 
-// Two at once, `low` in the lower half.
+// Converts two numbers; `low` is in the lower half.
 INLINE u32 f16_pair(float low, float high) {
     u32 out;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -181,28 +182,28 @@ INLINE u32 bf16_pair(float low, float high) {
     return out;
 }
 
-// Two bf16, subnormal ones too, times the bf16 whose bits are BY; zeros keep their sign.
+// Two bf16, including subnormal ones, times the bf16 whose bits are BY; zeros keep their sign.
 template <u32 BY> INLINE u32 times_bf16_pair(u32 pair) {
     u32 out;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(BY * 0x10001u), "r"(0x80008000u));
     return out;
 }
 
-// a · b + c with one rounding, whatever the compiler may contract elsewhere.
+// a · b + c with one rounding, even if contraction is disabled elsewhere.
 INLINE float fused(float a, float b, float c) {
     float out;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(out) : "f"(a), "f"(b), "f"(c));
     return out;
 }
 
-// 2^x, within 2^-22 of itself; 0 of minus infinity.
+// 2^x with a relative error of 2^-22; 0 for minus infinity.
 INLINE float exp2_approx(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 
-// log2(x), within 2^-22 near 1 and of itself elsewhere.
+// log2(x) with an error of 2^-22, absolute near 1 and relative elsewhere.
 INLINE float log2_approx(float x) {
     float out;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -211,22 +212,22 @@ INLINE float log2_approx(float x) {
 
 // ---- Between threads
 
-// The barrier of a number from 1 to 15, of COUNT threads; 0 is that of the whole block.
+// The barrier with this number, 1 to 15, for COUNT threads; 0 is that of the whole block.
 template <int COUNT> INLINE void barrier_of(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
-// What this thread wrote before is seen by who sees what it writes after, on the whole device.
+// A fence for the whole device: whoever sees writes of this thread after it also sees those before it.
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// What was there before.
+// Returns the previous value.
 INLINE u32 add_device(u32 *address, u32 value) {
     u32 before;
     asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
     return before;
 }
 
-// Reads past the first cache, which does not see what other multiprocessors write.
+// Loads that bypass the L1 cache, which is not coherent between multiprocessors.
 INLINE uint2 load_past_first_cache(const void *from) {
     uint2 out;
     asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from) : "memory");

@@ -1,10 +1,10 @@
-//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures, for devices that need not be there:
+//! Compiles the kernels that [`quant_kernels_cuda::measure`] measures, for devices that need not be present:
 //!
 //! ```text
 //! measure_images DIR SM...            into DIR, for sm_80 and so on
 //! ```
 //!
-//! On a machine with a GPU and without a compiler, `QUANT_CUDA_CACHE` names such a directory.
+//! On a machine with a GPU but without a compiler, set `QUANT_CUDA_CACHE` to such a directory.
 
 use std::process::ExitCode;
 

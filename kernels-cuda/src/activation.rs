@@ -1,13 +1,14 @@
-//! Rows of activations as integers of 8 bits: which variant of `cuda/activation.cu` makes them, and how it is launched.
+//! Quantization of activation rows to 8-bit integers: the variant of `cuda/activation.cu` for a shape, and its launch.
 //!
-//! The definition is [`quant_kernels_cpu`]'s `Int8Rows`, with codes row by row. Of plain rows and of `silu(gate) · up` codes,
-//! scales and sums are that definition's, bit for bit. A norm's sum of squares runs in another order, so with
-//! `c = values of a thread + 10` additions in a row here and `k / 64 + 7` there, each value is within
-//! `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, relative: scales too, and codes differ by one at most.
+//! The results are defined by `Int8Rows` of [`quant_kernels_cpu`], with codes row by row. For plain rows and for
+//! `silu(gate) · up`, codes, scales and sums are bit-identical to that definition. The sum of squares of a norm is
+//! added in a different order: with `c = values per thread + 10` additions in a row here and `k / 64 + 7` there, each
+//! value, and each scale, is within a relative `δ = ((c + k / 64 + 7) / 2 + 12) · 2⁻²⁴` of the CPU's, and codes differ
+//! by at most one.
 //!
-//! A block takes a row, and `k` alone decides which of its threads takes which values: a row's result is the same, bit for
-//! bit, whatever stands beside it. A row is read once, up to [`HELD_WIDTH`] values; wider ones are read again for each
-//! pass, from the L2 cache where that holds them.
+//! A block processes one row, and only `k` determines which of its threads processes which values, so a row's result is
+//! bit-identical whatever the other rows are. Up to [`HELD_WIDTH`] values, a row is read once; wider rows are read
+//! again for each pass, from the L2 cache if they fit.
 //!
 //! Planning is host arithmetic: it needs no device and no CUDA.
 
@@ -24,12 +25,12 @@ static SOURCE: Source = Source {
     headers: &[("ptx.cuh", include_str!("../cuda/ptx.cuh"))],
 };
 
-/// Values of a row that the registers of a block hold.
+/// Values of a row that fit the registers of a block.
 pub const HELD_WIDTH: usize = 32_768;
-/// The widest rows: sums of 32 codes of a row lie in shared memory, of which 48 KiB are there on every device.
+/// Maximum width of rows: the sums of each 32 codes of a row are in shared memory, of which every device has 48 KiB.
 pub const MAX_WIDTH: usize = 360_448;
 
-/// Widths up to which a block has so many threads, with so many values each.
+/// Maximum width, threads per block and values per thread.
 const SHAPES: [[usize; 3]; 6] = [
     [1024, 64, 16],
     [2048, 128, 16],
@@ -38,39 +39,40 @@ const SHAPES: [[usize; 3]; 6] = [
     [16_384, 512, 32],
     [HELD_WIDTH, 1024, 32],
 ];
-/// Threads, and values held, of wider ones.
+/// Threads per block and values per thread of wider rows.
 const WIDE: [usize; 2] = [1024, 0];
 
-/// What is rounded.
+/// The values that are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rows {
-    /// The rows as they are.
+    /// The rows, unmodified.
     Plain,
-    /// Their RMSNorm, `x · (1 / √(mean x² + ε)) · γ`.
+    /// RMSNorm of the rows, `x · (1 / √(mean x² + ε)) · γ`.
     RmsNorm {
         /// The type of γ.
         weight: Float,
-        /// Whether a residual is added to, `residual += x` rounded to its type, and normed in place of `x`.
+        /// Whether `x` is first added to a residual, `residual += x` rounded to its type, which is then normalized
+        /// instead of `x`.
         residual: bool,
     },
     /// `silu(gate) · up`.
     SiluMul,
 }
 
-/// What a launch is planned by.
+/// The parameters that a launch is planned from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ActivationShape {
-    /// What is rounded.
+    /// The values that are quantized.
     pub rows: Rows,
-    /// Of what type.
+    /// The type of the values.
     pub element: Float,
-    /// Rows: tokens. With 0 nothing is launched.
+    /// Number of rows (tokens). 0 launches nothing.
     pub m: usize,
-    /// Values of a row: 1 to [`MAX_WIDTH`].
+    /// Values per row: 1 to [`MAX_WIDTH`].
     pub k: usize,
-    /// Whether one scale and zero are given for all rows.
+    /// Whether all rows have one given scale and zero point.
     pub fixed: bool,
-    /// The features of a group whose codes are added up, a multiple of 32; the last group may be shorter.
+    /// Number of features per group whose codes are summed, a multiple of 32; the last group may be shorter.
     pub group: Option<usize>,
     /// Elements between rows of `x`, or of the gate.
     pub x_stride: usize,
@@ -80,12 +82,13 @@ pub struct ActivationShape {
     pub residual_stride: usize,
     /// Bytes between rows of codes: a multiple of 16.
     pub code_stride: usize,
-    /// Whether addresses and strides of floats are multiples of 16 bytes; values are read one by one where not.
+    /// Whether addresses and strides of floats are multiples of 16 bytes; otherwise single values are read.
     pub aligned: bool,
 }
 
 impl ActivationShape {
-    /// `m` rows of `k` that follow each other without gaps, a scale per row, no sums of groups; codes 16 bytes apart or more.
+    /// `m` contiguous rows of `k` values, with a scale per row and no sums per group; rows of codes begin at multiples
+    /// of 16 bytes.
     pub fn new(rows: Rows, element: Float, m: usize, k: usize) -> Self {
         Self {
             rows,
@@ -140,7 +143,7 @@ impl ActivationShape {
         })
     }
 
-    /// The strides of what is read or written as floats.
+    /// The strides of float inputs and outputs.
     fn float_strides(&self) -> impl Iterator<Item = usize> {
         let up = (self.rows == Rows::SiluMul).then_some(self.up_stride);
         let residual =
@@ -173,7 +176,7 @@ impl ActivationShape {
     }
 }
 
-/// Whether a group's codes are added up through shared memory: not among neighbouring lanes.
+/// Whether the codes of a group are summed through shared memory, because a group is not a run of neighbouring lanes.
 fn is_general(group: usize) -> bool {
     ![32, 64, 128].contains(&group)
 }
@@ -182,62 +185,62 @@ fn block_of(k: usize) -> [usize; 2] {
     SHAPES.iter().find(|shape| k <= shape[0]).map_or(WIDE, |&[_, threads, held]| [threads, held])
 }
 
-/// A scale and zero for all rows: `x ≈ scale · (code − zero)`.
+/// A scale and zero point for all rows: `x ≈ scale · (code − zero)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FixedScale {
-    /// Above zero, and so is its inverse.
+    /// Positive, with a finite inverse.
     pub scale: f32,
     /// −128 to 127.
     pub zero: i8,
 }
 
 impl FixedScale {
-    /// Whether rows can be rounded by it.
+    /// Whether rows can be quantized with it.
     pub(crate) fn is_valid(&self) -> bool {
         self.scale > 0.0 && self.scale.is_finite() && (1.0 / self.scale).is_finite()
     }
 }
 
-/// Where things are on the device. What the shape does not ask for is [`Region::NONE`].
+/// Device addresses. Regions that the shape does not use are [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ActivationArguments {
     /// `[m, k]`: activations, or the gate.
     pub x: Region,
-    /// `[m, k]`, of `silu(gate) · up`.
+    /// `[m, k]`, for `silu(gate) · up`.
     pub up: Region,
     /// `[m, k]`, read and written.
     pub residual: Region,
-    /// `[k]`: γ of a norm.
+    /// `[k]`: γ, for norms.
     pub weight: Region,
-    /// ε of a norm, above zero.
+    /// ε, for norms; positive.
     pub eps: f32,
-    /// Where the shape says so.
+    /// If the shape has `fixed`.
     pub fixed: Option<FixedScale>,
-    /// i8 `[m, k]`, rows `code_stride` bytes apart; what is between rows is left as it is.
+    /// i8 `[m, k]`, with rows `code_stride` bytes apart; bytes between rows are left unchanged.
     pub codes: Region,
     /// f32 `[m]`.
     pub scales: Region,
-    /// i32 `[m]`: sums of a row's codes, or none.
+    /// i32 `[m]`: the sum of each row's codes, or none.
     pub row_sums: Region,
-    /// i32 `[m, ⌈k / group⌉]`, where the shape has groups.
+    /// i32 `[m, ⌈k / group⌉]`, if the shape has groups.
     pub group_sums: Region,
 }
 
-/// A launch, settled.
+/// A planned launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ActivationPlan {
     /// The kernel.
     pub variant: Variant,
-    /// Blocks, threads, shared memory.
+    /// Blocks, threads and shared memory.
     pub launch: LaunchShape,
     shape: ActivationShape,
 }
 
 impl ActivationPlan {
-    /// The arguments of the kernel, in its order.
+    /// The arguments of the kernel, in order.
     ///
     /// # Errors
-    /// When a region is too small or lies at no multiple of what its type needs, or a number is invalid.
+    /// When a region is too small or misaligned for its type, or a number is invalid.
     pub fn arguments(&self, at: &ActivationArguments) -> Result<[Argument; 17], KernelError> {
         let ActivationShape { rows, element, m, k, .. } = self.shape;
         let floats = if self.shape.aligned { 16 } else { element.bytes() };
@@ -296,8 +299,8 @@ impl ActivationPlan {
     }
 }
 
-/// Every source and type, to which shapes of a block and the other choices are dealt out: what is compiled for every
-/// architecture before a release. The rest is planned and compiled in the same way when first met.
+/// Every source and type, each combined with some block shapes and other options: the variants that are compiled for
+/// every architecture before a release. All others are planned and compiled in the same way when first used.
 pub fn variants() -> Vec<Entry> {
     use Float::{Bf16, F16, F32};
     let mut kinds = Vec::new();
@@ -314,7 +317,8 @@ pub fn variants() -> Vec<Entry> {
             others.extend([true, false].map(|aligned| (group, fixed, aligned)));
         }
     }
-    // Two neighbours and rows that are not held for each, 7 and 20 without a common divisor.
+    // Each kind gets two neighbouring widths, and one that does not fit the registers. The lengths of the cycles, 7 and
+    // 20, are coprime.
     let widths: Vec<usize> = SHAPES.iter().map(|shape| shape[0]).chain([HELD_WIDTH + 1]).collect();
     let of_kind = |i: usize| [2 * i, 2 * i + 1, widths.len() - 1].map(|at| widths[at % widths.len()]);
     let all = kinds.iter().enumerate().flat_map(|(i, kind)| of_kind(i).map(|k| (kind, k)));
@@ -332,9 +336,9 @@ pub fn variants() -> Vec<Entry> {
 
 fn entry(shape: &ActivationShape) -> Entry {
     let [threads, held] = block_of(shape.k);
-    // Codes are added up four at a time.
+    // Codes are summed four at a time.
     let mut instructions = vec!["IDP.4A.S8.S8", "BAR.SYNC", "REDUX.MAX"];
-    // Lanes are joined without memory: those of a group, and all where floats are added.
+    // Lanes exchange values through shuffles: those of a group, and all lanes when floats are summed.
     if shape.group.is_some() || matches!(shape.rows, Rows::RmsNorm { .. }) {
         instructions.push("SHFL.BFLY");
     }
@@ -349,7 +353,7 @@ fn entry(shape: &ActivationShape) -> Entry {
     Entry {
         family: "activation",
         variant: shape.variant([threads, held]),
-        // Half of a multiprocessor's threads at least, whatever the block.
+        // Leaves room for at least half of a multiprocessor's threads, for any block size.
         register_ceiling: if held == 16 { 48 } else { 64 },
         instructions,
     }
@@ -372,7 +376,7 @@ mod tests {
         }
     }
 
-    /// What decides about the order of sums is the width alone.
+    /// Only the width determines the order of sums.
     #[test]
     fn the_variant_does_not_depend_on_the_number_of_rows() {
         for k in [5, 4096, 14_336, 53_248] {
@@ -426,7 +430,7 @@ mod tests {
         ] {
             assert!(bad.plan().is_err(), "{bad:?}");
         }
-        // A stride that is not used is not looked at, and one of single values may be anything.
+        // A stride that is not used is not checked, and may be anything for single values.
         assert!(ActivationShape { residual_stride: 0, ..good }.plan().is_ok());
         assert!(ActivationShape { x_stride: 4097, aligned: false, ..good }.plan().is_ok());
         assert_eq!(ActivationShape { m: 0, ..good }.plan().unwrap().launch.grid[0], 0);

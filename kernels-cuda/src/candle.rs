@@ -1,10 +1,10 @@
-//! Linears on packed weights as operations on candle's tensors on `Device::Cuda`: what an engine written with candle calls.
+//! Linears on packed weights as operations on candle's tensors on `Device::Cuda`, for engines written with candle.
 //!
-//! Names and grammar are those of [`quant_kernels_cpu::candle`]: a [`QuantizedLinear`] is a [`Module`] like
-//! `candle_nn::Linear`, and the [`CustomOp1`] behind it; what the linears of a model share, the device and its kernels, is
-//! a [`Runner`]; what becomes of their input is [`Activations`]. Weights are packed in the order of
-//! [`layout`](crate::layout) and lie in candle's memory; results and workspaces are allocated by candle, on the device's
-//! stream, and every launch is put there.
+//! Names and structure follow [`quant_kernels_cpu::candle`]: a [`QuantizedLinear`] is a [`Module`] like
+//! `candle_nn::Linear`, and a [`CustomOp1`]; a [`Runner`] is the device and the kernels that the linears of a model
+//! share; [`Activations`] says how inputs are quantized. Weights are packed in the order of [`layout`](crate::layout),
+//! in memory that candle allocates. candle also allocates results and workspaces, on the device's stream, which every
+//! launch is put on.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -14,7 +14,7 @@
 //! use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
 //! use quant_kernels_cuda::layout::Order;
 //!
-//! // Two output features of 32 inputs: codes of 4 bits whose zero is 8, one scale per row.
+//! // Two output features, 32 input features: 4-bit codes with zero point 8, one scale per row.
 //! let (codes, scales) = ([9; 64], [0.5, 0.25]);
 //! let view = WeightView::new([2, 32], 4, 32, &codes, &scales, None)?;
 //!
@@ -49,7 +49,7 @@ use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallShape, DeviceLimits, LinearCall};
 use crate::tensor::{input, types};
 
-/// Weights `[n, k]` on a device, packed once.
+/// Packed weights `[n, k]` on a device.
 #[derive(Debug)]
 pub struct PackedLinear {
     layout: WeightLayout,
@@ -59,11 +59,12 @@ pub struct PackedLinear {
 }
 
 impl PackedLinear {
-    /// Packs a view, on the CPU, and moves it to the device: in [`Order::Float`] for [`Activations::Float`], which are all
-    /// that FP4 and FP8 weights take, in [`Order::Int8`] for the others; with `sums` where activations may have a zero.
+    /// Packs a view on the CPU and copies it to the device. Pass [`Order::Float`] for [`Activations::Float`], which FP4
+    /// and FP8 weights require, and [`Order::Int8`] for the others; set `sums` if activations may have a zero point.
     ///
     /// # Errors
-    /// As [`WeightLayout::of`] and [`WeightLayout::pack`]; when the bias is not `[n]`, the device is not CUDA, or lacks memory.
+    /// As [`WeightLayout::of`] and [`WeightLayout::pack`]; when the bias is not `[n]`, the device is not CUDA, or it
+    /// has too little memory.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -81,10 +82,10 @@ impl PackedLinear {
         Self::from_packed(layout, &bytes, bias, device)
     }
 
-    /// Moves what is packed already to the device, such as bytes of a file.
+    /// Copies weights that are already packed to the device, such as bytes of a file.
     ///
     /// # Errors
-    /// When the bytes are not as many as the layout says; otherwise as [`pack`](Self::pack).
+    /// When the number of bytes does not fit the layout; otherwise as [`pack`](Self::pack).
     pub fn from_packed(
         layout: WeightLayout,
         bytes: &[u8],
@@ -102,7 +103,7 @@ impl PackedLinear {
         let device = device.as_cuda_device()?.clone();
         let bytes = device.clone_htod(bytes)?;
         let bias = bias.map(|bias| device.clone_htod(bias)).transpose()?;
-        // The stream may be the thread's own, and other threads use the weights.
+        // The copy may be on a stream of this thread, and other threads will use the weights.
         device.synchronize()?;
         Ok(Self { layout, bytes, bias, device })
     }
@@ -112,7 +113,7 @@ impl PackedLinear {
         &self.layout
     }
 
-    /// The bias that it was packed with.
+    /// The bias that was passed with the weights.
     pub fn bias(&self) -> Option<&CudaSlice<f32>> {
         self.bias.as_ref()
     }
@@ -120,12 +121,13 @@ impl PackedLinear {
 
 /// The device and the kernels that the linears of a model share.
 ///
-/// A kernel is compiled and loaded when it is first needed, which takes a tenth of a second: call once with as many tokens
-/// as later before what must not wait, or is captured into a graph. Images are kept in the user's directory of caches, or
-/// where `QUANT_CUDA_CACHE` says, and run as they lie there. Clones share all of it.
+/// A kernel is compiled and loaded when it is first needed, which takes about a tenth of a second. To avoid this in
+/// time-critical code or in a graph capture, make one call in advance with the same number of tokens. Images are cached
+/// in the user's cache directory, or in the directory named by `QUANT_CUDA_CACHE`, and are run as found there. Clones
+/// share everything.
 #[derive(Clone)]
 pub struct Runner {
-    // Dropped before the device, whose context they are loaded into.
+    // Dropped before the device, whose context the kernels are loaded into.
     kernels: Arc<Kernels>,
     limits: DeviceLimits,
     device: CudaDevice,
@@ -135,7 +137,7 @@ impl Runner {
     /// A runner on this device, for weights and inputs on it.
     ///
     /// # Errors
-    /// When it is not CUDA, or older than all that kernels are compiled for.
+    /// When the device is not CUDA, or older than every supported architecture.
     pub fn new(device: &Device) -> Result<Self> {
         let device = device.as_cuda_device()?.clone();
         device.cuda_stream().context().bind_to_thread().w()?;
@@ -144,7 +146,7 @@ impl Runner {
         Ok(Self { kernels: Arc::default(), limits: (&limits).into(), device })
     }
 
-    /// Puts a call on the device's stream: weights and `x` from `start` on become results.
+    /// Launches a call on the device's stream: computes results from the weights and from `x`, which begins at `start`.
     fn call<T: DeviceRepr>(
         &self,
         call: &LinearCall,
@@ -153,12 +155,12 @@ impl Runner {
         start: usize,
     ) -> Result<CudaSlice<T>> {
         let stream = self.device.cuda_stream();
-        // SAFETY: the launches write every element that is there; the one of no results is never read.
+        // SAFETY: the launches write every element; if there are no results, the one element is never read.
         let mut out = unsafe { self.device.alloc::<T>(call.results().max(1)) }?;
         if call.results() == 0 {
             return Ok(out);
         }
-        // SAFETY: what must be zero is made so; the rest is written before it is read.
+        // SAFETY: the part that must be zero is zeroed below; the rest is written before it is read.
         let mut scratch = unsafe { self.device.alloc::<u8>(call.scratch_bytes().max(1)) }?;
         if call.zero_bytes() > 0 {
             stream.memset_zeros(&mut scratch.slice_mut(..call.zero_bytes())).w()?;
@@ -166,7 +168,7 @@ impl Runner {
         let (x_bytes, x_start) = (x.num_bytes(), start.saturating_mul(size_of::<T>()));
         let (out_bytes, scratch_bytes) = (out.num_bytes(), scratch.num_bytes());
         let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
-        // These tell the stream's events, where candle keeps any, until they are dropped, behind the launches.
+        // These guards are dropped after the launches, and then record events on the stream if candle tracks them.
         let (x_at, _x) = x.device_ptr(&stream);
         let (weight_at, _weight) = weight.bytes.device_ptr(&stream);
         let bias = weight.bias.as_ref().map(|bias| bias.device_ptr(&stream));
@@ -182,12 +184,12 @@ impl Runner {
         let launches = call.launches(&at).map_err(Error::wrap)?;
         stream.context().bind_to_thread().w()?;
         for launch in &launches {
-            // SAFETY: the device, and with it the context, is dropped behind the kernels; the directory of images is the
-            // user's own, which the documentation says is run.
+            // SAFETY: the device, and with it the context, is dropped after the kernels. Images are in the user's own
+            // directory, and the documentation says that they are run.
             let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
             let kernel = kernel.map_err(Error::wrap)?;
-            // SAFETY: the call's own arguments, of regions that were looked at; they are freed on this stream, behind the
-            // launch, and the stream is the context's.
+            // SAFETY: the arguments are those of the call, on regions that it has checked. They are freed on this
+            // stream, after the launch, and the stream belongs to the context.
             let launched =
                 unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream(stream.cu_stream().cast())) };
             launched.map_err(Error::wrap)?;
@@ -203,13 +205,13 @@ impl fmt::Debug for Runner {
     }
 }
 
-/// `y = x Ŵᵀ + b` of packed weights `[n, k]`.
+/// `y = x Ŵᵀ + b` with packed weights `[n, k]`.
 ///
-/// The input is `[.., k]` in f16 or bf16, or in `f32` where activations become integers, on the runner's device, with
-/// any strides; what is not contiguous, or begins at no multiple of 16 bytes, is copied first. The result is `[.., n]` in the
-/// type of the input: sums are `f32` and rounded once, half to even. There is no gradient:
-/// [`forward`](Module::forward) gives a tensor that none flows through, and behind `apply_op1` `backward` fails. Clones share
-/// weights and runner.
+/// The input is `[.., k]` in f16 or bf16, or in `f32` if activations are quantized to integers, on the runner's device,
+/// with any strides. It is copied first if it is not contiguous or does not begin at a multiple of 16 bytes. The result
+/// is `[.., n]` in the type of the input: sums are `f32` and are rounded once, half to even. Gradients are not
+/// supported: [`forward`](Module::forward) returns a tensor without one, and `backward` fails after `apply_op1`. Clones
+/// share weights and runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
     weight: Arc<PackedLinear>,
@@ -221,9 +223,9 @@ impl QuantizedLinear {
     /// A linear with these weights, and the bias they were packed with.
     ///
     /// # Errors
-    /// When the weights lie on another device than the runner's or are packed for other activations, a static scale is not
-    /// above zero, or has a zero that needs sums which the weights were packed without; of [`Activations::Float`] when `k` is
-    /// no multiple of 8.
+    /// When the weights are on another device than the runner's or are packed for other activations; when a static
+    /// scale is not positive, or its zero point needs sums that the weights were packed without; with
+    /// [`Activations::Float`], when `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
@@ -233,7 +235,7 @@ impl QuantizedLinear {
             return Err(KernelError::Scheme("weights on another device than the runner's"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
-        // No rows are refused for what all would be.
+        // A call of no rows fails for every reason for which all calls would fail.
         linear.plan(Float::F16, 0)?;
         Ok(linear)
     }
@@ -243,13 +245,13 @@ impl QuantizedLinear {
         &self.weight
     }
 
-    /// What they are multiplied with.
+    /// How activations are quantized.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// What several linears make of the same input, one [`forward`](Module::forward) after another: nothing waits between
-    /// them. As on the CPU, for engines that run on both.
+    /// The results of several linears for the same input, one [`forward`](Module::forward) after another, without
+    /// synchronization between them. The CPU has the same function, for engines that run on both.
     ///
     /// # Errors
     /// As `forward`.

@@ -1,7 +1,8 @@
-//! From the text of a kernel family to the PTX or machine code of one variant, through NVRTC.
+//! Compiles one variant of a kernel family from its source to PTX or machine code, with NVRTC.
 //!
-//! A family is one `.cu` text, a variant what its macros make of it. Texts and headers are part of this crate and are handed
-//! over in memory: no file is read, no toolkit's header is needed, the run-time compiler alone.
+//! A family is one `.cu` source; a variant is the source with given values of its macros. Sources and headers are part
+//! of this crate and are passed in memory: no files are read and no CUDA toolkit headers are needed, only the run-time
+//! compiler.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fmt;
@@ -11,18 +12,18 @@ use std::ptr;
 use crate::libraries::{BytesOf, Nvrtc, SizeOf, nvrtc};
 use crate::{Error, Result};
 
-/// The text of a kernel family.
+/// The source of a kernel family.
 #[derive(Debug, Eq)]
 pub struct Source {
-    /// What messages call it: the file's name.
+    /// The file's name, for messages.
     pub name: &'static str,
     /// The text.
     pub text: &'static str,
-    /// Names and texts of what it includes.
+    /// Names and texts of the headers that it includes.
     pub headers: &'static [(&'static str, &'static str)],
 }
 
-/// One kernel of a family, its macros set.
+/// One kernel of a family, with values of its macros.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Variant {
     /// The family.
@@ -33,7 +34,7 @@ pub struct Variant {
     pub defines: Vec<(&'static str, String)>,
 }
 
-/// Texts are long, and there is one of each: most often it is the same.
+/// Compares pointers first, because the texts are long and usually the same static.
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
         let all = |source: &Self| (source.name, source.text, source.headers);
@@ -41,7 +42,7 @@ impl PartialEq for Source {
     }
 }
 
-/// Without the texts, so that a launch can look a kernel up.
+/// Does not hash the texts, so that looking up a kernel for a launch is fast.
 impl Hash for Variant {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.source.name, self.kernel, &self.defines).hash(state);
@@ -60,7 +61,7 @@ impl fmt::Display for Variant {
     }
 }
 
-/// What a kernel is compiled for.
+/// The architecture that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Architecture {
@@ -70,28 +71,29 @@ pub enum Architecture {
     Sm86,
     /// GeForce RTX 40, L40S.
     Sm89,
-    /// H100, H200, by the instructions that sm_80 has too.
+    /// H100, H200, with the instructions that sm_80 also has.
     Sm90,
     /// GeForce RTX 50.
     Sm120,
 }
 
 impl Architecture {
-    /// All of them.
+    /// All supported architectures.
     pub const ALL: [Self; 5] = [Self::Sm80, Self::Sm86, Self::Sm89, Self::Sm90, Self::Sm120];
 
-    /// The newest whose machine code, or else whose PTX, a device of this compute capability runs.
+    /// The newest architecture whose machine code, or else whose PTX, runs on a device of this compute capability.
     pub fn of_device(major: u32, minor: u32) -> Option<Self> {
         let capability = major.checked_mul(10)?.checked_add(minor)?;
         Self::ALL.into_iter().rfind(|architecture| architecture.number() <= capability)
     }
 
-    /// Whether machine code for it runs on a device of this compute capability: the same major version, and no older.
+    /// Whether machine code for this architecture runs on a device of this compute capability: with the same major
+    /// version and at least the same minor version.
     pub fn runs_on(self, major: u32, minor: u32) -> bool {
         self.number() / 10 == major && self.number() % 10 <= minor
     }
 
-    /// The compute capability, tenfold.
+    /// Ten times the compute capability.
     pub fn number(self) -> u32 {
         match self {
             Self::Sm80 => 80,
@@ -109,41 +111,41 @@ impl fmt::Display for Architecture {
     }
 }
 
-/// What is made.
+/// The output format of the compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Form {
-    /// Text that the driver compiles, on this architecture and all later ones.
+    /// Text that the driver compiles for this architecture and all later ones.
     Ptx,
     /// Machine code.
     Cubin,
 }
 
-/// What the compiler made.
+/// The output of the compiler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
-    /// PTX without its closing zero, or a cubin.
+    /// PTX without its terminating zero, or a cubin.
     pub bytes: Vec<u8>,
-    /// What the compiler said, of machine code what it takes.
+    /// The compiler's log; for machine code it contains the resource usage.
     pub log: String,
 }
 
-/// What a kernel's machine code takes, of a thread and of a block.
+/// Resource usage of a kernel's machine code, per thread and per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of a thread's stack.
+    /// Stack bytes per thread.
     pub stack: u32,
-    /// Bytes that a thread writes to memory because registers do not suffice.
+    /// Bytes that a thread stores because of register spilling.
     pub spill_stores: u32,
-    /// Bytes that it reads back.
+    /// Bytes that a thread loads because of register spilling.
     pub spill_loads: u32,
     /// Bytes of static shared memory.
     pub shared: u32,
 }
 
 impl Image {
-    /// What the log says that the kernel takes; `None` of PTX.
+    /// The resource usage in the log; `None` for PTX.
     pub fn usage(&self) -> Option<Usage> {
         let before = |what: &str| -> Option<u32> {
             let head = &self.log[..self.log.find(what)?];
@@ -169,12 +171,12 @@ impl Image {
 pub fn compiler_version() -> Result<[u32; 2]> {
     let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
-    // SAFETY: both point to a number.
+    // SAFETY: both pointers point to a live number.
     checked(nvrtc, "ask for the version", unsafe { (nvrtc.version)(&mut major, &mut minor) })?;
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
-/// Options of the compiler for every variant.
+/// Compiler options for every variant.
 pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![
@@ -188,10 +190,10 @@ pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
     options
 }
 
-/// Compiles a variant. No floats are contracted to fused operations but those that the text fuses.
+/// Compiles a variant. Floating-point operations are not contracted to FMA, except where the source writes an FMA.
 ///
 /// # Errors
-/// When there is no compiler, it knows no such architecture, or it refuses the text, with what it says.
+/// When there is no compiler, it does not know the architecture, or it rejects the source; the error contains its log.
 pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
     let nvrtc = nvrtc()?;
     let mut options = options(architecture, form);
@@ -200,7 +202,7 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
     let options: Vec<CString> = options.into_iter().map(text).collect::<Result<_>>()?;
     let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let count = c_int::try_from(pointers.len()).map_err(|_| too_much())?;
-    // SAFETY: the program is alive, and there are as many options as said, each closed by a zero.
+    // SAFETY: the program is alive, and there are as many options as passed, each ending with a zero byte.
     let result = unsafe { (nvrtc.compile)(program.handle, count, pointers.as_ptr()) };
     let log = program.log()?;
     if result != SUCCESS {
@@ -211,15 +213,15 @@ pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Res
         });
     }
     let bytes = match form {
-        // SAFETY: the program is alive and compiled; what is written has the length that was said.
+        // SAFETY: the two functions belong together, and the program has been compiled.
         Form::Ptx => unsafe { program.bytes(nvrtc.ptx_size, nvrtc.ptx) },
-        // SAFETY: the program is alive and compiled; what is written has the length that was said.
+        // SAFETY: the two functions belong together, and the program has been compiled.
         Form::Cubin => unsafe { program.bytes(nvrtc.cubin_size, nvrtc.cubin) },
     }?;
     Ok(Image { bytes: if form == Form::Ptx { until_zero(bytes) } else { bytes }, log })
 }
 
-/// A program of the compiler's, destroyed with this.
+/// A program of the compiler, destroyed on drop.
 struct Program {
     nvrtc: &'static Nvrtc,
     handle: *mut c_void,
@@ -236,7 +238,7 @@ impl Program {
         let (name_pointers, body_pointers) = (pointers(&names), pointers(&bodies));
         let count = c_int::try_from(names.len()).map_err(|_| too_much())?;
         let mut handle = ptr::null_mut();
-        // SAFETY: strings closed by a zero, as many headers as said; the compiler copies them.
+        // SAFETY: all strings end with a zero byte, and there are as many headers as passed; the compiler copies them.
         let result = unsafe {
             (nvrtc.create)(
                 &mut handle,
@@ -258,14 +260,14 @@ impl Program {
     }
 
     /// # Safety
-    /// The two functions must belong together: the second writes as many bytes as the first says.
+    /// The two functions must belong together: the second writes as many bytes as the first returns.
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: the program is alive.
         checked(self.nvrtc, "say how long a result is", unsafe { size_of(self.handle, &mut size) })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
-            // SAFETY: the program is alive, and there is room for what it said.
+            // SAFETY: the program is alive, and there is room for the size that it returned.
             let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
             checked(self.nvrtc, "hand out a result", result)?;
         }
@@ -275,7 +277,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: it was created and is destroyed once. There is nothing to do about a failure.
+        // SAFETY: the program was created by `new` and is destroyed once. A failure cannot be handled here.
         let _ = unsafe { (self.nvrtc.destroy)(&mut self.handle) };
     }
 }
@@ -304,12 +306,12 @@ fn checked(nvrtc: &Nvrtc, action: &'static str, result: c_int) -> Result<()> {
 }
 
 fn described(nvrtc: &Nvrtc, result: c_int) -> String {
-    // SAFETY: any code may be asked about.
+    // SAFETY: the function takes any code.
     let text = unsafe { (nvrtc.describe)(result) };
     if text.is_null() {
         return format!("error {result}");
     }
-    // SAFETY: it is a text that the library holds, closed by a zero.
+    // SAFETY: the string belongs to the library and ends with a zero byte.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 

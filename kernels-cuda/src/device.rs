@@ -1,7 +1,7 @@
-//! From an image to a kernel on the device of the caller's context.
+//! Loads an image as a kernel on the device of the caller's context.
 //!
-//! A context belongs to the caller: the one that is current on the calling thread is used, and none is made.
-//! [`Kernels`] compiles and loads a variant when it is first asked for; a launch then is [`Kernel::launch`].
+//! Contexts belong to the caller: the one that is current on the calling thread is used, and none is created.
+//! [`Kernels`] compiles and loads a variant when it is first needed; [`Kernel::launch`] launches it.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_int};
@@ -15,21 +15,21 @@ use crate::image_cache::{Compiler, ImageCache, Nvrtc};
 use crate::libraries::require_launch;
 use crate::{Error, Result};
 
-/// What plans and images depend on, of the device of the current context.
+/// The properties that plans and images depend on, for the device of the current context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceLimits {
     /// Compute capability, major and minor.
     pub capability: [u32; 2],
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of shared memory that one block may have, if it asks for them.
+    /// Maximum shared memory per block in bytes, with opt-in.
     pub shared_of_block: u32,
-    /// Bytes of shared memory that a multiprocessor has.
+    /// Shared memory per multiprocessor in bytes.
     pub shared_of_multiprocessor: u32,
 }
 
 impl DeviceLimits {
-    /// Those of the device whose context is current on this thread.
+    /// The limits of the device whose context is current on this thread.
     ///
     /// # Errors
     /// When there is no driver, or no context is current.
@@ -37,11 +37,11 @@ impl DeviceLimits {
         use sys::CUdevice_attribute as A;
         current_context()?;
         let mut device = 0;
-        // SAFETY: the driver was seen to be there; a device's number is written.
+        // SAFETY: the driver is present, checked above; the pointer is to a device number.
         checked("find the context's device", unsafe { sys::cuCtxGetDevice(&mut device) })?;
         let attribute = |which| -> Result<u32> {
             let mut value: c_int = 0;
-            // SAFETY: the driver was seen to be there; a number is written.
+            // SAFETY: the driver is present, checked above; the pointer is to a live number.
             checked("ask what the device has", unsafe {
                 sys::cuDeviceGetAttribute(&mut value, which, device)
             })?;
@@ -58,11 +58,11 @@ impl DeviceLimits {
         })
     }
 
-    /// What is compiled for such a device: machine code where one of our architectures' runs on it, else PTX of the newest
-    /// that it takes.
+    /// What to compile for this device: machine code if that of a supported architecture runs on it, else PTX of the
+    /// newest architecture that it supports.
     ///
     /// # Errors
-    /// When it is older than all of them.
+    /// When the device is older than every supported architecture.
     pub fn target(&self) -> Result<(Architecture, Form)> {
         let [major, minor] = self.capability;
         let architecture =
@@ -77,37 +77,40 @@ pub struct Kernel {
     context: sys::CUcontext,
     module: sys::CUmodule,
     pub(crate) function: sys::CUfunction,
-    /// Bytes of dynamic shared memory that a block may have.
+    /// Maximum dynamic shared memory per block in bytes.
     pub(crate) shared_bytes: u32,
 }
 
-// SAFETY: handles of the driver, which may be used from any thread.
+// SAFETY: the fields are driver handles, which may be used from any thread.
 unsafe impl Send for Kernel {}
-// SAFETY: handles of the driver, which may be used from any thread; nothing is changed through a shared reference.
+// SAFETY: the fields are driver handles, which may be used from any thread; nothing is modified through a shared
+// reference.
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads a kernel of an image into the current context, and lets its blocks have so many bytes of dynamic shared memory.
+    /// Loads a kernel of an image into the current context, and permits its blocks the given number of bytes of dynamic
+    /// shared memory.
     ///
     /// # Errors
-    /// When there is no context, the driver refuses the image, the image lacks the kernel, or a block cannot have as much.
+    /// When there is no context, the driver rejects the image, the image lacks the kernel, or blocks cannot have that
+    /// much shared memory.
     ///
     /// # Safety
-    /// The image must be one that the driver may run: from [`compile`](crate::compile) or as trusted. The context must
-    /// outlive the kernel.
+    /// The driver must be allowed to run the image: it comes from [`compile`](crate::compile) or is trusted. The
+    /// context must outlive the kernel.
     pub unsafe fn load(image: &Image, name: &str, shared_bytes: u32) -> Result<Self> {
         let context = current_context()?;
         let name = CString::new(name)
             .map_err(|_| Error::Driver { action: "find a kernel", reason: "its name is invalid".into() })?;
-        // PTX must be closed by a zero, machine code knows its length.
+        // PTX must end with a zero byte; machine code contains its length.
         let mut text = image.bytes.clone();
         text.push(0);
         let mut module = ptr::null_mut();
-        // SAFETY: a whole image, by the caller's promise, with a zero behind it.
+        // SAFETY: by the contract of this function this is a complete image; a zero byte follows it.
         checked("load a kernel", unsafe { sys::cuModuleLoadData(&mut module, text.as_ptr().cast()) })?;
-        // From here on the module is unloaded whatever happens.
+        // From here on, dropping the kernel unloads the module.
         let mut kernel = Self { context, module, function: ptr::null_mut(), shared_bytes };
-        // SAFETY: the module is loaded; the name is closed by a zero.
+        // SAFETY: the module is loaded; the name ends with a zero byte.
         let found = unsafe { sys::cuModuleGetFunction(&mut kernel.function, module, name.as_ptr()) };
         checked("find a kernel", found)?;
         let bytes = c_int::try_from(shared_bytes).map_err(|_| Error::Driver {
@@ -125,10 +128,10 @@ impl Kernel {
 impl Drop for Kernel {
     fn drop(&mut self) {
         let mut before = ptr::null_mut();
-        // SAFETY: the context lives, as promised when the kernel was loaded; whatever was current is so again.
+        // SAFETY: the context is alive, by the contract of `load`. The previous context is made current again.
         unsafe {
             if sys::cuCtxPushCurrent_v2(self.context) == sys::CUresult::CUDA_SUCCESS {
-                // There is nothing to do about a failure.
+                // A failure cannot be handled here.
                 let _ = sys::cuModuleUnload(self.module);
                 let _ = sys::cuCtxPopCurrent_v2(&mut before);
             }
@@ -136,10 +139,10 @@ impl Drop for Kernel {
     }
 }
 
-/// A context's address, a variant, and bytes of shared memory.
+/// A context's address, a variant, and the bytes of shared memory.
 type Key = (usize, Variant, u32);
 
-/// Kernels by variant, compiled and loaded when they are first asked for.
+/// Kernels by variant, compiled and loaded when they are first needed.
 #[derive(Debug)]
 pub struct Kernels<C = Nvrtc> {
     images: ImageCache<C>,
@@ -147,36 +150,36 @@ pub struct Kernels<C = Nvrtc> {
 }
 
 impl Default for Kernels {
-    /// With images of the run-time compiler's, kept where they are by default.
+    /// With images of the run-time compiler, cached in the default directory.
     fn default() -> Self {
         Self::new(ImageCache::new())
     }
 }
 
 impl<C: Compiler> Kernels<C> {
-    /// With images from there.
+    /// With images from the given cache.
     pub fn new(images: ImageCache<C>) -> Self {
         Self { images, loaded: Mutex::default() }
     }
 
-    /// The kernel of a variant in the current context. The first time it is compiled and loaded, which takes a tenth of a
-    /// second and may wait for the device: ask before what must not wait.
+    /// The kernel of a variant in the current context. The first call compiles and loads it, which takes about a tenth
+    /// of a second and may synchronize with the device, so call this in advance of time-critical code.
     ///
     /// # Errors
     /// When something is missing, or a step fails.
     ///
     /// # Safety
-    /// The context must outlive this, and images in the cache's directory must be trusted.
+    /// The context must outlive `self`, and images in the cache's directory must be trusted.
     pub unsafe fn kernel(&self, variant: &Variant, shared_bytes: u32) -> Result<Arc<Kernel>> {
         let key = (current_context()? as usize, variant.clone(), shared_bytes);
-        // Whoever panicked left whole kernels behind.
+        // A thread that panicked left only complete kernels in the map.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = loaded.get(&key) {
             return Ok(Arc::clone(kernel));
         }
         let (architecture, form) = DeviceLimits::current()?.target()?;
         let image = self.images.image(variant, architecture, form)?;
-        // SAFETY: the caller trusts the images, and keeps the context.
+        // SAFETY: by the contract of this function, the images are trusted and the context outlives the kernel.
         let kernel = unsafe { Kernel::load(&image, variant.kernel, shared_bytes) };
         let kernel = Arc::new(kernel.map_err(|e| match e {
             Error::Driver { reason, .. } => {
@@ -193,21 +196,22 @@ impl<C: Compiler> Kernels<C> {
 fn current_context() -> Result<sys::CUcontext> {
     require_launch()?;
     let mut context = ptr::null_mut();
-    // SAFETY: the driver was seen to be there; a handle is written.
+    // SAFETY: the driver is present, checked above; the pointer is to a handle.
     checked("find the current context", unsafe { sys::cuCtxGetCurrent(&mut context) })?;
     if context.is_null() { Err(Error::NoContext) } else { Ok(context) }
 }
 
-/// The driver's answer as a result.
+/// Converts the driver's result code.
 pub(crate) fn checked(action: &'static str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let mut text = ptr::null();
-    // SAFETY: whoever has an answer of the driver has the driver; a pointer to a lasting text is written, or none.
+    // SAFETY: a result code exists only if the driver does; the pointer is to a pointer, which is set to a static
+    // string or null.
     let said = unsafe { sys::cuGetErrorString(result, &mut text) };
     let reason = match said == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
-        // SAFETY: a text closed by a zero, which lasts.
+        // SAFETY: a static string that ends with a zero byte.
         true => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         false => format!("{result:?}"),
     };
@@ -233,7 +237,7 @@ mod tests {
         assert_eq!(target([7, 5]), Err(Error::DeviceTooOld { major: 7, minor: 5 }));
     }
 
-    /// On every machine: without a driver, with one and no context, as here, nothing panics.
+    /// Must not panic on any machine: without a driver, or with one but, as here, without a context.
     #[test]
     fn what_is_missing_is_an_error() {
         let expected = |e: &Error| match crate::driver_available() {

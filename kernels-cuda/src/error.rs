@@ -1,54 +1,54 @@
-//! What can be missing or fail on the way to a GPU.
+//! Errors on the way to a GPU.
 
 use crate::compile::Architecture;
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A failure on the way to a GPU.
+/// Something that is missing or failed on the way to a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The driver's library is not installed, or not on the loader's path.
     #[error("CUDA driver library not found (libcuda.so, nvcuda.dll): install the NVIDIA driver")]
     DriverMissing,
-    /// A library of that name loads, but lacks what every version of it has.
+    /// A library of that name was loaded, but lacks a function that every version has.
     #[error("{library} lacks the function `{function}`: it is damaged, or a stub")]
     FunctionMissing {
         /// The library.
         library: &'static str,
-        /// What it should export.
+        /// The missing function.
         function: &'static str,
     },
-    /// The driver answered with an error.
+    /// The driver returned an error.
     #[error("CUDA driver: cannot {action}: {reason}")]
     Driver {
         /// What was attempted.
         action: &'static str,
-        /// The driver's words.
+        /// The driver's message.
         reason: String,
     },
-    /// There is a driver, but no GPU that it shows us.
+    /// There is a driver, but no GPU that is visible to this process.
     #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
     NoDevice,
-    /// The calling thread has no context.
+    /// No context is current on the calling thread.
     #[error("no CUDA context is current on this thread: make one current before asking for kernels")]
     NoContext,
-    /// No kernel is compiled for such a device.
+    /// The device is older than every supported architecture.
     #[error("a CUDA device of compute capability {major}.{minor}: kernels need 8.0 or later")]
     DeviceTooOld {
-        /// Of its compute capability.
+        /// Part of the compute capability.
         major: u32,
-        /// Of its compute capability.
+        /// Part of the compute capability.
         minor: u32,
     },
-    /// Operands that no kernel takes.
+    /// Operands that no kernel supports.
     #[error(transparent)]
     Operands(#[from] quant_kernels_cpu::KernelError),
-    /// A launch that no device could take.
+    /// A launch that no device supports.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
-    /// The run-time compiler failed at something other than a kernel's text.
+    /// The run-time compiler failed for another reason than a kernel's source.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {
         /// What was attempted.
@@ -56,7 +56,7 @@ pub enum Error {
         /// Its words.
         reason: String,
     },
-    /// The run-time compiler refused a kernel.
+    /// The run-time compiler rejected a kernel.
     #[error(
         "cannot compile {variant} for {architecture}: {log}\nAn older compiler does not know newer devices: take CUDA 13.0 or \
          later; otherwise please report this"
@@ -64,9 +64,9 @@ pub enum Error {
     Compile {
         /// The kernel.
         variant: String,
-        /// What it was compiled for.
+        /// The architecture that it was compiled for.
         architecture: Architecture,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
     /// The run-time compiler is not installed, or not on the loader's path.
@@ -75,15 +75,15 @@ pub enum Error {
          nvidia-cuda-nvrtc, and let QUANT_NVRTC name the directory of its library"
     )]
     NvrtcMissing,
-    /// The run-time compiler is not where it is said to be.
+    /// The run-time compiler cannot be loaded from the given path.
     #[error("CUDA run-time compiler: QUANT_NVRTC is {path}, but: {reason}")]
     NvrtcNamed {
-        /// What the environment says.
+        /// The path from the environment variable.
         path: String,
         /// Why it is invalid.
         reason: String,
     },
-    /// The driver does not take an image.
+    /// The driver rejected an image.
     #[error(
         "the CUDA driver does not load {variant} for {architecture}: {reason}\nA driver older than the compiler may not know its \
          images: update the driver, or let QUANT_NVRTC name an older compiler"
@@ -91,9 +91,9 @@ pub enum Error {
     Load {
         /// The kernel.
         variant: String,
-        /// What it was compiled for.
+        /// The architecture that it was compiled for.
         architecture: Architecture,
-        /// The driver's words.
+        /// The driver's message.
         reason: String,
     },
 }

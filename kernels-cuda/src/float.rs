@@ -1,23 +1,23 @@
-//! The type of floats that kernels read and write.
+//! The floating-point types that kernels read and write.
 
-/// The type of floats that a kernel reads or writes.
+/// The floating-point type that a kernel reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Float {
     /// IEEE half.
     F16,
     /// bfloat16.
     Bf16,
-    /// Single floats.
+    /// Single precision.
     F32,
 }
 
 impl Float {
-    /// Bytes of one.
+    /// Bytes per value.
     pub fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    /// What the kernels' macros call it.
+    /// Its name in the kernels' macros.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::F16 => "F16",
@@ -26,7 +26,7 @@ impl Float {
         }
     }
 
-    /// Its number where a macro decides about text: `cuda/ptx.cuh` has the same.
+    /// Its number in preprocessor conditions; `cuda/ptx.cuh` has the same numbers.
     pub(crate) fn code(self) -> usize {
         match self {
             Self::F16 => 0,

@@ -1,10 +1,12 @@
-//! Compiled kernels on disk, between the compiler and the driver.
+//! Cache of compiled kernels on disk.
 //!
-//! An image is found by a hash of all that decides about it: texts, macros, options, architecture, form, compiler, this
-//! crate's version. Files are written beside their place and renamed into it, so that programs may share a directory; each ends
-//! with a hash of itself, and what is damaged is compiled again. A directory that cannot be written costs time, no more.
+//! An image is found by a hash of everything that determines it: sources, macros, options, architecture, form,
+//! compiler, and the version of this crate. Files are written under a temporary name and renamed, so that programs may
+//! share a directory. Each file ends with a hash of itself; damaged files are compiled again. If the directory cannot
+//! be written, this only costs time.
 //!
-//! Where there is no compiler, or it refuses, or the directory has a file [`ANY_COMPILER`], an image of any is taken, so that a directory which was filled on one machine serves others.
+//! If there is no compiler, if it rejects the source, or if the directory contains a file [`ANY_COMPILER`], images of
+//! any compiler are accepted, so that a directory filled on one machine can be used on others.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -14,30 +16,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::Result;
 use crate::compile::{self, Architecture, Form, Image, Variant};
 
-/// The environment variable that names the directory; empty: none.
+/// The environment variable that names the directory; empty for no directory.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
 
-/// With a file of this name in it, a directory's images are taken whatever compiler made them, before one is asked: those that
-/// are shipped stay those that were tested.
+/// If a directory contains a file of this name, its images are used whichever compiler made them, in preference to
+/// compiling: shipped images are then the ones that were tested.
 pub const ANY_COMPILER: &str = "any-compiler";
 
-/// What a file begins with: its format.
+/// The beginning of each file, which identifies its format.
 const HEAD: &[u8; 8] = b"QUANTCU1";
 /// Bytes of the hash at the end.
 const HASH: usize = 32;
 
-/// What makes images.
+/// A compiler of images.
 pub trait Compiler {
-    /// What tells its images from those of others: major and minor.
+    /// The version that distinguishes its images from those of other compilers: major and minor.
     ///
     /// # Errors
-    /// When it is not there.
+    /// When there is no compiler.
     fn version(&self) -> Result<[u32; 2]>;
 
     /// Compiles a variant.
     ///
     /// # Errors
-    /// When it is not there, or refuses.
+    /// When there is no compiler, or it rejects the source.
     fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image>;
 }
 
@@ -63,7 +65,7 @@ pub struct ImageCache<C = Nvrtc> {
 }
 
 impl ImageCache {
-    /// Of the run-time compiler's images, in [`default_directory`].
+    /// Images of the run-time compiler, in [`default_directory`].
     pub fn new() -> Self {
         Self::in_directory(default_directory(), Nvrtc)
     }
@@ -76,12 +78,12 @@ impl Default for ImageCache {
 }
 
 impl<C: Compiler> ImageCache<C> {
-    /// In a directory that is made when something is stored; with none, everything is compiled.
+    /// Images in a directory, which is created when something is stored; without a directory, everything is compiled.
     pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
         Self { directory, compiler }
     }
 
-    /// The image of a variant: read, or compiled and stored.
+    /// The image of a variant: read from the directory, or compiled and stored.
     ///
     /// # Errors
     /// As the compiler.
@@ -107,14 +109,14 @@ impl<C: Compiler> ImageCache<C> {
             // An older compiler may not know the architecture.
             Err(e) => return newest(directory, &key).ok_or(e),
         };
-        // The image is there whether or not it can be kept.
+        // The image is usable even if it cannot be stored.
         let _ = store(&path, &encode(&image));
         Ok(image)
     }
 }
 
-/// Where images are kept unless the caller says otherwise: `QUANT_CUDA_CACHE`, or `quant/cuda` in the user's directory of
-/// caches; `None` where that variable is empty, or there is no such directory.
+/// The default directory of images: `QUANT_CUDA_CACHE`, or `quant/cuda` in the user's cache directory; `None` if that
+/// variable is empty, or there is no cache directory.
 pub fn default_directory() -> Option<PathBuf> {
     directory_of(|name| std::env::var_os(name))
 }
@@ -123,7 +125,7 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     if let Some(own) = variable(CACHE_DIRECTORY) {
         return (!own.is_empty()).then(|| own.into());
     }
-    // The specification of these variables says to ignore a relative directory.
+    // The XDG base directory specification says to ignore relative paths.
     let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let caches = absolute("XDG_CACHE_HOME")
         .or_else(|| absolute("LOCALAPPDATA"))
@@ -131,8 +133,8 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     Some(caches.join("quant").join("cuda"))
 }
 
-/// A hash of all that decides about an image but the compiler; each text stands behind its length, so that none runs into
-/// the next.
+/// A hash of everything that determines an image except the compiler. Each text is preceded by its length, so that
+/// different splits of the same text differ.
 fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
@@ -170,7 +172,7 @@ fn load(path: &Path) -> Option<Image> {
     decode(&std::fs::read(path).ok()?)
 }
 
-/// The sound image of the newest compiler.
+/// The undamaged image of the newest compiler.
 fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
     let stem = format!("{}-", key.to_hex());
     let version = |path: &Path| -> Option<[u32; 2]> {
@@ -184,7 +186,7 @@ fn newest(directory: &Path, key: &blake3::Hash) -> Option<Image> {
     found.iter().rev().find_map(|(_, path)| load(path))
 }
 
-/// Head, length of the log, log, bytes, hash of all that.
+/// Head, length of the log, log, bytes, and a hash of all these.
 fn encode(image: &Image) -> Vec<u8> {
     let mut out = HEAD.to_vec();
     out.extend((image.log.len() as u64).to_le_bytes());
@@ -195,7 +197,7 @@ fn encode(image: &Image) -> Vec<u8> {
     out
 }
 
-/// `None` of what is damaged.
+/// `None` if the file is damaged.
 fn decode(file: &[u8]) -> Option<Image> {
     let (body, hash) = file.split_at_checked(file.len().checked_sub(HASH)?)?;
     if blake3::hash(body).as_bytes() != hash {
@@ -207,7 +209,7 @@ fn decode(file: &[u8]) -> Option<Image> {
     Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
 }
 
-/// Writes a file under a name of its own and renames it: whoever reads sees all of it or nothing.
+/// Writes a file under a temporary name and renames it: readers see either all of it or nothing.
 fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let directory = path.parent().unwrap_or(Path::new("."));
@@ -243,10 +245,10 @@ mod tests {
 
     static SOURCE: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "head")] };
     static OTHER: Source = Source { name: "a.cu", text: "text", headers: &[("b.cuh", "heads")] };
-    /// A text and a header that, run together, are those of `SOURCE`.
+    /// Text and header, concatenated, are the same as those of `SOURCE`.
     static SHIFTED: Source = Source { name: "a.cu", text: "textb", headers: &[(".cuh", "head")] };
 
-    /// Answers with what it was asked, and counts.
+    /// Returns its input as the image, and counts compilations.
     struct Fake {
         version: [u32; 2],
         compiled: Cell<usize>,
@@ -285,7 +287,7 @@ mod tests {
     #[test]
     fn an_image_is_compiled_once() {
         let dir = tempfile::tempdir().unwrap();
-        // The directory is made.
+        // The directory is created.
         let (fake, at) = (Fake::new([13, 0]), dir.path().join("deep/er"));
         let cache = ImageCache::in_directory(Some(at.clone()), &fake);
         let first = cache.image(&variant("1"), SM, Form::Cubin).unwrap();
@@ -345,7 +347,7 @@ mod tests {
         }
     }
 
-    /// A file whose hash is right and whose length of the log is not.
+    /// A file with a correct hash but a wrong length of the log.
     #[test]
     fn lengths_beyond_a_file_are_no_image() {
         let mut file = HEAD.to_vec();
@@ -393,12 +395,12 @@ mod tests {
         let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
-        // That of another variant, architecture or form does not count.
+        // Images of another variant, architecture or form are not used.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
         assert_eq!(missing.compiled.get(), 0);
-        // One that refuses is as one that is not there.
+        // A compiler that rejects the source is treated like a missing one.
         let old =
             ImageCache::in_directory(Some(dir.path().into()), Fake { refuses: true, ..Fake::new([12, 0]) });
         assert_eq!(old.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 10]");
@@ -415,7 +417,7 @@ mod tests {
         let cache = ImageCache::in_directory(at, &own);
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [13, 0]");
         assert_eq!(own.compiled.get(), 0);
-        // What is missing is compiled.
+        // Missing images are compiled.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");
         std::fs::remove_file(dir.path().join(ANY_COMPILER)).unwrap();
         assert_eq!(cache.image(&variant("1"), SM, Form::Cubin).unwrap().log, "log of [12, 8]");

@@ -1,7 +1,7 @@
-//! A kernel's launch: its shape and arguments, as plain data, and the call itself.
+//! Kernel launches: shape and arguments as plain data, and the launch itself.
 //!
-//! A launch is put on the caller's stream and works on the caller's pointers. It allocates nothing, on the device or the
-//! host, waits for nothing, and can be captured into a graph.
+//! A launch is put on the caller's stream and works on the caller's pointers. It allocates nothing on the device or the
+//! host, does not synchronize, and can be captured into a graph.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -17,40 +17,40 @@ use crate::{Error, Result};
 pub enum Argument {
     /// 8 bytes.
     U64(u64),
-    /// 4 bytes, of signed numbers too.
+    /// 4 bytes, also of signed numbers.
     U32(u32),
     /// 4 bytes.
     F32(f32),
 }
 
-/// Blocks and threads. Where a number of blocks is 0 there is nothing to do.
+/// Blocks and threads. If a number of blocks is 0, nothing is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Blocks.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads per block.
     pub block: u32,
     /// Bytes of dynamic shared memory.
     pub shared_bytes: u32,
 }
 
-/// Bytes on a device that belong to the caller.
+/// Device memory that belongs to the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
-    /// Where they begin.
+    /// The address of the first byte.
     pub address: u64,
-    /// How many there are.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 impl Region {
-    /// What is not there.
+    /// An absent region.
     pub const NONE: Self = Self { address: 0, bytes: 0 };
 
-    /// Fails unless there are so many bytes, at a multiple of `align`.
+    /// Checks that the region has at least the given bytes and begins at a multiple of `align`.
     ///
     /// # Errors
-    /// When there are not.
+    /// When it does not.
     pub fn require(self, what: &'static str, bytes: usize, align: usize) -> Result<(), KernelError> {
         let there = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         if there < bytes {
@@ -68,20 +68,20 @@ impl Region {
     }
 }
 
-/// A stream of the caller's: the driver's handle, as `CUstream` or `cudaStream_t`; null is the context's own.
+/// A stream of the caller: the driver's handle, as `CUstream` or `cudaStream_t`; null is the default stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(pub *mut c_void);
 
 impl Stream {
-    /// The stream that a context has from the beginning.
+    /// The context's default stream.
     pub const DEFAULT: Self = Self(ptr::null_mut());
 }
 
-/// The most arguments of a kernel.
+/// Maximum number of arguments of a kernel.
 const MAX_ARGUMENTS: usize = 32;
 
 impl Argument {
-    /// Where its value lies, in its own bytes.
+    /// The address of its value, in the bytes of `self`.
     fn value(&self) -> *mut c_void {
         match self {
             Self::U64(value) => ptr::from_ref(value).cast_mut().cast(),
@@ -91,7 +91,7 @@ impl Argument {
     }
 }
 
-/// The arguments' addresses, as the driver takes them.
+/// The addresses of the arguments, as the driver expects them.
 fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
     let mut out = [ptr::null_mut(); MAX_ARGUMENTS];
     let some = out.get_mut(..arguments.len()).ok_or(Error::Launch("it has too many arguments"))?;
@@ -100,7 +100,7 @@ fn pointers(arguments: &[Argument]) -> Result<[*mut c_void; MAX_ARGUMENTS]> {
 }
 
 impl LaunchShape {
-    /// Fails where no device takes such a launch, or the kernel's blocks may not have as much shared memory.
+    /// Fails if no device supports the launch, or the kernel's blocks may not have that much shared memory.
     fn check(&self, shared_of_kernel: u32) -> Result<()> {
         let [x, y, z] = self.grid;
         if x > i32::MAX as u32 || y > 65_535 || z > 65_535 {
@@ -119,15 +119,16 @@ impl LaunchShape {
 }
 
 impl Kernel {
-    /// Puts a launch on a stream of the context that the kernel was loaded into, which must be current. Without blocks
-    /// nothing happens.
+    /// Puts a launch on a stream of the context that the kernel was loaded into, which must be current. Does nothing if
+    /// there are no blocks.
     ///
     /// # Errors
-    /// When the shape is invalid, or the driver refuses; what goes wrong on the device is seen by later calls.
+    /// When the shape is invalid, or the driver returns an error. Errors on the device are reported by later calls.
     ///
     /// # Safety
-    /// The arguments must be the kernel's, in number, order and size, and point to memory of the device that has the
-    /// lengths they promise and stays until the launch is done. The stream must belong to the context.
+    /// The arguments must be the kernel's, in number, order and size. They must point to device memory of the lengths
+    /// that the kernel expects, which stays allocated until the launch has finished. The stream must belong to the
+    /// context.
     pub unsafe fn launch(&self, shape: &LaunchShape, arguments: &[Argument], stream: Stream) -> Result<()> {
         shape.check(self.shared_bytes)?;
         if shape.grid.contains(&0) {
@@ -135,8 +136,8 @@ impl Kernel {
         }
         let mut pointers = pointers(arguments)?;
         let [x, y, z] = shape.grid;
-        // SAFETY: the kernel is loaded; that arguments and stream are right is the caller's promise. The driver copies
-        // the arguments before it returns.
+        // SAFETY: the kernel is loaded; the caller guarantees arguments and stream. The driver copies the arguments
+        // before it returns.
         let launched = unsafe {
             sys::cuLaunchKernel(
                 self.function,
@@ -164,7 +165,7 @@ mod tests {
     fn arguments_are_pointed_to() {
         let arguments = [Argument::U64(u64::MAX - 1), Argument::U32(7), Argument::F32(-0.5)];
         let pointers = pointers(&arguments).unwrap();
-        // SAFETY: each points to the value of an argument that lives, of that type.
+        // SAFETY: each pointer points to the value of a live argument of that type.
         let values =
             unsafe { (*pointers[0].cast::<u64>(), *pointers[1].cast::<u32>(), *pointers[2].cast::<f32>()) };
         assert_eq!(values, (u64::MAX - 1, 7, -0.5));

@@ -1,30 +1,31 @@
-//! Packed weights for GPUs: the order in which the kernels read them, and nothing else.
+//! Packed weights for GPUs: the order in which the kernels read them.
 //!
-//! One layout serves every kernel and architecture. A matrix `[n, k]` is cut into tiles of [`TILE_ROWS`] rows and
-//! [`TILE_K`] features, filled up at its edges; tiles lie row block by row block, along `k` within each, so a block of
-//! threads reads one run of bytes. A tile holds, lane by lane, the registers of `mma`'s A fragments (PTX ISA,
-//! figures of `m16n8k16` and `m16n8k32`): lane `l` has rows `r = l / 4` and `r + 8`, and `t = l % 4` says which features.
+//! One layout serves all kernels and architectures. A matrix `[n, k]` is cut into tiles of [`TILE_ROWS`] rows and
+//! [`TILE_K`] features, padded at its edges. Tiles are stored row block by row block, along `k` within each, so that a
+//! thread block reads contiguous bytes. A tile holds, lane by lane, the registers of `mma`'s A fragments (PTX ISA,
+//! figures of `m16n8k16` and `m16n8k32`): lane `l` has rows `r = l / 4` and `r + 8`, and `t = l % 4` determines the
+//! features.
 //!
 //! ```text
 //! codes        [n16 / 16][k128 / 128] tiles of 1024 bytes (4 bits) or 2048 (8 bits)
-//! parameters   [n16 / 16][k128 / 128] blocks of what stands beside a tile; none where a row is one group:
+//! parameters   [n16 / 16][k128 / 128] blocks with the parameters of a tile; none if a row is one group:
 //!                scales [groups][16]   f16, bf16, f32; progressive: u8
-//!                zeros  [groups][16]   u4 or u8, where there are any
+//!                zeros  [groups][16]   u4 or u8, if there are any
 //!                sums   [groups][16]   i32, Σ (q − z), on request, unless rows are summed whole
-//!                filler up to a multiple of 16 bytes
+//!                padding to a multiple of 16 bytes
 //!                floating-point codes: f16, bf16, f32, E4M3 or E8M0
-//! row scales   [n16] f32               where a row is one group, and of progressive weights
-//!              [2][n16] f32            of E4M3 scales: 256 / global, and the global scale itself
-//! row zeros    [n16] u8                where a row is one group and has a zero
-//! row sums     [n16] i32               on request, where a row is summed whole: Σ (q − z), progressive: Σ (q − z) s
+//! row scales   [n16] f32               if a row is one group, and for progressive weights
+//!              [2][n16] f32            for E4M3 scales: 256 / global, and the global scale itself
+//! row zeros    [n16] u8                if a row is one group and has a zero point
+//! row sums     [n16] i32               on request, if a row is summed whole: Σ (q − z), progressive: Σ (q − z) s
 //! ```
 //!
-//! Every section begins at a multiple of [`SECTION`] bytes. `n16` and `k128` are `n` and `k` filled up; fillers have
-//! code 0 and scale 0, and the kernels see zeros for the activations of features that are not there. Groups of a tile are
-//! those of its 128 features; a wider group stands in each of its tiles.
+//! Every section begins at a multiple of [`SECTION`] bytes. `n16` and `k128` are `n` and `k` rounded up; padding has
+//! code 0 and scale 0, and the kernels use 0 for the activations of padded features. The groups of a tile are those of
+//! its 128 features; the parameters of a wider group are repeated in each of its tiles.
 //!
 //! Within a tile, byte `512 · c + 16 · l + b` is byte `b` of chunk `c` of lane `l`: a warp reads a chunk as 512
-//! neighbouring bytes, without conflicts of banks. Word `w` of a lane is bytes `4 (w % 4)…` of chunk `w / 4`.
+//! contiguous bytes, without bank conflicts. Word `w` of a lane is bytes `4 (w % 4)…` of chunk `w / 4`.
 //!
 //! ```text
 //! Order::Float, 4 bits   word w: step of 16 features from f = 16 w; with the fields
@@ -37,47 +38,47 @@
 //! Order::Int8, 8 bits    word w: step from f = 32 (w / 4), row r + 8 (w % 2), features f + 16 (w / 2 % 2) + 4t + j, a byte each
 //! ```
 //!
-//! Floating-point codes, E2M1 and E4M3, are of `Order::Float` and lie in the same words; their bits lie apart, so that
-//! sign and magnitude are where a mask finds them as those of an f16, or a rotation first: see `WeightLayout::spread`.
+//! Floating-point codes, E2M1 and E4M3, have `Order::Float` and are in the same words. Their bits are spread, so that a
+//! mask, possibly after a rotation, finds sign and magnitude in their positions in an f16: see `WeightLayout::spread`.
 //!
-//! Scales, u8 zeros and sums of a group's 16 rows stand in the order `0, 8, 1, 9, …, 7, 15`, so that a lane reads its two
-//! with one load; u4 zeros as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` a symmetric grid's codes are stored as
-//! `q − middle`, signed, except those of progressive weights.
+//! Scales, u8 zero points and sums of a group's 16 rows are stored in the order `0, 8, 1, 9, …, 7, 15`, so that a lane
+//! reads its two with one load; u4 zero points as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` the codes of a
+//! symmetric grid are stored as signed `q − middle`, except those of progressive weights.
 
 use quant_kernels_cpu::{FloatFormat, KernelError, Layout, ScaleType, Scales, Unpacked, WeightView};
 
-/// Rows of a tile.
+/// Rows per tile.
 pub const TILE_ROWS: usize = 16;
-/// Features of a tile.
+/// Features per tile.
 pub const TILE_K: usize = 128;
-/// What sections of a packed matrix are aligned to, in bytes.
+/// Alignment of the sections of a packed matrix, in bytes.
 pub const SECTION: usize = 256;
 
-/// What the weights are multiplied with, which decides how codes lie within a lane.
+/// The type that the weights are multiplied with, which determines the order of codes within a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Order {
     /// f16 or bf16.
     Float,
-    /// Integers of 8 bits.
+    /// 8-bit integers.
     Int8,
 }
 
-/// Where everything is in a packed matrix.
+/// The layout of a packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightLayout {
     n: usize,
     k: usize,
-    /// 4 or 8: bits that a code takes.
+    /// Bits that a code occupies: 4 or 8.
     code_bits: usize,
     group_size: usize,
     scales: ScaleType,
-    /// The zero of every group, or `None` where they are stored.
+    /// The zero point of every group, or `None` if zero points are stored.
     middle: Option<u8>,
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     float: Option<FloatFormat>,
     order: Order,
     sums: bool,
-    /// Where sections begin, in bytes, and the end of the last.
+    /// The first byte of each section, and the end of the last one.
     sections: [usize; 6],
 }
 
@@ -86,25 +87,30 @@ pub struct WeightLayout {
 pub enum Section {
     /// Codes, tile by tile.
     Codes = 0,
-    /// Scales, zeros and sums of groups.
+    /// Scales, zero points and sums of groups.
     Parameters = 1,
     /// Scales of rows.
     RowScales = 2,
-    /// Zeros of rows.
+    /// Zero points of rows.
     RowZeros = 3,
     /// Sums of rows.
     RowSums = 4,
 }
 
 impl WeightLayout {
-    /// The layout of a view; with `sums` it holds what whole-number activations with a zero need.
+    /// The layout of a view. With `sums` it includes the sums that integer activations with a zero point need.
     ///
-    /// Groups are 32, 64 or 128 features, or a whole row; multiples of 128 where activations are floats or weights are
-    /// progressive; of floating-point codes, which are multiplied with floats only, also 16.
+    /// Groups are 32, 64 or 128 features, or a whole row; multiples of 128 if activations are floats or weights are
+    /// progressive; with floating-point codes, which are only multiplied with floats, also 16.
     ///
     /// # Errors
-    /// As [`Layout::of`]; another group size; a symmetric grid in `Order::Int8` whose zero is more than half of its codes; `sums` of float activations; progressive weights of 8 bits; a symmetric grid
-    /// of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`), for its sums are 16-fold.
+    /// - As [`Layout::of`].
+    /// - Another group size.
+    /// - A symmetric grid in `Order::Int8` whose zero point is more than half the number of its codes.
+    /// - `sums` with float activations.
+    /// - Progressive weights of 8 bits.
+    /// - A symmetric grid of 4 bits in `Order::Int8` whose rows are one group wider than 131,071 (65,793 with `sums`),
+    ///   because its sums are multiplied by 16.
     pub fn of(view: &WeightView<'_>, order: Order, sums: bool) -> Result<Self, KernelError> {
         let cpu = Layout::of(view, sums)?;
         let shape = [cpu.n(), cpu.k()];
@@ -117,7 +123,7 @@ impl WeightLayout {
         Self::from_parts(shape, cpu.code_bits(), cpu.group_size(), cpu.scales(), cpu.middle(), order, sums)
     }
 
-    /// The layout with these properties, for callers that have packed bytes and no view; as [`Layout::from_parts`].
+    /// The layout with these properties, for callers that have packed bytes but no view; like [`Layout::from_parts`].
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -142,7 +148,7 @@ impl WeightLayout {
             .checked()
     }
 
-    /// The layout of codes of a floating-point format, for float activations; as [`Layout::from_float_parts`].
+    /// The layout of codes of a floating-point format, for float activations; like [`Layout::from_float_parts`].
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -158,11 +164,11 @@ impl WeightLayout {
         Self { n, k, code_bits, group_size, scales, middle, float, order, sums, sections }.checked()
     }
 
-    /// Sections, where these kernels have such groups.
+    /// Checks that the kernels support these groups, and computes the sections.
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, middle, order, sums, .. } = self;
         let layout = &self;
-        // Codes less a larger one are no signed numbers of as many bits.
+        // Differences to a larger middle do not fit signed numbers of this many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
         }
@@ -214,7 +220,7 @@ impl WeightLayout {
         self.k
     }
 
-    /// Bits that a code takes: 4, or 8.
+    /// Bits that a code occupies: 4 or 8.
     pub fn code_bits(&self) -> usize {
         self.code_bits
     }
@@ -224,52 +230,52 @@ impl WeightLayout {
         self.group_size
     }
 
-    /// How scales of groups are stored; those of a row that is one group are `f32` always.
+    /// How scales of groups are stored; the scale of a row that is one group is always `f32`.
     pub fn scales(&self) -> ScaleType {
         self.scales
     }
 
-    /// The zero of every group, or `None` where each has its own.
+    /// The zero point of every group, or `None` if each has its own.
     pub fn middle(&self) -> Option<u8> {
         self.middle
     }
 
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     pub fn float_format(&self) -> Option<FloatFormat> {
         self.float
     }
 
-    /// What the weights are multiplied with.
+    /// The type that the weights are multiplied with.
     pub fn order(&self) -> Order {
         self.order
     }
 
-    /// Whether sums of weights are there.
+    /// Whether sums of weights are included.
     pub fn has_sums(&self) -> bool {
         self.sums
     }
 
-    /// Whether a row is one group, whose scale stands beside no tile.
+    /// Whether a row is one group, whose scale is not among the parameters of tiles.
     pub fn row_is_group(&self) -> bool {
         self.group_size == self.k && !matches!(self.scales, ScaleType::Progressive | ScaleType::E4m3)
     }
 
-    /// Whether products are summed over all of a row before they become floats.
+    /// Whether products are summed over a whole row before they are converted to floats.
     pub(crate) fn summed_whole(&self) -> bool {
         self.order == Order::Int8 && (self.row_is_group() || self.scales == ScaleType::Progressive)
     }
 
-    /// Whether codes are stored less the middle.
+    /// Whether codes are stored minus the middle.
     pub(crate) fn signed(&self) -> bool {
         self.order == Order::Int8 && self.middle.is_some() && self.scales != ScaleType::Progressive
     }
 
-    /// Blocks of 16 rows.
+    /// Number of blocks of 16 rows.
     pub fn row_blocks(&self) -> usize {
         self.n.div_ceil(TILE_ROWS)
     }
 
-    /// Tiles along `k`.
+    /// Number of tiles along `k`.
     pub fn tiles(&self) -> usize {
         self.k.div_ceil(TILE_K)
     }
@@ -279,7 +285,7 @@ impl WeightLayout {
         TILE_ROWS * TILE_K * self.code_bits / 8
     }
 
-    /// Groups that a tile has parameters of.
+    /// Number of groups that a tile has parameters for.
     pub(crate) fn tile_groups(&self) -> usize {
         if self.row_is_group() { 0 } else { TILE_K / self.group_size.min(TILE_K) }
     }
@@ -301,13 +307,13 @@ impl WeightLayout {
         self.zeros_at() + self.tile_groups() * zeros
     }
 
-    /// Bytes that stand beside a tile, a multiple of 16.
+    /// Bytes of a tile's parameters, a multiple of 16.
     pub fn parameter_bytes(&self) -> usize {
         let sums = if self.sums && !self.summed_whole() { 4 * TILE_ROWS } else { 0 };
         (self.sums_at() + self.tile_groups() * sums).next_multiple_of(16)
     }
 
-    /// Where a section begins, in bytes.
+    /// The first byte of a section.
     pub fn section(&self, section: Section) -> usize {
         self.sections[section as usize]
     }
@@ -317,7 +323,7 @@ impl WeightLayout {
         self.sections[5]
     }
 
-    /// Bits a weight of the matrix, fillers included.
+    /// Bits per weight of the matrix, including padding.
     pub fn bits_per_weight(&self) -> f64 {
         8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
     }
@@ -346,7 +352,7 @@ impl WeightLayout {
         });
         let words =
             [TAG, VERSION].into_iter().chain(sizes).chain([scales, middle, order, u64::from(self.sums)]);
-        // Of integers nothing follows.
+        // Nothing is added for integers.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -355,14 +361,14 @@ impl WeightLayout {
     }
 }
 
-/// Where the value of a row stands among the 16 of its block.
+/// The position of a row's value among the 16 of its block.
 pub(crate) fn pair_order(row: usize) -> usize {
     2 * (row % 8) + row / 8
 }
 
-/// "cuda" in letters, so that no layout of another crate has the number.
+/// "cuda" in ASCII, so that no layout of another crate has the same id.
 const TAG: u64 = 0x6164_7563;
-/// Grows whenever the order of anything changes.
+/// Must be increased when the order of anything changes.
 const VERSION: u64 = 1;
 
 pub mod device;

@@ -1,9 +1,10 @@
 //! Kernels that multiply activations with quantized weights on NVIDIA GPUs: the host side.
 //!
-//! A module of a family, such as [`activation`], plans launches: the variant of a kernel, its grid, its arguments. A
-//! variant is compiled by NVRTC when first met ([`compile`]), kept on disk ([`image_cache`]), loaded ([`device`]) and
-//! launched on the caller's stream with the caller's pointers ([`launch`]). CUDA's libraries are loaded when first used,
-//! so this crate builds, and its callers start, where there are none; what is missing is an error.
+//! The module of a kernel family, such as [`activation`], plans launches: the kernel variant, its grid and its
+//! arguments. A variant is compiled by NVRTC when first used ([`compile`]), cached on disk ([`image_cache`]), loaded
+//! ([`device`]) and launched on the caller's stream with the caller's pointers ([`launch`]). CUDA's libraries are
+//! loaded when first used, so this crate builds, and programs that use it start, without them; missing libraries are
+//! errors.
 #![deny(unsafe_op_in_unsafe_fn)]
 
 pub mod activation;

@@ -1,10 +1,10 @@
 //! Finds CUDA's libraries before anything calls them.
 //!
-//! cudarc loads the driver when one of its functions is first called and panics if it, or the function, is not there. So
-//! presence is asked for first, here, and nothing else in this crate calls the driver before [`require_standalone`] or
-//! [`require_launch`] agreed. cudarc's own answer is not asked: it has none where another crate of the program makes it
-//! link the driver, as candle does. Of the run-time compiler a few functions are called, which are looked up here; it may
-//! lie anywhere, for [`NVRTC`] names it.
+//! cudarc loads the driver when one of its functions is first called, and panics if the driver or the function is
+//! missing. This module therefore checks for them first: nothing else in this crate calls the driver before
+//! [`require_standalone`] or [`require_launch`] has succeeded. cudarc's own check cannot be used, because it does not
+//! exist if another crate of the program makes cudarc link the driver, as candle does. The few functions of the
+//! run-time compiler are looked up here; its library may be anywhere, since [`NVRTC`] can name it.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use libloading::Library;
 
 use crate::{Error, Result};
 
-/// The environment variable that names the run-time compiler's library, or the directory it lies in, such as a Python
-/// package's; without it the loader's path is searched.
+/// The environment variable that names the run-time compiler's library, or the directory that contains it, such as that
+/// of a Python package. Without it, the loader's path is searched.
 pub const NVRTC: &str = "QUANT_NVRTC";
 
-/// What [`device_count`] calls, the error paths included.
+/// Functions that [`device_count`] calls, including its error paths.
 const DRIVER_FUNCTIONS: [&str; 4] = ["cuInit", "cuDeviceGetCount", "cuGetErrorName", "cuGetErrorString"];
-/// What loading and launching kernels takes beside.
+/// Further functions for loading and launching kernels.
 const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuCtxGetCurrent",
     "cuCtxGetDevice",
@@ -34,7 +34,7 @@ const LAUNCH_FUNCTIONS: [&str; 10] = [
     "cuFuncSetAttribute",
     "cuLaunchKernel",
 ];
-/// What a program without a framework takes beside, but for [`elapsed`].
+/// Further functions for a program without a framework, except [`elapsed`].
 const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuDeviceGet",
     "cuDeviceGetName",
@@ -53,19 +53,19 @@ const STANDALONE_FUNCTIONS: [&str; 16] = [
     "cuEventSynchronize",
     "cuEventDestroy_v2",
 ];
-/// What tells the time between two events, the newest first: before CUDA 12.8 drivers have the second only, which does the
-/// same.
+/// Functions that return the time between two events, the newest first. Drivers before CUDA 12.8 only have the second,
+/// which does the same.
 const ELAPSED_FUNCTIONS: [&str; 2] = ["cuEventElapsedTime_v2", "cuEventElapsedTime"];
-/// What the loader is asked for, in cudarc's order.
+/// Names for the loader, in cudarc's order.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
-/// What the loader is asked for, the newest first.
+/// Names for the loader, the newest first.
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
 } else {
     &["libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12"]
 };
 
-/// Whether the CUDA driver's library can be loaded. Says nothing of a GPU: see [`device_count`].
+/// Whether the CUDA driver's library can be loaded. Does not tell whether there is a GPU: see [`device_count`].
 pub fn driver_available() -> bool {
     require_driver().is_ok()
 }
@@ -75,18 +75,18 @@ pub fn nvrtc_available() -> bool {
     require_nvrtc().is_ok()
 }
 
-/// Fails unless kernels can be compiled at run time.
+/// Checks that kernels can be compiled at run time.
 ///
 /// # Errors
-/// What is missing: the library, or a function of it.
+/// When the library, or a function of it, is missing.
 pub fn require_nvrtc() -> Result<()> {
     nvrtc().map(|_| ())
 }
 
-/// The number of GPUs that the driver shows; may be 0.
+/// The number of GPUs that the driver makes visible; may be 0.
 ///
 /// # Errors
-/// When there is no driver, or it cannot start.
+/// When there is no driver, or it cannot be initialized.
 pub fn device_count() -> Result<usize> {
     require_driver()?;
     let failed = |e: driver::result::DriverError| match e.0 {
@@ -100,10 +100,10 @@ pub fn device_count() -> Result<usize> {
     }
 }
 
-/// Fails unless there is a GPU to use.
+/// Checks that there is a GPU.
 ///
 /// # Errors
-/// What is missing: driver, or device.
+/// When the driver or a device is missing.
 pub fn require_device() -> Result<()> {
     match device_count()? {
         0 => Err(Error::NoDevice),
@@ -116,24 +116,24 @@ fn require_driver() -> Result<()> {
     FOUND.get_or_init(|| has_driver_functions(&DRIVER_FUNCTIONS)).clone()
 }
 
-/// The driver's library, loaded when first asked for and never unloaded.
+/// The driver's library, loaded on first use and never unloaded.
 fn driver_library() -> Result<&'static Library> {
     static FOUND: OnceLock<Option<Library>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        // SAFETY: loading a library runs its initializers. The driver's are made for that; that the loader's search path
-        // leads to the driver and nothing else is for whoever set it.
+        // SAFETY: loading a library runs its initializers, which the driver's library is made for. Whoever sets the
+        // loader's search path ensures that it leads to the driver.
         DRIVER_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok())
     });
     found.as_ref().ok_or(Error::DriverMissing)
 }
 
-/// Fails unless kernels can be loaded and launched, as far as the driver's library goes.
+/// Checks that the driver has the functions for loading and launching kernels.
 pub(crate) fn require_launch() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND.get_or_init(|| require_driver().and_then(|()| has_driver_functions(&LAUNCH_FUNCTIONS))).clone()
 }
 
-/// Fails unless a program without a framework finds all that it calls.
+/// Checks that a device exists and that the driver has the functions for a program without a framework.
 pub(crate) fn require_standalone() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     let look = || {
@@ -145,21 +145,21 @@ pub(crate) fn require_standalone() -> Result<()> {
     FOUND.get_or_init(look).clone()
 }
 
-/// Writes the milliseconds from one event to another.
+/// Writes the milliseconds between two events.
 pub(crate) type Elapsed =
     unsafe extern "C" fn(*mut f32, driver::sys::CUevent, driver::sys::CUevent) -> driver::sys::CUresult;
 
-/// The driver's function that does, by whichever name it has it.
+/// The driver's function for this, by either of its names.
 pub(crate) fn elapsed() -> Result<Elapsed> {
     let library = driver_library()?;
-    // SAFETY: both names are those of such functions, since they are there at all; the library is never unloaded.
+    // SAFETY: a function of either name has this signature; the library is never unloaded.
     let find = |name: &&str| unsafe { library.get::<Elapsed>(name.as_bytes()) }.ok().map(|found| *found);
     let missing =
         Error::FunctionMissing { library: "the CUDA driver library", function: ELAPSED_FUNCTIONS[1] };
     ELAPSED_FUNCTIONS.iter().find_map(find).ok_or(missing)
 }
 
-/// Looks functions of the driver up.
+/// Looks up functions of the driver.
 fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
     let library = driver_library()?;
     for function in functions {
@@ -174,7 +174,7 @@ fn has_driver_functions(functions: &[&'static str]) -> Result<()> {
 type Program = *mut c_void;
 type Text = *const c_char;
 
-/// The functions of the run-time compiler. Their results are codes of which 0 is success.
+/// The functions of the run-time compiler. They return result codes, of which 0 is success.
 pub(crate) struct Nvrtc {
     pub version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
     pub create: unsafe extern "C" fn(*mut Program, Text, Text, c_int, *const Text, *const Text) -> c_int,
@@ -192,11 +192,11 @@ pub(crate) struct Nvrtc {
 pub(crate) type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 pub(crate) type BytesOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// The run-time compiler, loaded when first asked for and never unloaded.
+/// The run-time compiler, loaded on first use and never unloaded.
 pub(crate) fn nvrtc() -> Result<&'static Nvrtc> {
     static FOUND: OnceLock<Result<Nvrtc>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        // What is set but empty is not set.
+        // An empty variable counts as not set.
         let named = std::env::var_os(NVRTC).filter(|path| !path.is_empty());
         Nvrtc::of(Box::leak(Box::new(nvrtc_library(named.as_deref())?)))
     });
@@ -219,24 +219,24 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     } else {
         (path.parent().unwrap_or(path), path.to_owned())
     };
-    // The compiler asks for its builtins by name, and finds them where they are loaded already.
+    // The compiler loads its builtins by name, and finds them if they are already loaded.
     if let Some(builtins) = beside(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
-        // SAFETY: as in `driver_library`, of the directory that the user names.
+        // SAFETY: as in `driver_library`, for the directory that the user names.
         std::mem::forget(unsafe { Library::new(builtins) }.map_err(|e| failed(with_causes(&e)))?);
     }
-    // SAFETY: as in `driver_library`, of the file that the user names.
+    // SAFETY: as in `driver_library`, for the file that the user names.
     unsafe { Library::new(library) }.map_err(|e| failed(with_causes(&e)))
 }
 
-/// The loader's own words are behind those of what called it.
+/// The loader's own message is in the error's sources.
 fn with_causes(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |all, cause| format!("{all}: {cause}"))
 }
 
-/// The file of a directory whose name is such; of several the last by name, so of versions the newest.
+/// The file of a directory with a matching name; of several, the last by name, which is the newest version.
 fn beside(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(&such)).max()
@@ -245,14 +245,14 @@ fn beside(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
 impl Nvrtc {
     fn of(library: &'static Library) -> Result<Self> {
         /// # Safety
-        /// The library's function of that name is an `F`.
+        /// The library's function of that name has the type `F`.
         unsafe fn find<F: Copy>(library: &'static Library, function: &'static str) -> Result<F> {
-            // SAFETY: as the caller says.
+            // SAFETY: by the contract of this function, it has the type `F`.
             unsafe { library.get::<F>(function.as_bytes()) }
                 .map(|found| *found)
                 .map_err(|_| Error::FunctionMissing { library: "the NVRTC library", function })
         }
-        // SAFETY: these are the declarations of nvrtc.h.
+        // SAFETY: the types of the fields are the declarations of nvrtc.h.
         unsafe {
             Ok(Self {
                 version: find(library, "nvrtcVersion")?,
@@ -275,7 +275,7 @@ impl Nvrtc {
 mod tests {
     use super::*;
 
-    /// True on every machine: with a GPU, with a driver alone, and with neither.
+    /// Holds on every machine: with a GPU, with only a driver, and with neither.
     #[test]
     fn asking_never_panics_and_answers_agree() {
         for _ in 0..2 {
@@ -316,7 +316,7 @@ mod tests {
         assert!(of(directory.path()).contains("libnvrtc.so.12"));
     }
 
-    /// A library, but not this one.
+    /// A library, but another one.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_library_without_the_functions_is_an_error() {

@@ -1,10 +1,12 @@
-//! Linear layers: which variant of `cuda/linear.cu` multiplies these weights by so many tokens, and what it needs.
+//! Linear layers: the variant of `cuda/linear.cu` that multiplies given weights by given numbers of tokens, and what it
+//! needs.
 //!
-//! [`LinearPlan::new`] settles everything before a launch: macros, grid, shared memory, workspace. What decides about bits is
-//! the scheme and the [`Parts`] of `k`, which depend on the weights alone; the shape of a block, and whether parts go to
-//! sets of warps and blocks of their own or follow each other in one, depend on `m` and the device and change no bit.
+//! [`LinearPlan::new`] determines everything before a launch: macros, grid, shared memory, workspace. The bits of the
+//! results depend on the scheme and on the [`Parts`] of `k`, which depend on the weights only. The shape of a block,
+//! and whether parts are computed by separate sets of warps and blocks or one after another, depend on `m` and the
+//! device, and change no bit.
 //!
-//! A [`LinearCall`] is what an adapter of a framework plans with: the rounding of activations to 8 bits belongs to it.
+//! A [`LinearCall`] is for adapters of frameworks: it also includes the quantization of activations to 8 bits.
 
 mod call;
 mod listed;
@@ -20,7 +22,7 @@ pub use variant::{BLOCK_ROWS, BlockShape, DeviceLimits, LinearVariant, Parts};
 
 use crate::compile::Source;
 
-/// The text of the kernels.
+/// The source of the kernels.
 pub static SOURCE: Source = Source {
     name: "linear.cu",
     text: include_str!("../cuda/linear.cu"),

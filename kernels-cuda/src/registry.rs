@@ -1,25 +1,25 @@
-//! All kernels there are, with what their machine code must be like.
+//! All kernels, with requirements on their machine code.
 //!
-//! A family gives its entries by a plain function; what is listed is compiled for every architecture by
-//! `tests/compile.rs`, which holds each to its registers and instructions.
+//! Each family returns its entries from a plain function. `tests/compile.rs` compiles them for every architecture and
+//! checks their registers and instructions.
 
 use crate::compile::Variant;
 use crate::{activation, attention, linear};
 
-/// A variant, and what its machine code is held to.
+/// A variant, and the requirements on its machine code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// The family.
     pub family: &'static str,
     /// The kernel.
     pub variant: Variant,
-    /// The most registers of a thread that leave room for the blocks which a multiprocessor is meant to hold.
+    /// Maximum registers per thread that leave room for the intended number of blocks per multiprocessor.
     pub register_ceiling: u32,
-    /// What disassembly must show on every architecture: beginnings of instructions, such as `IMMA.16832`.
+    /// Prefixes of instructions, such as `IMMA.16832`, that the disassembly must contain on every architecture.
     pub instructions: Vec<&'static str>,
 }
 
-/// A family: its name, and what lists its variants.
+/// A family: its name, and the function that lists its variants.
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
@@ -44,7 +44,7 @@ mod tests {
                 assert_eq!(entry.family, name);
                 assert!((16..=255).contains(&entry.register_ceiling), "{}", entry.variant);
                 assert!(!entry.instructions.is_empty(), "{}", entry.variant);
-                // A text that lacks the name could not be asked for it.
+                // The source must contain the name of the kernel.
                 assert!(entry.variant.source.text.contains(entry.variant.kernel), "{}", entry.variant);
             }
         }

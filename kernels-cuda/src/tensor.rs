@@ -1,9 +1,9 @@
-//! What a linear takes of a framework's tensor, decided in plain numbers: no framework and no CUDA is needed to test it.
+//! Checks of a framework's tensor as the input of a linear, in plain numbers: testable without a framework or CUDA.
 
 use crate::float::Float;
 use crate::layout::{Order, WeightLayout};
 
-/// An input `[.., k]` of a linear `[n, k]`, looked at.
+/// A checked input `[.., k]` of a linear `[n, k]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Input {
     /// Tokens.
@@ -12,14 +12,15 @@ pub(crate) struct Input {
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,
-    /// Whether it must be copied before kernels read it: it has gaps, another order, or begins at no multiple of 16 bytes.
+    /// Whether it must be copied before kernels read it: it has gaps or another order, or does not begin at a multiple
+    /// of 16 bytes.
     pub copied: bool,
 }
 
-/// Looks at an input of these dimensions; `start` is the element that it begins at, where its elements follow each other.
+/// Checks an input of these dimensions; `start` is its first element if it is contiguous.
 ///
 /// # Errors
-/// A message, when it is no `[.., k]`, or more than memory can hold.
+/// A message, if it is not `[.., k]`, or exceeds the address space.
 pub(crate) fn input(
     name: &str,
     layout: &WeightLayout,
@@ -33,7 +34,7 @@ pub(crate) fn input(
         Some(last) if *last == k => *last = n,
         _ => return Err(format!("{name} [{n}, {k}] takes [.., {k}], not {dims:?}")),
     }
-    // Dimensions of an expanded tensor can be more than memory holds.
+    // The dimensions of an expanded tensor can exceed memory.
     let bytes = |dims: &[usize]| {
         let elements = dims.iter().try_fold(1_usize, |all, &dim| all.checked_mul(dim))?;
         let bytes = elements.checked_mul(element.bytes())?;
@@ -45,7 +46,7 @@ pub(crate) fn input(
     Ok(Input { m: elements / k, elements, results, copied: elements > 0 && !straight })
 }
 
-/// The types of inputs that weights in this order are multiplied with, in words.
+/// The input types that weights in this order are multiplied with, in words.
 pub(crate) fn types(order: Order) -> &'static str {
     match order {
         Order::Float => "f16 or bf16",

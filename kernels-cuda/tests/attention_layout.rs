@@ -1,4 +1,4 @@
-//! Pages of the cache on the GPU against the CPU's definition, and against the banks of shared memory.
+//! Pages of the cache on the GPU, compared with the CPU's definition and checked for bank conflicts in shared memory.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{KvType, dequantize_head, quantize_head};
@@ -7,7 +7,7 @@ use quant_kernels_cuda::attention::{KvPageLayout, TILE_TOKENS};
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
 proptest! {
-    /// Whatever is written is read back as the CPU's grid has it, from any slot, and nothing else changes.
+    /// What is written to any slot is read back as the CPU's grid represents it, and nothing else changes.
     #[test]
     fn tokens_are_read_as_written_and_leave_others_alone(
         kind in prop::sample::select(KINDS.to_vec()),
@@ -43,7 +43,7 @@ proptest! {
     }
 }
 
-/// Every token's row has bytes of its own, and all together are the whole page.
+/// The rows of tokens do not overlap, and together fill the page.
 #[test]
 fn a_page_is_covered_once() {
     for kind in KINDS {
@@ -56,9 +56,9 @@ fn a_page_is_covered_once() {
                 for (token, word) in (0..TILE_TOKENS * words).map(|i| (i / words, i % words)) {
                     let at = place(token, word);
                     assert!(!std::mem::replace(&mut seen[at], true), "{kind:?} {d} {token} {word}");
-                    // Whole chunks of 16 bytes, so that appending writes and copying reads them as one.
+                    // Chunks of 16 bytes stay contiguous, so that they can be appended and copied as one.
                     assert_eq!(at, place(token, word & !3) + word % 4);
-                    // A row is copied whole or not at all: the copy asks for the row that a chunk lies in.
+                    // A row is copied entirely or not at all: the copy checks the row that a chunk belongs to.
                     assert_eq!(at / words, place(token, 0) / words);
                 }
             };
@@ -68,13 +68,13 @@ fn a_page_is_covered_once() {
     }
 }
 
-/// Replays the loads of the decode kernel, lane by lane: in each pass of a load no bank of shared memory is met at two
-/// words.
+/// Replays the loads of the decode kernel, lane by lane: no pass of a load accesses two words of the same bank of
+/// shared memory.
 #[test]
 fn loads_meet_no_bank_twice() {
     let wide = |words: usize| if words.is_multiple_of(4) { 4 } else { 2 - words % 2 };
     let check = |what: &str, width: usize, words: Vec<usize>| {
-        // A pass serves as many lanes as 128 bytes do.
+        // A pass serves as many lanes as read 128 bytes.
         for lanes in words.chunks(32 / width) {
             let mut banks = [None; 32];
             for word in lanes.iter().flat_map(|&from| from..from + width) {
@@ -100,7 +100,7 @@ fn loads_meet_no_bank_twice() {
                     lanes().map(|(g, t)| layout.value_word(2 * t + token, 8 * i + g * value)).collect();
                 check(&format!("values of {what}"), value, from);
             }
-            // Two lanes share each of four words of what is beyond.
+            // Two lanes share each of the four remaining words.
             if words % 8 == 4 {
                 for token in [0, 1, 8, 9] {
                     let from = lanes().map(|(g, t)| layout.value_word(2 * t + token, words - 4) + g / 2);
@@ -114,7 +114,7 @@ fn loads_meet_no_bank_twice() {
 #[test]
 fn sizes_and_names() {
     let page = |kind, d, tokens| KvPageLayout::new(kind, d, tokens).unwrap();
-    // A token and head of 128 features: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
+    // A token and head with 128 features: 64 + 4 bytes twice, 128 + 4 twice, 256 twice.
     assert_eq!(KINDS.map(|kind| page(kind, 128, 64).page_bytes()), [64 * 136, 64 * 264, 64 * 512]);
     assert_eq!(page(KvType::Kv4, 80, 16).tile_bytes(), 2 * 16 * 48 + 128);
     assert_eq!([16, 32, 64].map(|tokens| page(KvType::Kv8, 64, tokens).page_shift()), [0, 1, 2]);

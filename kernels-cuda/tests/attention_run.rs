@@ -1,4 +1,5 @@
-//! The kernels of attention, run instruction by instruction: appending against the CPU bit for bit, decoding against f64.
+//! The attention kernels, run instruction by instruction: appending is bit-identical to the CPU, decoding is compared
+//! with f64.
 
 #[path = "attention/append.rs"]
 mod append;
@@ -25,11 +26,11 @@ use reference::Random;
 use support::has_nvrtc;
 
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
-/// Splits of 64 tokens, so that short sequences are cut too.
+/// Splits of 64 tokens, so that short sequences are split too.
 const SHORT: SplitRule = SplitRule { max_splits: 8, min_split: 64 };
 
-/// Heads that are hard to quantize: by turns constant, zero, negative zero, tiny, as wide as can be, nearly constant, and
-/// beyond what half floats hold as they are.
+/// Heads that are hard to quantize: in turn constant, zero, negative zero, tiny, as wide as possible, nearly constant,
+/// and beyond the f16 range without scaling.
 fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let around = |centre: f32, by: f32, random: &mut Random| -> Vec<f32> {
         random.normals(d).into_iter().map(|x| (centre + by * x).clamp(-65504.0, 65504.0)).collect()
@@ -48,7 +49,7 @@ fn hard_row(turn: usize, d: usize, random: &mut Random) -> Vec<f32> {
     }
 }
 
-/// All kinds, sizes of heads and groups, lengths about the ends of tiles and pages, several sequences at once.
+/// All kinds, head sizes and group sizes, lengths around the ends of tiles and pages, and several sequences at once.
 #[test]
 fn decoding_is_within_its_bound() {
     if !has_nvrtc() {
@@ -78,7 +79,7 @@ fn decoding_is_within_its_bound() {
     }
 }
 
-/// What the append kernel stored is what decode reads, and it reads no byte that was not stored.
+/// Decoding reads what the append kernel stored, and no byte that was not stored.
 #[test]
 fn what_was_appended_is_attended_to() {
     if !has_nvrtc() {
@@ -96,7 +97,7 @@ fn what_was_appended_is_attended_to() {
     }
 }
 
-/// Cut into splits, joined in order, whatever the order of blocks and warps; and a part of the list unseen.
+/// Split and merged in order, whatever the order of blocks and warps; and with the beginning of the list unseen.
 #[test]
 fn splits_join_to_the_whole() {
     if !has_nvrtc() {
@@ -117,7 +118,7 @@ fn splits_join_to_the_whole() {
     }
 }
 
-/// Sequences whose tokens do not divide by the most splits.
+/// Sequences whose tokens are not divisible by the maximum number of splits.
 #[test]
 fn the_most_splits_cover_all_tokens() {
     if !has_nvrtc() {
@@ -131,7 +132,7 @@ fn the_most_splits_cover_all_tokens() {
     }
 }
 
-/// A sequence alone gives the bits that it gives among others, wherever its pages lie.
+/// A sequence gives the same bits alone as among others, wherever its pages are.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -151,7 +152,7 @@ fn a_sequence_does_not_see_its_neighbours() {
     }
 }
 
-/// Several queries of a sequence: none sees a token after its own, and each gives the bits that it gives alone.
+/// Several queries of a sequence: none sees a token after its own, and each gives the same bits as alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
     if !has_nvrtc() {
@@ -175,7 +176,7 @@ fn queries_do_not_see_what_comes_after_them() {
     }
 }
 
-/// Constant heads with scale 0, values of all magnitudes in one sequence, scores far apart.
+/// Constant heads with scale 0, values of all magnitudes in one sequence, widely different scores.
 #[test]
 fn extremes_stay_within_the_bound() {
     if !has_nvrtc() {
@@ -187,19 +188,19 @@ fn extremes_stay_within_the_bound() {
         let mut sequence = Sequence::random(&case, 70, 4);
         for t in 0..70 {
             let (key, value) = (hard_row(t + 5, 64, &mut random), hard_row(t, 64, &mut random));
-            // Keys of moderate size, or all scores but one are nothing.
+            // Keys of moderate size, because otherwise all probabilities but one vanish.
             let key: Vec<f32> = key.into_iter().map(|x| x.clamp(-30.0, 30.0)).collect();
             sequence.keys[t * 64..][..64].copy_from_slice(&key);
             sequence.values[t * 64..][..64].copy_from_slice(&value);
         }
         let sequences = [sequence];
         check(&case, &sequences, None, &decode(&case, &sequences, None, Order::Straight));
-        // A constant is kept: all weights sum to one.
+        // A constant is preserved, because the probabilities sum to one.
         let mut constant = Sequence::random(&case, 40, 5);
         constant.values.fill(-3.0);
         let result = decode(&case, &[constant.clone()], None, Order::Straight);
         check(&case, &[constant], None, &result);
-        // Scores that grow by far more than an exponential spans, tile by tile.
+        // Scores that grow, from tile to tile, by far more than the range of an exponential.
         let mut steep = Sequence::random(&case, 100, 6);
         for (t, keys) in steep.keys.chunks_exact_mut(64).enumerate() {
             keys.iter_mut().for_each(|k| *k = *k * 0.1 + 10.0 * t as f32);
@@ -209,8 +210,8 @@ fn extremes_stay_within_the_bound() {
     }
 }
 
-/// From a warp's first tile to its next, scores and scales of values grow by less, and by more, than what they may before sums are
-/// taken relative to something else: weights stay within halves.
+/// From a warp's first tile to its next, scores and value scales grow by less and by more than the kernel tolerates
+/// before it rescales its sums: weights stay within f16.
 #[test]
 fn scores_and_scales_grow_together() {
     if !has_nvrtc() {
@@ -221,7 +222,7 @@ fn scores_and_scales_grow_together() {
         for (by, doublings) in [(3.9_f32, 5.8_f32), (3.9, 15.0), (30.0, 5.8), (500.0, 40.0)] {
             let mut sequence = Sequence::random(&case, 80, 9);
             sequence.query.fill(1.0);
-            // Tokens from 64 on are the first warp's second tile; 64 k / 8 is the score.
+            // Tokens from 64 on are in the first warp's second tile; the score is 64 k / 8.
             for (t, (key, value)) in
                 sequence.keys.chunks_mut(64).zip(sequence.values.chunks_mut(64)).enumerate()
             {
@@ -236,7 +237,7 @@ fn scores_and_scales_grow_together() {
     }
 }
 
-/// Every byte of the cache is read once and no other; shared memory without conflicts; few instructions a code.
+/// Every byte of the cache, and no other, is read once; shared memory has no bank conflicts; few instructions per code.
 #[test]
 fn budgets_are_kept() {
     if !has_nvrtc() {
@@ -251,13 +252,13 @@ fn budgets_are_kept() {
         for run in &runs {
             assert!(run.page_bytes_read as f64 <= 1.03 * run.page_bytes_held as f64, "{kind:?} {head_dim}");
         }
-        // What 16 tiles more take: the main loop alone.
+        // The cost of 16 more tiles: only the main loop.
         let more = |of: &dyn Fn(&machine::Counters) -> u64| of(&runs[1].counters) - of(&runs[0].counters);
         let (wavefronts, ideal) = (more(&|c| c.shared_read_wavefronts), more(&|c| c.shared_read_ideal));
         assert_eq!(wavefronts, ideal, "{kind:?} {head_dim}");
         assert!(ideal > 0);
         let extraction = more(&|c| c.of("lop3") + c.of("prmt"));
-        // Eight codes of every lane: 256.
+        // Eight codes per lane: 256 per instruction of a warp.
         let codes = 256 * 2 * head_dim as u64;
         let per_eight = (extraction * 32 * 8) as f64 / codes as f64;
         assert!(per_eight <= 7.0, "{kind:?} {head_dim}: {per_eight} instructions for 8 codes");
@@ -270,7 +271,7 @@ fn budgets_are_kept() {
     }
 }
 
-/// Where a sequence is cut, splits leave `4 d + 8` bytes a query head, written once and read once.
+/// If a sequence is split, splits leave `4 d + 8` bytes per query head, written once and read once.
 #[test]
 fn bytes_of_a_workspace_are_kept() {
     if !has_nvrtc() {

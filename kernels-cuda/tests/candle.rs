@@ -1,6 +1,6 @@
-//! Linears on candle's tensors on `Device::Cuda` give what the CPU's do, up to the order of sums.
+//! Linears on candle's tensors on `Device::Cuda` give the same results as the CPU, except for the order of sums.
 //!
-//! Builds with the feature `candle` where nvcc is, links CUDA, and runs where a device is: with `QUANT_GPU=1`.
+//! Builds with the feature `candle` if nvcc is installed, links CUDA, and runs on a device with `QUANT_GPU=1`.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ const STATIC: Activations = Activations::Static(StaticScale { scale: 1.0 / 24.0,
 const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
 const SHAPE: [usize; 2] = [40, 2048];
 
-/// The first device, unless there is to be none.
+/// The first device, if tests run on one.
 fn device() -> Option<Device> {
     if std::env::var_os("QUANT_GPU").is_none_or(|v| v != "1") {
         eprintln!("SKIPPED: QUANT_GPU is not 1");
@@ -23,7 +23,7 @@ fn device() -> Option<Device> {
     Some(Device::new_cuda(0).unwrap())
 }
 
-/// Weights of 4 bits with zeros and a bias, on the device and on the CPU.
+/// 4-bit weights with zero points and a bias, on the device and on the CPU.
 fn linears(device: &Device, activations: Activations) -> (QuantizedLinear, cpu::QuantizedLinear) {
     let [n, k] = SHAPE;
     let codes: Vec<u8> = (0..n * k).map(|i| (i * 7 % 251 % 16) as u8).collect();
@@ -54,7 +54,7 @@ fn values(x: &Tensor) -> Vec<f32> {
     on_cpu.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Sums are some hundreds wide, and as single floats within a thousandth; the result is rounded once.
+/// Sums are up to a few hundred, with f32 errors below a thousandth; the result is rounded once.
 #[track_caller]
 fn assert_near(got: &Tensor, expected: &Tensor) {
     assert_eq!((got.dims(), got.dtype()), (expected.dims(), expected.dtype()));

@@ -1,9 +1,9 @@
-//! Every kernel compiles for every architecture: within its registers, without spilling, and to the instructions it is
-//! written for. Needs NVRTC and the disassembler, no GPU.
+//! Every kernel compiles for every architecture: within its registers, without spilling, and to the intended
+//! instructions. Needs NVRTC and the disassembler, no GPU.
 //!
-//! Listed variants are dealt out: each is compiled for two architectures, and each architecture takes two fifths of every
-//! kernel's, with all types and sizes among them; of these every second is disassembled. `QUANT_EVERY_VARIANT=1` does all
-//! with all.
+//! Each listed variant is compiled for two architectures, and each architecture compiles two fifths of the variants of
+//! every kernel, including all types and sizes; every second of these is disassembled. `QUANT_EVERY_VARIANT=1` compiles
+//! and disassembles all variants for all architectures.
 
 mod support;
 
@@ -15,17 +15,17 @@ use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
 use support::{has_nvrtc, is_there};
 
-/// The directory of CUDA's programs; without it they are looked for as programs are.
+/// The directory of CUDA's programs; without it they are searched for on the path.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 
-/// Set where all variants are compiled for all architectures.
+/// If set, all variants are compiled for all architectures.
 const EVERY: &str = "QUANT_EVERY_VARIANT";
 
 fn every() -> bool {
     std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// What is compiled for an architecture: of every kernel some.
+/// The variants compiled for an architecture: some of every kernel.
 fn dealt(architecture: Architecture) -> Vec<Entry> {
     let turn = Architecture::ALL.iter().position(|a| *a == architecture).unwrap();
     let all = every();
@@ -34,13 +34,13 @@ fn dealt(architecture: Architecture) -> Vec<Entry> {
     entries.retain(|entry| {
         let count = counts.entry(entry.variant.kernel).or_default();
         *count += 1;
-        // The first of every kernel for all.
+        // The first variant of every kernel is compiled for all architectures.
         all || *count == 1 || [0, 2].contains(&((*count + turn) % 5))
     });
     entries
 }
 
-/// Compiles entries, and collects what `look` says is wrong.
+/// Compiles entries, and fails with everything that `look` reports.
 fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Result<(), String>) {
     let entries = dealt(architecture);
     let wrong: Vec<String> = entries
@@ -57,7 +57,7 @@ fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Res
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), entries.len(), wrong.join("\n"));
 }
 
-/// Registers, stack, spills, warnings.
+/// Checks registers, stack, spills and warnings.
 fn fits(entry: &Entry, image: &Image) -> Result<(), String> {
     let usage = image.usage().ok_or_else(|| format!("no usage in {:?}", image.log))?;
     if usage.spill_stores + usage.spill_loads + usage.stack > 0 || usage.registers > entry.register_ceiling {
@@ -66,7 +66,7 @@ fn fits(entry: &Entry, image: &Image) -> Result<(), String> {
     if image.log.contains("warning") { Err(image.log.clone()) } else { Ok(()) }
 }
 
-/// The disassembler, where there is one.
+/// The disassembler, if it is installed.
 fn disassembler() -> Result<PathBuf, String> {
     let program =
         std::env::var_os(PROGRAMS).map_or("nvdisasm".into(), |dir| PathBuf::from(dir).join("nvdisasm"));
@@ -77,7 +77,7 @@ fn disassembler() -> Result<PathBuf, String> {
     }
 }
 
-/// The names of a machine code's instructions, with all that is behind a point.
+/// The instruction names of machine code, including all suffixes after a point.
 fn disassemble(program: &PathBuf, image: &Image) -> Result<Vec<String>, String> {
     let file = tempfile::NamedTempFile::new().map_err(|e| e.to_string())?;
     std::fs::write(file.path(), &image.bytes).map_err(|e| e.to_string())?;
@@ -99,7 +99,7 @@ fn instructions(text: &str) -> Vec<String> {
     names.map(str::to_owned).collect()
 }
 
-/// All checks of an architecture, one compilation each.
+/// All checks for an architecture, with one compilation per variant.
 fn check_all(architecture: Architecture) {
     if !has_nvrtc() {
         return;
@@ -152,7 +152,7 @@ fn every_kernel_fits_sm_120() {
     check_all(Architecture::Sm120);
 }
 
-/// Every listed variant is compiled for two architectures, every kernel for all, and every type and size of a kernel.
+/// Every listed variant is compiled for two architectures; every kernel, and every type and size of a kernel, for all.
 #[test]
 fn variants_are_dealt_to_all() {
     let all: Vec<Variant> = entries().into_iter().map(|e| e.variant).collect();
@@ -167,7 +167,7 @@ fn variants_are_dealt_to_all() {
                 .chain([(v.kernel, ("", String::new()))])
                 .collect::<Vec<_>>()
         };
-        // Packers are few of each kind.
+        // There are few packing kernels of each kind.
         let is_chosen =
             |(kernel, (name, _)): &(&str, (&str, String))| !kernel.starts_with("pack") || name.is_empty();
         variants.iter().flat_map(of).filter(is_chosen).collect::<HashSet<_>>()
@@ -182,7 +182,7 @@ fn variants_are_dealt_to_all() {
     println!("{} variants, {:?} for each architecture", all.len(), dealt.each_ref().map(Vec::len));
 }
 
-/// PTX is made too, the same each time, and says for whom.
+/// PTX can be generated too, is reproducible, and names its target.
 #[test]
 fn every_kernel_has_ptx() {
     if !has_nvrtc() {

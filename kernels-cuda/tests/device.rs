@@ -1,7 +1,7 @@
-//! The host side from a plan to results: compiled, kept, loaded, launched, on the driver that is there.
+//! The host side from a plan to results: compile, cache, load and launch, on the driver that is present.
 //!
-//! With `QUANT_GPU=1` that is a GPU's. Elsewhere `QUANT_CUDA_STAND_IN` names a directory with a library in the driver's place,
-//! which runs PTX on the interpreter; these tests then run once more in a process that finds it.
+//! With `QUANT_GPU=1` this is a GPU's driver. Otherwise `QUANT_CUDA_STAND_IN` names a directory with a stand-in for the
+//! driver, which runs PTX on the interpreter; these tests then run again in a process that loads it.
 
 mod support;
 
@@ -25,7 +25,7 @@ use quant_kernels_cuda::linear::{CallArguments, CallShape, LinearCall};
 use support::gpu::{Bytes, Gpu};
 use support::machine::on_gpu;
 
-/// Names a directory with a library that stands in for the driver's.
+/// Names a directory with a stand-in for the driver.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 
 fn region(bytes: &Bytes) -> Region {
@@ -37,7 +37,7 @@ fn kernels(directory: Option<PathBuf>) -> Kernels {
     Kernels::new(ImageCache::in_directory(named.or(directory), Nvrtc))
 }
 
-/// Where there is no GPU, the tests of this file on what stands in for a driver.
+/// Without a GPU, runs the tests of this file with the stand-in for the driver.
 #[test]
 fn on_a_stand_in() {
     if on_gpu() {
@@ -88,12 +88,12 @@ fn planned_rows_are_launched() {
         .unwrap();
     let directory = tempfile::tempdir().unwrap();
     let kernels = kernels(Some(directory.path().into()));
-    // SAFETY: the primary context is never released, and images are our own.
+    // SAFETY: the primary context is never released, and images come from this crate.
     let kernel = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
-    // SAFETY: the primary context is never released, and images are our own.
+    // SAFETY: the primary context is never released, and images come from this crate.
     let again = unsafe { kernels.kernel(&plan.variant, plan.launch.shared_bytes) }.unwrap();
     assert!(std::ptr::eq(&*kernel, &*again), "loaded twice");
-    // SAFETY: the plan's own arguments, on memory that lives until after the wait.
+    // SAFETY: the arguments are the plan's, on memory that lives until after the synchronization.
     unsafe { kernel.launch(&plan.launch, &arguments, Stream::DEFAULT) }.unwrap();
     Gpu::get().wait().unwrap();
 
@@ -118,7 +118,7 @@ fn planned_rows_are_launched() {
     assert_eq!(sums, (0..m).map(added).collect::<Vec<_>>());
 }
 
-/// A whole linear, as an adapter of a framework calls it: rounding, product, and the memory between them.
+/// A complete linear as an adapter of a framework calls it: quantization, product, and the memory between them.
 #[test]
 fn calls_of_linears_are_launched() {
     if !on_gpu() {
@@ -130,7 +130,7 @@ fn calls_of_linears_are_launched() {
     let zeros: Vec<u8> = (0..n * k / 128).map(|i| (i * 5 % 16) as u8).collect();
     let bias: Vec<f32> = (0..n).map(|i| i as f32 - 17.5).collect();
     let view = WeightView::new([n, k], 4, 128, &codes, &scales, Some(&zeros)).unwrap();
-    // Half-precision numbers, some of them large, so that a step of 8 bits is seen.
+    // f16 values, some of them large, so that the steps of 8 bits are visible.
     let x: Vec<f16> = (0..m * k)
         .map(|i| f16::from_f32(((i * 37 % 997) as f32 - 498.0) / 300.0 * (1 + i / k) as f32))
         .collect();
@@ -139,7 +139,7 @@ fn calls_of_linears_are_launched() {
         let multiplied: Vec<f64> = match order {
             Order::Float => x.iter().map(|&v| f64::from(v)).collect(),
             Order::Int8 => {
-                // Integers are the CPU's, to the bit.
+                // Integers are bit-identical to the CPU's.
                 let layout = Layout::from_parts([1, k], 4, k, ScaleType::F32, None, true).unwrap();
                 let (mut rows, layout) = (Int8Rows::default(), RowLayout::of(&layout));
                 match fixed {
@@ -166,7 +166,7 @@ fn calls_of_linears_are_launched() {
             });
             let (sum, size) = products.fold((0.0, 0.0), |(sum, size), p| (sum + p, size + p.abs()));
             let expected = sum + f64::from(bias[feature]);
-            // Sums are single floats, the result is rounded to half.
+            // Sums are f32, and the result is rounded to f16.
             let bound = size * 1e-5 + expected.abs() * 2_f64.powi(-11);
             assert!(
                 (f64::from(*got) - expected).abs() <= bound,
@@ -176,7 +176,7 @@ fn calls_of_linears_are_launched() {
     }
 }
 
-/// What a call of a linear leaves, `[m, n]`.
+/// The results of a linear's call, `[m, n]`.
 fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScale>, x: &[f16]) -> Vec<f16> {
     let gpu = Gpu::get();
     let layout = WeightLayout::of(view, order, fixed.is_some()).unwrap();
@@ -206,9 +206,9 @@ fn called(view: &WeightView, bias: &[f32], order: Order, fixed: Option<FixedScal
     let directory = tempfile::tempdir().unwrap();
     let kernels = kernels(Some(directory.path().into()));
     for launch in &launches {
-        // SAFETY: the primary context is never released, and images are our own.
+        // SAFETY: the primary context is never released, and images come from this crate.
         let kernel = unsafe { kernels.kernel(&launch.variant, launch.shape.shared_bytes) }.unwrap();
-        // SAFETY: the call's own arguments, on memory that lives until after the wait.
+        // SAFETY: the arguments are the call's, on memory that lives until after the synchronization.
         unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream::DEFAULT) }.unwrap();
     }
     gpu.wait().unwrap();
@@ -222,9 +222,9 @@ fn without_blocks_nothing_is_launched() {
     }
     Gpu::get();
     let plan = ActivationShape::new(Rows::Plain, Float::F32, 0, 64).plan().unwrap();
-    // SAFETY: the primary context is never released, and images are our own.
+    // SAFETY: the primary context is never released, and images come from this crate.
     let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) }.unwrap();
-    // SAFETY: nothing is launched, so nothing is read through these.
+    // SAFETY: nothing is launched, so nothing is accessed through these arguments.
     unsafe { kernel.launch(&plan.launch, &[Argument::U64(0); 17], Stream::DEFAULT) }.unwrap();
     Gpu::get().wait().unwrap();
 }
@@ -252,21 +252,21 @@ fn what_is_no_image_is_refused() {
     Gpu::get();
     let limits = DeviceLimits::current().unwrap();
     let image = Image { bytes: b"no image".to_vec(), log: String::new() };
-    // SAFETY: the driver reads the text and finds that it is no image.
+    // SAFETY: the driver rejects the text because it is not an image.
     let refused = unsafe { Kernel::load(&image, "k", 0) }.unwrap_err();
     assert!(matches!(refused, Error::Driver { action: "load a kernel", .. }), "{refused}");
-    // A kernel that is not in the image, and more shared memory than there is.
+    // A kernel that the image does not contain, and more shared memory than available.
     let plan = ActivationShape::new(Rows::Plain, Float::F32, 1, 64).plan().unwrap();
     let (architecture, form) = limits.target().unwrap();
     let cache = ImageCache::in_directory(None, Nvrtc);
     let Ok(image) = cache.image(&plan.variant, architecture, form) else { return };
-    // SAFETY: the image is our own, and the context is never released.
+    // SAFETY: the image comes from this crate, and the context is never released.
     let missing = unsafe { Kernel::load(&image, "other", 0) }.unwrap_err();
     assert!(matches!(missing, Error::Driver { action: "find a kernel", .. }), "{missing}");
-    // SAFETY: the image is our own, and the context is never released.
+    // SAFETY: the image comes from this crate, and the context is never released.
     let much = unsafe { Kernel::load(&image, plan.variant.kernel, limits.shared_of_block + 1) }.unwrap_err();
     assert!(matches!(much, Error::Driver { action: "ask for shared memory", .. }), "{much}");
-    // SAFETY: the image is our own, and the context is never released.
+    // SAFETY: the image comes from this crate, and the context is never released.
     let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
     let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };
     // SAFETY: nothing is launched.
@@ -275,7 +275,7 @@ fn what_is_no_image_is_refused() {
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
 }
 
-/// Weights of any kind on the device, rows from the host: what the CPU's kernels make of them.
+/// Weights of every kind on the device with rows from the host, compared with the CPU kernels.
 #[test]
 fn linears_of_a_program_without_a_framework() {
     if !on_gpu() {
@@ -285,7 +285,7 @@ fn linears_of_a_program_without_a_framework() {
     let runner = Arc::new(Runner::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
-    // A group that is too narrow for these kernels comes last.
+    // The last case is a group that is too small for these kernels.
     for (bits, k, group, activations) in [
         (4, 256, 128, Activations::Float),
         (8, 264, 264, Activations::PerToken),
@@ -325,7 +325,7 @@ fn linears_of_a_program_without_a_framework() {
         for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
             let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
-            // Halves are off by 2⁻¹² of themselves, sums by less; of integers only the last floats round.
+            // f16 has a relative error of 2⁻¹², sums a smaller one; with integers only the final floats are rounded.
             let most =
                 if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
             assert!((got - expected).abs() <= most + 1e-6, "{activations:?} {i}: {got}, not {expected}");

@@ -1,4 +1,4 @@
-//! Packed weights for GPUs against the plain definition: every scheme, ragged shapes, and what is refused.
+//! Packed weights for GPUs compared with the plain definition: every scheme, ragged shapes, and rejected weights.
 
 mod cases;
 
@@ -6,7 +6,7 @@ use cases::{Case, Kind};
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType, Unpacked};
 use quant_kernels_cuda::layout::{Order, Section, WeightLayout};
 
-/// Every scheme that is packed, with shapes that fill tiles and shapes that do not.
+/// Every scheme that can be packed, with shapes that fill tiles and shapes that do not.
 fn all() -> Vec<(Case, Order, bool)> {
     let mut all = Vec::new();
     let mut seed = 1;
@@ -89,7 +89,7 @@ fn unpacking_gives_back_what_was_packed() {
     }
 }
 
-/// The sections of a small matrix, worked out from the documentation and not from the packer.
+/// The sections of a small matrix, derived from the documentation and not from the packer.
 #[test]
 fn bytes_are_where_the_documentation_says() {
     let case = Case::new([32, 256], 4, 64, Kind::F16, true, 7);
@@ -98,7 +98,7 @@ fn bytes_are_where_the_documentation_says() {
     let mut packed = vec![0; layout.bytes()];
     layout.pack(&view, &mut packed).unwrap();
     assert_eq!(layout.section(Section::Parameters), 4 * 1024);
-    // Two groups beside a tile: scales of 32 bytes and zeros of 8 each.
+    // Two groups per tile: scales of 32 bytes and zero points of 8 bytes each.
     assert_eq!((layout.parameter_bytes(), layout.bytes()), (80, 4 * 1024 + 512));
     for row in 0..32 {
         for k in 0..256 {
@@ -172,7 +172,7 @@ fn what_does_not_fit_is_told() {
         let refused = Err(KernelError::Scheme("a code or zero above its bits"));
         assert_eq!(layout.pack(&case.view(), &mut packed), refused);
     }
-    // 128 is no signed byte: the kernels' `128 + (q − z) s` would be 256.
+    // 128 is not a signed byte: the kernels' `128 + (q − z) s` would be 256.
     let mut case = Case::new([16, 128], 4, 128, Kind::Progressive, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Int8, false).unwrap();
     let mut packed = vec![0; layout.bytes()];

@@ -1,4 +1,4 @@
-//! Rows of activations as integers of 8 bits.
+//! Quantization of activation rows to 8-bit integers.
 
 use core::ffi::c_void;
 
@@ -11,16 +11,16 @@ use crate::memory::fields;
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Rows as they are.
+/// Rows, unmodified.
 pub const QZ1_CUDA_ROWS_PLAIN: u32 = 1;
-/// Their RMSNorm: `x / √(mean x² + eps) · weight`.
+/// RMSNorm of the rows: `x / √(mean x² + eps) · weight`.
 pub const QZ1_CUDA_ROWS_RMS_NORM: u32 = 2;
-/// The same of `residual + x`, which is rounded to its type and stored in the residual's place.
+/// RMSNorm of `residual + x`; the sum is rounded to its type and stored in the residual.
 pub const QZ1_CUDA_ROWS_RESIDUAL_RMS_NORM: u32 = 3;
 /// `silu(x) · up`.
 pub const QZ1_CUDA_ROWS_SILU_MUL: u32 = 4;
 
-/// `m` rows of `k` floats to codes, a scale per row, and sums of codes.
+/// Quantizes `m` rows of `k` floats to codes, with a scale per row and sums of codes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_activation_shape {
@@ -28,20 +28,21 @@ pub struct qz1_cuda_activation_shape {
     pub struct_size: u32,
     /// `QZ1_CUDA_ROWS_…`
     pub rows: u32,
-    /// Of rows, `QZ1_TYPE_…`: `x`, `up` and `residual`.
+    /// Type of the rows `x`, `up` and `residual`, `QZ1_TYPE_…`.
     pub x_type: u32,
-    /// Of the weight of a norm, `QZ1_TYPE_…`; 0: that of rows.
+    /// Type of the norm's weight, `QZ1_TYPE_…`; 0: that of the rows.
     pub weight_type: u32,
-    /// 1: the scale and zero of the launch's arguments are those of all rows. 0: each row has a scale of its own, and no
-    /// zero.
+    /// 1: all rows have the scale and zero point of the launch's arguments. 0: each row has its own scale, and no zero
+    /// point.
     pub fixed: u32,
-    /// 0: float rows and weights begin at multiples of 16 bytes. 1: at any element, which is read slower.
+    /// 0: float rows and weights begin at multiples of 16 bytes. 1: they may begin at any element, which is slower.
     pub unaligned: u32,
-    /// Rows: tokens. 0 launches nothing.
+    /// Number of rows (tokens). 0 launches nothing.
     pub m: usize,
-    /// Values of a row, up to 360,448.
+    /// Values per row, at most 360,448.
     pub k: usize,
-    /// Features whose codes are added up, a multiple of 32, the last group the rest; 0: no sums of groups.
+    /// Number of features whose codes are summed, a multiple of 32; the last group takes the rest. 0: no sums per
+    /// group.
     pub group: usize,
     /// Elements between rows of `x`; 0: `k`.
     pub x_stride: usize,
@@ -53,33 +54,33 @@ pub struct qz1_cuda_activation_shape {
     pub code_stride: usize,
 }
 
-/// Where things are on the device, and numbers. What the shape does not ask for is left absent.
+/// Device addresses and numbers. Regions that the shape does not use are absent.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_activation_arguments {
     /// `sizeof(qz1_cuda_activation_arguments)`
     pub struct_size: u32,
-    /// Of a norm: above zero and finite.
+    /// For norms: positive and finite.
     pub eps: f32,
-    /// With `fixed`: above zero, and so is its inverse. `x ≈ scale · (code − zero)`.
+    /// With `fixed`: positive, with a finite inverse. `x ≈ scale · (code − zero)`.
     pub scale: f32,
     /// With `fixed`: −128 to 127.
     pub zero: i32,
-    /// `[m, k]`: rows, or the gate.
+    /// `[m, k]`: the rows, or the gate.
     pub x: qz1_cuda_region,
-    /// `[m, k]`, of `silu(x) · up`.
+    /// `[m, k]`, for `silu(x) · up`.
     pub up: qz1_cuda_region,
     /// `[m, k]`, read and written.
     pub residual: qz1_cuda_region,
-    /// `[k]`, of a norm.
+    /// `[k]`, for norms.
     pub weight: qz1_cuda_region,
-    /// i8 `[m, k]` at a multiple of 16. Bytes between rows stay what they were.
+    /// i8 `[m, k]` at a multiple of 16. Bytes between rows are left unchanged.
     pub codes: qz1_cuda_region,
     /// f32 `[m]`
     pub scales: qz1_cuda_region,
-    /// i32 `[m]`: sums of a row's codes; or none.
+    /// i32 `[m]`: the sum of each row's codes; or absent.
     pub row_sums: qz1_cuda_region,
-    /// i32 `[m, ⌈k / group⌉]`, where there are groups.
+    /// i32 `[m, ⌈k / group⌉]`, if there are groups.
     pub group_sums: qz1_cuda_region,
 }
 
@@ -96,7 +97,7 @@ pub(super) fn float(kind: u32) -> Result<Float, Fault> {
     }
 }
 
-/// A field that is 0 or 1.
+/// A field that must be 0 or 1.
 fn flag(field: u32) -> Result<bool, Fault> {
     match field {
         0 | 1 => Ok(field == 1),
@@ -150,7 +151,7 @@ pub unsafe extern "C" fn qz1_cuda_activation_plan(
     })
 }
 
-/// Quantizes.
+/// Launches a quantization.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.

@@ -12,8 +12,8 @@ use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
 use crate::memory::{Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Pages of keys and values of one key-value head on the device. Made by `qz1_cuda_kv_layout_of`; its fields may be kept
-/// beside pages, and are checked against `id` whenever it is used.
+/// Layout of pages of keys and values of one key-value head on the device. Made by `qz1_cuda_kv_layout_of`. Its fields
+/// may be stored with the pages, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_kv_layout {
@@ -21,13 +21,13 @@ pub struct qz1_cuda_kv_layout {
     pub struct_size: u32,
     /// `QZ1_KV_…`
     pub kind: u32,
-    /// Features of a head: a multiple of 16 up to 256; multiples of 32 waste nothing.
+    /// Features of a head: a multiple of 16, at most 256. Multiples of 32 need no padding.
     pub head_dim: u32,
-    /// Tokens of a page: 16, 32, 64, … 1024.
+    /// Tokens per page: 16, 32, 64, … 1024.
     pub page_tokens: u32,
-    /// Bytes of a page of one head, a multiple of 128.
+    /// Bytes per page of one head, a multiple of 128.
     pub page_bytes: u64,
-    /// Names the order and what it depends on, but for the tokens of a page.
+    /// Identifies the data order and everything that it depends on, except the tokens per page.
     pub id: u64,
 }
 
@@ -48,7 +48,7 @@ fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
     }
 }
 
-/// The layout that the caller's fields describe, every one of them.
+/// The layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
 /// As [`Scope::read`].
@@ -62,12 +62,13 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Res
     if (same.page_bytes, same.id) == (l.page_bytes, l.id) { Ok(layout) } else { Err(none()) }
 }
 
-/// A number that kernels take with 32 bits.
+/// Checks a number that kernels take as 32 bits.
 pub(super) fn short(of: usize, what: &'static str) -> Result<u32, Fault> {
     u32::try_from(of).map_err(|_| Fault::part(qz1_status::TooLarge, what, "is beyond 32 bits"))
 }
 
-/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` is set.
+/// The layout of pages of a `QZ1_KV_…` for heads of `head_dim` features. Fills `out`, whose `struct_size` the caller
+/// has set.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -87,23 +88,23 @@ pub unsafe extern "C" fn qz1_cuda_kv_layout_of(
     })
 }
 
-/// Tokens of any sequences, quantized and stored.
+/// Quantizes and stores tokens of any sequences.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_append_shape {
     /// `sizeof(qz1_cuda_append_shape)`
     pub struct_size: u32,
-    /// Of keys and values: a `QZ1_TYPE_…`.
+    /// Type of keys and values, a `QZ1_TYPE_…`.
     pub x_type: u32,
-    /// That of the pages.
+    /// Layout of the pages.
     pub layout: *const qz1_cuda_kv_layout,
-    /// Key-value heads, up to 65535.
+    /// Key-value heads, at most 65535.
     pub kv_heads: usize,
-    /// Tokens. 0 launches nothing.
+    /// Number of tokens. 0 launches nothing.
     pub tokens: usize,
 }
 
-/// Where things are on the device, at multiples of 16.
+/// Device addresses, at multiples of 16.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_append_arguments {
@@ -115,20 +116,21 @@ pub struct qz1_cuda_append_arguments {
     pub keys: qz1_cuda_region,
     /// As keys.
     pub values: qz1_cuda_region,
-    /// u32 `[tokens]`: the row of the table that a token belongs to.
+    /// u32 `[tokens]`: the table row of each token.
     pub sequence: qz1_cuda_region,
-    /// u32 `[tokens]`: where in its sequence a token is stored; `UINT32_MAX` is skipped.
+    /// u32 `[tokens]`: each token's position in its sequence; tokens with `UINT32_MAX` are skipped.
     pub position: qz1_cuda_region,
-    /// u32 `[sequences, table_stride]`: numbers of pages in order. Which rows `sequence` names nobody looks at.
+    /// u32 `[sequences, table_stride]`: page numbers in order. Entries of `sequence` are not checked against the number
+    /// of rows.
     pub table: qz1_cuda_region,
-    /// Pages, all heads: from the first head of page 0 on. Tokens whose page is not wholly within are skipped.
+    /// Pages of all heads, from the first head of page 0 on. Tokens whose page is not entirely inside are skipped.
     pub pages: qz1_cuda_region,
-    /// A u32, aligned to its type, that grows by the rows which hold a value beyond ±65504 or NaN, stored as if limited; or
-    /// none.
+    /// A u32, aligned to its type, that is incremented for each row with a NaN or a value beyond ±65504 (these are
+    /// clamped when stored); or absent.
     pub refused: qz1_cuda_region,
-    /// Elements between tokens of `keys`, whose bytes are a multiple of 16; 0: `kv_heads · head_dim`.
+    /// Elements between tokens of `keys`; their bytes are a multiple of 16. 0: `kv_heads · head_dim`.
     pub key_stride: usize,
-    /// The same of `values`.
+    /// Elements between tokens of `values`, as for `keys`.
     pub value_stride: usize,
     /// Entries between rows of the table.
     pub table_stride: usize,
@@ -166,7 +168,7 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
     })
 }
 
-/// Numbers of heads that do not grow beyond what is counted with.
+/// Numbers of heads for which no product overflows.
 pub(super) fn heads(of: usize) -> Result<usize, Fault> {
     match of {
         0..=65_535 => Ok(of),
@@ -174,7 +176,7 @@ pub(super) fn heads(of: usize) -> Result<usize, Fault> {
     }
 }
 
-/// Quantizes keys and values of tokens and stores them.
+/// Launches an append: quantizes and stores keys and values of tokens.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.
@@ -222,7 +224,7 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
     })
 }
 
-/// Elements between rows of floats, whose bytes are a multiple of `align`; 0 are those of the width.
+/// Checks the elements between rows of floats, whose bytes are a multiple of `align`; 0 stands for the width.
 pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize) -> Result<usize, Fault> {
     let stride = if stride == 0 { width } else { stride };
     if stride < width {
@@ -235,7 +237,7 @@ pub(super) fn row_stride(stride: usize, width: usize, each: usize, align: usize)
     }
 }
 
-/// Where pages and heads lie.
+/// Distances between pages and between heads.
 pub(super) struct PageStrides {
     pub(super) page: usize,
     pub(super) head: usize,
@@ -265,7 +267,7 @@ impl PageStrides {
         }
     }
 
-    /// Pages that are wholly within so many bytes.
+    /// Number of pages that lie entirely within this many bytes.
     fn pages_within(&self, bytes: u64) -> u32 {
         match bytes.checked_sub(self.first_end as u64) {
             Some(more) => u32::try_from(more / self.page as u64 + 1).unwrap_or(u32::MAX),
@@ -285,7 +287,7 @@ mod tests {
         let within = |page, head, bytes: usize| {
             PageStrides::of(&layout, 3, page, head).map(|s| s.pages_within(bytes as u64)).unwrap_or(u32::MAX)
         };
-        // Page by page, and head by head.
+        // Page-major order, then head-major order.
         assert_eq!([3 * bytes - 1, 3 * bytes, 6 * bytes, 7 * bytes].map(|n| within(0, 0, n)), [0, 1, 2, 2]);
         let head = 5 * bytes;
         let sizes = [11 * bytes - 1, 11 * bytes, 13 * bytes, 15 * bytes];

@@ -1,4 +1,4 @@
-//! Attention on pages on the device, and joining results on parts of sequences.
+//! Attention on pages on the device, and merging of results on parts of sequences.
 
 use core::ffi::c_void;
 
@@ -11,60 +11,64 @@ use super::region::{address, address_optional, product, qz1_cuda_region, rows};
 use crate::memory::fields;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Attention of the last queries of each sequence. The plan holds for any number of tokens up to `max_tokens`, so it can
-/// be kept, or captured in a graph, while sequences grow.
+/// Attention of the last queries of each sequence. A plan is valid for any number of tokens up to `max_tokens`, so it
+/// can be kept, or captured in a graph, while sequences grow.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_decode_shape {
     /// `sizeof(qz1_cuda_decode_shape)`
     pub struct_size: u32,
-    /// Of queries: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16`.
+    /// Type of queries: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16`.
     pub query_type: u32,
-    /// Of outputs: a `QZ1_TYPE_…`.
+    /// Type of outputs, a `QZ1_TYPE_…`.
     pub out_type: u32,
     /// 0
     pub reserved: u32,
-    /// That of the pages.
+    /// Layout of the pages.
     pub layout: *const qz1_cuda_kv_layout,
-    /// A multiple of the key-value heads, up to 65535: query head `h` attends with head `h / (query_heads / kv_heads)`.
+    /// A multiple of the key-value heads, at most 65535. Query head `h` attends to key-value head `h / (query_heads /
+    /// kv_heads)`.
     pub query_heads: usize,
     /// Key-value heads.
     pub kv_heads: usize,
-    /// Sequences, up to 65535. 0 launches nothing.
+    /// Number of sequences, at most 65535. 0 launches nothing.
     pub sequences: usize,
-    /// Queries of each sequence: its last tokens', in order, of which each sees none that comes after it. 1 decodes.
+    /// Queries per sequence: those of its last tokens, in order. Each query sees no tokens after its own. 1 for
+    /// decoding.
     pub queries: usize,
-    /// At least the tokens of the longest list; decides about the workspace, and changes no result.
+    /// At least the number of tokens of the longest list. Determines the size of the workspace; does not change
+    /// results.
     pub max_tokens: usize,
 }
 
-/// Where things are on the device, at multiples of 16 but where said. In a table and in counts an entry of `sequence` and
-/// `kv_head` is at the sum of each times its stride: 0 where all share one.
+/// Device addresses, at multiples of 16 unless stated otherwise. In the table and the counts, the entry of a sequence
+/// and a key-value head is at the sum of each index times its stride; a stride of 0 means that all share one entry.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_decode_arguments {
     /// `sizeof(qz1_cuda_decode_arguments)`
     pub struct_size: u32,
-    /// What scores are multiplied with, usually `1 / √head_dim`; finite.
+    /// Factor of the scores, usually `1 / √head_dim`; finite.
     pub scale: f32,
     /// `[sequences, queries, query_heads, head_dim]`
     pub query: qz1_cuda_region,
-    /// Pages, all heads: from the first head of page 0 on. That numbers of pages are within nobody looks at.
+    /// Pages of all heads, from the first head of page 0 on. Page numbers are not checked against this size.
     pub pages: qz1_cuda_region,
-    /// u32 numbers of pages, in order: those of a list follow each other.
+    /// u32 page numbers in order; those of one list are contiguous.
     pub table: qz1_cuda_region,
-    /// u32: tokens of each list, up to `max_tokens`.
+    /// u32: tokens of each list, at most `max_tokens`.
     pub tokens: qz1_cuda_region,
-    /// u32: tokens at the beginning of each list that are not seen; or none.
+    /// u32: tokens at the beginning of each list that no query sees; or absent.
     pub first: qz1_cuda_region,
     /// `[sequences, queries, query_heads, head_dim]`, aligned to its type.
     pub out: qz1_cuda_region,
-    /// f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials, minus
-    /// infinity of a query that sees nothing; or none.
+    /// f32 `[sequences, queries, query_heads]`, aligned to its type: natural logarithms of the sums of exponentials,
+    /// minus infinity for a query that sees no tokens; or absent.
     pub lse: qz1_cuda_region,
-    /// The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+    /// At least the bytes of tickets that `qz1_cuda_plan_workspace` returns, at a multiple of 256. Must be 0 before the
+    /// first launch.
     pub tickets: qz1_cuda_region,
-    /// The bytes that it says, or more, at a multiple of 256.
+    /// At least the bytes of workspace that `qz1_cuda_plan_workspace` returns, at a multiple of 256.
     pub workspace: qz1_cuda_region,
     /// Elements between queries, a multiple of 4; 0: `query_heads · head_dim`.
     pub query_stride: usize,
@@ -72,9 +76,9 @@ pub struct qz1_cuda_decode_arguments {
     pub page_stride: usize,
     /// Bytes between heads of one page, a multiple of 16; 0: `page_bytes`.
     pub head_stride: usize,
-    /// Entries of the table between sequences.
+    /// Table entries between sequences.
     pub table_stride: usize,
-    /// Entries of the table between key-value heads: usually 0.
+    /// Table entries between key-value heads, usually 0.
     pub table_head_stride: usize,
     /// Entries of `tokens` and `first` between sequences: usually 1.
     pub count_stride: usize,
@@ -85,8 +89,8 @@ pub struct qz1_cuda_decode_arguments {
 fields!(qz1_cuda_decode_shape, max_tokens, reserved);
 fields!(qz1_cuda_decode_arguments, count_head_stride);
 
-/// Plans attention. Which kernel it takes depends on the pages and types, and on whether more than eight queries and heads
-/// share a key-value head.
+/// Plans attention. The choice of kernel depends on the pages and types, and on whether more than eight query rows
+/// (queries times heads) share a key-value head.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -118,7 +122,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_plan(
     })
 }
 
-/// Attends.
+/// Launches attention.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.
@@ -156,7 +160,7 @@ fn settle(
     let out = results.and_then(|n| product([n, layout.head_dim(), shape.out.bytes()]));
     let strides = PageStrides::of(layout, *kv_heads, at.page_stride, at.head_stride)?;
     let launched = results != Some(0);
-    // Up to the first entry of the last list.
+    // The bytes up to and including the first entry of the last list.
     let entries = |by_sequence: usize, by_head: usize| match launched {
         true => {
             let last = (sequences - 1).checked_mul(by_sequence)?;
@@ -164,7 +168,7 @@ fn settle(
         }
         false => Some(0),
     };
-    // Without tokens no list has an entry.
+    // Without tokens, no list has entries.
     let some = launched && shape.max_tokens > 0;
     let when_some = |bytes: Option<usize>| if some { bytes } else { Some(0) };
     let table = when_some(entries(at.table_stride, at.table_head_stride));
@@ -190,23 +194,23 @@ fn settle(
     })
 }
 
-/// Results on parts of sequences, to be joined by their logarithms.
+/// Merges attention results on parts of sequences, using their logarithms.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_merge_shape {
     /// `sizeof(qz1_cuda_merge_shape)`
     pub struct_size: u32,
-    /// Of joined rows: a `QZ1_TYPE_…`; parts are f32.
+    /// Type of merged rows, a `QZ1_TYPE_…`; parts are f32.
     pub out_type: u32,
-    /// Parts, in order.
+    /// Number of parts.
     pub parts: usize,
-    /// Rows of each: sequences times queries times query heads. 0 launches nothing.
+    /// Rows of each part: sequences times queries times query heads. 0 launches nothing.
     pub rows: usize,
-    /// Features of a row.
+    /// Features per row.
     pub head_dim: usize,
 }
 
-/// Where things are on the device, aligned to their types.
+/// Device addresses, aligned to their types.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_merge_arguments {
@@ -216,11 +220,12 @@ pub struct qz1_cuda_merge_arguments {
     pub reserved: u32,
     /// f32 `[parts, rows, head_dim]`
     pub sums: qz1_cuda_region,
-    /// f32 `[parts, rows]`: logarithms as attention gives them, minus infinity of a part that saw nothing.
+    /// f32 `[parts, rows]`: logarithms as attention returns them, minus infinity for a part in which a query saw no
+    /// tokens.
     pub logs: qz1_cuda_region,
     /// `[rows, head_dim]`
     pub out: qz1_cuda_region,
-    /// f32 `[rows]`, or none.
+    /// f32 `[rows]`, or absent.
     pub lse: qz1_cuda_region,
 }
 
@@ -254,7 +259,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_plan(
     })
 }
 
-/// Joins what the same queries found in different tokens.
+/// Launches a merge of results of the same queries on different tokens.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.

@@ -1,4 +1,4 @@
-//! What is there, the kernels that are loaded, and what all plans have.
+//! Checks for the driver and compiler, loaded kernels, and what all plans have in common.
 
 use core::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use super::pack::Pack;
 use crate::memory::{self, Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// What plans depend on, of a device.
+/// The properties of a device that plans depend on.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_device {
@@ -29,33 +29,33 @@ pub struct qz1_cuda_device {
     pub capability_major: u32,
     /// Compute capability, minor.
     pub capability_minor: u32,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of shared memory that one block may have, if it asks for them.
+    /// Maximum shared memory per block in bytes, with opt-in.
     pub shared_of_block: u32,
-    /// Bytes of shared memory that a multiprocessor has.
+    /// Shared memory per multiprocessor in bytes.
     pub shared_of_multiprocessor: u32,
 }
 
 fields!(qz1_cuda_device, shared_of_multiprocessor);
 
-/// Kernels that are compiled and loaded when a plan first takes them. Any number of threads may use it at once.
+/// Kernels, compiled and loaded when a plan first needs them. Any number of threads may use it at once.
 pub struct qz1_cuda_kernels {
     pub(super) kernels: Kernels,
 }
 
-/// A launch of any family, settled but for addresses, and its kernels. It never changes: any number of threads may use it
-/// at once, and launches may repeat it. It belongs to the context in which it was made.
+/// A launch of any family, complete except for addresses, and its kernels. Immutable: any number of threads may use it
+/// at once, and it may be launched repeatedly. It belongs to the context in which it was made.
 pub struct qz1_cuda_plan {
     pub(super) family: Family,
-    /// In the order in which they are launched.
+    /// In launch order.
     loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
 }
 
-/// The most kernels of a plan: those that pack weights.
+/// Maximum number of kernels per plan, reached when packing weights.
 const MAX_KERNELS: usize = 3;
 
-/// What is planned, and what its arguments are looked at by.
+/// The plan of a family, and the shape that arguments are checked against.
 pub(super) enum Family {
     Pack(Pack),
     Linear(LinearPlan, WeightLayout),
@@ -65,15 +65,15 @@ pub(super) enum Family {
     Merge(MergePlan, MergeShape),
 }
 
-/// What a family plans: itself, and its kernels.
+/// The result of planning: the plan, and its kernels.
 pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
 
-/// A plan belongs to another family than the function.
+/// The error for a plan of another family than the function's.
 pub(super) fn another_family() -> Fault {
     Fault::new(qz1_status::Mismatch, "a plan of another family")
 }
 
-/// Makes a plan; null on an error.
+/// Makes a plan; writes null on an error.
 ///
 /// # Safety
 /// As [`Scope::look`] and [`Scope::value`].
@@ -98,7 +98,7 @@ pub(super) unsafe fn plan(
         })();
         match made {
             Ok(made) => out.put(made),
-            // What overlaps is left alone.
+            // Memory that overlaps is not written.
             Err(fault) if fault.status() == qz1_status::Overlap => return Err(fault),
             Err(fault) => {
                 out.put(core::ptr::null_mut());
@@ -110,7 +110,7 @@ pub(super) unsafe fn plan(
 }
 
 impl qz1_cuda_plan {
-    /// Puts the kernel of a plan that has one on a stream.
+    /// Launches the only kernel of a plan.
     ///
     /// # Safety
     /// As [`Kernel::launch`].
@@ -119,7 +119,7 @@ impl qz1_cuda_plan {
         unsafe { self.launch_each(stream, |_| arguments) }
     }
 
-    /// Puts all of a plan's kernels on a stream.
+    /// Launches all kernels of a plan.
     ///
     /// # Safety
     /// As [`Kernel::launch`].
@@ -135,7 +135,7 @@ impl qz1_cuda_plan {
         Ok(())
     }
 
-    /// Bytes of the workspace, and of tickets.
+    /// Bytes of the workspace and of the tickets.
     fn workspace(&self) -> (usize, usize) {
         match &self.family {
             Family::Linear(plan, _) => (plan.workspace_bytes, plan.ticket_bytes),
@@ -145,8 +145,8 @@ impl qz1_cuda_plan {
     }
 }
 
-/// 0 where there is a driver that shows a device, else `QZ1_STATUS_CUDA_MISSING`, or `QZ1_STATUS_CUDA_FAILED` where the
-/// driver cannot start; the message says what to install. Needs no context.
+/// 0 if there is a driver with a device, else `QZ1_STATUS_CUDA_MISSING`, or `QZ1_STATUS_CUDA_FAILED` if the driver
+/// cannot be initialized. The message says what to install. Needs no context.
 ///
 /// # Safety
 /// Pointers are null or valid for what their structures and lengths say, here and below.
@@ -155,8 +155,9 @@ pub unsafe extern "C" fn qz1_cuda_require_device(message: *const qz1_message) ->
     call(message, |_| Ok(quant_kernels_cuda::require_device()?))
 }
 
-/// 0 where NVRTC, which compiles kernels, can be loaded: from the loader's path, or where the environment variable
-/// `QUANT_NVRTC` says. Else `QZ1_STATUS_CUDA_MISSING`: plans can be made only of kernels whose images lie in a directory.
+/// 0 if NVRTC, which compiles kernels, can be loaded: from the loader's path, or from the path in the environment
+/// variable `QUANT_NVRTC`. Else `QZ1_STATUS_CUDA_MISSING`: then only kernels whose images are in the cache directory
+/// can be planned.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -165,7 +166,7 @@ pub unsafe extern "C" fn qz1_cuda_require_compiler(message: *const qz1_message) 
     call(message, |_| Ok(quant_kernels_cuda::require_nvrtc()?))
 }
 
-/// The device whose context is current on the calling thread. Fills `out`, whose `struct_size` is set.
+/// The device whose context is current on the calling thread. Fills `out`, whose `struct_size` the caller has set.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -190,10 +191,11 @@ pub unsafe extern "C" fn qz1_cuda_current_device(
     })
 }
 
-/// A handle for kernels, without any yet; needs no driver. `images` names a directory where compiled kernels are kept,
-/// closed by a zero byte, UTF-8 where paths are not bytes: empty for none, null for that of the environment variable
-/// `QUANT_CUDA_CACHE`, or else `quant/cuda` among the user's caches. The driver runs what lies there: it must belong to who
-/// runs the program. Freed by `qz1_cuda_kernels_free`; On an error `out` is set to null.
+/// A handle for kernels, initially without any; needs no driver. `images` is the directory where compiled kernels are
+/// cached, ending with a zero byte, in UTF-8 on systems where paths are not bytes. An empty string means no directory;
+/// null means the one in the environment variable `QUANT_CUDA_CACHE`, or else `quant/cuda` in the user's cache
+/// directory. The driver runs the files in it, so the directory must belong to the user who runs the program. Freed by
+/// `qz1_cuda_kernels_free`. On an error `out` is set to null.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -237,22 +239,23 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
     text.map(PathBuf::from).map_err(|_| Fault::new(qz1_status::Scheme, "a directory that is not UTF-8"))
 }
 
-/// Frees a handle; null is allowed. Plans stay. A kernel is unloaded when the handle and all plans that have it are freed, so
-/// what was launched must be done when the last of them is.
+/// Frees a handle; null is allowed. Plans remain valid. A kernel is unloaded when the handle and all plans that use it
+/// are freed, so all its launches must have finished before the last of these is freed.
 ///
 /// # Safety
-/// It is one of `qz1_cuda_kernels_new`, freed once, and the contexts in which it was used still live.
+/// The handle comes from `qz1_cuda_kernels_new` and is freed once, and the contexts in which it was used still exist.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
     if !kernels.is_null() {
-        // SAFETY: the pointer contract; the driver unloads kernels, and its answers are ignored.
+        // SAFETY: the pointer contract. Kernels are unloaded by the driver, whose errors are ignored.
         drop(unsafe { Box::from_raw(kernels) });
     }
 }
 
-/// Bytes of device memory that a launch works in, each at a multiple of 256; both may be 0. A workspace may hold anything.
-/// Tickets are 0 before a launch, which leaves them 0. Launches of any plans, one after the other, share both, if there
-/// are as many bytes as the largest asks for; launches that may run at the same time need their own.
+/// Bytes of device memory that a launch needs as its workspace and for its tickets, each at a multiple of 256; both may
+/// be 0. A workspace may hold any bytes. Tickets must be 0 before a launch, which resets them to 0. Launches of any
+/// plans that run one after another may share both, if these are large enough for each; launches that may run
+/// concurrently need their own.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -275,10 +278,11 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
     })
 }
 
-/// Frees a plan; null is allowed. What was launched goes on while the kernels' handle is there.
+/// Frees a plan; null is allowed. Launches that are still running are unaffected while the handle of the kernels
+/// exists.
 ///
 /// # Safety
-/// It is one of `qz1_cuda_…_plan`, freed once, and the context in which it was made still lives.
+/// The plan comes from a `qz1_cuda_…_plan` and is freed once, and the context in which it was made still exists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
     if !plan.is_null() {

@@ -13,51 +13,53 @@ use crate::memory::fields;
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// Integers of 8 bits with a scale per token, beside the `QZ1_TYPE_…` of floats.
+/// 8-bit integers with a scale per token, in addition to the float types `QZ1_TYPE_…`.
 pub const QZ1_CUDA_TYPE_INT8: u32 = 4;
 
-/// `out = x · Wᵀ + bias` of `m` tokens.
+/// `out = x · Wᵀ + bias` for `m` tokens.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_linear_shape {
     /// `sizeof(qz1_cuda_linear_shape)`
     pub struct_size: u32,
-    /// Of activations: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16` with weights of `QZ1_CUDA_ORDER_FLOAT`, `QZ1_CUDA_TYPE_INT8` with
-    /// those of `QZ1_CUDA_ORDER_INT8`.
+    /// Type of activations: `QZ1_TYPE_F16` or `QZ1_TYPE_BF16` with weights of `QZ1_CUDA_ORDER_FLOAT`,
+    /// `QZ1_CUDA_TYPE_INT8` with weights of `QZ1_CUDA_ORDER_INT8`.
     pub x_type: u32,
-    /// Of results: a `QZ1_TYPE_…`.
+    /// Type of results, a `QZ1_TYPE_…`.
     pub out_type: u32,
     /// 0
     pub reserved: u32,
-    /// That of the weights.
+    /// Layout of the weights.
     pub layout: *const qz1_cuda_layout,
-    /// Tokens. 0 launches nothing.
+    /// Number of tokens. 0 launches nothing.
     pub m: usize,
 }
 
-/// Where things are on the device.
+/// Device addresses.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_linear_arguments {
     /// `sizeof(qz1_cuda_linear_arguments)`
     pub struct_size: u32,
-    /// The zero of activations of 8 bits, −128 to 127, the same for all tokens; other than 0 only with the sums of a layout.
+    /// The zero point of 8-bit activations, −128 to 127, the same for all tokens; values other than 0 need a layout
+    /// with sums.
     pub x_zero: i32,
     /// The packed matrix: `layout.bytes` bytes at a multiple of 256.
     pub weight: qz1_cuda_region,
     /// `[m, k]` at a multiple of 16.
     pub x: qz1_cuda_region,
-    /// f32 `[m]`: the scales of activations of 8 bits, else none.
+    /// f32 `[m]`: the scales of 8-bit activations, else absent.
     pub x_scales: qz1_cuda_region,
-    /// f32 `[n]`, or none.
+    /// f32 `[n]`, or absent.
     pub bias: qz1_cuda_region,
     /// `[m, n]`, aligned to its type.
     pub out: qz1_cuda_region,
-    /// The bytes of tickets that `qz1_cuda_plan_workspace` says, or more, at a multiple of 256: 0 before the first launch.
+    /// At least the bytes of tickets that `qz1_cuda_plan_workspace` returns, at a multiple of 256. Must be 0 before the
+    /// first launch.
     pub tickets: qz1_cuda_region,
-    /// The bytes that it says, or more, at a multiple of 256.
+    /// At least the bytes of workspace that `qz1_cuda_plan_workspace` returns, at a multiple of 256.
     pub workspace: qz1_cuda_region,
-    /// Elements between rows of activations, whose bytes are a multiple of 16; 0: `k` rounded up to that.
+    /// Elements between rows of activations; their bytes are a multiple of 16. 0: `k` rounded up to that.
     pub x_stride: usize,
     /// Elements between rows of results; 0: `n`.
     pub out_stride: usize,
@@ -66,9 +68,9 @@ pub struct qz1_cuda_linear_arguments {
 fields!(qz1_cuda_linear_shape, m, reserved);
 fields!(qz1_cuda_linear_arguments, out_stride);
 
-/// Plans a product for the device whose context is current. Which kernel it takes depends on the weights, and by few steps
-/// on `m`: plans for 1, 16, 32, 64, 128 and the most tokens, made ahead, load what other numbers take, or nearly so. A row
-/// of results does not depend on `m`, to the bit.
+/// Plans a product for the device whose context is current. The choice of kernel depends on the weights and, in a few
+/// steps, on `m`: plans for 1, 16, 32, 64, 128 and the maximum number of tokens, made in advance, load all or nearly
+/// all kernels that other numbers need. Each row of results is bit-identical for every `m`.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -96,7 +98,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
                 QZ1_TYPE_F32 => Output::F32,
                 _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
             };
-            // Parts that do not fit each other are refused before a device is asked for.
+            // Operands that do not fit each other are rejected before a device is needed.
             LinearScheme::new(&layout, activation, output)?;
             let device = DeviceLimits::current()?;
             let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;
@@ -106,7 +108,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
     })
 }
 
-/// Multiplies.
+/// Launches a product.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.

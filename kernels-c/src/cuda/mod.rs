@@ -1,19 +1,19 @@
 //! The C interface of `quant-kernels-cuda`: everything behind `include/quant_kernels_cuda.h`.
 //!
-//! One grammar for all families, in which nothing but numbers of the caller's framework is taken for CUDA's:
+//! All families follow one pattern. CUDA objects of the caller's framework are passed as plain numbers and pointers:
 //!
 //! ```text
-//! qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)         looks at the shape; compiles and loads what it takes
+//! qz1_cuda_FAMILY_plan(kernels, shape, &plan, message)         checks the shape; compiles and loads the kernels
 //! qz1_cuda_plan_workspace(plan, &bytes, &tickets, message)     what the caller allocates
-//! qz1_cuda_FAMILY_launch(plan, arguments, stream, message)     looks at addresses and lengths; puts it on the stream
+//! qz1_cuda_FAMILY_launch(plan, arguments, stream, message)     checks addresses and lengths; launches on the stream
 //! ```
 //!
-//! All that may take long, wait or grow is in the first; the last can be captured into a graph. What a call is refused for
-//! is what [`crate`] says. Lengths on the device are what the caller says they are, and are held to what the shape
-//! needs; what stands there nobody looks at, page numbers included.
+//! Everything that may take long, block or allocate is in the first function; the last one can be captured into a
+//! graph. Calls are refused for the reasons that [`crate`] lists. The caller gives the lengths of device memory, and
+//! these are checked against the shape; the contents, including page numbers, are not checked.
 //!
-//! Where the system gives no memory on the host, planning ends the process, as Rust's collections do, which the kernels'
-//! host side is written with.
+//! If host memory cannot be allocated while planning, the process aborts, as with Rust's collections, which the host
+//! side of the kernels uses.
 
 mod activation;
 mod append;

@@ -1,4 +1,4 @@
-//! Packing on the device: from codes and scales in logical order there.
+//! Packing on the device, from codes and scales there in logical order.
 
 use core::ffi::c_void;
 
@@ -12,19 +12,19 @@ use super::weights::{layout, qz1_cuda_layout};
 use crate::memory::fields;
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
-/// What is packed.
+/// The weights that are packed, and their layout.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_pack_shape {
     /// `sizeof(qz1_cuda_pack_shape)`
     pub struct_size: u32,
-    /// Bits of a code, 2 to 8: those of the layout, or fewer that are stored in as many.
+    /// Bits per code, 2 to 8; at most those of the layout, in which the codes are stored.
     pub bits: u32,
-    /// What is made.
+    /// Layout of the packed matrix.
     pub layout: *const qz1_cuda_layout,
 }
 
-/// Where weights are on the device, as `qz1_weights` has them; addresses are aligned to what stands there.
+/// Device addresses of weights in the form of `qz1_weights`, aligned to their types.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct qz1_cuda_pack_arguments {
@@ -32,19 +32,19 @@ pub struct qz1_cuda_pack_arguments {
     pub struct_size: u32,
     /// 0
     pub reserved: u32,
-    /// u8 `[n, k]`, one code a byte.
+    /// u8 `[n, k]`, one code per byte.
     pub codes: qz1_cuda_region,
-    /// f32 `[n, k / group_size]`, rounded to the type of the layout; with two levels u8, those of groups, and of E4M3
-    /// scales their codes.
+    /// f32 `[n, k / group_size]`, which are rounded to the type of the layout. With two levels of scales: u8, the group
+    /// scales; for E4M3 scales, their codes.
     pub scales: qz1_cuda_region,
-    /// f32 `[n]` with two levels of scales; of E4M3 scales `[1]`, what they are divided by; else none.
+    /// f32 `[n]` with two levels of scales; with E4M3 group scales `[1]`, which these are divided by; else absent.
     pub channels: qz1_cuda_region,
-    /// u8 `[n, k / group_size]` where the layout has zeros, else none.
+    /// u8 `[n, k / group_size]` if the layout has zero points, else absent.
     pub zeros: qz1_cuda_region,
-    /// A u32 that is 0 before and, when the launch is done, 1 where `qz1_cuda_pack` would have refused a code, zero or
-    /// scale.
+    /// A u32 that must be 0 before the launch. Afterwards it is 1 if `qz1_cuda_pack` would have refused a code, zero
+    /// point or scale.
     pub fault: qz1_cuda_region,
-    /// `layout.bytes` bytes at a multiple of 256. Bytes between its sections stay what they were.
+    /// `layout.bytes` bytes at a multiple of 256. Bytes between its sections are left unchanged.
     pub out: qz1_cuda_region,
 }
 
@@ -55,7 +55,7 @@ fields!(qz1_cuda_pack_arguments, out, reserved);
 pub(super) struct Pack {
     layout: WeightLayout,
     bits: u32,
-    /// Names of the kernels, in the order in which they are launched.
+    /// Names of the kernels, in launch order.
     names: Vec<&'static str>,
 }
 
@@ -87,11 +87,12 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
     })
 }
 
-/// Packs weights on the device.
+/// Launches a packing of weights on the device.
 ///
 /// # Safety
-/// As for `qz1_cuda_require_device`; regions are memory of the device whose context is current, of the type that each
-/// has, and stay until the launch is done; the stream is one of that context. So for all that are launched.
+/// As for `qz1_cuda_require_device`. Regions are memory of the device whose context is current, hold values of their
+/// documented types, and stay allocated until the launch has finished; the stream belongs to that context. The same
+/// holds for all launches.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_pack_launch(
     plan: *const qz1_cuda_plan,
@@ -113,7 +114,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     })
 }
 
-/// The arguments of the kernels, in their order.
+/// The arguments of the kernels, in order.
 struct Each {
     codes: [Argument; 7],
     parameters: [Argument; 10],
@@ -124,7 +125,7 @@ impl Pack {
     fn arguments(&self, at: &qz1_cuda_pack_arguments) -> Result<Each, Fault> {
         let layout = &self.layout;
         let (n, k, group) = (layout.n(), layout.k(), layout.group_size());
-        // A count of 32 bits in the kernels; that the weights fit is known of the layout.
+        // The kernels count with 32 bits; the layout has already been checked against the weights.
         let short = |v: usize| {
             let v = u32::try_from(v).map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix to pack"));
             Ok::<_, Fault>(Argument::U32(v?))

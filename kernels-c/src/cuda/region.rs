@@ -1,11 +1,12 @@
-//! Memory on the device, as the caller says it is.
+//! Device memory, as the caller describes it.
 
 use quant_kernels_cuda::launch::Region;
 
 use crate::status::{Fault, qz1_status};
 
-/// Bytes on a device that are the caller's: where they begin, as `CUdeviceptr` or a pointer of CUDA's, and how many
-/// belong to this argument. `{0, 0}` means that it is absent. The one structure that does not begin with its size: it does not grow.
+/// The caller's memory on the device: where it begins, as `CUdeviceptr` or a CUDA pointer, and how many bytes belong to
+/// this argument. `{0, 0}` means absent. Unlike the other structures, it does not begin with its size, because it never
+/// grows.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct qz1_cuda_region {
@@ -16,13 +17,13 @@ pub struct qz1_cuda_region {
 }
 
 impl qz1_cuda_region {
-    /// What is not there.
+    /// Whether the region is absent.
     fn is_none(self) -> bool {
         self.address == 0 && self.bytes == 0
     }
 }
 
-/// Memory that begins at a multiple of `align`, or none.
+/// A region that begins at a multiple of `align`, or is absent.
 pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> Result<Region, Fault> {
     if at.is_none() {
         return Ok(Region::NONE);
@@ -39,7 +40,7 @@ pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> R
     Ok(Region { address: at.address, bytes: at.bytes })
 }
 
-/// The address of memory of so many bytes at least. Where none are needed, none need be there.
+/// The address of a region with at least the given bytes. May be absent if no bytes are needed.
 pub(super) fn address(
     at: qz1_cuda_region,
     what: &'static str,
@@ -52,7 +53,7 @@ pub(super) fn address(
     Ok(region.address)
 }
 
-/// The same, or 0 if it is absent.
+/// As [`address`], or 0 if the region is absent.
 pub(super) fn address_optional(
     at: qz1_cuda_region,
     what: &'static str,
@@ -62,7 +63,7 @@ pub(super) fn address_optional(
     if at.is_none() { Ok(0) } else { address(at, what, bytes, align) }
 }
 
-/// The end of the last of `count` rows of `width`, which begin `stride` apart; in elements.
+/// The end, in elements, of the last of `count` rows of `width` elements that begin `stride` apart.
 pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     match count {
         0 => Some(0),
@@ -70,7 +71,7 @@ pub(super) fn rows(count: usize, stride: usize, width: usize) -> Option<usize> {
     }
 }
 
-/// The product of all.
+/// The product of all factors, unless it overflows.
 pub(super) fn product<const N: usize>(of: [usize; N]) -> Option<usize> {
     of.into_iter().try_fold(1_usize, usize::checked_mul)
 }

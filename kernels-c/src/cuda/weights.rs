@@ -1,4 +1,4 @@
-//! Weights in the order of the GPU's kernels: their layout, and packing on the CPU.
+//! Weights in the order of the GPU kernels: their layout, and packing on the CPU.
 
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 use quant_kernels_cuda::layout::{Order, WeightLayout};
@@ -12,12 +12,12 @@ use crate::weights::{
 
 /// Weights that are multiplied with f16 or bf16.
 pub const QZ1_CUDA_ORDER_FLOAT: u32 = 1;
-/// Weights that are multiplied with integers of 8 bits.
+/// Weights that are multiplied with 8-bit integers.
 pub const QZ1_CUDA_ORDER_INT8: u32 = 2;
 
-/// Where everything is in packed bytes: tiles of 16 output features and 128 input features, one order for all
-/// architectures. Made by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`; its fields may be kept beside the bytes, and are
-/// checked against `id` whenever it is used.
+/// Describes packed bytes: where each part is. They consist of tiles of 16 output features and 128 input features, in
+/// the same order on all architectures. Made by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`. Its fields may be
+/// stored with the bytes, and are checked against `id` on every use.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct qz1_cuda_layout {
@@ -25,28 +25,28 @@ pub struct qz1_cuda_layout {
     pub struct_size: u32,
     /// `QZ1_CUDA_ORDER_…`
     pub order: u32,
-    /// Bits that a code takes: 4 or 8.
+    /// Bits that a code occupies: 4 or 8.
     pub code_bits: u32,
     /// `QZ1_SCALES_…`
     pub scales: u32,
-    /// 1 where every group has a zero of its own.
+    /// 1 if every group has its own zero point.
     pub zeros: u32,
-    /// The zero of every group where `zeros` is 0, else 0.
+    /// The zero point of every group if `zeros` is 0, else 0.
     pub middle: u32,
-    /// 1 with the sums that activations with a zero need.
+    /// 1 if the bytes include the sums that activations with a zero point need.
     pub sums: u32,
-    /// `QZ1_CODES_…`; floating-point codes are of `QZ1_CUDA_ORDER_FLOAT`, with `middle` 0.
+    /// `QZ1_CODES_…`; floating-point codes need `QZ1_CUDA_ORDER_FLOAT`, and `middle` 0.
     pub format: u32,
     /// Output features.
     pub n: u64,
     /// Input features.
     pub k: u64,
-    /// Input features that share a scale: 32, 64, 128 or `k`; with floats and with two levels of scales any multiple of 128;
-    /// of floating-point codes also 16.
+    /// Input features that share a scale: 32, 64, 128 or `k`; with floats or with two levels of scales, any multiple of
+    /// 128; with floating-point codes, also 16.
     pub group_size: u64,
-    /// Bytes of the matrix, a multiple of 256. On the device it begins at one.
+    /// Bytes of the packed matrix, a multiple of 256. On the device it begins at a multiple of 256.
     pub bytes: u64,
-    /// Names the order and all that it depends on.
+    /// Identifies the data order and everything that it depends on.
     pub id: u64,
 }
 
@@ -92,7 +92,7 @@ fn order(order: u32) -> Result<Order, Fault> {
     }
 }
 
-/// The layout of the caller's fields but for `bytes` and `id`.
+/// The layout that the caller's fields describe, except `bytes` and `id`.
 fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     let unknown = |what| Fault::new(qz1_status::Scheme, what);
     let size = |v: u64| {
@@ -126,7 +126,7 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     Ok(WeightLayout::from_parts(shape, bits, group, scales, middle, order(l.order)?, l.sums == 1)?)
 }
 
-/// The layout that the caller's fields describe, every one of them.
+/// The layout that the caller's fields describe; every field is checked.
 ///
 /// # Safety
 /// As [`Scope::read`].
@@ -139,9 +139,9 @@ pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result
     if (same.bytes, same.id) == (l.bytes, l.id) { Ok(layout) } else { Err(none()) }
 }
 
-/// The layout of weights that are multiplied with what `order`, a `QZ1_CUDA_ORDER_…`, says; with `sums` not 0 it holds
-/// what activations of 8 bits with a zero need. Scales are stored in the narrowest type that holds all of them. Fills `out`,
-/// whose `struct_size` is set.
+/// The layout of weights that are multiplied with the activations of `order`, a `QZ1_CUDA_ORDER_…`. If `sums` is not 0,
+/// it includes the sums that 8-bit activations with a zero point need. Scales are stored in the narrowest type that
+/// holds all of them. Fills `out`, whose `struct_size` the caller has set.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -162,8 +162,9 @@ pub unsafe extern "C" fn qz1_cuda_layout_of(
     })
 }
 
-/// The same without weights at hand: `bytes` and `id` of the other fields, for weights that are packed on the device, or
-/// to know their size. Fills `out`, whose `struct_size` is set; `parts` is another structure.
+/// The layout with these fields, without the weights: computes `bytes` and `id` from the other fields of `parts`, for
+/// weights that are packed on the device, or to know their size. Fills `out`, whose `struct_size` the caller has set;
+/// `parts` and `out` must not overlap.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -182,8 +183,8 @@ pub unsafe extern "C" fn qz1_cuda_layout_from(
     })
 }
 
-/// Packs weights on the CPU into `out`, which has `layout.bytes` bytes, to be copied to the device or kept. Bytes
-/// between sections are 0, the others those that `qz1_cuda_pack_launch` writes.
+/// Packs weights on the CPU into `out`, which has `layout.bytes` bytes, to be copied to the device or stored. Writes
+/// the same bytes as `qz1_cuda_pack_launch`, and 0 between sections.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.

@@ -1,4 +1,4 @@
-//! Structures of versions before and after this one, on one made up for it.
+//! Structures of older and newer versions, on a structure made for these tests.
 
 use super::*;
 
@@ -18,7 +18,7 @@ const WHOLE: Grown =
     Grown { struct_size: size_of::<Grown>() as u32, reserved: 0, first: 1, second: 2, third: 3 };
 
 fn read(of: &Grown) -> Result<Grown, qz1_status> {
-    // SAFETY: there are as many bytes as any size below that of the structure.
+    // SAFETY: every size in these tests is rejected or is at most that of the structure.
     unsafe { Scope::new().read(of, "it") }.map_err(|fault| fault.status())
 }
 
@@ -40,7 +40,7 @@ fn newer_structures_are_taken_where_the_rest_is_zero() {
     #[repr(C)]
     struct Later(Grown, [u64; 2]);
     let mut later = Later(Grown { struct_size: size_of::<Later>() as u32, ..WHOLE }, [0; 2]);
-    // SAFETY: there are as many bytes as it says.
+    // SAFETY: there are as many bytes as the size field says.
     let run = |later: &Later| unsafe { Scope::new().read((&raw const *later).cast::<Grown>(), "it") };
     assert_eq!(run(&later).map_err(|fault| fault.status()), Ok(later.0));
     later.1[1] = 1;
@@ -51,7 +51,7 @@ fn newer_structures_are_taken_where_the_rest_is_zero() {
 fn arrays_of_older_structures_have_their_step() {
     let words = [24_u64, 1, 2, 24, 3, 4].map(u64::to_le);
     let mut got = Vec::new();
-    // SAFETY: two structures of 24 bytes, all numbers.
+    // SAFETY: there are two structures of 24 bytes that consist of numbers only.
     let status = unsafe {
         Scope::new().each(words.as_ptr().cast::<Grown>(), 2, "it", |i, of| {
             got.push((i, of.first, of.second, of.third));
@@ -65,7 +65,7 @@ fn arrays_of_older_structures_have_their_step() {
 #[test]
 fn older_outputs_are_written_as_far_as_they_go() {
     let mut of = Grown { struct_size: 24, ..WHOLE };
-    // SAFETY: there are as many bytes as it says.
+    // SAFETY: there are as many bytes as the size field says.
     unsafe {
         let place = Scope::new().place(&raw mut of, "it");
         place.map_err(|fault| fault.status()).unwrap().put(Grown { first: 7, second: 8, third: 9, ..WHOLE });
@@ -73,7 +73,7 @@ fn older_outputs_are_written_as_far_as_they_go() {
     assert_eq!(of, Grown { struct_size: 24, reserved: 0, first: 7, second: 8, third: 3 });
 }
 
-/// What callers compiled with the first header give.
+/// The size that callers compiled with the first header pass.
 #[test]
 #[cfg(target_pointer_width = "64")]
 fn first_versions_keep_their_size() {

@@ -1,4 +1,4 @@
-//! What pages hold and attention gives on a device.
+//! Contents of pages, and results of attention, on a device.
 
 use core::ptr::null_mut;
 
@@ -17,16 +17,16 @@ const QUERY_HEADS: usize = 6;
 const PAGE: usize = 16;
 /// Tokens of each sequence.
 const TOKENS: [usize; 2] = [20, 5];
-/// Pages of each sequence, of four in the pool.
+/// Pages of each sequence, out of four in the pool.
 const TABLE: [[u32; 2]; 2] = [[2, 0], [1, 3]];
 const SCALE: f32 = 0.125;
 
-/// Appends tokens of two sequences, and one that is skipped; the pool, and keys and values as they are read back:
+/// Appends tokens of two sequences, and one that is skipped. Returns the pool, and keys and values as read back:
 /// `[sequence][token][head]`.
 #[allow(clippy::type_complexity, reason = "keys and values of each token and head")]
 fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>; 2]; KV_HEADS]>>) {
     let mut layout: qz1_cuda_kv_layout = sized();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_4BIT, DIM, PAGE, &mut layout, m) });
     let rust = KvPageLayout::new(KvType::Kv4, DIM, PAGE).unwrap();
     assert_eq!((layout.page_bytes, layout.id), (rust.page_bytes() as u64, rust.id()));
@@ -37,7 +37,7 @@ fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>
     let mut position: Vec<u32> =
         (0..tokens).map(|t| if t < TOKENS[0] { t } else { t - TOKENS[0] } as u32).collect();
     position[tokens - 1] = u32::MAX;
-    // Keys and values lie in one row, as a fused projection leaves them.
+    // Keys and values are in one row, as after a fused projection.
     let width = KV_HEADS * DIM;
     let rows = halves(tokens * 2 * width, 71);
     let shape = qz1_cuda_append_shape {
@@ -66,7 +66,7 @@ fn appended(kernels: &Kernels) -> (qz1_cuda_kv_layout, Bytes, Vec<Vec<[[Vec<f32>
         table_stride: 2,
         ..sized()
     };
-    // SAFETY: what is allocated lives until after the wait, here and below.
+    // SAFETY: here and below, device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_append_launch(plan.0, &arguments, null_mut(), m) });
     assert_eq!(refused.read::<u32>(), [7]);
 
@@ -121,7 +121,7 @@ fn what_was_appended_is_attended_to() {
     assert!(plan.workspace().0 > 0 && plan.workspace().1 > 0);
     let (query_at, table) = (Bytes::of(&query), Bytes::of(TABLE.as_flattened()));
     let [workspace, tickets] = workspace(&plan);
-    // The whole, then two parts in one buffer: what each list has up to token 16, and the rest.
+    // All tokens at once, then two parts in one buffer: the tokens of each list up to 16, and the rest.
     let [out, lse] = [3 * rows * DIM * 4, 3 * rows * 4].map(|len| Bytes::filled(len, 0x5a));
     let part = |of: &Bytes, i: u64| {
         let bytes = of.region().bytes / 3;
@@ -170,7 +170,7 @@ fn what_was_appended_is_attended_to() {
             assert!((got - exact).abs() < 5e-3, "{row} {i}: {got} and {exact}");
         }
     }
-    // The second sequence has nothing behind token 16.
+    // The second sequence has no tokens after the first 16.
     assert!(whole_lse[3 * rows - QUERY_HEADS..].iter().all(|&l| l == f32::NEG_INFINITY));
 
     let shape = qz1_cuda_merge_shape { out_type: QZ1_TYPE_F16, parts: 2, rows, head_dim: DIM, ..sized() };

@@ -1,4 +1,4 @@
-//! What these tests share: messages, handles, a small matrix.
+//! Shared by these tests: messages, handles, a small matrix.
 
 use core::ptr::{null, null_mut};
 use std::ffi::CString;
@@ -8,10 +8,10 @@ use std::panic::Location;
 
 use quant_kernels::*;
 
-/// Whether what a test needs is there; says aloud that it is not.
+/// Whether something that a test needs is available; reports a skipped test if it is not.
 ///
 /// # Panics
-/// When it is required.
+/// If it is required.
 #[track_caller]
 pub fn is_there<E: Display>(needed: Result<(), E>) -> bool {
     let Err(why) = needed else { return true };
@@ -21,18 +21,18 @@ pub fn is_there<E: Display>(needed: Result<(), E>) -> bool {
         "{REQUIRED} is set, but: {why}"
     );
     let at = Location::caller();
-    // Not by the macro, whose lines are held back where a test passes.
+    // `eprintln!` would be captured for tests that pass.
     let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
     std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
     false
 }
 
-/// Whether launches go to a device.
+/// Whether kernels run on a GPU.
 pub fn on_gpu() -> bool {
     std::env::var_os("QUANT_GPU").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// A call, and what it says.
+/// Makes a call; returns its status and message.
 pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1_status, String) {
     let mut text = [0x55_u8; 600];
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
@@ -44,21 +44,22 @@ pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1
     (status, text)
 }
 
-/// A call that must be done.
+/// Makes a call that must succeed.
 #[track_caller]
 pub fn done(call: impl FnOnce(*const qz1_message) -> qz1_status) {
     let (status, text) = with_message(call);
     assert_eq!(status, qz1_status::Ok, "{text}");
 }
 
-/// What a call is refused for.
+/// Makes a call that must fail; returns its status.
 pub fn refused(call: impl FnOnce(*const qz1_message) -> qz1_status) -> qz1_status {
     with_message(call).0
 }
 
-/// A structure of zeros with its size.
+/// A structure of zeros with its size set.
 pub fn sized<T: Copy>() -> T {
-    // SAFETY: structures of the interface are of numbers and pointers, of which zero is one, the size first.
+    // SAFETY: structures of the interface consist of numbers and pointers, for which zero is valid, and begin with
+    // their size.
     unsafe {
         let mut of: T = core::mem::zeroed();
         (&raw mut of).cast::<u32>().write(size_of::<T>() as u32);
@@ -68,11 +69,11 @@ pub fn sized<T: Copy>() -> T {
 
 pub const NONE: qz1_cuda_region = qz1_cuda_region { address: 0, bytes: 0 };
 
-/// The handle of kernels, freed at the end.
+/// A handle of kernels, freed when dropped.
 pub struct Kernels(pub *mut qz1_cuda_kernels);
 
 impl Kernels {
-    /// With images where the environment says.
+    /// With images in the default directory.
     pub fn new() -> Self {
         Self::with(None)
     }
@@ -81,7 +82,7 @@ impl Kernels {
         let mut kernels = null_mut();
         let images = images.map(|path| CString::new(path).unwrap());
         let images = images.as_ref().map_or(null(), |path| path.as_ptr());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_kernels_new(images, &mut kernels, m) });
         Self(kernels)
     }
@@ -89,16 +90,16 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // SAFETY: made by `with`, freed once; contexts are never released.
+        // SAFETY: made by `with` and freed once; contexts are never released.
         unsafe { qz1_cuda_kernels_free(self.0) }
     }
 }
 
-/// A plan, freed at the end.
+/// A plan, freed when dropped.
 pub struct Plan(pub *mut qz1_cuda_plan);
 
 impl Plan {
-    /// What such a function makes.
+    /// Plans with the given function.
     #[track_caller]
     pub fn new<S>(
         kernels: &Kernels,
@@ -111,7 +112,7 @@ impl Plan {
         ) -> qz1_status,
     ) -> Self {
         let mut plan = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { make(kernels.0, shape, &mut plan, m) });
         assert!(!plan.is_null());
         Self(plan)
@@ -120,7 +121,7 @@ impl Plan {
     /// Bytes of the workspace, and of tickets.
     pub fn workspace(&self) -> (usize, usize) {
         let (mut bytes, mut tickets) = (1, 1);
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_plan_workspace(self.0, &mut bytes, &mut tickets, m) });
         (bytes, tickets)
     }
@@ -128,12 +129,12 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, freed once.
+        // SAFETY: made by `new` and freed once.
         unsafe { qz1_cuda_plan_free(self.0) }
     }
 }
 
-/// A matrix of codes, scales and zeros.
+/// A matrix of codes, scales and zero points.
 pub struct Matrix {
     pub shape: [usize; 2],
     pub group: usize,
@@ -143,7 +144,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Of 4 bits; scales are halves.
+    /// 4-bit codes; scales are representable in f16.
     pub fn new([n, k]: [usize; 2], group: usize, with_zeros: bool) -> Self {
         let groups = n * k / group;
         Self {
@@ -178,19 +179,19 @@ impl Matrix {
 
     pub fn layout(&self, order: u32, sums: u32) -> qz1_cuda_layout {
         let mut layout = sized();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_layout_of(&self.weights(), order, sums, &mut layout, m) });
         layout
     }
 
     pub fn packed(&self, layout: &qz1_cuda_layout) -> Vec<u8> {
         let mut out = vec![0x55; layout.bytes as usize];
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_pack(&self.weights(), layout, out.as_mut_ptr(), out.len(), m) });
         out
     }
 
-    /// A weight as it is meant.
+    /// The value of a weight.
     pub fn weight(&self, row: usize, feature: usize) -> f64 {
         let group = (row * self.shape[1] + feature) / self.group;
         let zero = self.zeros.as_ref().map_or(8, |zeros| zeros[group]);

@@ -1,5 +1,5 @@
-//! The few functions of the driver that a caller has anyway, as `cuda.h` declares them, looked up by hand: nothing here
-//! uses what the library calls the driver with.
+//! The few driver functions that every caller has, as `cuda.h` declares them. They are looked up by hand, so that these
+//! tests share no code with the library's own access to the driver.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -16,11 +16,11 @@ const RTLD_NOW: c_int = 2;
 /// A function of the driver.
 ///
 /// # Safety
-/// `F` is the type of its pointer.
+/// `F` is the type of a pointer to this function.
 unsafe fn function<F: Copy>(name: &CStr) -> F {
     static LIBRARY: OnceLock<usize> = OnceLock::new();
     let library = *LIBRARY.get_or_init(|| {
-        // SAFETY: names closed by a zero; loading the driver is meant to be done so.
+        // SAFETY: the name ends with a zero byte, and loading the driver has no preconditions.
         let open = |name: &CStr| unsafe { dlopen(name.as_ptr(), RTLD_NOW) } as usize;
         match open(c"libcuda.so") {
             0 => open(c"libcuda.so.1"),
@@ -32,13 +32,13 @@ unsafe fn function<F: Copy>(name: &CStr) -> F {
     let found = unsafe { dlsym(library as *mut c_void, name.as_ptr()) };
     assert!(!found.is_null(), "the driver has no {name:?}");
     assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
-    // SAFETY: as the caller says, a pointer to a function.
+    // SAFETY: by the contract of this function, `F` is the type of a pointer to it.
     unsafe { core::mem::transmute_copy(&found) }
 }
 
 /// Makes the context of the first device current on this thread. It is never released.
 pub fn context() {
-    // SAFETY: the declarations of cuda.h, here and below.
+    // SAFETY: here and below, functions have the signatures that `cuda.h` declares.
     unsafe {
         let init: extern "C" fn(u32) -> c_int = function(c"cuInit");
         let get: extern "C" fn(*mut c_int, c_int) -> c_int = function(c"cuDeviceGet");
@@ -49,7 +49,7 @@ pub fn context() {
     }
 }
 
-/// Makes no context current on this thread.
+/// Leaves no context current on this thread.
 pub fn no_context() {
     set_context(0);
 }
@@ -60,7 +60,7 @@ fn set_context(context: usize) {
     assert_eq!(set(context), 0);
 }
 
-/// Waits for all that was launched.
+/// Waits for all launched work.
 pub fn wait() {
     // SAFETY: the driver's function of this name has this signature.
     let wait: extern "C" fn() -> c_int = unsafe { function(c"cuCtxSynchronize") };
@@ -74,16 +74,16 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// So many bytes, all of them `fill`.
+    /// Allocates the given bytes, all set to `fill`.
     pub fn filled(len: usize, fill: u8) -> Self {
         Self::of(&vec![fill; len])
     }
 
-    /// These numbers.
+    /// Allocates memory with these numbers.
     pub fn of<T: Copy>(values: &[T]) -> Self {
         let len = size_of_val(values);
         let mut address = 0;
-        // SAFETY: the driver's function of this name has this signature; there are as many bytes.
+        // SAFETY: the driver's function of this name has this signature; both memories have this many bytes.
         unsafe {
             let allocate: extern "C" fn(*mut u64, usize) -> c_int = function(c"cuMemAlloc_v2");
             let copy: extern "C" fn(u64, *const c_void, usize) -> c_int = function(c"cuMemcpyHtoD_v2");
@@ -94,16 +94,16 @@ impl Bytes {
         Self { address, len }
     }
 
-    /// All of them.
+    /// The whole allocation.
     pub fn region(&self) -> qz1_cuda_region {
         qz1_cuda_region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// The numbers that are there, after all that was launched.
+    /// Copies the numbers back, after all launched work.
     pub fn read<T: Copy + Default>(&self) -> Vec<T> {
         wait();
         let mut values = vec![T::default(); self.len / size_of::<T>()];
-        // SAFETY: the driver's function of this name has this signature; numbers of any bits.
+        // SAFETY: the driver's function of this name has this signature; any bits are valid numbers.
         unsafe {
             let copy: extern "C" fn(*mut c_void, u64, usize) -> c_int = function(c"cuMemcpyDtoH_v2");
             assert_eq!(copy(values.as_mut_ptr().cast(), self.address, size_of_val(&values[..])), 0);
@@ -114,9 +114,9 @@ impl Bytes {
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        // SAFETY: the driver's function of this name has this signature; freed once.
+        // SAFETY: the driver's function of this name has this signature; the memory is freed once.
         let free: extern "C" fn(u64) -> c_int = unsafe { function(c"cuMemFree_v2") };
-        // After a fault on the device nothing can be freed.
+        // After a fault on the device, freeing fails.
         let _ = free(self.address);
     }
 }

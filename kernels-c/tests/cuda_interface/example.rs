@@ -1,4 +1,4 @@
-//! The example in C, compiled against the library and run beside what stands in for a driver; and the header as C++.
+//! Compiles the C example against the library and runs it with the stand-in for the driver; compiles the header as C++.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,13 +23,13 @@ fn succeeds(command: &mut Command) -> String {
     text
 }
 
-/// The static library that cargo built beside this test.
+/// The static library that cargo built next to this test.
 fn library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let library = test.parent().unwrap().join("libquant_kernels.a");
     let bytes = std::fs::read(&library).unwrap();
     let name = b"qz1_cuda_linear_launch";
-    // One name for the library, with the feature and without: a build without it may have come later.
+    // The library has the same name with and without the feature; a later build without it may have replaced this one.
     assert!(
         bytes.windows(name.len()).any(|window| window == name),
         "{} is of another build: remove it and test again",
@@ -41,7 +41,7 @@ fn library() -> PathBuf {
 #[test]
 fn the_example_runs() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_linear");
-    // Compiled by the one of these two that finds a driver, or runs the other.
+    // `on_a_stand_in` compiles and runs this test in a second process.
     let stand_in = if on_gpu() { return } else { stand_in() };
     if !has("cc") {
         return;
@@ -55,7 +55,7 @@ fn the_example_runs() {
             .args(["-lpthread", "-ldl", "-lm", "-o"])
             .arg(&program),
     );
-    // Without a driver it says what is missing, and that this is no failure of its own.
+    // Without a driver, the example says what is missing, and exits with the status for that.
     if !quant_kernels_cuda::driver_available() {
         let output = Command::new(&program).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -67,7 +67,7 @@ fn the_example_runs() {
     assert!(text.ends_with("done\n"), "{text}");
 }
 
-/// Alone, without anything before it.
+/// Alone, with no include before it.
 #[test]
 fn the_header_is_c_and_cpp() {
     for (compiler, language, standard) in

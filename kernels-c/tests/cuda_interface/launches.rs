@@ -1,4 +1,4 @@
-//! What launches are refused for, with plans that are made on a device; nothing is launched.
+//! Reasons for which launches are refused, with plans that are made on a device; nothing is launched.
 
 use core::ptr::{null, null_mut};
 
@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::*;
 use crate::driver;
 
-/// Invalid memory: refused or, where it is good, not launched because there are no tokens.
+/// Invalid memory: either refused, or valid but not launched because there are no tokens.
 fn at(address: u64, bytes: usize) -> qz1_cuda_region {
     qz1_cuda_region { address, bytes: bytes as u64 }
 }
@@ -19,22 +19,22 @@ type Launch<A> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// A launch that is refused.
+/// Launches after one change of the arguments, which must be refused; returns the status.
 #[track_caller]
 fn launched<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, change: impl Fn(&mut A)) -> qz1_status {
     let mut arguments = *good;
     change(&mut arguments);
-    // SAFETY: the plan lives; what is refused touches no memory.
+    // SAFETY: the plan is live; a launch that is refused accesses no memory.
     let status = refused(|m| unsafe { launch(plan.0, &arguments, null_mut(), m) });
     assert_ne!(status, qz1_status::Ok, "launched on invalid memory");
     status
 }
 
-/// A field of arguments that is a region.
+/// Selects a region of the arguments.
 type Field<A> = fn(&mut A) -> &mut qz1_cuda_region;
 
-/// Each region is refused where it is too short, not there, at no multiple of `align`, or beyond all addresses; some may
-/// be left out.
+/// Each region is refused if it is too short, null, misaligned or beyond the address space; optional ones may be
+/// absent.
 fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A>, u64, bool)]) {
     use qz1_status::{Length, Misaligned, Null, TooLarge};
     for (i, (field, align, optional)) in fields.iter().enumerate() {
@@ -53,7 +53,7 @@ fn regions<A: Copy>(plan: &Plan, good: &A, launch: Launch<A>, fields: &[(Field<A
     }
 }
 
-/// What holds of all families.
+/// Checks that hold for all families.
 fn family<A: Copy>(plan: &Plan, other: &Plan, good: &A, launch: Launch<A>) {
     use qz1_status::{Misaligned, Mismatch, Null, StructSize};
     // SAFETY: the pointer contract of the C interface.
@@ -65,7 +65,7 @@ fn family<A: Copy>(plan: &Plan, other: &Plan, good: &A, launch: Launch<A>) {
         assert_eq!(refused(|m| launch(other.0, good, null_mut(), m)), Mismatch);
     }
     let resized = launched(plan, good, launch, |arguments| {
-        // SAFETY: the size comes first.
+        // SAFETY: the first field is the size.
         unsafe { (&raw mut *arguments).cast::<u32>().write(8) };
     });
     assert_eq!(resized, StructSize);
@@ -124,25 +124,25 @@ fn launches_of_linears() {
     assert_eq!(with(|a| a.x_stride = 2064), qz1_status::Length);
     assert_eq!(with(|a| a.out_stride = 39), qz1_status::Mismatch);
     assert_eq!(with(|a| a.out_stride = usize::MAX), qz1_status::Mismatch);
-    // Without tokens nothing is launched, and nothing but the weights need be there.
+    // Without tokens nothing is launched, and all regions except the weights may be absent.
     assert_eq!(empty.workspace().0, 0);
     let arguments = qz1_cuda_linear_arguments { weight: good.weight, ..sized() };
     // SAFETY: nothing is launched.
     done(|m| unsafe { launch(empty.0, &arguments, null_mut(), m) });
 
-    // Where no context is current, the driver says so.
+    // If no context is current, the driver's error is reported.
     let elsewhere = std::thread::scope(|scope| {
         let (plan, good) = (plan.0 as usize, &raw const good as usize);
         let run = move || {
             driver::no_context();
-            // SAFETY: the plan and its arguments live; without a context nothing is launched.
+            // SAFETY: the plan and its arguments are live; without a context nothing is launched.
             unsafe { refused(|m| qz1_cuda_linear_launch(plan as *const _, good as *const _, null_mut(), m)) }
         };
         scope.spawn(run).join().unwrap()
     });
     assert_eq!(elsewhere, qz1_status::CudaFailed);
     let mut device: qz1_cuda_device = sized();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     done(|m| unsafe { qz1_cuda_current_device(&mut device, m) });
     assert!(device.capability_major >= 8 && device.multiprocessors > 0 && device.shared_of_block > 49_152);
 
@@ -259,7 +259,7 @@ fn launches_on_pages() {
     driver::context();
     let kernels = Kernels::new();
     let mut layout: qz1_cuda_kv_layout = sized();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_8BIT, 64, 16, &mut layout, m) });
     let [kv_heads, tokens, width] = [2, 3, 128];
     let shape = qz1_cuda_append_shape { x_type: QZ1_TYPE_F16, layout: &layout, kv_heads, tokens, ..sized() };

@@ -1,4 +1,4 @@
-//! What linears and their activations give on a device, from packing to results.
+//! Linears and quantized activations on a device, from packing to results.
 
 use core::ptr::null_mut;
 
@@ -9,18 +9,18 @@ use quant_kernels_cpu::{FloatFormat, Int8Rows, Layout, RowLayout, ScaleType, Ser
 use crate::common::*;
 use crate::driver::{self, Bytes};
 
-/// Halves between −4 and 4.
+/// f16 values between −4 and 4.
 pub fn halves(len: usize, by: usize) -> Vec<f16> {
     (0..len).map(|i| f16::from_f32(((i * by % 997) as f32 - 498.0) / 125.0)).collect()
 }
 
-/// Memory that a plan works in, and tickets.
+/// Workspace and tickets of a plan.
 pub fn workspace(plan: &Plan) -> [Bytes; 2] {
     let (bytes, tickets) = plan.workspace();
     [Bytes::filled(bytes, 0x5a), Bytes::filled(tickets, 0)]
 }
 
-/// Codes, scales, sums of rows and of groups of `[m, k]`.
+/// Codes, scales, row sums and group sums of `[m, k]`.
 fn quantized(kernels: &Kernels, x: &[f16], [m, k]: [usize; 2], group: usize) -> [Bytes; 4] {
     let shape =
         qz1_cuda_activation_shape { rows: QZ1_CUDA_ROWS_PLAIN, x_type: QZ1_TYPE_F16, m, k, group, ..sized() };
@@ -31,13 +31,13 @@ fn quantized(kernels: &Kernels, x: &[f16], [m, k]: [usize; 2], group: usize) -> 
     let [codes, scales, row_sums, group_sums] = outputs.each_ref().map(Bytes::region);
     let arguments =
         qz1_cuda_activation_arguments { x: x.region(), codes, scales, row_sums, group_sums, ..sized() };
-    // SAFETY: what is allocated lives until after the wait, here and below.
+    // SAFETY: here and below, device memory stays allocated until after the synchronization.
     done(|m| unsafe { qz1_cuda_activation_launch(plan.0, &arguments, null_mut(), m) });
     driver::wait();
     outputs
 }
 
-/// W4A8: rows are what the CPU makes of them, products those of their codes.
+/// W4A8: quantized rows equal those of the CPU, and products are computed from their codes.
 #[test]
 fn quantized_rows_are_multiplied() {
     if !on_gpu() {
@@ -45,7 +45,7 @@ fn quantized_rows_are_multiplied() {
     }
     driver::context();
     let kernels = Kernels::new();
-    // Wide enough that blocks share a row of results, and meet in a workspace.
+    // Wide enough for several blocks to work on a row of results and combine their sums in the workspace.
     let ([n, k], m, group) = ([40, 2048], 5, 128);
     let matrix = Matrix::new([n, k], group, true);
     let x = halves(m * k, 37);
@@ -104,7 +104,7 @@ fn quantized_rows_are_multiplied() {
             assert!((f64::from(got) - exact).abs() <= 1e-5 * most, "{row} {column}: {got} and {exact}");
         }
     }
-    // A launch leaves the tickets fit for the next.
+    // A launch leaves the tickets ready for the next one.
     assert_eq!(run(), out);
 }
 
@@ -146,7 +146,7 @@ fn float_rows_are_multiplied() {
     }
 }
 
-/// The device packs what the CPU packs, and tells of codes that are none.
+/// The device packs the same bytes as the CPU, and reports invalid codes.
 #[test]
 fn weights_are_packed_on_the_device() {
     if !on_gpu() {
@@ -187,7 +187,7 @@ fn weights_are_packed_on_the_device() {
     }
 }
 
-/// NVFP4: what was packed on the device is what was packed here, and is multiplied with halves.
+/// NVFP4: the device packs the same bytes as the CPU, and multiplies them with f16.
 #[test]
 fn floating_point_weights() {
     if !on_gpu() {
@@ -209,7 +209,7 @@ fn floating_point_weights() {
     };
     let mut layout: qz1_cuda_layout = sized();
     let mut packed;
-    // SAFETY: all lives, here and below.
+    // SAFETY: here and below, every pointer is null or points to a live value.
     unsafe {
         let order = QZ1_CUDA_ORDER_FLOAT;
         done(|m| qz1_cuda_layout_of(&weights, order, 0, &mut layout, m));
@@ -275,7 +275,7 @@ fn floating_point_weights() {
     }
 }
 
-/// A norm with a residual, and the gate and the other half of one buffer with a scale for all rows.
+/// A norm with a residual; and gate and up in one buffer, with one scale for all rows.
 #[test]
 fn fused_rows() {
     if !on_gpu() {

@@ -1,8 +1,8 @@
-//! The C interface of CUDA's kernels: what is refused, what it gives, and its example in C.
+//! The C interface of the CUDA kernels: refused calls, results, and the C example.
 //!
-//! What needs a device runs with `QUANT_GPU=1` on the first one. Elsewhere `QUANT_CUDA_STAND_IN` names a directory with a
-//! library in the driver's place, which runs PTX on the interpreter; these tests then run once more in a process that
-//! finds it. Without that, or without NVRTC, they say aloud that they are left out, which fails where
+//! Tests that need a device run on the first one if `QUANT_GPU=1`. Otherwise `QUANT_CUDA_STAND_IN` names a directory
+//! with a stand-in for the driver, which runs PTX on the interpreter; these tests then run again in a process that
+//! loads it. Without the stand-in or without NVRTC they report that they are skipped, which is a failure if
 //! `QUANT_REQUIRE_NVRTC` is set.
 
 mod attention;
@@ -19,7 +19,7 @@ use std::process::Command;
 
 use common::{is_there, on_gpu};
 
-/// The directory of a library in the driver's place, if kernels can be compiled for it.
+/// The directory of the driver's stand-in, if kernels can be compiled for it.
 #[track_caller]
 fn stand_in() -> Option<PathBuf> {
     const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
@@ -35,7 +35,7 @@ fn images() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-images")
 }
 
-/// Where there is no GPU, the tests of this program on what stands in for a driver.
+/// Without a GPU, runs the tests of this program with the stand-in for the driver.
 #[test]
 fn on_a_stand_in() {
     if on_gpu() {
@@ -51,7 +51,7 @@ fn on_a_stand_in() {
     assert!(message.contains("quantized_rows_are_multiplied ... ok"), "{message}");
 }
 
-/// Every function of the header is called by a test of this folder.
+/// A test in this folder calls every function of the header.
 #[test]
 fn all_functions_are_called() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

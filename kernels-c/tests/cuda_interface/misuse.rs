@@ -1,4 +1,4 @@
-//! What is refused on every machine, with or without a driver.
+//! Calls that are refused on every machine, with or without a driver.
 
 use core::ptr::{null, null_mut};
 
@@ -8,7 +8,7 @@ use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::common::*;
 
-/// Without a driver, or with one on whose threads no context is current.
+/// Statuses without a driver, or with one but without a current context.
 fn without_a_context(status: qz1_status) -> bool {
     use qz1_status as S;
     match quant_kernels_cuda::driver_available() {
@@ -19,7 +19,7 @@ fn without_a_context(status: qz1_status) -> bool {
 
 #[test]
 fn what_is_missing_is_told() {
-    // SAFETY: all lives, here and below.
+    // SAFETY: here and below, every pointer is null or points to a live value.
     unsafe {
         let (status, text) = with_message(|m| qz1_cuda_require_device(m));
         match quant_kernels_cuda::device_count() {
@@ -78,10 +78,10 @@ fn layouts_are_those_of_the_library() {
         let mut bytes = vec![0; expected.bytes()];
         expected.pack(&view, &mut bytes).unwrap();
         assert!(matrix.packed(&layout) == bytes);
-        // Without the weights at hand.
+        // Without the weights.
         let parts = qz1_cuda_layout { bytes: 0, id: 0, ..layout };
         let mut from: qz1_cuda_layout = sized();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_layout_from(&parts, &mut from, m) });
         assert_eq!(format!("{from:?}"), format!("{layout:?}"));
     }
@@ -93,7 +93,7 @@ fn layouts_that_are_none() {
     let good = matrix.layout(QZ1_CUDA_ORDER_INT8, 1);
     let mut out = vec![0x55_u8; good.bytes as usize];
     let mut pack = |layout: &qz1_cuda_layout| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status =
             refused(|m| unsafe { qz1_cuda_pack(&matrix.weights(), layout, out.as_mut_ptr(), out.len(), m) });
         assert!(status == qz1_status::Ok || out.iter().all(|b| *b == 0x55));
@@ -125,7 +125,7 @@ fn layouts_that_are_none() {
     assert_eq!(pack(&good), qz1_status::Ok);
 
     let mut layout: qz1_cuda_layout = sized();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let weights = matrix.weights();
         let mut of = |order, sums| refused(|m| qz1_cuda_layout_of(&weights, order, sums, &mut layout, m));
@@ -156,7 +156,7 @@ fn layouts_that_are_none() {
     }
 }
 
-/// Shapes that can be planned, each with a way to ask for its plan.
+/// Valid shapes of every family, each with the function that plans it.
 struct Shapes {
     kernels: Kernels,
     layout: qz1_cuda_layout,
@@ -167,7 +167,7 @@ impl Shapes {
     fn new() -> Self {
         let layout = Matrix::new([20, 192], 64, true).layout(QZ1_CUDA_ORDER_INT8, 0);
         let mut pages = sized();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_4BIT, 64, 16, &mut pages, m) });
         Self { kernels: Kernels::new(), layout, pages }
     }
@@ -217,22 +217,22 @@ type Make<S> = unsafe extern "C" fn(
     *const qz1_message,
 ) -> qz1_status;
 
-/// What asking for a plan gives; on an error the handle is null afterwards, or left alone where it overlaps.
+/// The status of planning. On an error the handle must be null, or unchanged if it overlaps.
 fn planned<S: Copy>(kernels: *const qz1_cuda_kernels, shape: *const S, make: Make<S>) -> qz1_status {
     let mut plan = core::ptr::dangling_mut();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = refused(|m| unsafe { make(kernels, shape, &mut plan, m) });
     assert_eq!(plan.is_null(), status != qz1_status::Ok);
-    // SAFETY: made just now, or null.
+    // SAFETY: made above, or null.
     unsafe { qz1_cuda_plan_free(plan) };
     status
 }
 
-/// What holds of all families: without a context a good shape fails for that alone.
+/// Checks that hold for all families: without a context a valid shape fails for that reason only.
 fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     let kernels = shapes.kernels.0.cast_const();
     std::thread::scope(|scope| {
-        // A thread that has no context for sure; what pointers lead to stays.
+        // A new thread has no context. The pointers stay valid while it runs.
         let (kernels, at) = (kernels as usize, (&raw const good) as usize);
         let elsewhere = scope.spawn(move || planned(kernels as *const _, at as *const S, make));
         let status = elsewhere.join().unwrap();
@@ -244,12 +244,12 @@ fn family<S: Copy>(shapes: &Shapes, good: S, make: Make<S>) {
     assert_eq!(planned(kernels, odd, make), qz1_status::Misaligned);
     let mut sized = good;
     for size in [0, 4, size_of::<S>() as u32 - 8, size_of::<S>() as u32 + 4, u32::MAX] {
-        // SAFETY: the size comes first.
+        // SAFETY: the first field is the size.
         unsafe { (&raw mut sized).cast::<u32>().write(size) };
         assert_eq!(planned(kernels, &sized, make), qz1_status::StructSize, "{size}");
     }
     let mut shape = good;
-    // SAFETY: all lives; the place of the plan is one of the shape.
+    // SAFETY: every pointer points to a live value; the plan's pointer is that of the shape.
     let overlaps = refused(|m| unsafe { make(kernels, &raw const shape, (&raw mut shape).cast(), m) });
     assert_eq!(overlaps, qz1_status::Overlap);
     // SAFETY: the pointer contract of the C interface.
@@ -267,7 +267,7 @@ fn plans_of_all_families_look_at_the_call() {
     family(&shapes, shapes.merge(), qz1_cuda_merge_plan);
 }
 
-/// Invalid shapes are refused before a device is asked for.
+/// Invalid shapes are refused before a device is needed.
 #[test]
 fn shapes_that_are_none() {
     use qz1_status::{LayoutId, Mismatch, Null, Scheme, StructSize, TooLarge};

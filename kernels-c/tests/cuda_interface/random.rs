@@ -1,4 +1,4 @@
-//! Shapes and arguments of any numbers are refused, or are shapes: none makes the library fail.
+//! Random shapes and arguments are valid or refused; none gives an internal error.
 
 use core::ptr::null_mut;
 
@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::*;
 use crate::driver;
 
-/// Numbers at which sums and products go wrong, if they do.
+/// Numbers at which overflow is likely.
 const NUMBERS: [u64; 24] = [
     0,
     1,
@@ -35,7 +35,7 @@ const NUMBERS: [u64; 24] = [
     u64::MAX,
 ];
 
-/// Numbers that follow from a seed.
+/// Pseudorandom numbers from a seed.
 struct Random(u64);
 
 impl Random {
@@ -44,14 +44,14 @@ impl Random {
         (self.0 >> 33) as usize % end
     }
 
-    /// A structure whose first 16 bytes are small numbers of 32 bits and whose others are any of the above.
+    /// A structure whose first 16 bytes are small 32-bit numbers, and whose other bytes are any of the numbers above.
     fn fields<T: Copy>(&mut self) -> T {
         let mut of = sized::<T>();
         let words = (&raw mut of).cast::<u32>();
         let len = size_of::<T>() / 4;
         for i in (1..len.min(4)).chain((4..len).step_by(2)) {
             let number = if i < 4 { self.below(5) as u64 } else { NUMBERS[self.below(NUMBERS.len())] };
-            // SAFETY: within a structure of numbers, and pointers that are set before they are used.
+            // SAFETY: writes within a structure of numbers, and of pointers that are set before they are used.
             unsafe {
                 words.add(i).write(number as u32);
                 if i >= 4 {
@@ -63,7 +63,7 @@ impl Random {
     }
 }
 
-/// Plans with such shapes on a thread without a context, where none can be made.
+/// Random shapes are planned on a thread without a context, where no plan can be made.
 fn plans<S: Copy>(
     kernels: &Kernels,
     make: unsafe extern "C" fn(
@@ -80,7 +80,7 @@ fn plans<S: Copy>(
         let mut shape = random.fields::<S>();
         settle(&mut shape);
         let mut plan = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let (status, text) = with_message(|m| unsafe { make(kernels.0, &shape, &mut plan, m) });
         assert!(status != qz1_status::Ok && status != qz1_status::Internal, "{text}");
         shapes += u32::from(status as u32 >= qz1_status::CudaMissing as u32);
@@ -93,7 +93,7 @@ fn any_shapes() {
     let without_a_context = std::thread::spawn(|| {
         let layout = Matrix::new([20, 192], 64, true).layout(QZ1_CUDA_ORDER_INT8, 0);
         let (mut pages, kernels): (qz1_cuda_kv_layout, _) = (sized(), Kernels::new());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_4BIT, 64, 16, &mut pages, m) });
         plans(&kernels, qz1_cuda_pack_plan, |s| s.layout = &layout);
         plans(&kernels, qz1_cuda_linear_plan, |s| (s.layout, s.reserved) = (&layout, 0));
@@ -119,7 +119,7 @@ fn any_layouts() {
             (parts.middle, parts.zeros) = (0, 0);
         }
         let mut layout: qz1_cuda_layout = sized();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let (status, text) = with_message(|m| unsafe { qz1_cuda_layout_from(&parts, &mut layout, m) });
         assert_ne!(status, qz1_status::Internal, "{text}");
         layouts += u32::from(status == qz1_status::Ok);
@@ -127,7 +127,7 @@ fn any_layouts() {
     assert!(layouts > 0, "none was a layout");
 }
 
-/// Launches with such arguments, each of which lacks something.
+/// Launches with random arguments, each without something that it needs.
 fn launches<A: Copy>(
     plan: &Plan,
     launch: unsafe extern "C" fn(
@@ -142,7 +142,7 @@ fn launches<A: Copy>(
     for _ in 0..20_000 {
         let mut arguments = random.fields::<A>();
         lacking(&mut arguments);
-        // SAFETY: what is refused touches no memory.
+        // SAFETY: a launch that is refused accesses no memory.
         let (status, text) = with_message(|m| unsafe { launch(plan.0, &arguments, null_mut(), m) });
         assert!(status != qz1_status::Ok && status != qz1_status::Internal, "{text}");
     }
@@ -167,7 +167,7 @@ fn any_arguments() {
     launches(&plan, qz1_cuda_linear_launch, |a| a.workspace = NONE);
     for m in NUMBERS.into_iter().filter(|&m| m >= (1 << 30) - 1024) {
         let mut none = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = refused(|message| unsafe {
             qz1_cuda_linear_plan(kernels.0, &shape(m as usize), &mut none, message)
         });
@@ -181,7 +181,7 @@ fn any_arguments() {
     launches(&plan, qz1_cuda_activation_launch, |a| a.residual = NONE);
 
     let mut layout: qz1_cuda_kv_layout = sized();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_8BIT, 64, 16, &mut layout, m) });
     let shape = qz1_cuda_append_shape { x_type, layout: &layout, kv_heads: 2, tokens: 3, ..sized() };
     let plan = Plan::new(&kernels, &shape, qz1_cuda_append_plan);

@@ -1,4 +1,4 @@
-//! The interface as a C caller has it: what it gives, and that every wrong call it can see is a status.
+//! The interface as a C caller uses it: results, and that every wrong call that can be detected gives a status.
 
 mod common;
 mod misuse;

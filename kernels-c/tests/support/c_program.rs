@@ -1,4 +1,4 @@
-//! C programs, compiled against the static library that cargo built beside the test.
+//! Compiles C programs against the static library that cargo built next to the test.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -8,12 +8,12 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Where this test keeps what it builds.
+/// Directory for the files that this test builds.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
 }
 
-/// The static library that cargo built beside this test.
+/// The static library that cargo built next to this test.
 fn library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let directory = test.parent().unwrap();
@@ -21,7 +21,7 @@ fn library() -> PathBuf {
     places.into_iter().find(|p| p.is_file()).expect("cargo builds the static library with the tests")
 }
 
-/// Whether a compiler is there; if not, that is noted where skipped checks are.
+/// Whether a compiler is available; if not, a skipped check is reported.
 pub fn has(compiler: &str) -> bool {
     let there = Command::new(compiler).arg("--version").output().is_ok_and(|o| o.status.success());
     if !there {
@@ -42,8 +42,8 @@ pub fn succeeds(command: &mut Command) -> String {
     text
 }
 
-/// What the library needs beside it: where it is built with AddressSanitizer, the runtime of its compiler, which then
-/// watches the heap of the C program, too.
+/// Additional libraries: in a build with AddressSanitizer, the compiler's runtime for it, which then also checks the
+/// heap of the C program.
 fn beside() -> Vec<String> {
     let mut needed: Vec<String> = ["-lpthread", "-ldl", "-lm"].map(str::to_owned).into();
     if std::env::var("QUANT_SANITIZER").as_deref() == Ok("address") {
@@ -59,7 +59,7 @@ fn beside() -> Vec<String> {
     needed
 }
 
-/// Compiles an example; `None` where there is no compiler.
+/// Compiles an example; `None` if there is no compiler.
 pub fn compile(name: &str) -> Option<PathBuf> {
     if !has("cc") {
         return None;

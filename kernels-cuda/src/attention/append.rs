@@ -1,4 +1,4 @@
-//! Appending to paged caches: the variant of the kernel, its grid and its arguments.
+//! Appending to paged caches: the kernel variant, its grid and its arguments.
 
 use quant_kernels_cpu::KernelError;
 
@@ -8,57 +8,58 @@ use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape};
 use crate::registry::Entry;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: usize = 128;
 
-/// What a launch is planned by.
+/// The parameters that a launch is planned from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendShape {
     /// The pages.
     pub layout: KvPageLayout,
     /// Key-value heads.
     pub kv_heads: usize,
-    /// Tokens of a launch, of any sequences.
+    /// Tokens of a launch, from any sequences.
     pub tokens: usize,
-    /// Of keys and values.
+    /// Type of keys and values.
     pub input: Float,
 }
 
-/// Where things are on the device, and strides. Addresses are multiples of 16.
+/// Device addresses and strides. Addresses are multiples of 16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendArguments {
-    /// `[tokens]` rows, `key_stride` elements apart, of `[kv_heads, head_dim]`: after rotary embedding.
+    /// `[tokens]` rows, `key_stride` elements apart, of `[kv_heads, head_dim]`, after rotary embedding.
     pub keys: u64,
-    /// Elements between tokens: rows begin at multiples of 16 bytes.
+    /// Elements between tokens; rows begin at multiples of 16 bytes.
     pub key_stride: u64,
     /// As keys.
     pub values: u64,
     /// Elements between tokens.
     pub value_stride: u64,
-    /// u32 `[tokens]`: the row of the table that a token belongs to.
+    /// u32 `[tokens]`: the table row of each token.
     pub sequence: u64,
-    /// u32 `[tokens]`: where in its sequence a token is stored; `u32::MAX` is skipped.
+    /// u32 `[tokens]`: each token's position in its sequence; tokens with `u32::MAX` are skipped.
     pub position: u64,
-    /// u32 `[sequences, table_stride]`: numbers of pages.
+    /// u32 `[sequences, table_stride]`: page numbers.
     pub table: u64,
-    /// Entries between sequences.
+    /// Table entries between sequences.
     pub table_stride: u32,
-    /// The first page's first head.
+    /// The first head of the first page.
     pub pages: u64,
     /// Bytes between pages of one head: a multiple of 16.
     pub page_stride: u64,
     /// Bytes between heads of one page: a multiple of 16.
     pub head_stride: u64,
-    /// Pages there are: tokens whose page is beyond are skipped.
+    /// Number of pages; tokens whose page is beyond are skipped.
     pub page_count: u32,
-    /// One u32 that grows by the rows which hold a value beyond ±65504 or NaN, stored as if limited; 0 for none.
+    /// A u32 that is incremented for each row with a NaN or a value beyond ±65504 (these are clamped when stored); 0
+    /// for none.
     pub refused: u64,
 }
 
 /// A planned launch of `kv_append`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppendPlan {
-    /// The kernel: the same for all architectures.
+    /// The kernel, the same for all architectures.
     pub variant: Variant,
     /// Blocks and threads.
     pub launch: LaunchShape,
@@ -99,7 +100,7 @@ impl AppendShape {
 }
 
 impl AppendPlan {
-    /// What its machine code is held to.
+    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",
@@ -109,7 +110,7 @@ impl AppendPlan {
         }
     }
 
-    /// The arguments of the kernel, in its order.
+    /// The arguments of the kernel, in order.
     pub fn arguments(&self, at: &AppendArguments) -> [Argument; 16] {
         [
             Argument::U64(at.keys),

@@ -1,4 +1,4 @@
-//! Decode attention on paged caches: which variant of the kernel a shape takes, its grid, its memory, its arguments.
+//! Decode attention on paged caches: the kernel variant for a shape, its grid, memory and arguments.
 
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::KvType;
@@ -9,48 +9,49 @@ use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape};
 use crate::registry::Entry;
 
-/// The most splits that a sequence is cut into.
+/// Maximum number of splits of a sequence.
 pub const MAX_SPLITS: usize = 32;
-/// The fewest tokens of a split.
+/// Minimum number of tokens per split.
 pub const MIN_SPLIT: usize = 512;
-/// Shared memory that every architecture lends a block, if asked to.
+/// Shared memory that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
-/// What a multiprocessor of the larger architectures has for all blocks.
+/// Shared memory of a multiprocessor on the larger architectures.
 const SHARED_TOTAL: usize = 200 * 1024;
-/// Registers of a multiprocessor, and the most of a thread.
+/// Registers of a multiprocessor, and the maximum per thread.
 const REGISTERS: usize = 65536;
 const MAX_REGISTERS: usize = 255;
 
-/// What a launch is planned by. The plan holds for any number of tokens up to `max_tokens`, so it can be kept, or captured
-/// in a graph, while sequences grow.
+/// The parameters that a launch is planned from. A plan is valid for any number of tokens up to `max_tokens`, so it can
+/// be kept, or captured in a graph, while sequences grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeShape {
     /// The pages.
     pub layout: KvPageLayout,
-    /// A multiple of the key-value heads: query head `h` attends with head `h / (query_heads / kv_heads)`.
+    /// A multiple of the key-value heads: query head `h` attends to key-value head `h / (query_heads / kv_heads)`.
     pub query_heads: usize,
     /// Key-value heads.
     pub kv_heads: usize,
-    /// Sequences of a launch; up to 65535.
+    /// Sequences of a launch, at most 65535.
     pub sequences: usize,
-    /// Queries of each sequence: its last tokens', in order, of which each sees none that comes after it. 1 decodes; more
-    /// are drafts to verify, or a prefill, after their keys and values were appended.
+    /// Queries per sequence: those of its last tokens, in order. Each query sees no tokens after its own. 1 for
+    /// decoding; more to verify drafts or to prefill, after their keys and values were appended.
     pub queries: usize,
-    /// At least the tokens of the longest list; sizes the grid and the workspace, and changes no result. Of a list that is
-    /// longer on the device, the last tokens may be left out, and other lists are not harmed.
+    /// At least the number of tokens of the longest list. Determines the sizes of the grid and the workspace; does not
+    /// change results. If a list is longer on the device, its last tokens may be left out; other lists are not
+    /// affected.
     pub max_tokens: usize,
-    /// Of queries: f16 or bf16.
+    /// Type of queries: f16 or bf16.
     pub query: Float,
-    /// Of outputs.
+    /// Type of outputs.
     pub out: Float,
 }
 
-/// How sequences are cut: by rule of their tokens, whatever else is in the launch.
+/// How sequences are split: only by their own number of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitRule {
-    /// The most splits.
+    /// Maximum number of splits.
     pub max_splits: usize,
-    /// The fewest tokens of a split, a multiple of 64.
+    /// Minimum number of tokens per split, a multiple of 64.
     pub min_split: usize,
 }
 
@@ -61,17 +62,17 @@ impl Default for SplitRule {
 }
 
 impl SplitRule {
-    /// Tokens of each split, but for the last, of a sequence of `tokens`: a multiple of 64.
+    /// Tokens of each split, except the last, of a sequence of `tokens`: a multiple of 64.
     pub fn split_tokens(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.max_splits).next_multiple_of(64).max(self.min_split)
     }
 
-    /// Splits of a sequence of `tokens`: at least 1.
+    /// Number of splits of a sequence of `tokens`: at least 1.
     pub fn splits(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.split_tokens(tokens)).max(1)
     }
 
-    /// The most splits of any sequence of up to `tokens`.
+    /// Maximum number of splits of any sequence of up to `tokens`.
     pub fn most_splits(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.min_split).clamp(1, self.max_splits)
     }
@@ -80,9 +81,9 @@ impl SplitRule {
 /// A planned launch of `attention_decode`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecodePlan {
-    /// The kernel: the same for all architectures.
+    /// The kernel, the same for all architectures.
     pub variant: Variant,
-    /// Blocks, threads, shared memory; above 48 KiB of it the kernel must be loaded with as much.
+    /// Blocks, threads and shared memory. Above 48 KiB, the kernel must be loaded with this amount.
     pub launch: LaunchShape,
     register_ceiling: u32,
     shape: DecodeShape,
@@ -90,43 +91,46 @@ pub struct DecodePlan {
     column_blocks: usize,
 }
 
-/// Where things are on the device, and strides. Addresses are multiples of 16 but where said.
+/// Device addresses and strides. Addresses are multiples of 16 unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeArguments {
     /// `[sequences, queries]` rows, `query_stride` elements apart, of `[query_heads, head_dim]`.
     pub query: u64,
     /// Elements between queries: a multiple of 4, usually `query_heads · head_dim`.
     pub query_stride: u64,
-    /// The first page's first head.
+    /// The first head of the first page.
     pub pages: u64,
     /// Bytes between pages of one head: a multiple of 16, at least [`KvPageLayout::page_bytes`].
     pub page_stride: u64,
     /// Bytes between heads of one page: a multiple of 16.
     pub head_stride: u64,
-    /// u32 numbers of pages, in order, of any selection: `table[sequence · table_stride + kv_head · table_head_stride + i]`.
+    /// u32 page numbers, in order, of any selection: `table[sequence · table_stride + kv_head · table_head_stride +
+    /// i]`.
     pub table: u64,
-    /// Entries between sequences.
+    /// Table entries between sequences.
     pub table_stride: u32,
-    /// Entries between key-value heads: 0 where all heads read the same pages.
+    /// Table entries between key-value heads: 0 if all heads read the same pages.
     pub table_head_stride: u32,
-    /// u32 tokens of each list: `tokens[sequence · count_stride + kv_head · count_head_stride]`. The last page may be unfilled.
+    /// u32 tokens of each list: `tokens[sequence · count_stride + kv_head · count_head_stride]`. The last page may be
+    /// partly filled.
     pub tokens: u64,
-    /// u32 tokens at the beginning of each list that are not seen, as `tokens`; 0 for none at all.
+    /// u32 tokens at the beginning of each list that no query sees, indexed like `tokens`; 0 if all lists are seen from
+    /// the beginning.
     pub first: u64,
     /// Entries between sequences: usually 1.
     pub count_stride: u32,
     /// Entries between key-value heads: usually 0.
     pub count_head_stride: u32,
-    /// What scores are multiplied with: usually `1 / √head_dim`.
+    /// Factor of the scores, usually `1 / √head_dim`.
     pub scale: f32,
     /// `[sequences, queries, query_heads, head_dim]`; aligned to an element.
     pub out: u64,
     /// f32 `[sequences, queries, query_heads]`, natural logarithms; 0 for none.
     pub lse: u64,
-    /// [`DecodePlan::tickets`] bytes or more: zero before, and left so. Launches of any plans of this crate, one after the other,
-    /// share them; those that may run at the same time do not.
+    /// At least [`DecodePlan::tickets`] bytes, 0 before the launch, which resets them to 0. Launches of any plans of
+    /// this crate that run one after another may share tickets; concurrent launches may not.
     pub tickets: u64,
-    /// [`DecodePlan::workspace`] bytes or more, of any content. Shared as the tickets are.
+    /// At least [`DecodePlan::workspace`] bytes with any contents. May be shared like the tickets.
     pub workspace: u64,
 }
 
@@ -139,15 +143,15 @@ impl DecodeShape {
     /// Plans a launch.
     ///
     /// # Errors
-    /// When heads do not divide, queries are f32, or the grid would be too large.
+    /// When the query heads are not a multiple of the key-value heads, queries are f32, or the grid would be too large.
     pub fn plan(&self) -> Result<DecodePlan, KernelError> {
         self.plan_with(SplitRule::default())
     }
 
-    /// Plans a launch with another rule of splits, which is another variant of the kernel.
+    /// Plans a launch with another rule for splits, which is another variant of the kernel.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), and when the rule has no splits, or such that are no multiples of 64 tokens.
+    /// As [`plan`](Self::plan), and when the rule allows no splits, or splits that are not multiples of 64 tokens.
     pub fn plan_with(&self, rule: SplitRule) -> Result<DecodePlan, KernelError> {
         if self.kv_heads == 0 || self.query_heads == 0 || !self.query_heads.is_multiple_of(self.kv_heads) {
             return Err(KernelError::Mismatch {
@@ -202,7 +206,7 @@ impl DecodeShape {
 }
 
 impl DecodePlan {
-    /// What its machine code is held to.
+    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",
@@ -212,7 +216,7 @@ impl DecodePlan {
         }
     }
 
-    /// Bytes that splits meet in; 0 where no sequence is cut.
+    /// Bytes in which the results of splits are combined; 0 if no sequence is split.
     pub fn workspace(&self) -> usize {
         match self.max_splits {
             1 => 0,
@@ -220,7 +224,7 @@ impl DecodePlan {
         }
     }
 
-    /// Bytes of tickets, by which splits know who is last: 0 where no sequence is cut.
+    /// Bytes of tickets, with which blocks find out which split finishes last; 0 if no sequence is split.
     pub fn tickets(&self) -> usize {
         match self.max_splits {
             1 => 0,
@@ -228,7 +232,7 @@ impl DecodePlan {
         }
     }
 
-    /// The arguments of the kernel, in its order.
+    /// The arguments of the kernel, in order.
     pub fn arguments(&self, at: &DecodeArguments) -> [Argument; 22] {
         let shape = &self.shape;
         let u = |x: usize| Argument::U32(x as u32);
@@ -258,19 +262,20 @@ impl DecodePlan {
         ]
     }
 
-    /// Rows that splits leave: of each split, query head, query and sequence.
+    /// Number of rows that splits leave in the workspace, one for each split, query head, query and sequence.
     fn records(&self) -> usize {
         self.shape.sequences * self.shape.queries * self.shape.query_heads * self.max_splits
     }
 
-    /// Sums come first in the workspace, what splits say of them second.
+    /// The workspace holds the sums first, then their maxima and totals.
     fn sums_bytes(&self) -> usize {
         4 * self.records() * self.shape.layout.head_dim()
     }
 }
 
-/// What is chosen for a layout and a number of columns, query heads that share a key-value head times queries; the same
-/// for all architectures. How tiles go to warps depends on the layout alone, so that results do not depend on columns.
+/// Tuning for a layout and a number of columns (queries times query heads that share a key-value head), the same for
+/// all architectures. The assignment of tiles to warps depends only on the layout, so that results do not depend on the
+/// number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tuning {
     head_tiles: usize,
@@ -284,13 +289,13 @@ struct Tuning {
 impl Tuning {
     fn of(layout: &KvPageLayout, columns: usize) -> Self {
         let (dim, tile) = (layout.dim(), layout.tile_bytes());
-        // Sixteen columns keep twice the sums; of wide heads these are too many registers.
+        // Sixteen columns keep twice as many sums, which are too many registers for wide heads.
         let head_tiles = if columns <= 8 || dim > 192 { 1 } else { 2 };
         let (mut warps, mut stages) = (4, 4);
         while warps * stages * tile > SHARED_LIMIT {
             if stages > 3 { stages -= 1 } else { warps /= 2 }
         }
-        // The ring, and after it, in the same place, rows of sums with 8 bytes more each.
+        // The ring, and later in its place rows of sums with 8 additional bytes each.
         let meet = warps * 8 * head_tiles * (4 * (dim + 4) + 8);
         let shared_bytes = (warps * stages * tile).max(meet);
         let by_registers = match (head_tiles, dim) {

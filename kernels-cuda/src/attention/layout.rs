@@ -1,11 +1,11 @@
 //! Pages of the cache on the GPU: tiles of 16 tokens of one key-value head, in the order in which warps read them.
 //!
 //! ```text
-//! page:  [page_tokens / 16 tiles], of one key-value head; heads lie wherever the strides of a launch say
+//! page:  [page_tokens / 16 tiles], of one key-value head; the strides of a launch say where heads are
 //! tile:  key rows      [16][row_bytes]
 //!        value rows    [16][row_bytes]
-//!        key grids     [16] of { f16 scale, f16 zero }        not of f16 pages
-//!        value grids   [16] of { f16 scale, f16 zero }        not of f16 pages
+//!        key grids     [16] of { f16 scale, f16 zero }        not for f16 pages
+//!        value grids   [16] of { f16 scale, f16 zero }        not for f16 pages
 //!
 //! row_bytes = dim · bits / 8, dim = head_dim rounded up to a multiple of 32, codes beyond head_dim 0
 //! tile_bytes = 4 · dim · bits + 128 (f16: 64 · dim), a multiple of 128
@@ -13,8 +13,8 @@
 //! bytes per token and head, keys and values:  kv4 dim + 8,  kv8 2 · dim + 8,  f16 4 · dim
 //! ```
 //!
-//! A tile is contiguous, so that a warp's copy of it is one run of 16-byte chunks, and a page is as many tiles as one
-//! likes: 64 tokens are a read of 8.7 KB at 4 bits and 128 features.
+//! A tile is contiguous, so that a warp copies it as one run of 16-byte chunks. A page is any number of tiles: reading
+//! 64 tokens with 4 bits and 128 features is 8.7 KB.
 //!
 //! A row holds its features in natural order; a word is 8, 4 or 2 of them:
 //!
@@ -24,27 +24,27 @@
 //! f16:     half i: feature i
 //! ```
 //!
-//! Turned by 2, a code of 4 bits stands where a half has unit steps, so the kernels take two features of one token
-//! (keys) or one feature of two tokens (values) out of a word with one instruction and no shift.
+//! Rotated by 2, a 4-bit code is where an f16 has steps of one, so the kernels extract two features of one token (keys)
+//! or one feature of two tokens (values) from a word with one instruction and no shift.
 //!
-//! Which row a token has, and which block of a row lies where, is permuted ([`KvPageLayout::key_word`],
-//! [`KvPageLayout::value_word`]) such that no load of the decode kernel meets a bank of shared memory twice: there is no
-//! other swizzle. The same rules are in `cuda/kv_layout.cuh`, for the kernels.
+//! The rows of tokens and the blocks within a row are permuted ([`KvPageLayout::key_word`],
+//! [`KvPageLayout::value_word`]) such that loads of the decode kernel have no bank conflicts in shared memory; there is
+//! no other swizzle. `cuda/kv_layout.cuh` has the same rules for the kernels.
 
 use half::f16;
 use quant_kernels_cpu::KernelError;
 use quant_kernels_cpu::attention::{HeadGrid, KvType, dequantize_head, quantize_head};
 
-/// Tokens of a tile: a warp's step.
+/// Tokens per tile: one step of a warp.
 pub const TILE_TOKENS: usize = 16;
-/// The largest `head_dim` of the kernels.
+/// Maximum `head_dim` of the kernels.
 pub const MAX_HEAD_DIM: usize = 256;
-/// The most tokens of a page.
+/// Maximum number of tokens per page.
 pub const MAX_PAGE_TOKENS: usize = 1024;
-/// Changes with the order of bytes.
+/// Must change with the order of bytes.
 const VERSION: u64 = 1;
 
-/// Where everything is in a page of one key-value head.
+/// The layout of a page of one key-value head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvPageLayout {
     kind: KvType,
@@ -53,11 +53,11 @@ pub struct KvPageLayout {
 }
 
 impl KvPageLayout {
-    /// Pages of `page_tokens` tokens, 16 times a power of two up to 1024, with heads of `head_dim` features, a multiple of 16
-    /// up to 256. Multiples of 32 waste nothing.
+    /// Pages of `page_tokens` tokens, 16 times a power of two and at most 1024, for heads of `head_dim` features, a
+    /// multiple of 16 and at most 256. Multiples of 32 need no padding.
     ///
     /// # Errors
-    /// When a number is another.
+    /// When a number is not supported.
     pub fn new(kind: KvType, head_dim: usize, page_tokens: usize) -> Result<Self, KernelError> {
         if head_dim == 0 || !head_dim.is_multiple_of(16) || head_dim > MAX_HEAD_DIM {
             return Err(KernelError::Scheme("a head that is no multiple of 16 wide, or wider than 256"));
@@ -68,7 +68,7 @@ impl KvPageLayout {
         Ok(Self { kind, head_dim, page_tokens })
     }
 
-    /// What it holds.
+    /// The type of the stored keys and values.
     pub fn kind(&self) -> KvType {
         self.kind
     }
@@ -78,22 +78,22 @@ impl KvPageLayout {
         self.head_dim
     }
 
-    /// Tokens of a page.
+    /// Tokens per page.
     pub fn page_tokens(&self) -> usize {
         self.page_tokens
     }
 
-    /// Tiles of a page, as the power of two that they are.
+    /// Binary logarithm of the number of tiles per page.
     pub fn page_shift(&self) -> u32 {
         (self.page_tokens / TILE_TOKENS).trailing_zeros()
     }
 
-    /// Features of a row, those that pad it included.
+    /// Features per row, including padding.
     pub fn dim(&self) -> usize {
         self.head_dim.next_multiple_of(32)
     }
 
-    /// Bits of a stored number: 4, 8 or 16.
+    /// Bits per stored number: 4, 8 or 16.
     pub fn bits(&self) -> usize {
         match self.kind {
             KvType::Kv4 => 4,
@@ -117,33 +117,33 @@ impl KvPageLayout {
         self.page_tokens / TILE_TOKENS * self.tile_bytes()
     }
 
-    /// Identifies the order and everything that it depends on but the tokens of a page, which only say how many tiles
-    /// lie together.
+    /// Identifies the data order and everything that it depends on, except the tokens per page, which only determine
+    /// how many tiles are contiguous.
     pub fn id(&self) -> u64 {
         let words = [VERSION, TILE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
-        // FNV-1a, begun with another number than that of other layouts.
+        // FNV-1a, with another initial value than that of other layouts.
         words.into_iter().flat_map(u64::to_le_bytes).fold(0x9ae1_6a3b_2f90_404f, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }
 
-    /// Whether a token and head has a grid.
+    /// Whether each token and head has a grid.
     pub fn has_grids(&self) -> bool {
         self.kind != KvType::F16
     }
 
-    /// Where in the key rows of a tile, in words, word `word` of the row of `token` lies; `token` is below 16.
+    /// The position, in words, of word `word` of the row of `token` (below 16) among the key rows of a tile.
     pub fn key_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // Every second row has its halves of each 128 bytes exchanged, where rows are multiples of that.
+        // In every second row, the halves of each 128 bytes are swapped, if rows are multiples of 128 bytes.
         let exchange = if words.is_multiple_of(32) { 16 } else { 0 };
         token * words + (word ^ ((token & 1) * exchange))
     }
 
-    /// Where in the value rows of a tile, in words, word `word` of the row of `token` lies; `token` is below 16.
+    /// The position, in words, of word `word` of the row of `token` (below 16) among the value rows of a tile.
     pub fn value_word(&self, token: usize, word: usize) -> usize {
         let words = self.row_bytes() / 4;
-        // Tokens 0, 2, 4, 6 are rows 0 to 3, then the odd ones; not where rows are no whole blocks of 32 bytes.
+        // Tokens 0, 2, 4, 6 are rows 0 to 3, followed by the odd ones, unless rows are not multiples of 32 bytes.
         let row = match words.is_multiple_of(8) {
             true => (token & 8) | (token & 1) << 2 | (token >> 1 & 3),
             false => token,
@@ -156,11 +156,11 @@ impl KvPageLayout {
         row * words + (word ^ (block << 3))
     }
 
-    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots are left alone. The bytes
-    /// are those that the append kernel writes.
+    /// Stores a token in `slot` of a page: `key` and `value` are `[head_dim]`. Other slots keep their contents. The
+    /// append kernel writes the same bytes.
     ///
     /// # Errors
-    /// When a length is wrong, the page has no such slot, or [`quantize_head`] refuses the values (of f16 pages too).
+    /// When a length is wrong, the page has no such slot, or [`quantize_head`] rejects the values (also for f16 pages).
     /// Nothing is written then.
     pub fn write(&self, page: &mut [u8], slot: usize, key: &[f32], value: &[f32]) -> Result<(), KernelError> {
         self.check(page.len(), slot, key.len(), value.len())?;
@@ -189,7 +189,7 @@ impl KvPageLayout {
         Ok(())
     }
 
-    /// Reads a token back as floats: what [`dequantize_head`] gives, or the halves.
+    /// Reads a token as floats: the result of [`dequantize_head`], or the stored f16 values.
     ///
     /// # Errors
     /// When a length is wrong, or the page has no such slot.
@@ -215,7 +215,7 @@ impl KvPageLayout {
         Ok(())
     }
 
-    /// The grid of a token; `slot` is one of the page's.
+    /// The grid of a token; `slot` must be in the page.
     fn grid(&self, page: &[u8], slot: usize, is_value: bool) -> HeadGrid {
         let at = self.grid_at(slot, is_value);
         let half = |at: usize| f16::from_le_bytes([page[at], page[at + 1]]);
@@ -227,7 +227,7 @@ impl KvPageLayout {
         slot / TILE_TOKENS * self.tile_bytes() + part + 4 * (slot % TILE_TOKENS)
     }
 
-    /// The byte where the word of a feature begins.
+    /// The first byte of the word that holds a feature.
     fn word_at(&self, slot: usize, is_value: bool, feature: usize) -> usize {
         let (tile, token) = (slot / TILE_TOKENS, slot % TILE_TOKENS);
         let word = feature * self.bits() / 32;
@@ -238,7 +238,7 @@ impl KvPageLayout {
             }
     }
 
-    /// The byte of the half word that holds a feature, and the bit of a code in it before that is rotated.
+    /// The first byte of the half word that holds a feature, and the bit of its code before the rotation.
     fn half_at(&self, slot: usize, is_value: bool, feature: usize) -> (usize, usize) {
         let word = self.word_at(slot, is_value, feature);
         match self.kind {

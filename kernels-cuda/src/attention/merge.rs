@@ -1,4 +1,4 @@
-//! Joining results on parts of sequences: the variant of the kernel, its grid and its arguments.
+//! Merging results on parts of sequences: the kernel variant, its grid and its arguments.
 
 use quant_kernels_cpu::KernelError;
 
@@ -9,25 +9,25 @@ use crate::registry::Entry;
 
 const THREADS: usize = 128;
 
-/// What a launch is planned by.
+/// The parameters that a launch is planned from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MergeShape {
-    /// Parts to join, in order.
+    /// Number of parts to merge.
     pub parts: usize,
-    /// Rows of each: sequences times query heads.
+    /// Rows of each part: sequences times query heads.
     pub rows: usize,
-    /// Features of a row.
+    /// Features per row.
     pub head_dim: usize,
-    /// Of the joined rows; parts are f32.
+    /// Type of the merged rows; parts are f32.
     pub out: Float,
 }
 
-/// Where things are on the device.
+/// Device addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MergeArguments {
     /// f32 `[parts, rows, head_dim]`.
     pub sums: u64,
-    /// f32 `[parts, rows]`: log-sum-exps, minus infinity of parts that saw nothing.
+    /// f32 `[parts, rows]`: log-sum-exps, minus infinity for parts without tokens.
     pub logs: u64,
     /// `[rows, head_dim]`.
     pub out: u64,
@@ -38,7 +38,7 @@ pub struct MergeArguments {
 /// A planned launch of `attention_merge`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MergePlan {
-    /// The kernel: the same for all architectures.
+    /// The kernel, the same for all architectures.
     pub variant: Variant,
     /// Blocks and threads.
     pub launch: LaunchShape,
@@ -69,7 +69,7 @@ impl MergeShape {
 }
 
 impl MergePlan {
-    /// What its machine code is held to.
+    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(self) -> Entry {
         Entry {
             family: "attention",
@@ -79,7 +79,7 @@ impl MergePlan {
         }
     }
 
-    /// The arguments of the kernel, in its order.
+    /// The arguments of the kernel, in order.
     pub fn arguments(&self, at: &MergeArguments) -> [Argument; 7] {
         let u = |x: usize| Argument::U32(x as u32);
         [

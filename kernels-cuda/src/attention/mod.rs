@@ -1,14 +1,15 @@
-//! Attention on a paged cache of keys and values of 4, 8 or 16 bits: appended to, and decoded from.
+//! Attention on a paged cache of keys and values with 4, 8 or 16 bits: appending and decoding.
 //!
-//! What is stored is defined by [`quant_kernels_cpu::attention`]: the grid of a head of a token is that of
-//! [`quantize_head`](quant_kernels_cpu::attention::quantize_head), bit for bit. Where it lies in a page is the GPU's own
-//! ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences, [`DecodeShape`]
-//! one that attends with the last queries of each, usually one, [`MergeShape`] one that joins results on parts of sequences. Planning is host
-//! arithmetic: it needs no device and no CUDA.
+//! [`quant_kernels_cpu::attention`] defines the stored values: the grid of each head of a token is bit-identical to
+//! that of [`quantize_head`](quant_kernels_cpu::attention::quantize_head). The order within a page is specific to the
+//! GPU ([`KvPageLayout`]). [`AppendShape`] plans a launch that quantizes and stores tokens of many sequences,
+//! [`DecodeShape`] a launch that attends with the last queries of each sequence, usually one, and [`MergeShape`] a
+//! launch that merges results on parts of sequences. Planning is host arithmetic: it needs no device and no CUDA.
 //!
 //! # The definition
 //!
-//! Of a query head `q` (f16, or bf16) and the tokens `t` that it sees, with stored scales `s`, zeros `z` and codes `c`:
+//! For a query head `q` (f16 or bf16) and the tokens `t` that it sees, with stored scales `s`, zero points `z` and
+//! codes `c`:
 //!
 //! ```text
 //! score_t = scale · Σ q (s_t c_t + z_t) = scale · (s_t Σ q c_t + z_t Σ q)
@@ -16,27 +17,30 @@
 //! Σ p_t · v̂_t = Σ h(p_t · s_t)(c_t − centre) + Σ p_t · (z_t + centre · s_t)      centre = 8 or 128, h rounds to f16
 //! ```
 //!
-//! Of f16 pages `k̂` and `v̂` are as stored, and `Σ h(p_t) v̂_t` is all there is. Queries of bf16 become f16 times a power of
-//! two of each head, which keeps all but what is below `2⁻³⁹` of the head's largest.
+//! For f16 pages, `k̂` and `v̂` are the stored values, and only `Σ h(p_t) v̂_t` remains. Queries in bf16 are converted
+//! to f16 times a power of two for each head, which keeps everything except what is below `2⁻³⁹` of the head's maximum.
 //!
-//! Sequences are cut by [`SplitRule`], by nothing but their own tokens; a split's tiles of 16 tokens go to its warps in
-//! turn, and warps and splits are joined in order. So a result is the same, bit for bit, whatever else is in the launch,
-//! whatever the order in which blocks run, and wherever the pages lie.
+//! Sequences are split by [`SplitRule`], only by their own number of tokens. The tiles of 16 tokens of a split are
+//! distributed over its warps in turn, and results of warps and splits are combined in a fixed order. So results are
+//! bit-identical whatever else is in the launch, in whichever order blocks run, and wherever the pages are.
 //!
 //! # The bound
 //!
-//! Let `u = 2⁻²⁴`, `d` the features, `o + l` the largest that a code becomes as a half (271 at 4 bits, 1279 at 8; `o` is
-//! 256 or 1024), `n` the tokens, `P_t` the exact probabilities, and `T = max(512, n / 32 + 64) / 2 + 64`, which bounds the
-//! numbers that one accumulator of a warp adds, with those of the joins. The tensor cores' sums are taken to be off by `2 u`
-//! of the magnitudes added, an addition: they may truncate.
+//! Let `u = 2⁻²⁴`, `d` the features, `o + l` the largest f16 that a code becomes (271 with 4 bits, 1279 with 8; `o` is
+//! 256 or 1024), `n` the tokens, `P_t` the exact probabilities, and `T = max(512, n / 32 + 64) / 2 + 64`, a bound of
+//! how many numbers one accumulator of a warp adds, including the merges. The sums of tensor cores are assumed to have
+//! an error of `2 u` of the added magnitudes per addition, because they may truncate.
 //!
-//! - A score's sums of products of halves, exact each: `Σ q (c + o)` and its start by `2 (d + 2) · 2 u (o + l) Σ |q|` together, `Σ q`
-//!   by `(d + 2) · 2 u Σ |q|`; and four roundings. So `δ = |scale| Σ |q| · (6 d + 32) u · max_t ((o + l) s_t + |z_t|)`, of f16 pages
-//!   `δ = |scale| (2 d + 16) u · max_t Σ |q k_t|`; bf16 adds `|scale| d · 2⁻³⁹ max |q| · max_t max |k̂_t|`.
-//! - Exponentials are `2⁻²²` off, and differences of scores rounded: `ε = 2 δ + 2⁻²¹ + 2⁻²² · max_t |score_t|`, so each `p_t` is off by a
-//!   factor within `1 ± ε`, and each ratio to their sum within `1 ± (2 ε + 2 T u)`.
-//! - `h` is off by `2⁻¹¹` of `p_t s_t`, or, below the normal halves, by `2⁻³¹` of the largest scale; it meets `c − centre` only.
-//! - Sums of `h (c + o)` and what is taken away again: `4 T u (o + l) Σ P_t s_t`.
+//! - The sums of products of f16 values in a score, whose products are exact, have these errors: `Σ q (c + o)` and its
+//!   initial value `2 (d + 2) · 2 u (o + l) Σ |q|` together, `Σ q` an error of `(d + 2) · 2 u Σ |q|`; and four
+//!   roundings. So `δ = |scale| Σ |q| · (6 d + 32) u · max_t ((o + l) s_t + |z_t|)`, for f16 pages `δ = |scale| (2 d +
+//!   16) u · max_t Σ |q k_t|`; bf16 adds `|scale| d · 2⁻³⁹ max |q| · max_t max |k̂_t|`.
+//! - Exponentials have an error of `2⁻²²`, and differences of scores are rounded: `ε = 2 δ + 2⁻²¹ + 2⁻²² · max_t
+//!   |score_t|`, so each `p_t` has a relative error within `1 ± ε`, and each ratio to their sum within `1 ± (2 ε + 2 T
+//!   u)`.
+//! - `h` has an error of `2⁻¹¹` of `p_t s_t`, or, below the normal f16 range, of `2⁻³¹` of the largest scale; it
+//!   affects `c − centre` only.
+//! - Sums of `h (c + o)` and the subtracted offset: `4 T u (o + l) Σ P_t s_t`.
 //!
 //! ```text
 //! |out − exact| ≤ (2 ε + 4 T u) Σ P_t |v̂_t| + 2⁻¹¹ Σ P_t s_t |c_t − centre| + (4 T u (o + l) + 2 ε) Σ P_t s_t + 2⁻³¹ n centre max s_t
@@ -44,7 +48,8 @@
 //! |lse − exact| ≤ ε + (T + 8) u + 2⁻²² (1 + |lse|)
 //! ```
 //!
-//! and the output's own rounding to f16 or bf16. These are worst cases; what rounds at random stays far below.
+//! plus the rounding of the output to f16 or bf16. These are worst cases; with random rounding errors, actual errors
+//! are far smaller.
 
 mod append;
 mod decode;
@@ -68,26 +73,26 @@ const HEADERS: [(&str, &str); 3] = [
     ("kv_layout.cuh", include_str!("../../cuda/kv_layout.cuh")),
     ("attention_tile.cuh", include_str!("../../cuda/attention_tile.cuh")),
 ];
-/// The text of `kv_append`.
+/// The source of `kv_append`.
 pub static APPEND_SOURCE: Source =
     Source { name: "kv_append.cu", text: include_str!("../../cuda/kv_append.cu"), headers: &HEADERS };
-/// The text of `attention_decode`.
+/// The source of `attention_decode`.
 pub static DECODE_SOURCE: Source = Source {
     name: "attention_decode.cu",
     text: include_str!("../../cuda/attention_decode.cu"),
     headers: &HEADERS,
 };
-/// The text of `attention_merge`.
+/// The source of `attention_merge`.
 pub static MERGE_SOURCE: Source = Source {
     name: "attention_merge.cu",
     text: include_str!("../../cuda/attention_merge.cu"),
     headers: &HEADERS,
 };
 
-/// What the head sizes, layouts and types in use take: what is compiled for every architecture before a release. Other
-/// shapes are planned and compiled in the same way when they are first met.
+/// The variants for common head sizes, layouts and types, which are compiled for every architecture before a release.
+/// Other shapes are planned and compiled in the same way when first used.
 pub fn variants() -> Vec<Entry> {
-    // That these shapes are some is tested; were one none, its variants would be missed there.
+    // A test checks that these shapes can be planned; otherwise their variants would be missing.
     listed().unwrap_or_default()
 }
 
@@ -97,7 +102,7 @@ fn listed() -> Result<Vec<Entry>, KernelError> {
     for (i, kind) in [KvType::Kv4, KvType::Kv8, KvType::F16].into_iter().enumerate() {
         for (j, head_dim) in [64, 96, 128, 256].into_iter().enumerate() {
             let layout = KvPageLayout::new(kind, head_dim, 64)?;
-            // Types change what is at the ends of a kernel: they are dealt out.
+            // Types only change the beginning and end of a kernel, so not every combination is listed.
             for input in [[F16, Bf16], [Bf16, F32], [F32, F16]][(i + j) % 3] {
                 entries.push(AppendShape { layout, kv_heads: 1, tokens: 1, input }.plan()?.entry());
             }
@@ -132,7 +137,7 @@ mod tests {
     fn what_is_listed_can_be_planned() {
         assert!(listed().is_ok());
         let of = |kernel| variants().iter().filter(|entry| entry.variant.kernel == kernel).count();
-        // Three kinds, four sizes of heads, two or three of the types.
+        // Three kinds, four head sizes, two or three of the types.
         assert_eq!([of("kv_append"), of("attention_decode"), of("attention_merge")], [24, 36, 3]);
     }
 }

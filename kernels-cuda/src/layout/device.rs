@@ -1,4 +1,4 @@
-//! Packing on the device: which kernels of `cuda/linear_pack.cu` write which sections.
+//! Packing on the device: the kernels of `cuda/linear_pack.cu` and the sections that they write.
 
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
@@ -6,7 +6,7 @@ use super::{Order, TILE_ROWS, WeightLayout};
 use crate::compile::{Source, Variant};
 use crate::launch::LaunchShape;
 
-/// The text of the kernels.
+/// The source of the kernels.
 pub static SOURCE: Source = Source {
     name: "linear_pack.cu",
     text: include_str!("../../cuda/linear_pack.cu"),
@@ -16,13 +16,14 @@ pub static SOURCE: Source = Source {
     ],
 };
 
-/// One of the kernels that pack a matrix, in any order of launches.
+/// One of the kernels that pack a matrix; they may be launched in any order.
 ///
-/// Arguments: `pack_codes(codes, fault, out, n, k, middle, most)`; `pack_parameters(codes, scales, zeros, fault, out, n, k,
-/// group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums, n, k,
-/// group_size, middle, most)`. Sources are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device memory, null
-/// where there are none, and `channels` of E4M3 scales the one that these are divided by; targets the sections of the packed matrix; `most` is `2^bits − 1`. `fault`, zero before, is one
-/// afterwards if packing on the CPU would have refused a value. Fillers between sections stay what they were.
+/// Arguments: `pack_codes(codes, fault, out, n, k, middle, most)`; `pack_parameters(codes, scales, zeros, fault, out,
+/// n, k, group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums,
+/// n, k, group_size, middle, most)`. Inputs are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device
+/// memory, or null if the view has none; for E4M3 scales `channels` is the one number that these are divided by.
+/// Outputs are the sections of the packed matrix. `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards
+/// if packing on the CPU would have rejected a value. Padding between sections is left unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackLaunch {
     /// The kernel.
@@ -63,7 +64,7 @@ impl WeightLayout {
             ("ZEROS", flag(self.middle.is_none())),
             ("SUMS", flag(self.sums)),
         ];
-        // Indices of features and rows are of 32 bits in these kernels.
+        // These kernels use 32-bit indices of features and rows.
         if self.n.max(self.k) > i32::MAX as usize {
             return Err(KernelError::TooLarge("the matrix to pack"));
         }

@@ -1,4 +1,4 @@
-//! Logical codes, scales and zeros become packed bytes, and these the former again, on the CPU.
+//! Packs logical codes, scales and zero points on the CPU, and unpacks them.
 
 use half::{bf16, f16};
 use quant_kernels_cpu::e8m0_value;
@@ -6,13 +6,13 @@ use quant_kernels_cpu::e8m0_value;
 use super::{FloatFormat, KernelError, ScaleType, Scales, Section, TILE_K, TILE_ROWS, Unpacked, WeightView};
 use super::{WeightLayout, pair_order};
 
-/// What `128 + (q − z) s` must stay within for the kernels: a byte.
+/// Maximum of `128 + (q − z) s` for the kernels: a byte.
 const PROGRESSIVE: core::ops::RangeInclusive<i32> = -128..=127;
 
-/// The smallest E4M3 code that is no number without a sign.
+/// The smallest E4M3 code without a sign that is not a number.
 const E4M3_NAN: u8 = 0x7f;
 
-/// What is packed of one row and group.
+/// The parameters of one row and group.
 struct Group {
     scale: [u8; 4],
     zero: u8,
@@ -23,8 +23,8 @@ impl WeightLayout {
     /// Packs a view into `out`, which is overwritten.
     ///
     /// # Errors
-    /// When the view is not of this layout, `out` has another length than [`bytes`](Self::bytes), a code or zero is above
-    /// `2^bits − 1` or no number of its format, an E4M3 scale is negative or NaN, or a progressive weight
+    /// When the view does not have this layout, `out` does not have [`bytes`](Self::bytes) bytes, a code or zero point
+    /// is above `2^bits − 1` or not a number of its format, an E4M3 scale is negative or NaN, or a progressive weight
     /// `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
@@ -73,21 +73,21 @@ impl WeightLayout {
         for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
             let (at, bit) = self.code_place(row, i);
             let stored = self.spread(code.wrapping_sub(less) & mask, bit);
-            // A field may cross the end of its word.
+            // A field may wrap around the end of its word.
             for (byte, part) in out[at..at + 4].iter_mut().zip(stored.to_le_bytes()) {
                 *byte |= part;
             }
         }
     }
 
-    /// Where a code is in the matrix: the first byte of its word, and the bit in that, or the field.
+    /// The position of a code in the matrix: the first byte of its word, and the bit or the field within it.
     fn code_place(&self, row: usize, feature: usize) -> (usize, usize) {
         let tile = row / TILE_ROWS * self.tiles() + feature / TILE_K;
         let (at, bit) = self.place(row % TILE_ROWS, feature % TILE_K);
         (self.section(Section::Codes) + tile * self.tile_bytes() + at, bit)
     }
 
-    /// The parameters of a group, checked.
+    /// Reads and checks the parameters of a group.
     fn group(&self, view: &WeightView<'_>, row: usize, g: usize) -> Result<Group, KernelError> {
         let size = self.group_size;
         let codes = &view.codes(row..row + 1)[g * size..(g + 1) * size];
@@ -110,14 +110,14 @@ impl WeightLayout {
                 scale[0] = whole;
             }
             (Scales::Float(s), _) => scale = self.scale_bytes_of(s[row * view.groups() + g]),
-            // Refused where views are made.
+            // Already rejected when views are made.
             (Scales::E4m3 { .. }, _) => return Err(KernelError::Scheme("scales of a byte")),
         }
         let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
         Ok(Group { scale, zero, sum })
     }
 
-    /// The same of codes of a floating-point format.
+    /// As `group`, for codes of a floating-point format.
     fn float_group(
         &self,
         view: &WeightView<'_>,
@@ -136,20 +136,20 @@ impl WeightLayout {
             }
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),
-            // Refused where views are made.
+            // Already rejected when views are made.
             Scales::Progressive { .. } => return Err(KernelError::Scheme("two levels of scales")),
         };
         Ok(Group { scale, zero: 0, sum: 0 })
     }
 
-    /// A float scale as it is stored, the bytes that it takes first.
+    /// The stored bytes of a float scale; unused bytes are at the end.
     fn scale_bytes_of(&self, scale: f32) -> [u8; 4] {
         let mut bytes = [0; 4];
         match self.scales {
             _ if self.row_is_group() => bytes = scale.to_le_bytes(),
             ScaleType::F16 => put(&mut bytes, 0, &f16::from_f32(scale).to_le_bytes()),
             ScaleType::Bf16 => put(&mut bytes, 0, &bf16::from_f32(scale).to_le_bytes()),
-            // A power of two, as all are of such a layout; the smallest is subnormal, and has code 0.
+            // Scales of such a layout are powers of two. The smallest one is subnormal and has code 0.
             ScaleType::E8m0 => bytes[0] = (scale.to_bits() >> 23) as u8,
             ScaleType::F32 | ScaleType::Progressive | ScaleType::E4m3 => bytes = scale.to_le_bytes(),
         }
@@ -165,7 +165,7 @@ impl WeightLayout {
 
     fn pack_group(&self, row: usize, g: usize, group: &Group, out: &mut [u8]) {
         let (r, place) = (row % TILE_ROWS, pair_order(row % TILE_ROWS));
-        // A group wider than a tile stands in each of its tiles.
+        // The parameters of a group wider than a tile are repeated in each of its tiles.
         for tile in self.tiles_of(g) {
             let (at, slot) = self.parameters_of(row, g, tile);
             put(
@@ -186,22 +186,22 @@ impl WeightLayout {
         }
     }
 
-    /// The tiles that hold features of a group.
+    /// The tiles that contain features of a group.
     fn tiles_of(&self, g: usize) -> core::ops::Range<usize> {
         g * self.group_size / TILE_K..((g + 1) * self.group_size).div_ceil(TILE_K)
     }
 
-    /// Where the parameters beside a tile begin, and which of its groups `g` is.
+    /// The first byte of a tile's parameters, and the index of group `g` among its groups.
     fn parameters_of(&self, row: usize, g: usize, tile: usize) -> (usize, usize) {
         let block = row / TILE_ROWS * self.tiles() + tile;
         let slot = if self.group_size < TILE_K { g % (TILE_K / self.group_size) } else { 0 };
         (self.section(Section::Parameters) + block * self.parameter_bytes(), slot)
     }
 
-    /// The view's parts again, from the whole matrix.
+    /// Unpacks the whole matrix to the parts of the view.
     ///
     /// # Errors
-    /// When `packed` has another length, or memory is short.
+    /// When `packed` has another length, or there is too little memory.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         if packed.len() != self.bytes() {
             let (expected, got) = (self.bytes(), packed.len());
@@ -235,7 +235,8 @@ impl WeightLayout {
         Ok(out)
     }
 
-    /// Scale and zero of a group; the zero of a symmetric grid is 0 here. Of E4M3 scales it is what is divided.
+    /// Scale and zero point of a group; 0 for the zero point of a symmetric grid. For E4M3 scales, the scale before the
+    /// division.
     fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
         if self.row_is_group() {
             let zero = match self.middle {

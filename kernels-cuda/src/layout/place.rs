@@ -1,15 +1,17 @@
-//! Where the bits of a code lie within its tile.
+//! The positions of the bits of a code within its tile.
 
 use quant_kernels_cpu::FloatFormat;
 
 use super::{Order, WeightLayout};
 
 impl WeightLayout {
-    /// Where the code of a weight is within its tile: the first byte of its word, and the bit within that; of
-    /// floating-point codes which field of the word, of the odd feature 16 more. `row` and `feature` are those within the tile.
+    /// The position of a weight's code within its tile: the first byte of its word, and the bit within the word. For
+    /// floating-point codes, instead of the bit, the field of the word, plus 16 for the odd feature. `row` and
+    /// `feature` are relative to the tile.
     pub(crate) fn place(&self, row: usize, feature: usize) -> (usize, usize) {
         let (r, below) = (row % 8, row / 8);
-        // The step of `mma`, the half of its features, the lane's quarter of that, and which of the quarter.
+        // The step of `mma`, the half of its features, the lane's quarter of that half, and the index within the
+        // quarter.
         let step_k = match self.order {
             Order::Float => 16,
             Order::Int8 => 32,
@@ -29,9 +31,9 @@ impl WeightLayout {
         (512 * (word / 4) + 16 * lane + 4 * (word % 4), bit)
     }
 
-    /// The bits of a stored code in its word, where [`place`](Self::place) says. Of a floating-point code the magnitude
-    /// and the sign lie apart: `(code without its sign) · 2^m` and the sign's bit at `s`, 16 more of the odd feature, all modulo 32,
-    /// with `(m, s)` of a word's fields
+    /// The bits of a stored code within its word, at the position that [`place`](Self::place) returns. A floating-point
+    /// code is split into its magnitude and its sign: `(code without its sign) · 2^m`, and the sign's bit at `s`, plus
+    /// 16 for the odd feature, all modulo 32. `(m, s)` for the fields of a word:
     ///
     /// | | 0 | 1 | 2 | 3 |
     /// |---|---|---|---|---|
@@ -45,7 +47,7 @@ impl WeightLayout {
         low.rotate_left(magnitude) | high.rotate_left(sign)
     }
 
-    /// The code whose bits these are.
+    /// The code that these bits encode.
     pub(crate) fn gather(&self, word: u32, bit: usize) -> u8 {
         let mask = if self.code_bits == 4 { 15 } else { 255 };
         let Some((magnitude, sign, bits)) = self.split(bit) else {
@@ -55,7 +57,8 @@ impl WeightLayout {
         low | (word.rotate_right(sign) as u8 & 1) << bits
     }
 
-    /// Of a floating-point code the lowest bit of its magnitude, its sign, and how many bits the magnitude has.
+    /// For floating-point codes: the lowest bit of the magnitude, the bit of the sign, and the number of bits of the
+    /// magnitude.
     fn split(&self, bit: usize) -> Option<(u32, u32, u32)> {
         let (field, odd) = (bit % 16, (bit / 16 * 16) as u32);
         let (magnitude, sign) = match self.float? {
@@ -77,7 +80,7 @@ mod tests {
         WeightLayout::from_parts([32, 256], code_bits, 128, ScaleType::F16, Some(8), order, false).unwrap()
     }
 
-    /// Every bit of a tile belongs to one code.
+    /// Every bit of a tile belongs to exactly one code.
     #[test]
     fn places_fill_a_tile() {
         for (code_bits, order) in [(4, Order::Float), (8, Order::Float), (4, Order::Int8), (8, Order::Int8)] {
@@ -95,7 +98,8 @@ mod tests {
         }
     }
 
-    /// Of floating-point codes too, and each is found again; a word has the same numbers in the same places as those of integers.
+    /// The same for floating-point codes, and every code is recovered; words hold the same weights as those of
+    /// integers.
     #[test]
     fn bits_of_floating_point_codes_fill_a_tile() {
         for (format, scales) in [(FloatFormat::E2m1, ScaleType::E4m3), (FloatFormat::E4m3, ScaleType::E8m0)] {
@@ -119,7 +123,7 @@ mod tests {
         }
     }
 
-    /// The A fragments as the PTX ISA draws them: element `e` of register `i` of lane `l`.
+    /// The A fragments as in the figures of the PTX ISA: element `e` of register `i` of lane `l`.
     #[test]
     fn places_are_those_of_fragments() {
         for row in 0..TILE_ROWS {

@@ -1,7 +1,7 @@
-//! A linear as a framework calls it: from activations as floats to results of their type, every launch on the way.
+//! A linear as a framework calls it: from float activations to results of the same type, with all launches in between.
 //!
-//! [`LinearPlan`] is the product alone; weights that are packed for integers want their activations rounded first.
-//! A [`LinearCall`] plans both and the memory between them. It is arithmetic of the host, as plans are.
+//! [`LinearPlan`] is only the product; weights that are packed for integers need their activations quantized first. A
+//! [`LinearCall`] plans both, and the memory between them. Like plans, it is host arithmetic.
 
 use quant_kernels_cpu::KernelError;
 
@@ -14,26 +14,26 @@ use crate::float::Float;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
 
-/// What the parts of the scratch memory are aligned to, in bytes.
+/// Alignment of the parts of the scratch memory, in bytes.
 const ALIGN: usize = 256;
 
-/// Activations and results of a call.
+/// The activations and results of a call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallShape {
     /// Tokens.
     pub m: usize,
     /// The type of the activations `[m, k]`.
     pub element: Float,
-    /// Elements from a row of them to the next: `k`, or more where weights are packed for floats.
+    /// Elements between rows: `k`, or more if weights are packed for floats.
     pub stride: usize,
-    /// The type of the results `[m, n]`, without gaps.
+    /// The type of the results `[m, n]`, which are contiguous.
     pub output: Output,
-    /// One scale and zero of all activations; without it each token has a scale of its own. For integers.
+    /// One scale and zero point for all activations; without it each token has its own scale. Only for integers.
     pub fixed: Option<FixedScale>,
 }
 
 impl CallShape {
-    /// Rows of `k` activations without gaps, and results of their type.
+    /// Contiguous rows of `k` activations, and results of their type.
     pub fn new(element: Float, m: usize, k: usize) -> Self {
         let output = match element {
             Float::F16 => Output::F16,
@@ -44,7 +44,7 @@ impl CallShape {
     }
 }
 
-/// A linear of so many tokens, settled.
+/// A planned linear for a number of tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearCall {
     rounding: Option<Rounding>,
@@ -56,7 +56,7 @@ pub struct LinearCall {
     scratch_bytes: usize,
 }
 
-/// How activations become integers, and where in the scratch memory these lie, behind the product's workspace.
+/// How activations are quantized, and where in the scratch memory the results are, after the product's workspace.
 #[derive(Debug, Clone, PartialEq)]
 struct Rounding {
     plan: ActivationPlan,
@@ -67,43 +67,43 @@ struct Rounding {
     scales_at: usize,
 }
 
-/// Where things are on the device.
+/// Device addresses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallArguments {
-    /// The packed matrix, all sections.
+    /// The packed matrix with all sections.
     pub weight: Region,
     /// f32 `[n]`, or [`Region::NONE`].
     pub bias: Region,
-    /// `[m, k]`, from a multiple of 16 bytes on.
+    /// `[m, k]`, at a multiple of 16 bytes.
     pub x: Region,
-    /// `[m, n]` without gaps.
+    /// `[m, n]`, contiguous.
     pub out: Region,
-    /// As many bytes as the call says, from a multiple of 256 on, of which the first are zero before these launches. What
-    /// other calls left there is not.
+    /// As many bytes as the call needs, at a multiple of 256. The first ones must be 0 before these launches, and are
+    /// not 0 if other calls have used them.
     pub scratch: Region,
 }
 
-/// One launch of a call: for [`Kernels::kernel`](crate::device::Kernels::kernel) and
+/// One launch of a call, for [`Kernels::kernel`](crate::device::Kernels::kernel) and
 /// [`Kernel::launch`](crate::device::Kernel::launch), in order, on one stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallLaunch {
     /// The kernel.
     pub variant: Variant,
-    /// Blocks, threads, shared memory.
+    /// Blocks, threads and shared memory.
     pub shape: LaunchShape,
-    /// In the kernel's order.
+    /// In the order of the kernel.
     pub arguments: Vec<Argument>,
 }
 
 impl LinearCall {
-    /// Plans a call. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or bf16, whose rows are a
-    /// multiple of 8 elements apart; those of [`Order::Int8`] with integers of 8 bits, a scale per token, or one scale and
-    /// zero where [`fixed`](CallShape::fixed) is.
+    /// Plans a call. Weights of [`Order::Float`] are multiplied with the activations themselves, f16 or bf16, whose
+    /// rows are a multiple of 8 elements apart. Weights of [`Order::Int8`] are multiplied with 8-bit integers, with a
+    /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats; rows that are other
-    /// than `k` elements apart with integers, or fewer with floats; a scale that is not above zero; a zero without sums in
-    /// the layout. What plans refuse.
+    /// When weights and activations do not fit each other: `f32` or `fixed` with weights for floats; rows that are not
+    /// exactly `k` elements apart with integers, or closer than that with floats; a scale that is not positive; a zero
+    /// point without sums in the layout. Also for all errors of the plans.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let CallShape { m, element, stride, output, fixed } = *shape;
@@ -127,7 +127,7 @@ impl LinearCall {
             (Order::Int8, _) => Activation::Int8 { zero: fixed.is_some_and(|by| by.zero != 0) },
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
-        // Tickets come first, for they alone are zero before.
+        // Tickets come first, because only they must be 0 before.
         let mut end = product.ticket_bytes;
         let mut place = |bytes: Option<usize>| {
             let at = end.checked_next_multiple_of(ALIGN);
@@ -153,17 +153,17 @@ impl LinearCall {
         Ok(Self { rounding, product, n, m, stride, workspace_at, scratch_bytes: end })
     }
 
-    /// Bytes of scratch memory, which calls that may run at the same time do not share.
+    /// Bytes of scratch memory. Concurrent calls may not share it.
     pub fn scratch_bytes(&self) -> usize {
         self.scratch_bytes
     }
 
-    /// Bytes at its beginning that are zero before the launches.
+    /// Bytes at its beginning that must be 0 before the launches.
     pub fn zero_bytes(&self) -> usize {
         self.product.ticket_bytes
     }
 
-    /// Elements of the results.
+    /// Number of elements of the results.
     pub fn results(&self) -> usize {
         self.m * self.n
     }
@@ -173,10 +173,10 @@ impl LinearCall {
         &self.product
     }
 
-    /// What is launched, one after the other: none without tokens.
+    /// The launches, in order; none if there are no tokens.
     ///
     /// # Errors
-    /// When a region is too small or lies at no multiple of what its type needs.
+    /// When a region is too small or misaligned for its type.
     pub fn launches(&self, at: &CallArguments) -> Result<Vec<CallLaunch>, KernelError> {
         if self.m == 0 {
             return Ok(Vec::new());
@@ -280,14 +280,14 @@ mod tests {
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             assert_eq!(launches.len(), 1);
             assert_eq!(launches[0].variant.kernel, "linear");
-            // x and out, as they were given.
+            // `x` and `out` are passed on unchanged.
             assert_eq!(launches[0].arguments[5], Argument::U64(0x30_0000));
             assert_eq!(launches[0].arguments[8], Argument::U64(0x40_0000));
             assert_eq!(call.results(), 3 * 512);
         }
     }
 
-    /// Codes and scales lie behind the workspace, apart from each other, and the product reads what rounding wrote.
+    /// Codes and scales are after the workspace, without overlap, and the product reads what the quantization wrote.
     #[test]
     fn whole_numbers_pass_through_the_scratch_memory() {
         for (m, k) in [(1, 4096), (7, 1000), (300, 4096)] {
@@ -338,7 +338,7 @@ mod tests {
         }
     }
 
-    /// Rows with gaps, where nothing is rounded, and results of another type than the activations.
+    /// Rows with gaps, which are not quantized, and results of another type than the activations.
     #[test]
     fn rows_have_gaps_and_results_a_type_of_their_own() {
         let layout = layout(1004, Order::Float, false);

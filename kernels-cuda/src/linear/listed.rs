@@ -8,8 +8,9 @@ use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
-/// Variants that stand for all: of every scheme one for few tokens or one for many, by turns; of the common schemes every
-/// shape, with as deep rings as small and large multiprocessors have, and those of matrices that are not cut.
+/// A selection of variants: of every scheme, alternately one for few tokens or one for many; of common schemes every
+/// shape, with the depths of rings on small and large multiprocessors, and the variants for matrices that are not cut
+/// along `k`.
 pub fn variants() -> Vec<Entry> {
     let mut variants = listed(Architecture::Sm86, true);
     for variant in listed(Architecture::Sm90, false) {
@@ -22,7 +23,7 @@ pub fn variants() -> Vec<Entry> {
     entries
 }
 
-/// The variants that a typical device of an architecture takes; of the common schemes, or of all.
+/// The variants for a typical device of an architecture, of all schemes or only of the common ones.
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
     let device = DeviceLimits::of(architecture);
     let mut variants = Vec::new();
@@ -36,7 +37,8 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
             (false, false) => &[],
         };
         for &m in tokens {
-            // Of several chunks, which follow each other only where tokens are many; and of one that has no halves.
+            // A matrix with several chunks, which are computed one after another only for many tokens; and one without
+            // halves.
             let shapes: &[[usize; 2]] =
                 if common && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
             for &shape in shapes {
@@ -51,25 +53,25 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
 }
 
 impl LinearVariant {
-    /// What its machine code is held to.
+    /// The variant, with the requirements on its machine code.
     pub(super) fn entry(&self) -> Entry {
         let product = if self.scheme.is_float() { "HMMA.16816.F32" } else { "IMMA.16832" };
         Entry {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
-            // Products, fragments of activations, copies that do not pass through registers, codes 16 bytes at a time.
+            // Products, fragments of activations, copies that bypass registers, codes 16 bytes at a time.
             instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
         }
     }
 }
 
-/// The kernels that pack, of some schemes.
+/// The packing kernels for some schemes.
 fn packing() -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
-            // Of each kernel as many as differ in the kinds of codes and scales.
+            // As many of each kernel as differ in the kinds of codes and scales.
             let is_float = |variant: &Variant| !variant.defines.contains(&("CODES", "INTEGER".to_owned()));
             let kind = |variant: &Variant| (variant.kernel, is_float(variant));
             let same = |e: &Entry| kind(&e.variant) == kind(&launch.variant);
@@ -88,7 +90,7 @@ fn packing() -> Vec<Entry> {
     entries
 }
 
-/// A layout of every scheme, with activations and results; whether it is one of the common ones.
+/// A layout of every scheme, with activations and results, and whether it is one of the common ones.
 fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
     let mut schemes = Vec::new();
     let k = 4096;

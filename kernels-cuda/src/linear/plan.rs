@@ -1,4 +1,4 @@
-//! A launch: grid, workspace and arguments.
+//! Planned launches: grid, workspace and arguments.
 
 use quant_kernels_cpu::KernelError;
 
@@ -7,76 +7,78 @@ use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, Parts};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
-/// A launch, settled.
+/// A planned launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearPlan {
     /// The kernel.
     pub variant: LinearVariant,
-    /// Blocks, threads, shared memory. No blocks where there are no tokens.
+    /// Blocks, threads and shared memory. No blocks if there are no tokens.
     pub launch: LaunchShape,
-    /// Chunks of `k`.
+    /// Number of chunks of `k`.
     pub chunks: u32,
-    /// Bytes of tickets, by which blocks that share a tile of results know who is last: zero before a launch, and after it.
+    /// Bytes of tickets, with which the blocks that share a tile of results find out which one finishes last. They must
+    /// be 0 before a launch, which resets them to 0.
     pub ticket_bytes: usize,
-    /// Bytes of the workspace, in which they meet. What it holds before does not matter.
+    /// Bytes of the workspace, in which these blocks combine their sums. Its contents before the launch do not matter.
     pub workspace_bytes: usize,
     layout: WeightLayout,
     m: usize,
 }
 
-/// Where things are on the device. What the plan does not ask for is [`Region::NONE`].
+/// Device addresses. Regions that the plan does not use are [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearArguments {
-    /// The packed matrix, all sections.
+    /// The packed matrix with all sections.
     pub weight: Region,
     /// f16, bf16 or i8 `[m, k]`, rows `x_stride` apart.
     pub x: Region,
-    /// Elements between rows of activations: `k` or more, a multiple of 16 bytes.
+    /// Elements between rows of activations: at least `k`, and a multiple of 16 bytes.
     pub x_stride: usize,
-    /// f32 `[m]`, of activations of 8 bits.
+    /// f32 `[m]`, for 8-bit activations.
     pub x_scales: Region,
-    /// The zero of activations of 8 bits, −128 to 127; 0 where the layout has no sums.
+    /// The zero point of 8-bit activations, −128 to 127; 0 if the layout has no sums.
     pub x_zero: i32,
-    /// f32 `[n]`, where there is a bias.
+    /// f32 `[n]`, if there is a bias.
     pub bias: Region,
     /// f16, bf16 or f32 `[m, n]`, rows `out_stride` apart.
     pub out: Region,
-    /// Elements between rows of results, `n` or more.
+    /// Elements between rows of results, at least `n`.
     pub out_stride: usize,
-    /// As many bytes as the plan says, or more: zero before, and left so. Launches of any plans of this crate, one after the other,
-    /// share them, so an engine allocates the most of its plans once for each stream. Launches that may run at the same time do not.
+    /// At least as many bytes as the plan needs, 0 before the launch, which resets them to 0. Launches of any plans of
+    /// this crate that run one after another may share tickets, so an engine allocates the maximum over its plans once
+    /// per stream. Concurrent launches may not share them.
     pub tickets: Region,
-    /// As many bytes as the plan says, or more. Shared as the tickets are.
+    /// At least as many bytes as the plan needs. May be shared like the tickets.
     pub workspace: Region,
 }
 
-/// Bytes that a launch moves, each as often as it must be.
+/// Memory traffic of a launch in bytes, counting only necessary accesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearTraffic {
-    /// Of the packed matrix, fillers included; read once.
+    /// The packed matrix including padding, read once.
     pub weights: usize,
-    /// Activations and their scales, read once from memory; every block reads its part again, from the L2 cache.
+    /// Activations and their scales, read from memory once; further reads by other blocks come from the L2 cache.
     pub activations: usize,
-    /// Written once; with the bias.
+    /// Results, written once, and the bias.
     pub results: usize,
-    /// Sums of chunks, written once and read once, which a device's L2 cache holds if it has room. All blocks of a tile
-    /// leave theirs but the last, and only those of tokens that are there. Tickets, 8 bytes a tile of results, are left out.
+    /// Sums of chunks, written once and read once, which stay in the L2 cache if it is large enough. All blocks of a
+    /// tile except the last one write theirs, only for tokens that exist. Does not include tickets, 8 bytes per tile of
+    /// results.
     pub workspace: usize,
 }
 
 impl LinearTraffic {
-    /// All of them.
+    /// All traffic.
     pub fn total(&self) -> usize {
         self.weights + self.activations + self.results + self.workspace
     }
 }
 
 impl LinearPlan {
-    /// Plans `m` tokens.
+    /// Plans a product with `m` tokens.
     ///
     /// # Errors
-    /// When weights and activations do not belong together, or the grid or an index goes beyond what the kernel counts
-    /// with.
+    /// When weights and activations do not fit each other, or the grid or an index exceeds the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
         activation: Activation,
@@ -89,7 +91,7 @@ impl LinearPlan {
         Self::of_variant(variant, layout, m)
     }
 
-    /// Plans `m` tokens with a given variant, of the scheme of the layout.
+    /// Plans a product with `m` tokens and a given variant, of the scheme of the layout.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -98,14 +100,15 @@ impl LinearPlan {
         let small = |value: usize, most: usize, what| {
             if value <= most { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
-        // Indices of features and tokens, and bytes of a row, are of 32 bits in the kernel, and reach a block beyond.
+        // The kernel uses 32-bit indices of features, tokens and bytes of a row, which go up to one block beyond the
+        // end.
         let most = i32::MAX as usize / 2 - 1024;
         small(k, most, "the input features")?;
         small(m, most, "the tokens")?;
-        // Eight token tiles of every row tile are counted together.
+        // Eight token tiles of every row tile are numbered together.
         small(n, most / 8, "the output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        // Two sets take halves side by side, `serial` ones one after the other.
+        // Two sets of warps compute the halves concurrently; `serial` parts follow each other.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("a variant for other parts of k"));
@@ -128,7 +131,7 @@ impl LinearPlan {
         Ok(Self { variant, launch, chunks: chunks as u32, ticket_bytes, workspace_bytes, layout: *layout, m })
     }
 
-    /// What a launch moves, without a bias.
+    /// The traffic of a launch, without a bias.
     pub fn traffic(&self) -> LinearTraffic {
         let (n, k) = (self.layout.n(), self.layout.k());
         let scheme = &self.variant.scheme;
@@ -142,10 +145,10 @@ impl LinearPlan {
         }
     }
 
-    /// The arguments of the kernel, in its order.
+    /// The arguments of the kernel, in order.
     ///
     /// # Errors
-    /// When a region is too small or lies at no multiple of what its type needs, or a stride or zero is invalid.
+    /// When a region is too small or misaligned for its type, or a stride or zero point is invalid.
     pub fn arguments(&self, at: &LinearArguments) -> Result<[Argument; 19], KernelError> {
         let (layout, scheme, m) = (&self.layout, &self.variant.scheme, self.m);
         let (n, k) = (layout.n(), layout.k());
@@ -313,7 +316,7 @@ mod tests {
             LinearArguments { tickets: region(0x100, plan.ticket_bytes - 1), ..good },
             LinearArguments { workspace: Region::NONE, ..good },
             LinearArguments { workspace: region(0x210, plan.workspace_bytes), ..good },
-            // Beyond the last address.
+            // Past the last address.
             LinearArguments { workspace: region(u64::MAX - 255, plan.workspace_bytes), ..good },
             LinearArguments { weight: region(u64::MAX - 255, plan.layout.bytes()), ..good },
         ];

@@ -1,10 +1,10 @@
-//! What a variant multiplies: types of activations, weights and results, and how weights are grouped.
+//! The scheme of a variant: types of activations, weights and results, and the groups of weights.
 
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
 use crate::layout::{Order, TILE_K, WeightLayout};
 
-/// What activations are, as the kernel reads them: `[m, x_stride]` row-major, of which `k` are read. Rows begin at multiples of
+/// Activations as the kernel reads them: `[m, x_stride]` row-major, of which `k` are used. Rows begin at multiples of
 /// 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
@@ -12,14 +12,14 @@ pub enum Activation {
     F16,
     /// bfloat16.
     Bf16,
-    /// Integers of 8 bits with a scale per token; `zero`: and a zero, the same for all tokens.
+    /// 8-bit integers with a scale per token; with `zero`, also a zero point that is the same for all tokens.
     Int8 {
-        /// Whether there is a zero.
+        /// Whether there is a zero point.
         zero: bool,
     },
 }
 
-/// What results are rounded to.
+/// The type that results are rounded to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Output {
     /// IEEE half.
@@ -30,15 +30,15 @@ pub enum Output {
     F32,
 }
 
-/// What of weights, activations and results is compiled into a variant.
+/// The properties of weights, activations and results that are compiled into a variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearScheme {
     pub(super) activation: Activation,
     pub(super) output: Output,
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     pub(super) float: Option<FloatFormat>,
     pub(super) code_bits: usize,
-    /// Features of a group: 32, 64, 128, of floating-point codes also 16, or `None` where a row is one group.
+    /// Features per group: 32, 64, 128, with floating-point codes also 16, or `None` if a row is one group.
     pub(super) group: Option<usize>,
     pub(super) scale: Scale,
     pub(super) zeros: bool,
@@ -59,10 +59,10 @@ pub(super) enum Scale {
 }
 
 impl LinearScheme {
-    /// That of packed weights with these activations and results.
+    /// The scheme of packed weights with these activations and results.
     ///
     /// # Errors
-    /// When the weights' codes lie for other activations, or lack the sums that a zero of activations needs.
+    /// When the weights are packed for other activations, or lack the sums that the zero point of activations needs.
     pub fn new(layout: &WeightLayout, activation: Activation, output: Output) -> Result<Self, KernelError> {
         let (order, zero) = match activation {
             Activation::Int8 { zero } => (Order::Int8, zero),
@@ -75,7 +75,7 @@ impl LinearScheme {
             return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
         }
         let activation = match activation {
-            // Sums that stand beside the tiles are read past, so they belong to the scheme.
+            // Sums among the parameters of tiles change the offsets, so they belong to the scheme.
             Activation::Int8 { .. } => Activation::Int8 { zero: layout.has_sums() },
             float => float,
         };
@@ -103,12 +103,12 @@ impl LinearScheme {
         })
     }
 
-    /// Bytes of an activation.
+    /// Bytes per activation.
     pub fn activation_bytes(&self) -> usize {
         if self.is_float() { 2 } else { 1 }
     }
 
-    /// Bytes of a result.
+    /// Bytes per result.
     pub fn output_bytes(&self) -> usize {
         if self.output == Output::F32 { 4 } else { 2 }
     }
@@ -117,7 +117,7 @@ impl LinearScheme {
         !matches!(self.activation, Activation::Int8 { .. })
     }
 
-    /// Whether sums of activations are made.
+    /// Whether sums of activations are computed.
     pub(super) fn sums_activations(&self) -> bool {
         self.sums_activations
     }
@@ -126,8 +126,9 @@ impl LinearScheme {
         self.group.map_or(1, |g| TILE_K / g)
     }
 
-    /// As [docs/naming.md] has it, without the machine: `w4a16_g128_gemm`, with `f16`, `bf16`, `asym`, `static` and the type of
-    /// results behind; of floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for their scales of a byte.
+    /// The name by [docs/naming.md], without the machine: `w4a16_g128_gemm`, with the suffixes `f16`, `bf16`, `asym`,
+    /// `static` and the type of results; for floating-point codes `wf4a16_g16_gemm`, with `nv` and `mx` for their
+    /// one-byte scales.
     pub fn name(&self) -> String {
         let (bits, kind) = match self.activation {
             Activation::F16 => ("a16", "_f16"),

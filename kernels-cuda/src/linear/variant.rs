@@ -1,4 +1,4 @@
-//! By how many threads: shapes of blocks, depth of the ring, chunks of `k`; what the compiler gets.
+//! The parallelism of a variant: block shapes, depth of the ring, chunks of `k`; and what is compiled.
 
 use quant_kernels_cpu::FloatFormat;
 
@@ -12,59 +12,60 @@ use crate::layout::{TILE_K, TILE_ROWS};
 pub struct BlockShape {
     /// Warps along output features, each with `row_tiles` tiles of 16.
     pub row_warps: usize,
-    /// Tiles of 16 output features of a warp.
+    /// Tiles of 16 output features per warp.
     pub row_tiles: usize,
     /// Warps along tokens, each with `token_tiles` tiles of 8.
     pub token_warps: usize,
-    /// Tiles of 8 tokens of a warp.
+    /// Tiles of 8 tokens per warp.
     pub token_tiles: usize,
-    /// Sets of so many warps, each with a ring: two take the halves of a chunk side by side.
+    /// Number of sets of warps, each with its own ring: two sets compute the halves of a chunk concurrently.
     pub sets: usize,
     /// Depth of a ring.
     pub stages: usize,
-    /// Blocks that a multiprocessor should hold: bounds the registers of a thread.
+    /// Intended number of blocks per multiprocessor, which bounds the registers per thread.
     pub blocks: usize,
 }
 
 impl BlockShape {
-    /// Output features of a block: 128 in all shapes.
+    /// Output features per block: 128 in all shapes.
     pub fn rows(&self) -> usize {
         self.row_warps * self.row_tiles * TILE_ROWS
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     pub fn tokens(&self) -> usize {
         self.token_warps * self.token_tiles * 8
     }
 
-    /// Threads of a block.
+    /// Threads per block.
     pub fn threads(&self) -> usize {
         32 * self.row_warps * self.token_warps * self.sets
     }
 
-    /// Registers of a thread that `blocks` blocks leave on a multiprocessor with 65,536, at most 255.
+    /// Registers per thread with `blocks` blocks on a multiprocessor that has 65,536; at most 255.
     pub fn register_ceiling(&self) -> usize {
         (65_536 / (self.blocks * self.threads()) / 8 * 8).min(255)
     }
 }
 
-/// Warps and tiles along tokens, and sets of warps on a multiprocessor, from few tokens to many.
+/// Warps and tiles along tokens, and sets of warps per multiprocessor, from few tokens to many.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Up to so many tokens per block has two sets of warps, where chunks have halves. Of more, one set is as many warps.
+/// Blocks of at most this many tokens have two sets of warps if chunks have halves. With more tokens, one set has as
+/// many warps as these two.
 const TWO_SETS: usize = 16;
-/// Shapes whose sums of floats fit the registers.
+/// Number of shapes whose float sums fit the registers.
 const FLOAT_SHAPES: usize = 4;
-/// Output features of a block in every shape.
+/// Output features per block, in every shape.
 pub const BLOCK_ROWS: usize = 128;
 
-/// What a device has, as far as plans depend on it.
+/// The properties of a device that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceLimits {
-    /// Bytes of shared memory that one block may have.
+    /// Maximum shared memory per block in bytes.
     pub shared_of_block: usize,
-    /// Bytes of shared memory that a multiprocessor has.
+    /// Shared memory per multiprocessor in bytes.
     pub shared_of_multiprocessor: usize,
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: usize,
 }
 
@@ -79,7 +80,7 @@ impl From<&crate::device::DeviceLimits> for DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// Those of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
+    /// The limits of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
     pub fn of(architecture: Architecture) -> Self {
         let (shared_of_block, multiprocessors) = match architecture {
             Architecture::Sm80 => (166_912, 108),
@@ -88,21 +89,21 @@ impl DeviceLimits {
             Architecture::Sm90 => (232_448, 132),
             Architecture::Sm120 => (101_376, 170),
         };
-        // A kibibyte is the system's, for each block.
+        // The system reserves a kibibyte for each block.
         Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
     }
 }
 
-/// A kernel as it is compiled.
+/// A kernel variant as it is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearVariant {
-    /// What it multiplies.
+    /// The operands.
     pub scheme: LinearScheme,
-    /// By how many threads.
+    /// The threads.
     pub shape: BlockShape,
     /// Whether chunks of `k` have halves: [`Parts::halved`].
     pub halved: bool,
-    /// Whether a block takes all chunks of `k`, one after the other.
+    /// Whether a block computes all chunks of `k`, one after another.
     pub serial: bool,
 }
 
@@ -156,12 +157,12 @@ impl LinearVariant {
         ]
     }
 
-    /// What the compiler gets.
+    /// What is compiled.
     pub fn compiled(&self) -> Variant {
         Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
     }
 
-    /// Scheme, tokens of a block, depth of the ring, into what `k` is cut, and whether the parts follow each other.
+    /// Scheme, tokens per block, depth of the ring, parts of `k`, and whether the parts follow each other.
     pub fn name(&self) -> String {
         let parts = match (self.halved, self.shape.sets, self.serial) {
             (false, ..) => "",
@@ -172,31 +173,31 @@ impl LinearVariant {
         format!("{}_t{}_s{}{parts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
     }
 
-    /// Bytes of one slot of the ring.
+    /// Bytes of one stage of the ring.
     fn stage_bytes(scheme: &LinearScheme, tokens: usize) -> usize {
         let blocks = BLOCK_ROWS / TILE_ROWS;
         let tile = TILE_ROWS * TILE_K * scheme.code_bits / 8;
         blocks * (tile + scheme.parameter_bytes) + tokens * TILE_K * scheme.activation_bytes()
     }
 
-    /// Bytes of dynamic shared memory of a block.
+    /// Bytes of dynamic shared memory per block.
     pub fn shared_bytes(&self) -> usize {
         let tokens = self.shape.tokens();
         let sums =
             if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
         let ring = (self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums).next_multiple_of(128);
         let ring = self.shape.sets * ring;
-        // Results turn from fragments to rows where the ring was.
+        // Results are reordered from fragments to rows in the memory of the ring.
         ring.max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
-    /// Bytes of a chunk's sums in the workspace, of one tile of results.
+    /// Bytes in the workspace for a chunk's sums of one tile of results.
     pub(super) fn partial_bytes(&self) -> usize {
         4 * self.shape.rows() * self.shape.tokens()
     }
 
-    /// The variant for so many tokens on such a device: the smallest shape that holds them, or the largest that there is;
-    /// chunks follow each other in one block where tiles of results are enough to occupy the device.
+    /// The variant for this many tokens on this device: the smallest shape that holds them, or the largest one. Chunks
+    /// are computed one after another in one block if there are enough tiles of results to occupy the device.
     pub fn choose(scheme: LinearScheme, [n, k]: [usize; 2], m: usize, device: &DeviceLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
@@ -208,15 +209,16 @@ impl LinearVariant {
             let tokens = 8 * token_warps * token_tiles;
             sets = if parts.halved && tokens <= TWO_SETS { sets } else { 1 };
             let stage = Self::stage_bytes(&scheme, tokens);
-            // Two sets of few tokens, of one block or of two, or one of many, share what a multiprocessor has, a
-            // kibibyte of which each block takes for the system; some more is for sums.
+            // A multiprocessor's shared memory is divided between two sets of warps for few tokens, in one block or in
+            // two, or belongs to one set for many. Each block reserves a kibibyte for the system, and some more is
+            // needed for sums.
             let share =
                 if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
             let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
-            // Sums of the chunks before take registers too.
+            // The sums of the previous chunks take registers too.
             let blocks = if serial { 1 } else { resident / sets };
             let shape =
                 BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
@@ -224,39 +226,41 @@ impl LinearVariant {
             if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
             }
-            // One ring first, fewer tokens then.
+            // First give up the second set, then reduce the tokens.
             (choice, sets) = if sets == 2 { (choice, 1) } else { (choice - 1, 2) };
         }
     }
 }
 
-/// The tile that is multiplied, the one whose sums are made, and one on its way.
+/// The tile that is multiplied, the one whose sums are computed, and one that is being loaded.
 const MIN_STAGES: usize = 3;
 const MAX_STAGES: usize = 6;
 
-/// What `k` is cut into. Each part is summed from zero; a chunk is its first half plus its second, and chunks are added in
-/// order. So parts belong to the definition of results, and depend on the shape of the weights alone.
+/// How `k` is cut into parts. Each part is summed starting from zero; a chunk is its first half plus its second, and
+/// chunks are added in order. So parts belong to the definition of results, and depend on the shape of the weights
+/// only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Parts {
-    /// Runs of whole tiles: 1 to 4. Blocks that share a tile of results meet in the workspace.
+    /// Number of chunks, which are runs of whole tiles: 1 to 4. Blocks that share a tile of results combine their sums
+    /// in the workspace.
     pub chunks: usize,
-    /// Whether each of them has two halves, which one block sums.
+    /// Whether each chunk has two halves, which one block sums.
     pub halved: bool,
 }
 
 impl Parts {
-    /// Those of weights `[n, k]`: as few chunks as let 128 blocks share the matrix, each of two halves of at least four tiles.
-    /// A matrix that has 256 tiles of results a token tile, or is too short, is one part.
+    /// The parts of weights `[n, k]`: as few chunks as give work to 128 blocks, each chunk with two halves of at least
+    /// four tiles. A matrix that has 256 tiles of results per token tile, or is too short, is one part.
     pub fn of([n, k]: [usize; 2]) -> Self {
         let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
         let halved = rows < 256 && tiles >= 8;
-        // To the nearest: at 96 row tiles 1 chunk and a quarter of the device's blocks without work, or 2, and as many left
-        // over for a second turn.
+        // Rounded to the nearest number: with 96 row tiles, 1 chunk leaves a quarter of the places for blocks idle, and
+        // so do 2 chunks in two waves.
         let wanted = ((128 + rows / 2) / rows).clamp(1, 4).min((tiles / 8).max(1));
         Self { chunks: if halved { wanted } else { 1 }, halved }
     }
 
-    /// Tiles of a chunk, but for the last.
+    /// Tiles per chunk, except the last.
     pub fn chunk_tiles(&self, k: usize) -> usize {
         k.div_ceil(TILE_K).div_ceil(self.chunks)
     }

@@ -1,4 +1,4 @@
-//! What is measured: each kernel on shapes of Llama 3 8B and 70B, with the bytes and products that it cannot do without.
+//! The measured cases: each kernel on shapes of Llama 3 8B and 70B, with the necessary bytes and operations.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
@@ -11,7 +11,7 @@ use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
 
-/// Which rate products are held to.
+/// The rate that products are compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Product {
     None,
@@ -19,26 +19,26 @@ pub(super) enum Product {
     Int8,
 }
 
-/// What of a case takes longest at the device's ceilings.
+/// What limits a case at the device's ceilings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bound {
-    /// Moving its bytes.
+    /// Memory traffic.
     Bytes,
-    /// Its products.
+    /// Products.
     Products,
 }
 
-/// A launch, planned for memory that is not there yet.
+/// A launch, planned before its memory is allocated.
 pub struct Case {
     /// Scheme or operation.
     pub name: String,
-    /// Of weights `n x k`, of rows `k`, of caches `sequences x tokens` or `heads x features`.
+    /// For weights `n x k`, for rows `k`, for caches `sequences x tokens` or `heads x features`.
     pub shape: String,
     /// Tokens.
     pub tokens: usize,
     /// Bytes that are read and written once.
     pub bytes: usize,
-    /// Operations: a multiplication and an addition are two.
+    /// Operations; a multiplication and an addition count as two.
     pub operations: f64,
     pub(super) product: Product,
     pub(super) variant: Variant,
@@ -47,27 +47,28 @@ pub struct Case {
     arguments: Box<Arguments>,
 }
 
-/// From the addresses of buffers.
+/// Arguments from the addresses of buffers.
 type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 
-/// Memory that a launch takes.
+/// Memory that a launch needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Buffer {
     pub(super) bytes: usize,
     pub(super) fill: Fill,
-    /// Whether launches in turn have one each, so that the L2 cache does not help.
+    /// Whether successive launches use different copies, so that the L2 cache does not help.
     pub(super) turns: bool,
 }
 
-/// What a buffer holds.
+/// The contents of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fill {
     Zeros,
     /// Any bytes.
     Random,
-    /// Halves of less than 2⁻⁷, of either sign, whose other bits are random: grids among codes stay finite.
+    /// f16 values of magnitudes below 2⁻⁷, of either sign, whose other bits are random: grids among the codes stay
+    /// finite.
     SmallFloats,
-    /// Halves or bfloats around one.
+    /// f16 or bf16 values around one.
     Floats,
     /// 0, 1, 2, … as u32.
     Counted,
@@ -76,9 +77,9 @@ pub(super) enum Fill {
 }
 
 impl Case {
-    /// Seconds that it takes at least on a device with these ceilings, and why.
+    /// Minimum time in seconds on a device with these ceilings, and what limits it.
     pub fn floor(&self, ceilings: &Ceilings) -> (f64, Bound) {
-        // What is written costs as what is copied does.
+        // Writing costs as much as copying.
         let (bandwidth, rate) = match self.product {
             Product::None => (ceilings.copy, f64::INFINITY),
             Product::F16 => (ceilings.read, ceilings.f16),
@@ -88,7 +89,7 @@ impl Case {
         if bytes >= products { (bytes, Bound::Bytes) } else { (products, Bound::Products) }
     }
 
-    /// The arguments with buffers at these addresses.
+    /// The arguments, with buffers at these addresses.
     pub(super) fn arguments(&self, at: &[u64]) -> Result<Vec<Argument>, KernelError> {
         (self.arguments)(at)
     }
@@ -102,10 +103,10 @@ fn region(address: u64, bytes: usize) -> Region {
 const LINEARS: [[usize; 2]; 5] = [[6144, 4096], [8192, 8192], [28_672, 4096], [4096, 14_336], [57_344, 8192]];
 const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 
-/// All cases, as planned for such a device.
+/// All cases, planned for this device.
 ///
 /// # Errors
-/// When one is not in this version.
+/// When this version does not support one of them.
 pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
@@ -254,7 +255,7 @@ fn linear(
     })
 }
 
-/// Of Llama 3: 32 query heads of 128 features on 8 key-value heads.
+/// As in Llama 3: 32 query heads of 128 features on 8 key-value heads.
 const HEADS: [usize; 3] = [32, 8, 128];
 const PAGE: usize = 64;
 
@@ -285,7 +286,8 @@ fn decode(kind: KvType, sequences: usize, tokens: usize) -> Result<Case, KernelE
     let pages = sequences * pages_of * kv_heads * head;
     let row = query_heads * head_dim;
     let buffer = |bytes, fill, turns| Buffer { bytes, fill, turns };
-    // Grids stand among the codes of pages: random ones would be no numbers, and scores that grow without end take another way.
+    // Pages contain grids among the codes. Random grids could be NaN, and scores that keep growing would take another
+    // branch of the kernel.
     let buffers = vec![
         buffer(sequences * row * 2, Fill::Floats, false),
         buffer(pages, Fill::SmallFloats, true),

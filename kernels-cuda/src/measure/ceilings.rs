@@ -1,4 +1,4 @@
-//! What the device can do at most, measured: bytes per second, products a second, seconds of a launch.
+//! The measured maxima of a device: bytes per second, products per second, seconds per launch.
 
 use super::{Meter, Work};
 use crate::Result;
@@ -9,31 +9,31 @@ use crate::standalone::Memory;
 static SOURCE: Source =
     Source { name: "ceilings.cu", text: include_str!("../../cuda/ceilings.cu"), headers: &[] };
 
-/// As in the source.
+/// The same constants as in the source.
 const THREADS: u32 = 512;
 const FLIGHT: usize = 8;
 const CHAINS: u32 = 8;
-/// Times the L2 cache that is read: what it holds of that does not count.
+/// The buffer that is read, in multiples of the L2 cache: what the cache holds of it is negligible.
 const CACHES: usize = 32;
-/// Rounds of products: from the first on eight times as many, until a launch takes a time beside which its own does not
-/// count.
+/// Rounds of products: the first number is multiplied by eight until a launch takes long enough for its overhead to be
+/// negligible.
 const ROUNDS: [u32; 2] = [4, 1 << 20];
 const LONG_ENOUGH: f64 = 1e-3;
 
-/// What is measured against.
+/// The rates that measurements are compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ceilings {
-    /// Bytes read a second.
+    /// Bytes read per second.
     pub read: f64,
-    /// Bytes a second of a copy, read and written.
+    /// Bytes per second of a copy, counting both reads and writes.
     pub copy: f64,
-    /// Operations a second of f16 on tensor cores: a multiplication and an addition are two.
+    /// f16 operations per second on tensor cores; a multiplication and an addition count as two.
     pub f16: f64,
-    /// The same of bf16.
+    /// bf16 operations per second on tensor cores.
     pub bf16: f64,
-    /// The same of integers of 8 bits.
+    /// 8-bit integer operations per second on tensor cores.
     pub int8: f64,
-    /// Seconds of a launch that does nothing, among others.
+    /// Seconds of an empty launch among others.
     pub launch: f64,
 }
 
@@ -41,7 +41,7 @@ fn variant(kernel: &'static str, product: u32) -> Variant {
     Variant { source: &SOURCE, kernel, defines: vec![("PRODUCT", product.to_string())] }
 }
 
-/// The kernels, to compile them ahead.
+/// The kernels, to compile them in advance.
 pub(super) fn variants() -> Vec<Variant> {
     let streams = ["stream_read", "stream_copy", "nothing"].map(|kernel| variant(kernel, 0));
     streams.into_iter().chain([0, 1, 2].map(|product| variant("products", product))).collect()
@@ -52,14 +52,14 @@ impl Ceilings {
         let gpu = meter.gpu;
         let blocks = gpu.limits.multiprocessors * 4;
         let shape = LaunchShape { grid: [blocks, 1, 1], block: THREADS, shared_bytes: 0 };
-        // As many as a loop takes at once, a multiple of; two such buffers fit into any device.
+        // A multiple of what a loop reads at once; two such buffers fit any device.
         let step = THREADS as usize * FLIGHT * 16;
         let bytes = (meter.cache_bytes * CACHES).min(gpu.memory()?.free / 4);
         let bytes = (bytes / step).max(1) * step;
         let (from, to) = (Memory::filled(bytes, 0x35)?, Memory::filled(bytes, 0)?);
         let vectors = Argument::U64((bytes / 16) as u64);
         let one = |kernel, product, shape, arguments| -> Result<f64> {
-            // SAFETY: the arguments of these kernels, and memory that lives until they are done.
+            // SAFETY: the arguments are those of these kernels, with memory that lives until they have finished.
             unsafe { meter.seconds(&variant(kernel, product), &[Work { shape, arguments }]) }
                 .map(|times| times.usual())
         };

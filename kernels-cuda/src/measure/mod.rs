@@ -1,9 +1,9 @@
-//! How near the kernels come to what a device can do: `quant bench kernels --device cuda`, and what `cargo xtask gpu`
-//! carries to a GPU.
+//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for what `cargo
+//! xtask gpu` takes to a machine with a GPU.
 //!
-//! The device's own ceilings are measured first ([`Ceilings`]), then launches of every kernel on shapes of models in use
-//! ([`cases`]): many in a row between two events, on memory that no cache still holds. A kernel's share is the time that
-//! its bytes or its products take at those ceilings, over the time that it took.
+//! First the device's own ceilings are measured ([`Ceilings`]), then launches of every kernel on shapes of common
+//! models ([`cases`]): many in a row between two events, on memory that is not in any cache. A kernel's share is the
+//! time that its bytes or products take at those ceilings, divided by the time that it took.
 
 mod cases;
 mod ceilings;
@@ -21,15 +21,15 @@ use crate::standalone::{Event, Gpu, Memory};
 use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
-/// Seconds that one measurement takes at least, and how many there are.
+/// Minimum seconds of one measurement, and the number of measurements.
 const LEAST: f64 = 0.05;
 const REPEATS: usize = 5;
-/// Launches of a measurement, at most.
+/// Maximum number of launches per measurement.
 const MOST_LAUNCHES: usize = 20_000;
-/// Times the L2 cache that buffers used in turn are large, and how many of a kind there are at most.
+/// The total size of buffers used in turn, in multiples of the L2 cache, and the maximum number of copies.
 const TURNS_OVER_CACHE: usize = 10;
 const MOST_TURNS: usize = 64;
-/// Bytes of random numbers that are repeated.
+/// Bytes of random numbers, which are repeated.
 const RANDOM: usize = 8 << 20;
 
 /// One launch.
@@ -39,10 +39,10 @@ struct Work {
     arguments: Vec<Argument>,
 }
 
-/// Seconds of a launch.
+/// Times of a launch in seconds.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Times {
-    /// Of each measurement, a mean over its launches, from the shortest on.
+    /// The mean over the launches of each measurement, in ascending order.
     pub seconds: Vec<f64>,
 }
 
@@ -53,19 +53,19 @@ impl Times {
     }
 }
 
-/// Measures on the first device. Kernels come from the user's directory of images, and from the compiler where one is
-/// missing there.
+/// Measures on the first device. Kernels come from the user's cache directory, and are compiled if they are missing
+/// there.
 #[derive(Debug)]
 pub struct Meter {
     gpu: &'static Gpu,
     kernels: Kernels,
-    /// Of the L2 cache.
+    /// Size of the L2 cache.
     cache_bytes: usize,
     random: Vec<u8>,
 }
 
 impl Meter {
-    /// On the first device.
+    /// Measures on the first device.
     ///
     /// # Errors
     /// When there is no driver or device.
@@ -80,10 +80,10 @@ impl Meter {
         self.gpu
     }
 
-    /// Measures what the device can do at most.
+    /// Measures the maxima of the device.
     ///
     /// # Errors
-    /// When a kernel cannot be had or launched, or fails on the device.
+    /// When a kernel cannot be compiled or launched, or fails on the device.
     pub fn ceilings(&self) -> Result<Ceilings> {
         Ceilings::measure(self)
     }
@@ -91,11 +91,11 @@ impl Meter {
     /// Measures a case, which must have been planned for this device.
     ///
     /// # Errors
-    /// As [`ceilings`](Self::ceilings), and when the device has too little memory that is free.
+    /// As [`ceilings`](Self::ceilings), and when the device has too little free memory.
     pub fn time(&self, case: &Case) -> Result<Times> {
         let sum = |turns| case.buffers.iter().filter(|b| b.turns == turns).map(|b| b.bytes).sum::<usize>();
         let (kept, turning) = (sum(false), sum(true).max(1));
-        // What allocations are rounded up to, and the driver itself, take the rest.
+        // The rest is for the rounding of allocations, and for the driver.
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
         let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MOST_TURNS).min(room);
         if turns == 0 {
@@ -117,29 +117,31 @@ impl Meter {
             }
             work.push(Work { shape: case.launch, arguments: case.arguments(&addresses)? });
         }
-        // SAFETY: the plan's arguments, on as much memory as it asks for, which lives until the measurement is done.
+        // SAFETY: the arguments are the plan's, with as much memory as it needs, which lives until the measurement has
+        // finished.
         unsafe { self.seconds(&case.variant, &work) }
     }
 
-    /// Seconds of a launch of `work`, each of which is one on other memory, in turn.
+    /// Seconds of a launch. The elements of `work` are launches on different memory, which are used in turn.
     ///
     /// # Safety
-    /// The variant must be one of ours; arguments must be its own, and point to memory that lives until this returns.
+    /// The variant must be one of this crate's; the arguments must be its own, and point to memory that lives until
+    /// this returns.
     unsafe fn seconds(&self, variant: &Variant, work: &[Work]) -> Result<Times> {
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().unwrap_or(0);
-        // SAFETY: the primary context is never released; images are ours.
+        // SAFETY: the primary context is never released; images are this crate's.
         let kernel = unsafe { self.kernels.kernel(variant, shared) }?;
         let run = |count: usize| -> Result<f64> {
             let begin = Event::now()?;
             for work in work.iter().cycle().take(count) {
-                // SAFETY: as the caller promises; the end is waited for below.
+                // SAFETY: by the contract of this function; the launches are waited for below.
                 unsafe { kernel.launch(&work.shape, &work.arguments, Stream::DEFAULT) }?;
             }
             let end = Event::now()?;
             self.gpu.wait()?;
             end.seconds_since(&begin)
         };
-        // Once to load and warm, then as often as it takes.
+        // Once to load and warm up, then as often as needed.
         run(work.len())?;
         let once = run(work.len())? / work.len().max(1) as f64;
         let count = ((LEAST / once.max(1e-7)) as usize).clamp(work.len().max(3), MOST_LAUNCHES);
@@ -156,13 +158,13 @@ impl Meter {
             Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
             Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
             Fill::Random => repeat(to, &self.random),
-            // The exponents of numbers from a quarter to two, as halves.
+            // The exponents of f16 values from a quarter to two.
             Fill::Floats => self.fill_halves(to, 0x8f, 0x34),
             Fill::SmallFloats => self.fill_halves(to, 0x9f, 0),
         }
     }
 
-    /// Random halves, of whose upper bytes some bits stay and some are set.
+    /// Random f16 values, in whose upper bytes some bits are kept and some are set.
     fn fill_halves(&self, to: &Memory, kept: u8, set: u8) -> Result<()> {
         let needed = &self.random[..to.len().next_multiple_of(2).min(RANDOM)];
         let halves = needed.chunks_exact(2).flat_map(|pair| [pair[0], pair[1] & kept | set]);
@@ -188,11 +190,11 @@ fn random_bytes() -> Vec<u8> {
     bytes
 }
 
-/// Compiles all that is measured into a directory, for devices of these architectures, which need not be there; says how
-/// many kernels that were.
+/// Compiles all kernels that are measured into a directory, for devices of these architectures, which need not be
+/// present. Returns the number of kernels.
 ///
 /// # Errors
-/// When there is no compiler, or one does not compile.
+/// When there is no compiler, or a kernel does not compile.
 pub fn compile_ahead(directory: &Path, architectures: &[Architecture]) -> Result<usize> {
     Nvrtc.version()?;
     let cache = ImageCache::in_directory(Some(directory.to_owned()), Nvrtc);

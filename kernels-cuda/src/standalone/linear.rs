@@ -1,8 +1,8 @@
-//! Linears whose weights lie on the device and whose activations do not: rows go there, results come back.
+//! Linears with weights on the device and activations on the host: rows are copied to the device, results back.
 //!
-//! A model that computes the rest of itself on the processor runs its quantized linears so: what is multiplied are the
-//! bytes, the kernels and the numbers that an engine on the device has. What is copied is small beside the products of many
-//! tokens, and large beside those of one.
+//! This is for models that compute everything else on the CPU. The packed bytes, the kernels and the results are the
+//! same as in an engine that runs on the device. The time for copies is small compared with the products of many
+//! tokens, but large compared with those of one.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,24 +19,24 @@ use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
 
-/// Values of activations or results that are on the device at once, at most.
+/// Maximum number of activations or results on the device at once.
 const VALUES_AT_ONCE: usize = 1 << 26;
-/// The exponent that a row's largest activation gets as a half: its sums stay finite, and what is 2³⁸ times smaller is
+/// The exponent that a row's largest activation gets as an f16: sums stay finite, and a value 2³⁸ times smaller is
 /// still not zero.
 const EXPONENT: i32 = 14;
 
-/// What weights are multiplied with.
+/// How activations are quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
-    /// The activations themselves (W4A16, W8A16, FP4 and FP8 weights), as halves times a power of two of each row.
+    /// Not at all (W4A16, W8A16, FP4 and FP8 weights): f16 values, times a power of two for each row.
     Float,
-    /// Integers of 8 bits with a scale for every token (W4A8, W8A8).
+    /// 8-bit integers with a scale per token (W4A8, W8A8).
     PerToken,
-    /// Integers of 8 bits with one scale and zero for all.
+    /// 8-bit integers with one scale and zero point for all tokens.
     Static(StaticScale),
 }
 
-/// Kernels, and memory on the device that the linears of a model share.
+/// Kernels, and the memory on the device that the linears of a model share.
 #[derive(Debug)]
 pub struct Runner {
     gpu: &'static Gpu,
@@ -44,30 +44,30 @@ pub struct Runner {
     scratch: Mutex<Scratch>,
 }
 
-/// What one call works in; it grows and stays.
+/// The memory of one call; it grows and is kept.
 #[derive(Debug, Default)]
 struct Scratch {
     x: Option<Memory>,
     between: Option<Memory>,
     out: Option<Memory>,
-    /// On the host, as bytes: rows as they go there, and results.
+    /// Bytes on the host: rows for the device, and results.
     rows: Vec<u8>,
     results: Vec<u8>,
 }
 
 impl Runner {
-    /// On the first device, with images from where they are by default.
+    /// A runner on the first device, with images in the default directory.
     ///
     /// # Errors
     /// When there is no driver or device.
     pub fn new() -> Result<Self> {
         let gpu = Gpu::first()?;
-        // Neither that it is too old should be found out in the middle.
+        // Fails now, not later, if the device is too old.
         gpu.limits.target()?;
         Ok(Self { gpu, kernels: Kernels::new(ImageCache::new()), scratch: Mutex::default() })
     }
 
-    /// The driver's name of the device.
+    /// The device's name, from the driver.
     pub fn device(&self) -> &str {
         &self.gpu.name
     }
@@ -84,11 +84,11 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Packs weights and puts them on the device.
+    /// Packs weights and copies them to the device.
     ///
     /// # Errors
-    /// When the kernels do not have the scheme ([`WeightLayout::of`]), a static scale is not above zero, or there is not
-    /// enough memory.
+    /// When the kernels do not support the scheme ([`WeightLayout::of`]), a static scale is not positive, or there is
+    /// not enough memory.
     pub fn new(view: &WeightView<'_>, activations: Activations, runner: &Arc<Runner>) -> Result<Self> {
         let (order, sums) = match activations {
             Activations::Float => (Order::Float, false),
@@ -101,7 +101,7 @@ impl Linear {
         let weight = Memory::of(&packed)?;
         let limits = DeviceLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
-        // No rows are refused for what all would be.
+        // A call of no rows fails for every reason for which all calls would fail.
         linear.call(0)?;
         Ok(linear)
     }
@@ -121,10 +121,12 @@ impl Linear {
         self.layout.bytes()
     }
 
-    /// `out[m, n] = x[m, k] · Ŵᵀ`, row-major; waits for the results. A row's result does not depend on the others.
+    /// `out[m, n] = x[m, k] · Ŵᵀ`, row-major; waits for the results. Each row's result is independent of the other
+    /// rows.
     ///
     /// # Errors
-    /// When `x` is not whole rows, `out` has another length, or something is missing or fails on the device.
+    /// When the length of `x` is not a multiple of `k`, `out` has another length, or something is missing or fails on
+    /// the device.
     pub fn multiply(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
         let (n, k) = (self.n(), self.k());
         let m = x.len() / k.max(1);
@@ -161,7 +163,7 @@ impl Linear {
         let rows = room(&mut scratch.x, scratch.rows.len())?;
         rows.write(0, &scratch.rows)?;
         let between = room(&mut scratch.between, call.scratch_bytes())?;
-        // Another call's sums may lie where this one's tickets are.
+        // Another call may have left sums where the tickets of this one are.
         between.write(0, &vec![0; call.zero_bytes()])?;
         let results = room(&mut scratch.out, 4 * out.len())?;
         let places = CallArguments {
@@ -172,9 +174,10 @@ impl Linear {
             scratch: between.region(),
         };
         for CallLaunch { variant, shape, arguments } in call.launches(&places)? {
-            // SAFETY: the primary context is never released, and images are our own or lie where the user keeps them.
+            // SAFETY: the primary context is never released, and images come from this crate or from the user's own
+            // directory.
             let kernel = unsafe { self.runner.kernels.kernel(&variant, shape.shared_bytes) }?;
-            // SAFETY: the arguments are a plan's, on memory that lives until the results were read.
+            // SAFETY: the arguments are a plan's, on memory that lives until the results have been read.
             unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }?;
         }
         scratch.results.resize(4 * out.len(), 0);
@@ -207,12 +210,12 @@ impl Linear {
     }
 }
 
-/// At least so many bytes.
+/// At least this many bytes.
 fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     match memory {
         Some(memory) if memory.len() >= bytes => {}
         _ => {
-            // The old is freed before.
+            // The old memory is freed first.
             *memory = None;
             *memory = Some(Memory::filled(bytes, 0)?);
         }
@@ -220,14 +223,14 @@ fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     Ok(memory.get_or_insert(Memory::filled(0, 0)?))
 }
 
-/// Rows as halves, `stride` elements apart, each times a power of two; its exponents.
+/// Converts rows to f16, `stride` elements apart, each times a power of two; returns the exponents.
 fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     out.clear();
     out.resize(x.len() / k * stride * 2, 0);
     let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
     rows.map(|(row, out)| {
         let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
-        // Of what is not finite nothing can be kept, and of zeros nothing need be.
+        // Rows that are not finite cannot be scaled, and zeros need not be.
         let shift = if most > 0.0 && most.is_finite() { (EXPONENT - exponent(most)).min(126) } else { 0 };
         for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
             *out = f16::from_f32(value * exp2(shift)).to_le_bytes();
@@ -237,12 +240,12 @@ fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     .collect()
 }
 
-/// `⌊log₂ x⌋` of a normal number above zero, −127 of those below.
+/// `⌊log₂ x⌋` for normal positive numbers, −127 for smaller ones.
 fn exponent(x: f32) -> i32 {
     (x.to_bits() >> 23) as i32 - 127
 }
 
-/// `2^exponent`, of −126 to 127.
+/// `2^exponent`, for −126 to 127.
 fn exp2(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }

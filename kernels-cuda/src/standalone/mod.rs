@@ -1,7 +1,7 @@
-//! A device for programs that have no framework: a context, memory and times, which elsewhere the caller brings.
+//! A device for programs without a framework: a context, memory and timing, which otherwise the caller provides.
 //!
-//! Kernels need none of this: they take addresses and streams from whoever made them. `quant` itself, the tests and what
-//! measures kernels are such programs. All of it waits for the device.
+//! Kernels do not need this module: they take addresses and streams from anywhere. `quant` itself, the tests and the
+//! measurements of kernels use it. All of it synchronizes with the device.
 
 mod linear;
 
@@ -17,26 +17,26 @@ use crate::libraries::{elapsed, require_standalone};
 
 pub use linear::{Activations, Linear, Runner};
 
-/// The first device that the driver shows, with its primary context, kept for as long as the program runs.
+/// The first visible device with its primary context, which is kept until the program ends.
 #[derive(Debug)]
 pub struct Gpu {
     context: sys::CUcontext,
-    /// The driver's name of it.
+    /// The device's name, from the driver.
     pub name: String,
-    /// What plans depend on.
+    /// The properties that plans depend on.
     pub limits: DeviceLimits,
 }
 
-// SAFETY: a context is a name that the driver gives; it may be used from any thread.
+// SAFETY: a context is a handle of the driver, which may be used from any thread.
 unsafe impl Send for Gpu {}
-// SAFETY: a context may be used from any thread; nothing is changed through a shared reference.
+// SAFETY: a context may be used from any thread; nothing is modified through a shared reference.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// The device, its context current on this thread. The first call looks for it.
+    /// The device, with its context current on this thread. The first call finds and initializes it.
     ///
     /// # Errors
-    /// When there is no driver or device, or the context cannot be had.
+    /// When there is no driver or device, or the context cannot be created.
     pub fn first() -> Result<&'static Self> {
         static GPU: OnceLock<Result<Gpu>> = OnceLock::new();
         let gpu = GPU.get_or_init(Self::find).as_ref().map_err(Clone::clone)?;
@@ -47,21 +47,21 @@ impl Gpu {
     fn find() -> Result<Self> {
         require_standalone()?;
         let device = in_action("find the first device", result::device::get(0))?;
-        // SAFETY: the context is never released, so it outlives whatever is made in it.
+        // SAFETY: the context is never released, so it outlives everything that is created in it.
         let context = in_action("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
-        // SAFETY: it was just retained.
+        // SAFETY: the context was just retained.
         in_action("make a context current", unsafe { result::ctx::set_current(context) })?;
         let name = in_action("name the device", result::device::get_name(device))?;
         Ok(Self { context, name, limits: DeviceLimits::current()? })
     }
 
-    /// The newest CUDA that the driver takes: 13000 for 13.0.
+    /// The newest CUDA version that the driver supports: 13000 for 13.0.
     ///
     /// # Errors
-    /// When the driver does not say.
+    /// When the driver returns an error.
     pub fn driver_version(&self) -> Result<u32> {
         let mut version = 0;
-        // SAFETY: the driver was seen to be there; a number is written.
+        // SAFETY: the driver is present, checked above; the pointer is to a live number.
         checked("ask for the driver's version", unsafe { sys::cuDriverGetVersion(&mut version) })?;
         Ok(u32::try_from(version).unwrap_or(0))
     }
@@ -69,49 +69,49 @@ impl Gpu {
     /// Bytes of the device's L2 cache.
     ///
     /// # Errors
-    /// When the driver does not say.
+    /// When the driver returns an error.
     pub fn cache_bytes(&self) -> Result<usize> {
         let device = in_action("find the first device", result::device::get(0))?;
         let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
-        // SAFETY: the device is one.
+        // SAFETY: the device is valid.
         let bytes =
             in_action("ask what the device has", unsafe { result::device::get_attribute(device, which) })?;
         Ok(usize::try_from(bytes).unwrap_or(0))
     }
 
-    /// How much of its memory there is.
+    /// Size of the device's memory.
     ///
     /// # Errors
-    /// When the driver does not say.
+    /// When the driver returns an error.
     pub fn memory(&self) -> Result<DeviceMemory> {
         self.make_current()?;
         let (free, total) = in_action("ask for free memory", result::mem_get_info())?;
         Ok(DeviceMemory { free, total })
     }
 
-    /// Makes its context this thread's current one.
+    /// Makes its context current on this thread.
     ///
     /// # Errors
-    /// When the driver refuses, as after a fault on the device.
+    /// When the driver returns an error, as after a fault on the device.
     pub fn make_current(&self) -> Result<()> {
         // SAFETY: the context is never released.
         in_action("make a context current", unsafe { result::ctx::set_current(self.context) })
     }
 
-    /// Waits for all that was launched.
+    /// Waits for all launched work.
     ///
     /// # Errors
-    /// What went wrong on the device since.
+    /// Any error on the device since the last synchronization.
     pub fn wait(&self) -> Result<()> {
         self.make_current()?;
         in_action("wait for the device", result::ctx::synchronize())
     }
 }
 
-/// Bytes that a device has.
+/// Memory of a device in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Those that nobody has taken.
+    /// Bytes that are not allocated.
     pub free: usize,
     /// All.
     pub total: usize,
@@ -126,21 +126,21 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// So many bytes that all are `fill`; 0 take no memory of others.
+    /// Allocates `len` bytes, which may be 0, all set to `fill`.
     ///
     /// # Errors
-    /// When there is no device, or not as much memory.
+    /// When there is no device, or too little memory.
     pub fn filled(len: usize, fill: u8) -> Result<Self> {
         let gpu = Gpu::first()?;
         // SAFETY: a context is current.
         let address = in_action("allocate memory", unsafe { result::malloc_sync(len.max(1)) })?;
         let memory = Self { gpu, address, len };
-        // SAFETY: as many bytes were just allocated.
+        // SAFETY: this many bytes were just allocated.
         in_action("fill memory", unsafe { result::memset_d8_sync(address, fill, len.max(1)) })?;
         Ok(memory)
     }
 
-    /// These bytes.
+    /// Allocates memory with these bytes.
     ///
     /// # Errors
     /// As [`filled`](Self::filled).
@@ -150,40 +150,40 @@ impl Memory {
         Ok(memory)
     }
 
-    /// How many there are.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where they lie: from a multiple of 256 on.
+    /// The region, which begins at a multiple of 256.
     pub fn region(&self) -> Region {
         Region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// Writes from byte `at` on, after what was launched before.
+    /// Writes from byte `at` on, after everything launched before.
     ///
     /// # Errors
-    /// When that is beyond the end, or something went wrong on the device.
+    /// When this is out of bounds, or an error occurred on the device.
     pub fn write(&self, at: usize, bytes: &[u8]) -> Result<()> {
         let to = self.within("write", at, bytes.len())?;
         self.gpu.make_current()?;
-        // SAFETY: the bytes lie within what was allocated, as was just seen.
+        // SAFETY: the bytes are within the allocation, checked above.
         in_action("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
     }
 
-    /// Reads from byte `at` on, after what was launched before.
+    /// Reads from byte `at` on, after everything launched before.
     ///
     /// # Errors
     /// As [`write`](Self::write).
     pub fn read(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let from = self.within("read", at, bytes.len())?;
         self.gpu.make_current()?;
-        // SAFETY: the bytes lie within what was allocated, as was just seen.
+        // SAFETY: the bytes are within the allocation, checked above.
         in_action("read memory", unsafe { result::memcpy_dtoh_sync(bytes, from) })
     }
 
@@ -197,9 +197,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // After a fault on the device nothing can be freed, and there is nothing to do about that.
+        // After a fault on the device, freeing fails, which cannot be handled here.
         if self.gpu.make_current().is_ok() {
-            // SAFETY: it was allocated here and is freed once.
+            // SAFETY: the memory was allocated by `filled` and is freed once.
             let _ = unsafe { result::free_sync(self.address) };
         }
     }
@@ -213,10 +213,10 @@ pub struct Event {
 }
 
 impl Event {
-    /// Where the stream is now.
+    /// Records an event at the current point of the stream.
     ///
     /// # Errors
-    /// When there is no device, or something went wrong on it.
+    /// When there is no device, or an error occurred on it.
     pub fn now() -> Result<Self> {
         let gpu = Gpu::first()?;
         let event = in_action("make an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
@@ -226,14 +226,14 @@ impl Event {
         Ok(made)
     }
 
-    /// Seconds from an earlier point to this one; waits for it.
+    /// Seconds from an earlier event to this one; waits for it.
     ///
     /// # Errors
-    /// What went wrong on the device since.
+    /// Any error on the device since the last synchronization.
     pub fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         self.gpu.make_current()?;
         let (elapsed, mut milliseconds) = (elapsed()?, 0.0);
-        // SAFETY: both were recorded; a number is written.
+        // SAFETY: both events were recorded; the pointer is to a live number.
         unsafe {
             in_action("wait for an event", result::event::synchronize(self.event))?;
             checked("read a time", elapsed(&mut milliseconds, earlier.event, self.event))?;
@@ -245,13 +245,13 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // SAFETY: it was created here and is destroyed once.
+            // SAFETY: the event was created by `now` and is destroyed once.
             let _ = unsafe { result::event::destroy(self.event) };
         }
     }
 }
 
-/// The driver's answer as ours.
+/// Converts the driver's result code.
 fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|e| match checked(action, e.0) {
         Err(error) => error,
@@ -263,7 +263,7 @@ fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::Dri
 mod tests {
     use super::*;
 
-    /// On every machine: without a driver or a device, nothing panics.
+    /// Must not panic on any machine, with or without a driver or device.
     #[test]
     fn what_is_missing_is_an_error() {
         match Gpu::first() {

@@ -1,5 +1,5 @@
-//! The kernels of activations give what the CPU's give: compiled to PTX and run by the interpreter, which watches for races,
-//! accesses out of bounds and unwritten bytes. Needs NVRTC, no GPU.
+//! The activation kernels give the same results as the CPU's: compiled to PTX and run by the interpreter, which detects
+//! races, accesses out of bounds and reads of unwritten bytes. Needs NVRTC, no GPU.
 
 mod problem;
 #[path = "../support/mod.rs"]
@@ -17,15 +17,15 @@ fn norm(weight: Float, residual: bool) -> Rows {
     Rows::RmsNorm { weight, residual }
 }
 
-/// What a norm may be off by, relative: see the module `activation`.
+/// The maximum relative error of a norm: see the module `activation`.
 fn norm_bound(shape: &ActivationShape) -> f64 {
     let threads = shape.plan().unwrap().launch.block as usize;
-    // Vectors are whole: a thread has up to eight values more than its share.
+    // Vectors are not divided, so a thread has up to eight values more than its share.
     let chain = shape.k.div_ceil(threads) + 8 + 10;
     ((chain + shape.k / 64 + 7) as f64 / 2.0 + 12.0) * 2.0_f64.powi(-24)
 }
 
-/// Equal, but for what a norm's other order of additions may change.
+/// Equal, except for the effect of the other order of additions in a norm.
 #[track_caller]
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;
@@ -43,7 +43,7 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let most = got.codes.iter().zip(&expected.codes).map(off).max().unwrap();
     assert!(most <= 1, "a code is off by {most}, {shape:?}");
     let changed = got.codes.iter().zip(&expected.codes).filter(|(a, b)| a != b).count();
-    // Few values lie so close to the middle between two codes.
+    // Few values are that close to the midpoint between two codes.
     assert!(changed <= 2 + got.codes.len() / 500, "{changed} of {} codes, {shape:?}", got.codes.len());
     // Sums are those of the codes that were written.
     let add = |codes: &[i8]| codes.iter().map(|&c| i32::from(c)).sum::<i32>();
@@ -53,7 +53,7 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     assert_eq!(got.group_sums, shape.group.map_or(Vec::new(), groups), "{shape:?}");
 }
 
-/// All kinds of rows and types, with the other choices and ragged widths dealt out.
+/// All kinds of rows and types, each with some of the other options and ragged widths.
 fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
     let groups = [None, Some(32), Some(64), Some(128), Some(96), Some(1024)];
     let mut numbers = Numbers(7);
@@ -64,7 +64,7 @@ fn shapes(widths: &[usize]) -> Vec<ActivationShape> {
             for &k in widths {
                 let base = ActivationShape::new(rows, element, 3, k);
                 let aligned = pick(2) == 0;
-                // Each its own, so that none can stand for another.
+                // All different, so that they cannot be confused.
                 let stride = |i: usize| if aligned { k.next_multiple_of(16) + 16 * i } else { k + i };
                 let first = pick(3);
                 out.push(ActivationShape {
@@ -94,7 +94,7 @@ fn ragged_rows_are_what_the_cpu_makes() {
     }
 }
 
-/// Every number of threads, and rows that registers do not hold.
+/// Every number of threads, and rows that do not fit the registers.
 #[test]
 fn wide_rows_are_what_the_cpu_makes() {
     if !has_nvrtc() {
@@ -128,9 +128,9 @@ fn extremes_are_what_the_cpu_makes() {
                 problem.x[2 * k + 135] = f32::NAN;
                 problem.x[3 * k] = f32::NEG_INFINITY;
                 problem.x[4 * k..5 * k].fill(-0.0);
-                // 2⁻²⁰: of all types; small, not zero.
+                // 2⁻²⁰ in every type; small, but not zero.
                 problem.x[5 * k..6 * k].iter_mut().for_each(|x| *x = x.signum() * 2.0_f32.powi(-20));
-                // The largest, all alike, and halves between codes: 127 and integers and a half.
+                // The largest value everywhere; and values halfway between codes: 127, and integers plus a half.
                 problem.x[6 * k..7 * k].fill(65_280.0);
                 problem.x[7 * k] = 127.0;
                 (1..k).for_each(|i| problem.x[7 * k + i] = (i as f32) - 68.5);
@@ -140,7 +140,7 @@ fn extremes_are_what_the_cpu_makes() {
             }
         }
     }
-    // Below what is taken for zero; single floats alone have it.
+    // Values that count as zero; only f32 can represent them.
     let mut problem = Problem::new(ActivationShape::new(Rows::Plain, Float::F32, 2, 40), 1);
     problem.x[..40].iter_mut().for_each(|x| *x *= 1e-38);
     problem.x[40..].fill(f32::MAX);
@@ -149,7 +149,7 @@ fn extremes_are_what_the_cpu_makes() {
     assert_eq!(got.scales[0], 0);
 }
 
-/// A row's bits are the same alone, among others, and in whatever order warps and blocks run.
+/// A row's bits are the same alone and among others, in whatever order warps and blocks run.
 #[test]
 fn a_row_does_not_depend_on_what_is_beside_it() {
     if !has_nvrtc() {
@@ -186,7 +186,7 @@ fn a_row_does_not_depend_on_what_is_beside_it() {
     }
 }
 
-/// Each byte is asked for once, in whole sectors, and lanes do not meet in the banks of shared memory.
+/// Each byte is accessed once, in whole sectors, and shared memory has no bank conflicts.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -210,9 +210,9 @@ fn bytes_are_the_floor() {
                 "codes" => [0, (m * k) as u64],
                 "scales" | "row_sums" => [0, 4 * m as u64],
                 "group_sums" => [0, (4 * m * k / group.unwrap()) as u64],
-                // Once a row from the caches, once from memory.
+                // Read for every row, from memory only once.
                 "weight" => [(k * element.bytes()) as u64, 0],
-                // What the compiler puts into every module, and nobody touches.
+                // Generated by the compiler in every module, and never accessed.
                 "(module)" => [0, 0],
                 other => panic!("a buffer {other}"),
             };
@@ -239,9 +239,9 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// PTX instructions of lanes for a value of long rows, but for moves between registers, of which machine code has few. The budgets
-/// are what the kernels take today, rounded up: they are there to be lowered. Machine code has more for a division or
-/// reciprocal, which count as one here.
+/// PTX instructions of lanes per value of long rows, without moves between registers, of which machine code has few.
+/// The budgets are the current numbers, rounded up, and should be lowered when possible. Machine code has more
+/// instructions for a division or reciprocal, which count as one here.
 #[test]
 fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
@@ -263,7 +263,7 @@ fn instructions_stay_within_their_budgets() {
     }
 }
 
-/// Without sums of rows, nothing of them is touched.
+/// Without sums of rows, their buffer is not accessed.
 #[test]
 fn sums_of_rows_may_be_left_out() {
     if !has_nvrtc() {
@@ -277,11 +277,11 @@ fn sums_of_rows_may_be_left_out() {
     assert!(!report.counters.buffers.contains_key("row_sums"));
 }
 
-/// The kernel with one thing in it changed.
+/// The kernel with one change.
 fn planted(variant: &Variant, from: &str, to: &str) -> Variant {
     assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} stands once in the text");
     let text = variant.source.text.replace(from, to);
-    // Tests are short, and a source lives as long as the program.
+    // Tests are short, and sources are static.
     let source = Source { name: "planted.cu", text: text.leak(), headers: variant.source.headers };
     Variant { source: Box::leak(Box::new(source)), ..variant.clone() }
 }
@@ -298,7 +298,7 @@ fn planted_bugs_are_caught() {
         ..ActivationShape::new(norm(Float::F16, false), Float::F16, 2, k)
     };
     let run = |k, places: Option<[&str; 2]>| {
-        // The sums of rows have a barrier too, behind which those of groups would be safe.
+        // The sums of rows have a barrier too, which would hide a missing one of the sums of groups.
         let problem = Problem { row_sums: false, ..Problem::new(shape(k), 1) };
         let plan = problem.plan();
         let options = Options { warp_order: WarpOrder::RoundRobin, ..Options::default() };
@@ -310,12 +310,12 @@ fn planted_bugs_are_caught() {
         }
     };
     for k in [1020, 1024] {
-        // A code may be off by one, and so may a sum of 96 of them by a few.
+        // A code may differ by one, and a sum of 96 codes by a few.
         let (got, expected) = run(k, None).unwrap();
         assert!(got.codes.iter().zip(&expected.codes).all(|(a, b)| a.abs_diff(*b) <= 1));
         assert!(got.group_sums.iter().zip(&expected.group_sums).all(|(a, b)| a.abs_diff(*b) <= 4));
     }
-    // A fault of an instruction in a buffer.
+    // The fault must be of this instruction, in this buffer.
     let is_found = |k, from: &str, to: &str, kinds: &[FaultKind], opcode: &str, buffer: &str| {
         let fault = run(k, Some([from, to])).expect_err(from);
         let is_it = kinds.contains(&fault.kind)
@@ -324,15 +324,15 @@ fn planted_bugs_are_caught() {
         assert!(is_it, "{from:?} for {to:?}: {fault}");
     };
     let race = &[FaultKind::SharedRace, FaultKind::Uninitialised];
-    // The barrier of the sums over a block.
+    // The barrier in sums over a block.
     let barrier = "slots[threadIdx.x / 32] = word;\n    __syncthreads();";
     is_found(1024, barrier, "slots[threadIdx.x / 32] = word;", race, "ld.shared", "shared");
-    // One set of slots for all sums.
+    // The same slots for all sums.
     is_found(1024, "(largest, slots[1])", "(largest, slots[0])", race, "st.shared", "shared");
-    // The barrier before groups are added up.
+    // The barrier before sums of groups.
     let barrier = "if constexpr (GROUP == 1) {\n        __syncthreads();";
     is_found(1024, barrier, "if constexpr (GROUP == 1) {", race, "ld.shared", "shared");
-    // The guards of the end of a row, where it is read and where it is written, and of the parts of its last group.
+    // The guards at the end of a row, for reads and for writes, and at the end of its last group.
     let outside = &[FaultKind::OutOfBounds];
     let guard = "if (ALIGNED && at + VECTOR <= k) {\n        u32 words[WORDS];";
     is_found(1020, guard, "if (ALIGNED) {\n        u32 words[WORDS];", outside, "ld.global", "weight");
@@ -340,7 +340,7 @@ fn planted_bugs_are_caught() {
     is_found(1020, guard, "if (true) {\n        if constexpr", outside, "st.global", "codes");
     let guard = "if (g * each + i < all) sum";
     is_found(1020, guard, "sum", outside, "ld.shared", "shared");
-    // Lanes and warps that a sum leaves out: only values tell.
+    // Lanes and warps left out of a sum: only the values reveal it.
     for (from, to) in [
         (
             "for (int apart = 1; apart < 32; apart *= 2) sum = sum",

@@ -1,4 +1,4 @@
-//! Rows for the kernels of activations: made, run on the interpreter, and on the CPU.
+//! Problems for the activation kernels: input rows, and runs on the interpreter and on the CPU.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -17,7 +17,7 @@ use crate::support::machine as ptx;
 pub const EPS: f32 = 1e-5;
 pub const FIXED: FixedScale = FixedScale { scale: 0.031, zero: -7 };
 
-/// Numbers that look random and are the same each time.
+/// Reproducible pseudorandom numbers.
 pub struct Numbers(pub u64);
 
 impl Numbers {
@@ -32,7 +32,7 @@ impl Numbers {
     }
 }
 
-/// A shape with its inputs, of which values have the element's type already.
+/// A shape with its inputs, whose values are representable in the element's type.
 #[derive(Clone)]
 pub struct Problem {
     pub shape: ActivationShape,
@@ -42,16 +42,16 @@ pub struct Problem {
     pub residual: Vec<f32>,
     pub weight: Vec<f32>,
     pub row_sums: bool,
-    /// Of all addresses: no multiple of more.
+    /// The exact alignment of all addresses, which are not multiples of more.
     pub align: usize,
 }
 
-/// What a kernel or the CPU gives.
+/// The results of a kernel or of the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// `[m, k]`
     pub codes: Vec<i8>,
-    /// Bits, of NaN its sign and payload left out.
+    /// Bits; for NaN without sign and payload.
     pub scales: Vec<u32>,
     pub row_sums: Vec<i32>,
     pub group_sums: Vec<i32>,
@@ -104,7 +104,7 @@ impl Problem {
         Self { shape, x, up, residual, weight, row_sums: true, align: 16 }
     }
 
-    /// The rows alone that are named.
+    /// Only the given rows.
     pub fn only(&self, rows: &[usize]) -> Self {
         let k = self.shape.k;
         let some = |all: &[f32]| rows.iter().flat_map(|r| all[r * k..][..k].to_vec()).collect();
@@ -117,10 +117,10 @@ impl Problem {
         }
     }
 
-    /// Rows `stride` apart; what is between stays unwritten, so that reading it is a fault.
+    /// Rows `stride` apart; the gaps are unwritten, so that reading them is a fault.
     fn place(&self, memory: &mut ptx::Memory, name: &str, values: &[f32], stride: usize) -> Region {
         let (k, element) = (self.shape.k, self.shape.element);
-        // The interpreter knows whole buffers as written: what is between rows is NaN, and does not stay unseen.
+        // The interpreter treats whole buffers as written, so gaps are NaN, which reveals reads of them.
         let mut padded = Vec::new();
         for (r, row) in values.chunks(k).enumerate() {
             padded.resize(r * stride, f32::NAN);
@@ -139,7 +139,7 @@ impl Problem {
         self.run_variant(&plan, &plan.variant, options).unwrap()
     }
 
-    /// Runs a variant in place of the plan's.
+    /// Runs the given variant instead of the plan's.
     pub fn run_variant(
         &self,
         plan: &ActivationPlan,
@@ -217,7 +217,7 @@ impl Problem {
         Ok((outcome, report))
     }
 
-    /// What the CPU's kernels make of it; sums are added up here, from their codes.
+    /// The results of the CPU's kernels; sums are computed here, from their codes.
     pub fn expected(&self) -> Outcome {
         match self.shape.element {
             Float::F32 => self.on_cpu(|v| v, |v: f32| v),
@@ -272,7 +272,7 @@ fn region(memory: &mut ptx::Memory, name: &str, bytes: &[u8], align: usize) -> R
     Region { address: memory.buffer_from(name, bytes, align), bytes: bytes.len() as u64 }
 }
 
-/// The PTX of a variant, read once.
+/// The PTX of a variant, parsed once.
 pub fn module(variant: &Variant) -> Arc<ptx::Module> {
     static MODULES: LazyLock<Mutex<HashMap<Variant, Arc<ptx::Module>>>> = LazyLock::new(Mutex::default);
     let found = MODULES.lock().unwrap().get(variant).cloned();

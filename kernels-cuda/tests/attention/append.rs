@@ -1,4 +1,4 @@
-//! Appending: bytes beside the CPU's, whatever the order of blocks; planted bugs.
+//! Appending: the same bytes as on the CPU in any order of blocks; planted bugs.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{AppendArguments, AppendShape, Float, KvPageLayout};
@@ -9,8 +9,8 @@ use crate::reference::Random;
 use crate::support::has_nvrtc;
 use crate::{KINDS, hard_row};
 
-/// Tokens of three sequences, some skipped, stored by the kernel and by the CPU: the same bytes, and no other is touched.
-/// With a place of the text changed, what of this is not so.
+/// Tokens of three sequences, some of them skipped, stored by the kernel and by the CPU: the same bytes are written,
+/// and no others. With a change of the source, returns what differs.
 fn append_case(
     (kind, head_dim, page_tokens, input): (KvType, usize, usize, Float),
     order: Order,
@@ -19,8 +19,8 @@ fn append_case(
     let layout = KvPageLayout::new(kind, head_dim, page_tokens).unwrap();
     let (kv_heads, page_count, width) = (2, 5_u32, 3_u32);
     let table: Vec<u32> = vec![3, 1, 9, 0, 4, 9, 2, 9, 9];
-    // Sequence and position of each token; two are skipped, one lies on a page that does not exist; the last block
-    // is not full.
+    // Sequence and position of each token; two are skipped, one is on a page that does not exist; the last block is not
+    // full.
     let places: Vec<[u32; 2]> = (0..20)
         .map(|i| [i % 3, if i % 3 == 2 { i / 3 } else { i / 3 + page_tokens as u32 - 3 }])
         .chain([[0, u32::MAX], [2, page_tokens as u32], [1, u32::MAX]])
@@ -32,7 +32,7 @@ fn append_case(
         all.map(|x| rounded(x, input).clamp(-65504.0, 65504.0)).map(|x| rounded_within(x, input)).collect()
     };
     let (keys, values) = (rows(0), rows(3));
-    // Rows of keys and of values lie apart, not equally far; between them is what no row may show.
+    // Rows of keys and of values have different strides; the gaps contain values that must not appear anywhere.
     let strides = [row + 8, row + 24];
     let apart = |values: &[f32], stride: usize| -> Vec<f32> {
         values.chunks(row).flat_map(|of| of.iter().copied().chain(vec![f32::NAN; stride - row])).collect()
@@ -86,7 +86,7 @@ fn append_case(
     Ok(())
 }
 
-/// The nearest number of a type below the largest f16 in magnitude: bf16 has none between 65280 and 65536.
+/// The largest number of a type that is not above the largest f16: bf16 has none between 65280 and 65536.
 fn rounded_within(x: f32, float: Float) -> f32 {
     if float == Float::Bf16 && x.abs() > 65280.0 { 65280.0_f32.copysign(x) } else { rounded(x, float) }
 }
@@ -103,7 +103,7 @@ fn appended_bytes_equal_those_of_the_cpu() {
             (96, 32, Float::F32),
             (256, 64, Float::F16),
             (80, 16, Float::F32),
-            // More tiles than four.
+            // More than four tiles.
             (64, 1024, Float::F16),
         ] {
             append_case((kind, head_dim, page_tokens, input), Order::Straight, None).unwrap();
@@ -111,7 +111,7 @@ fn appended_bytes_equal_those_of_the_cpu() {
     }
 }
 
-/// A token's bytes are the CPU's, whatever is stored beside it; and in whatever order blocks and warps run.
+/// A token's bytes equal the CPU's, whatever else is stored, and in whatever order blocks and warps run.
 #[test]
 fn orders_of_blocks_change_no_byte() {
     if !has_nvrtc() {
@@ -124,7 +124,7 @@ fn orders_of_blocks_change_no_byte() {
     }
 }
 
-/// What cannot be stored is limited, and counted.
+/// Values that cannot be stored are clamped and counted.
 #[test]
 fn values_that_cannot_be_stored_are_counted() {
     if !has_nvrtc() {
@@ -158,7 +158,7 @@ fn values_that_cannot_be_stored_are_counted() {
     assert_eq!((key[0], value[0]), (-65504.0, 0.5));
 }
 
-/// Keys and values are read once and no byte beside them; each token's bytes are written once, in whole chunks of 16, its
+/// Keys and values are read once, with no other bytes; each token's bytes are written once, in whole chunks of 16, its
 /// grids in words.
 #[test]
 fn bytes_are_the_floor() {
@@ -204,13 +204,13 @@ fn bytes_are_the_floor() {
     }
 }
 
-/// Guards, exchanges between lanes, and the order of words; there is no ring and no barrier here.
+/// Guards, exchanges between lanes, and the order of words; this kernel has no ring and no barrier.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {
         return;
     }
-    // Rows of 80 features, filled up to 96: ten of twelve lanes hold some.
+    // Rows of 80 features, padded to 96: ten of twelve lanes have some.
     let case = |kind| (kind, 80, 16, Float::F32);
     for kind in [KvType::Kv4, KvType::Kv8] {
         append_case(case(kind), Order::Straight, None).unwrap();
@@ -229,7 +229,7 @@ fn planted_bugs_are_found() {
             ["if (!wanted || lane * SHARE >= DIM) return;", "if (!wanted) return;"],
             ["race in global memory", "pages+"],
         ),
-        // Lanes stay away from an exchange that needs them.
+        // Lanes do not take part in an exchange that needs them.
         (
             KvType::Kv4,
             [

@@ -10,7 +10,7 @@ use quant_kernels_cuda::compile::Source;
 use super::machine::{Counters, Machine, Order};
 use super::reference::{Held, Random};
 
-/// What is cached, and with how many heads it is attended to.
+/// The contents of the cache, and the number of heads that attend to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub kind: KvType,
@@ -18,11 +18,11 @@ pub struct Case {
     pub page_tokens: usize,
     pub kv_heads: usize,
     pub group: usize,
-    /// Queries of each sequence.
+    /// Queries per sequence.
     pub queries: usize,
     pub query: Float,
     pub rule: SplitRule,
-    /// Pages are filled by the append kernel, and other bytes have no value, rather than those of NaN.
+    /// The append kernel fills the pages, and other bytes are unwritten instead of NaN.
     pub appended: bool,
 }
 
@@ -50,7 +50,7 @@ impl Case {
         self.kv_heads * self.group
     }
 
-    /// Rows of outputs of a sequence.
+    /// Output rows per sequence.
     pub fn rows(&self) -> usize {
         self.queries * self.heads()
     }
@@ -95,7 +95,7 @@ impl Sequence {
         Self { tokens, keys, values, query }
     }
 
-    /// What head `head` of the cache holds.
+    /// The contents for head `head` of the cache.
     pub fn held(&self, case: &Case, head: usize) -> Held {
         let mut held = Held::new(case.kind, case.head_dim);
         for t in 0..self.tokens {
@@ -112,22 +112,22 @@ impl Sequence {
     }
 }
 
-/// What a launch gave: `[sequences, queries, heads, head_dim]` and `[sequences, queries, heads]`.
+/// The results of a launch: `[sequences, queries, heads, head_dim]` and `[sequences, queries, heads]`.
 pub struct Result {
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
     pub counters: Counters,
-    /// Bytes of pages that were read, and of what sequences hold.
+    /// Bytes of pages that were read, and bytes that sequences occupy.
     pub page_bytes_read: u64,
     pub page_bytes_held: u64,
 }
 
-/// Runs decode on pages in no order, unfilled slots filled with what is no number.
+/// Decodes from pages in arbitrary order, whose unused slots contain NaN.
 pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order: Order) -> Result {
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// The same, with a piece of the kernel's text replaced by another.
+/// As `decode`, with a part of the kernel's source replaced.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -141,7 +141,7 @@ pub fn try_decode(
     let (page_count, width) =
         (counts.iter().sum::<usize>() + 1, counts.iter().copied().max().unwrap_or(0) + 1);
     let mut pages = vec![0xff_u8; page_count * case.kv_heads * layout.page_bytes()];
-    // Pages are handed out from the last on, and skip one.
+    // Pages are assigned from the last one on, skipping one.
     let mut free = (0..page_count as u32).rev();
     let mut table = vec![u32::MAX; sequences.len() * width];
     for (i, (sequence, &count)) in sequences.iter().zip(&counts).enumerate() {
@@ -193,7 +193,7 @@ pub fn try_decode(
     };
     let counters = machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     let (out, lse) = (floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse)));
-    // A launch leaves its tickets fit for another.
+    // A launch leaves its tickets ready for the next one.
     machine.fill(arguments.out, &[0xff; 4], rows * case.head_dim);
     machine.launch(&variant, &plan.launch, &plan.arguments(&arguments), order)?;
     if bits(&out) != bits(&floats(&machine.bytes(arguments.out))) {
@@ -204,7 +204,7 @@ pub fn try_decode(
     Ok(Result { out, lse, page_bytes_read: counters.read_of("pages"), counters, page_bytes_held })
 }
 
-/// Fills pages with all tokens of all sequences, the last of each sequence first.
+/// Fills pages with all tokens of all sequences, the last token of each sequence first.
 fn append(
     machine: &mut Machine,
     case: &Case,
@@ -244,28 +244,28 @@ fn append(
     Ok(arguments.pages)
 }
 
-/// A family with a piece of its text replaced; the piece must be there.
+/// A family with a part of its source replaced; the part must exist.
 pub fn with_text(source: &'static Source, [from, to]: [&str; 2]) -> &'static Source {
     let texts = std::iter::once(source.text).chain(source.headers.iter().map(|header| header.1));
     assert_eq!(texts.map(|text| text.matches(from).count()).sum::<usize>(), 1, "{from}");
-    // For as long as the test runs.
+    // Leaked until the test ends.
     let replaced = |text: &str| -> &'static str { text.replace(from, to).leak() };
     let headers: Vec<_> = source.headers.iter().map(|&(name, text)| (name, replaced(text))).collect();
     Box::leak(Box::new(Source { name: source.name, text: replaced(source.text), headers: headers.leak() }))
 }
 
-/// Asserts that a result is within its bound; returns the largest share of the bound that was met.
+/// Asserts that a result is within its bound; returns the largest ratio of error to bound.
 pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// The same of random numbers, whose roundings do not add up to the worst case: within `2⁻¹¹` of the largest value, which
-/// is what rounding weights to f16 comes to, and log-sum-exps within `2⁻¹³`.
+/// As `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the largest
+/// value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// The largest share of the bound that a result meets, or what is beyond it.
+/// The largest ratio of error to bound, or a description of the first value out of bounds.
 pub fn share(
     case: &Case,
     sequences: &[Sequence],

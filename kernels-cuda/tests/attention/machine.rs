@@ -1,4 +1,4 @@
-//! The kernels' PTX on the interpreter: memory, launches, and what budgets look at.
+//! Runs the kernels' PTX on the interpreter: memory, launches, and the counters for budgets.
 
 use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::launch::{Argument, LaunchShape};
@@ -7,7 +7,7 @@ use quant_ptx_interpreter::{BlockOrder, WarpOrder};
 
 use crate::support::machine::{Launch, Memory, Module, Options, ptx_of};
 
-/// In which order blocks, and warps between barriers, run.
+/// The order in which blocks, and warps between barriers, run.
 #[derive(Debug, Clone, Copy)]
 pub enum Order {
     Straight,
@@ -15,16 +15,16 @@ pub enum Order {
     Seeded(u64),
 }
 
-/// What a launch did.
+/// Counters of a launch.
 pub struct Counters {
     all: interpreter::Counters,
-    /// Passes of loads through the banks of shared memory, and those without any conflict.
+    /// Passes of loads through the banks of shared memory, and the minimum without conflicts.
     pub shared_read_wavefronts: u64,
     pub shared_read_ideal: u64,
 }
 
 impl Counters {
-    /// Instructions of warps by the name of the operation.
+    /// Warp instructions by opcode.
     pub fn of(&self, opcode: &str) -> u64 {
         self.all.opcode(opcode)
     }
@@ -33,18 +33,18 @@ impl Counters {
         self.all.instructions
     }
 
-    /// What was read from and written to a buffer.
+    /// Reads and writes of a buffer.
     pub fn traffic(&self, buffer: &str) -> interpreter::BufferTraffic {
         self.all.buffers.get(buffer).copied().unwrap_or_default()
     }
 
-    /// Bytes of a buffer that were read, each once.
+    /// Bytes of a buffer that were read, each counted once.
     pub fn read_of(&self, buffer: &str) -> u64 {
         self.all.buffers.get(buffer).map_or(0, |buffer| buffer.read.unique_bytes)
     }
 }
 
-/// Memory of a device, and launches on it. Any fault ends a launch.
+/// Device memory, and launches on it. Any fault ends a launch.
 #[derive(Default)]
 pub struct Machine {
     memory: Memory,
@@ -59,12 +59,12 @@ impl Machine {
         self.memory.buffer_from(name, bytes, 16)
     }
 
-    /// A buffer without values.
+    /// An unwritten buffer.
     pub fn buffer(&mut self, name: &str, length: usize) -> u64 {
         self.memory.buffer(name, length, 16)
     }
 
-    /// Writes the same bytes again and again, from a buffer's beginning.
+    /// Fills a buffer with repetitions of the same bytes.
     pub fn fill(&mut self, buffer: u64, bytes: &[u8], times: usize) {
         self.memory.write(buffer, &bytes.repeat(times)).unwrap();
     }

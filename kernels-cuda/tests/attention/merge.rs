@@ -1,4 +1,5 @@
-//! Joining results on parts of sequences: beside the whole and the CPU, whatever the order of blocks; planted bugs.
+//! Merging results on parts of sequences: compared with the whole and with the CPU, in any order of blocks; planted
+//! bugs.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cuda::attention::{Float, MergeArguments, MergeShape};
@@ -10,10 +11,10 @@ use crate::machine::{Counters, Machine, Order};
 use crate::reference::Random;
 use crate::support::has_nvrtc;
 
-/// Joined rows, and their log-sum-exps.
+/// Merged rows and their log-sum-exps.
 type Joined = (Vec<f32>, Vec<f32>);
 
-/// Joins sums `[parts, rows, d]` and log-sum-exps `[parts, rows]`.
+/// Merges sums `[parts, rows, d]` and log-sum-exps `[parts, rows]`.
 fn merge(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],
@@ -24,7 +25,7 @@ fn merge(
     merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
 }
 
-/// The same, and what it cost.
+/// As `merge`, with counters.
 fn merge_counted(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],
@@ -48,7 +49,7 @@ fn merge_counted(
     Ok(((floats(&machine.bytes(arguments.out)), floats(&machine.bytes(arguments.lse))), counters))
 }
 
-/// Results on the halves of a list become that of the whole.
+/// Merging the results on the halves of a list gives the result on the whole list.
 #[test]
 fn parts_of_a_list_merge() {
     if !has_nvrtc() {
@@ -74,7 +75,7 @@ fn parts_of_a_list_merge() {
     let mut result = decode(&case, std::slice::from_ref(&whole), None, Order::Straight);
     (result.out, result.lse) = (joined, joined_lse);
     check_random(&case, &[whole], None, &result);
-    // And as the CPU joins them.
+    // The CPU's merge agrees.
     let (mut out, mut lse) = (results[0].out.clone(), results[0].lse.clone());
     quant_kernels_cpu::attention::merge(d, &mut out, &mut lse, &results[2].out, &results[2].lse).unwrap();
     for (got, wanted) in result.out.iter().zip(&out).chain(result.lse.iter().zip(&lse)) {
@@ -82,7 +83,7 @@ fn parts_of_a_list_merge() {
     }
 }
 
-/// A row's bits are the same alone, among others, and in whatever order blocks run.
+/// A row's bits are the same alone and among others, in whatever order blocks run.
 #[test]
 fn a_row_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -90,7 +91,7 @@ fn a_row_does_not_see_its_neighbours() {
     }
     let ([parts, rows, d], mut random) = ([4, 7, 80], Random(8));
     let (sums, mut logs) = (random.normals(parts * rows * d), random.normals(parts * rows));
-    // One row saw nothing in one part, another in none.
+    // One row saw no tokens in one part, another in any part.
     logs[rows + 2] = f32::NEG_INFINITY;
     (0..parts).for_each(|part| logs[part * rows + 5] = f32::NEG_INFINITY);
     let all = merge([parts, rows, d], &sums, &logs, Order::Straight, None).unwrap();
@@ -109,7 +110,7 @@ fn a_row_does_not_see_its_neighbours() {
     }
 }
 
-/// Every sum is asked for once, every result written once; log-sum-exps come again from the caches, twice a feature.
+/// Every sum is read once, every result written once; log-sum-exps are read again from the caches, twice per feature.
 #[test]
 fn bytes_are_the_floor() {
     if !has_nvrtc() {
@@ -124,7 +125,7 @@ fn bytes_are_the_floor() {
     assert_eq!(counters.traffic("logs").read.unique_bytes, 4 * logs.len() as u64);
 }
 
-/// The guard, and what a part that saw nothing counts for; there is no ring and no barrier here.
+/// The guard, and the weight of a part without tokens; this kernel has no ring and no barrier.
 #[test]
 fn planted_bugs_are_found() {
     if !has_nvrtc() {

@@ -1,16 +1,17 @@
-//! Attention in f64 on what a cache holds, and the bound of `quant_kernels_cuda::attention`'s documentation.
+//! Attention in f64 on the contents of a cache, and the error bound from the documentation of
+//! `quant_kernels_cuda::attention`.
 
 use std::ops::Range;
 
 use quant_kernels_cpu::attention::{KvType, quantize_head};
 
-/// What one key-value head of one sequence holds.
+/// The contents for one key-value head of one sequence.
 pub struct Held {
     pub kind: KvType,
     pub head_dim: usize,
     /// Keys and values as stored: `[tokens, head_dim]`.
     pub rows: [Vec<f64>; 2],
-    /// Scales and zeros of keys and values; of f16 none.
+    /// Scales and zero points of keys and values; none for f16.
     pub grids: [Vec<[f64; 2]>; 2],
 }
 
@@ -106,7 +107,7 @@ impl Held {
     }
 }
 
-/// What attention gives, and how far off it may be.
+/// The exact result of attention, and its error bound.
 pub struct Expected {
     pub out: Vec<f64>,
     pub bound: Vec<f64>,
@@ -116,7 +117,7 @@ pub struct Expected {
     pub widest: f64,
 }
 
-/// Numbers that look random, the same each time.
+/// Reproducible pseudorandom numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -128,7 +129,7 @@ impl Random {
         x ^ x >> 31
     }
 
-    /// About normal, of deviation 1: a sum of uniform ones.
+    /// Approximately normal with standard deviation 1: a sum of uniform numbers.
     pub fn normal(&mut self) -> f32 {
         (0..4).map(|_| self.next() as f32 / u64::MAX as f32 - 0.5).sum::<f32>() * 3.0_f32.sqrt()
     }

@@ -1,5 +1,5 @@
-//! Where queries, lists and results lie: rows with gaps, lists of their own for every head, results of every type, and lists
-//! that are longer than was planned for.
+//! Strides of queries, lists and results: rows with gaps, separate lists for every head, results of every type, and
+//! lists that are longer than planned.
 
 use half::{bf16, f16};
 use quant_kernels_cuda::attention::{
@@ -19,7 +19,7 @@ const KV_HEADS: usize = 2;
 const GROUP: usize = 3;
 const SEQUENCES: usize = 2;
 
-/// A cache whose pages are all full, and queries.
+/// A cache with only full pages, and queries.
 struct Cache {
     layout: KvPageLayout,
     pages: Vec<u8>,
@@ -27,7 +27,7 @@ struct Cache {
     queries: Vec<f32>,
 }
 
-/// Lists: numbers of pages and of tokens, by sequence and key-value head.
+/// Lists: page numbers and numbers of tokens, by sequence and key-value head.
 type Lists = [[(Vec<u32>, u32); KV_HEADS]; SEQUENCES];
 
 impl Cache {
@@ -44,8 +44,8 @@ impl Cache {
         Self { layout, pages, queries: random.normals(SEQUENCES * KV_HEADS * GROUP * DIM) }
     }
 
-    /// Results `[sequences, query heads, DIM]` as they are written, on lists that every head has for itself, queries `gap`
-    /// elements more than they need apart; planned for up to so many tokens.
+    /// Result bytes `[sequences, query heads, DIM]`, on separate lists for every head, with gaps of `gap` elements
+    /// between queries; planned for at most `max_tokens` tokens.
     fn decode(&self, lists: &Lists, out: Float, gap: usize, max_tokens: usize) -> Vec<u8> {
         let shape = DecodeShape {
             layout: self.layout,
@@ -59,7 +59,7 @@ impl Cache {
         };
         let plan = shape.plan_with(SHORT).unwrap();
         let width = lists.iter().flatten().map(|(pages, _)| pages.len()).max().unwrap();
-        // Entries of a head stand behind those of all sequences, those of a sequence have one between them.
+        // The entries of a head follow those of all sequences; the counts of sequences have a gap of one entry.
         let (mut table, mut tokens) =
             (vec![u32::MAX; KV_HEADS * SEQUENCES * width], vec![0; KV_HEADS * 2 * SEQUENCES]);
         for (s, of) in lists.iter().enumerate() {
@@ -97,7 +97,7 @@ impl Cache {
     }
 }
 
-/// Lists that differ in pages and in tokens.
+/// Lists with different pages and numbers of tokens.
 fn lists() -> Lists {
     [
         [((0..8).collect(), 120), ((8..11).rev().collect(), 33)],
@@ -105,7 +105,7 @@ fn lists() -> Lists {
     ]
 }
 
-/// Each head gives the bits that it gives where all heads have its list.
+/// Each head gives the same bits as when all heads have its list.
 #[test]
 fn every_head_has_its_list() {
     if !has_nvrtc() {
@@ -128,7 +128,7 @@ fn every_head_has_its_list() {
     }
 }
 
-/// Halves are those of the results of 32 bits, where one block writes them and where splits are joined.
+/// f16 results are the rounded f32 results, both from a single block and from merged splits.
 #[test]
 fn results_have_their_type() {
     if !has_nvrtc() {
@@ -144,7 +144,7 @@ fn results_have_their_type() {
         let expected: Vec<u16> = whole.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
         assert_eq!(halves(&cache.decode(&lists(), Float::Bf16, 0, 176)), expected, "{kind:?}");
     }
-    // And those that are merged.
+    // The same for the merge kernel.
     let (parts, rows) = (3, 5);
     let mut random = Random(5);
     let (sums, logs) = (random.normals(parts * rows * DIM), random.normals(parts * rows));
@@ -167,7 +167,7 @@ fn results_have_their_type() {
     assert_eq!(halves(&merged(Float::Bf16)), expected);
 }
 
-/// A list longer than was planned for loses tokens, no other list is touched, and tickets are left as they must be.
+/// A list longer than planned loses tokens, other lists are not affected, and tickets are reset.
 #[test]
 fn lists_beyond_the_plan_harm_no_other() {
     if !has_nvrtc() {
@@ -175,11 +175,11 @@ fn lists_beyond_the_plan_harm_no_other() {
     }
     let cache = Cache::new(KINDS[0]);
     let whole = floats(&cache.decode(&lists(), Float::F32, 0, 176));
-    // Two splits, of the three that the last list takes; and none at all.
+    // Two splits, instead of the three that the last list needs; and no splitting at all.
     for max_tokens in [128, 64] {
         let some = floats(&cache.decode(&lists(), Float::F32, 0, max_tokens));
         let at = KV_HEADS * GROUP * DIM;
-        // Those of 33 and of 17 tokens.
+        // The lists of 33 and of 17 tokens.
         assert_eq!(bits(&whole[at / 2..][..at]), bits(&some[at / 2..][..at]));
         assert!(some.iter().all(|v| v.is_finite()));
     }

@@ -1,5 +1,5 @@
-//! No kernel has an instruction that nothing tests: what the compiler makes of the listed variants is looked up among the
-//! instructions here and among those that the interpreter's own tests name.
+//! Every instruction of the kernels is tested: the instructions that the compiler generates for the listed variants
+//! must be among those tested here, or among those that the interpreter's own tests name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use crate::instructions::all;
 use crate::support::has_nvrtc;
 use crate::text;
 
-/// The interpreter's tests that hold instructions to Rust's arithmetic, and to the figures of fragments.
+/// The interpreter's tests that compare instructions with Rust's arithmetic and with the figures of fragments.
 const TESTS: [&str; 5] = [
     include_str!("../../../ptx-interpreter/tests/emitted.rs"),
     include_str!("../../../ptx-interpreter/tests/instructions.rs"),
@@ -19,7 +19,7 @@ const TESTS: [&str; 5] = [
     include_str!("../../../ptx-interpreter/tests/support/mod.rs"),
 ];
 
-/// The opcodes of a text, modifiers included.
+/// The opcodes of a PTX text, including modifiers.
 fn opcodes(ptx: &str) -> impl Iterator<Item = &str> {
     ptx.lines().filter_map(|line| {
         let line = line.split("//").next().unwrap_or_default().trim();
@@ -27,13 +27,13 @@ fn opcodes(ptx: &str) -> impl Iterator<Item = &str> {
         let line = line.trim_start_matches('{').trim_start();
         let opcode = line.split([' ', '\t', ';']).next().unwrap_or_default();
         let begins = opcode.starts_with(|c: char| c.is_ascii_lowercase());
-        // Neither a label nor what goes on from the line before.
+        // Skips labels and continuations of the previous line.
         let is_whole = line.trim_end_matches('}').trim_end().ends_with(';');
         (begins && is_whole && !opcode.ends_with([':', ','])).then_some(opcode)
     })
 }
 
-/// What of the opcodes of kernels is not among those that are tested, with a variant that has it.
+/// The untested opcodes of kernels, each with a variant that uses it.
 fn untested(kernels: &[(String, String)], tested: &BTreeSet<&str>) -> BTreeMap<String, String> {
     let mut missing = BTreeMap::new();
     for (name, ptx) in kernels {
@@ -44,10 +44,10 @@ fn untested(kernels: &[(String, String)], tested: &BTreeSet<&str>) -> BTreeMap<S
     missing
 }
 
-/// All words of the interpreter's tests; texts of the instructions here.
+/// All words of the interpreter's tests, and the opcodes of the instructions here.
 fn tested(calibrated: &[String]) -> BTreeSet<&str> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | ':');
-    // Ends of lines are written as such in their texts.
+    // Line ends are escaped in the texts of these tests.
     let words =
         TESTS.iter().flat_map(|text| text.split("\\n")).flat_map(|text| text.split(move |c| !is_word(c)));
     words.chain(calibrated.iter().flat_map(|text| opcodes(text))).collect()
@@ -60,7 +60,7 @@ fn every_instruction_of_a_kernel_is_tested() {
     }
     let calibrated: Vec<String> = all().iter().map(text).collect();
     let tested = tested(&calibrated);
-    // Neighbours in the list differ in one choice, so every second has what there is.
+    // Neighbours in the list differ in one option, so every second entry contains all instructions.
     let entries: Vec<_> = entries().into_iter().step_by(2).collect();
     let (first, second) = entries.split_at(entries.len() / 2);
     let ptx = |part: &[quant_kernels_cuda::registry::Entry]| -> Vec<(String, String)> {

@@ -1,36 +1,36 @@
-//! The instructions that the kernels use, with what they are given and how their results are compared.
+//! The instructions that the kernels use, with their inputs and the comparison of their results.
 
 use half::{bf16, f16};
 
-/// What an input's words are.
+/// The contents of an input's words.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Inputs {
     /// Any bits.
     Bits,
-    /// Single floats: around one, of all magnitudes, and now and then zeros, infinities, NaN and numbers below the normal.
+    /// f32: around one, of all magnitudes, and occasionally zeros, infinities, NaN and subnormal numbers.
     Float,
-    /// Single floats above zero, with magnitudes within ± 60 binary orders.
+    /// Positive f32 with exponents within ± 60.
     Positive,
-    /// Single floats from −30 to 30.
+    /// f32 from −30 to 30.
     Small,
-    /// Two halves, integers from −8 to 8: sums of their products are exact in any order.
+    /// Two f16, integers from −8 to 8: sums of their products are exact in any order.
     WholeHalves,
-    /// Two bfloats of the same.
+    /// Two bf16, integers from −8 to 8.
     WholeBfloats,
-    /// Two halves around one.
+    /// Two f16 around one.
     Halves,
-    /// Two bfloats around one.
+    /// Two bf16 around one.
     Bfloats,
-    /// Two halves of any bits.
+    /// Two f16 of any bits.
     AnyHalves,
-    /// Single floats that are whole, from −1000 to 1000.
+    /// Integral f32 from −1000 to 1000.
     WholeFloat,
     /// Small integers.
     Below(u32),
 }
 
 impl Inputs {
-    /// One word, the `i`th, of random words.
+    /// Word number `i`, from random words.
     pub fn word(self, i: usize, next: &mut impl FnMut() -> u32) -> u32 {
         let bits = next();
         let unit = |bits: u32| f64::from(bits) / f64::from(1_u32 << 31) - 1.0;
@@ -83,26 +83,26 @@ impl Inputs {
 pub enum Judge {
     /// All bits.
     Bits,
-    /// All bits of single floats, but for those of NaN.
+    /// All bits of f32; any NaN equals any other.
     Float,
-    /// All bits of pairs of halves, but for those of NaN.
+    /// All bits of pairs of f16; any NaN equals any other.
     Halves,
-    /// Single floats up to so many units in the last place; zeros are alike.
+    /// f32 within this many units in the last place; zeros are equal.
     Last(u32),
-    /// Single floats up to so much, times one more than their magnitude.
+    /// f32 within this much times (1 + magnitude).
     Near(f64),
-    /// Sums whose terms' magnitudes add up to so much, in another order.
+    /// Sums in another order, whose terms' magnitudes add up to this much.
     Sum(f64),
 }
 
 impl Judge {
-    /// What is reported of equal or near results, or what differs.
+    /// A report about results that are equal or close enough, or a description of the difference.
     ///
     /// # Errors
-    /// When they are not.
+    /// When the results differ too much.
     pub fn compare(self, got: &[u32], expected: &[u32]) -> Result<String, String> {
         let float = |bits| f64::from(f32::from_bits(bits));
-        // Units in the last place between two floats, by the order of their bits.
+        // The distance of two floats in units in the last place, from the order of their bits.
         let place = |bits: u32| {
             let magnitude = i64::from(bits & 0x7fff_ffff);
             if bits >> 31 == 1 { -magnitude } else { magnitude }
@@ -131,7 +131,7 @@ impl Judge {
                 Self::Sum(magnitude) => {
                     let apart = (float(a) - float(b)).abs();
                     worst = worst.max(apart / magnitude);
-                    // A tensor core may cut off where this rounds, and adds in another order.
+                    // A tensor core may truncate where the interpreter rounds, and adds in another order.
                     apart <= magnitude * 2_f64.powi(-20)
                 }
             };
@@ -150,13 +150,13 @@ impl Judge {
 
 /// An instruction: registers `%a0`… hold the inputs, `%d0`… the results.
 pub struct Instruction {
-    /// What it is called in reports.
+    /// Its name in reports.
     pub name: String,
     /// PTX.
     pub body: String,
-    /// Words of a lane.
+    /// Words per lane.
     pub inputs: Vec<Inputs>,
-    /// Words of a lane.
+    /// Words per lane.
     pub outputs: usize,
     /// How results are compared.
     pub judge: Judge,
@@ -168,7 +168,7 @@ fn one(name: &str, inputs: &[Inputs], judge: Judge) -> Instruction {
     Instruction { name: name.to_owned(), body, inputs: inputs.to_vec(), outputs: 1, judge }
 }
 
-/// To or from 16 bits, which lie in the low half of a word.
+/// To or from 16 bits, which are in the low half of a word.
 fn narrow(name: &str, from_16: bool, input: Inputs, judge: Judge) -> Instruction {
     let body = if from_16 {
         format!("mov.b32 {{%h0, %h1}}, %a0;\n{name} %d0, %h0;")
@@ -190,7 +190,7 @@ fn multiply(name: &str, a: Inputs, c: Inputs, judge: Judge, what: &str) -> Instr
     }
 }
 
-/// Every lane stores a word to shared memory, then reads rows of 16 bytes at addresses that the first input shuffles.
+/// Every lane stores a word to shared memory, then reads rows of 16 bytes at addresses permuted by the first input.
 fn matrices(count: usize, transposed: bool) -> Instruction {
     let name =
         format!("ldmatrix.sync.aligned.m8n8.x{count}{}.shared.b16", if transposed { ".trans" } else { "" });
@@ -209,13 +209,13 @@ fn matrices(count: usize, transposed: bool) -> Instruction {
     }
 }
 
-/// Copies `%a4 % 17` bytes of 16 asynchronously, the rest zeros.
+/// Copies `%a4 % 17` of 16 bytes asynchronously, and zeros for the rest.
 fn copy() -> Instruction {
     let name = "cp.async.cg.shared.global 16 bytes, fewer read";
     let loads: String = (0..4).map(|i| format!("\nld.shared.u32 %d{i}, [%t4+{}];", i * 4)).collect();
     Instruction {
         name: name.to_owned(),
-        // From the beginning of the first input, of which every lane takes 16 bytes of its warp's.
+        // From the beginning of the first input; every lane takes its 16 bytes of those of its warp.
         body: format!(
             "mov.u32 %t3, words;\nshl.b32 %t4, %t1, 4;\nadd.s32 %t4, %t4, %t3;\nand.b32 %t5, %t2, 511;\nmul.wide.u32 %rd6, %t5, 16;\n\
              add.s64 %rd6, %rd1, %rd6;\ncp.async.cg.shared.global [%t4], [%rd6], 16, %a1;\ncp.async.commit_group;\n\
@@ -227,7 +227,7 @@ fn copy() -> Instruction {
     }
 }
 
-/// All of them.
+/// All instructions.
 pub fn all() -> Vec<Instruction> {
     use Inputs::{
         AnyHalves, Below, Bfloats, Bits, Float, Halves, Positive, Small, WholeBfloats, WholeFloat,

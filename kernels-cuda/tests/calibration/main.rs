@@ -1,7 +1,9 @@
-//! Instructions one by one: on the interpreter, and, with `QUANT_GPU=1`, on a GPU, whose results the interpreter's must be.
+//! Tests single instructions on the interpreter and, with `QUANT_GPU=1`, on a GPU, whose results must equal the
+//! interpreter's.
 //!
-//! Each is a kernel of its own: a warp a block, every lane with words of its own. Here they show that the interpreter runs
-//! all that the kernels use; on a GPU they are what its figures of fragments and its rounding are checked against.
+//! Each test is a kernel with one warp per block, in which every lane has its own words. Without a GPU it shows that
+//! the interpreter runs all instructions that the kernels use; on a GPU it validates the interpreter's fragment layouts
+//! and rounding.
 
 mod coverage;
 mod instructions;
@@ -12,11 +14,11 @@ use instructions::{Inputs, Instruction, Judge, all};
 use quant_ptx_interpreter as ptx;
 use support::machine::{Argument, Launch, Memory, Module, Options, on_gpu};
 
-/// Warps that run an instruction, each on words of its own.
+/// Warps that run an instruction, each on different words.
 const WARPS: usize = 64;
 const LANES: usize = 32;
 
-/// The text of a kernel that loads words, runs an instruction, and stores words.
+/// The PTX of a kernel that loads words, runs an instruction, and stores words.
 fn text(instruction: &Instruction) -> String {
     let load = (0..instruction.inputs.len())
         .map(|i| format!("    ld.global.u32 %a{i}, [%rd3+{}];\n", i * WARPS * LANES * 4))
@@ -37,7 +39,7 @@ fn text(instruction: &Instruction) -> String {
     )
 }
 
-/// Random words of a kind: fixed by the instruction's place and the word's.
+/// Random words of a kind, determined by the indices of the instruction and of the word.
 fn words(kind: Inputs, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -57,7 +59,7 @@ fn words_of(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// By the interpreter, whatever the machine.
+/// On the interpreter, also on a machine with a GPU.
 fn interpreted(text: &str, inputs: &[u8], outputs: usize) -> Vec<u32> {
     let mut memory = ptx::Memory::new();
     let from = memory.buffer_from("inputs", inputs, 256);
@@ -104,7 +106,7 @@ fn the_interpreter_is_the_device() {
         let output_bytes = instruction.outputs * WARPS * LANES * 4;
         let expected = interpreted(&text, &input_bytes, output_bytes);
         assert_eq!(expected.len(), instruction.outputs * WARPS * LANES);
-        // Whatever is put in must not give the same everywhere: the instruction would not be looked at.
+        // The results must depend on the inputs; otherwise the instruction would not be tested.
         assert!(expected.iter().any(|word| *word != expected[0]), "{}: {:#x}", instruction.name, expected[0]);
         if !on_gpu() {
             continue;
@@ -119,7 +121,7 @@ fn the_interpreter_is_the_device() {
     assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), all().len(), wrong.join("\n"));
 }
 
-/// A comparison that nothing fails would show nothing.
+/// The comparison must be able to fail.
 #[test]
 fn comparisons_tell_what_differs() {
     let one = 1.0_f32.to_bits();

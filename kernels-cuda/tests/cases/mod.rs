@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use quant_kernels_cpu::{FloatFormat, Scales, WeightView};
 
-/// A generator of integers (splitmix64): the same on every machine.
+/// A generator of integers (splitmix64), the same on every machine.
 #[derive(Debug, Clone)]
 pub struct Random(pub u64);
 
@@ -34,9 +34,9 @@ pub enum Kind {
     Bf16,
     F32,
     Progressive,
-    /// Of floating-point codes: E4M3 below a float.
+    /// E4M3 scales and a float, for floating-point codes.
     E4m3,
-    /// Of floating-point codes: powers of two.
+    /// Powers of two, for floating-point codes.
     E8m0,
 }
 
@@ -49,7 +49,8 @@ pub struct Case {
     pub kind: Kind,
     pub float: Option<FloatFormat>,
     pub codes: Vec<u8>,
-    /// Of groups, or of rows where they are progressive; what those of groups are divided by where they are E4M3.
+    /// Scales of groups, or of rows if they are progressive; the number that group scales are divided by if they are
+    /// E4M3.
     pub scales: Vec<f32>,
     pub groups: Vec<u8>,
     pub zeros: Option<Vec<u8>>,
@@ -68,7 +69,7 @@ impl Case {
             Kind::E4m3 | Kind::E8m0 => panic!("scales of floating-point codes"),
             Kind::F16 => (0..count).map(|_| f16::from_f32(scale(&mut random)).to_f32()).collect(),
             Kind::Bf16 => {
-                // Beyond what f16 holds, so that the narrowest type is bf16.
+                // Beyond the range of f16, so that the narrowest type is bf16.
                 (0..count).map(|_| bf16::from_f32(scale(&mut random) * 1e-12).to_f32()).collect()
             }
             Kind::F32 => (0..count).map(|_| scale(&mut random) * 1.000_001).collect(),
@@ -78,7 +79,7 @@ impl Case {
             }
         };
         if kind == Kind::Progressive {
-            // Within what eight signed bits hold.
+            // Products fit eight signed bits.
             for (i, code) in codes.iter_mut().enumerate() {
                 let g = i / k * (k / group) + i % k / group;
                 let zero = zeros.as_ref().map_or(1 << (bits - 1), |z| i32::from(z[g]));
@@ -94,7 +95,7 @@ impl Case {
         Self { shape: [n, k], bits, group, kind, float: None, codes, scales, groups, zeros }
     }
 
-    /// Codes of a floating-point format, every number of it.
+    /// Codes of a floating-point format, including every number of it.
     pub fn float([n, k]: [usize; 2], format: FloatFormat, group: usize, kind: Kind, seed: u64) -> Self {
         let mut random = Random(seed);
         let numbers: Vec<u8> = (0..=u8::MAX).filter(|&code| format.is_number(code)).collect();
@@ -105,7 +106,7 @@ impl Case {
         case.shape = [n, k];
         case.scales = match kind {
             Kind::Progressive => panic!("scales of integers"),
-            // Some subnormal, the largest, and 0.
+            // Some subnormal scales, the largest one, and 0.
             Kind::E4m3 => {
                 case.groups = (0..count).map(|_| random.below(0x7f) as u8).collect();
                 vec![731.5]
@@ -124,7 +125,7 @@ impl Case {
         case
     }
 
-    /// The scale of a group, exactly; of progressive weights that of the row.
+    /// The exact scale of a group; for progressive weights the scale of the row.
     pub fn scale(&self, row: usize, group: usize) -> f64 {
         let at = row * (self.shape[1] / self.group) + group;
         match self.kind {

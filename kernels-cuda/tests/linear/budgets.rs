@@ -1,5 +1,5 @@
-//! What launches cost, as the interpreter counts: bytes of memory beside the floor's, passes through the banks of shared
-//! memory, instructions of dequantization.
+//! The cost of launches in the interpreter's counters: bytes of memory compared with the minimum, passes through the
+//! banks of shared memory, instructions for dequantization.
 
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
@@ -35,7 +35,7 @@ fn int8(bits: u8, group: usize, kind: Kind, zeros: bool, m: usize) -> Problem {
     Problem::int8(Case::new([N, K], bits, group, kind, zeros, 41), Output::F16, m, None, Draw::Typical, 43)
 }
 
-/// Each with the bytes that the weights take at least: codes, scales and zeros as they are stored.
+/// Problems, each with the minimum bytes of its weights: codes, scales and zero points as they are stored.
 fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     let groups = |size: usize| N * K / size;
     let weights = N * K;
@@ -55,7 +55,8 @@ fn problems(m: usize) -> Vec<(&'static str, Problem, usize)> {
     ]
 }
 
-/// Different sectors of memory: weights, activations and results, of matrices of one chunk, without a workspace.
+/// Distinct sectors of memory for weights, activations and results, with matrices of one chunk, which need no
+/// workspace.
 #[test]
 fn bytes_of_memory_are_the_floors() {
     if !ready() {
@@ -70,7 +71,7 @@ fn bytes_of_memory_are_the_floors() {
             println!("{name}, {m} tokens: {ratio:.4} of the floor");
             assert!(ratio <= 1.03, "{name}, {m} tokens: {ratio}");
             assert!(!counters.buffers.contains_key("partials"));
-            // No weight is asked for twice.
+            // No weight is read twice.
             let codes = counters.buffers["codes"].read;
             assert_eq!(codes.bytes_asked, codes.unique_bytes, "{name}, {m} tokens");
             assert_eq!(
@@ -81,12 +82,13 @@ fn bytes_of_memory_are_the_floors() {
     }
 }
 
-/// Bytes of all different sectors that were read, and of all that were written: weights, activations, results, workspace.
+/// Bytes of all distinct sectors that were read, plus those that were written: weights, activations, results,
+/// workspace.
 fn moved(counters: &Counters) -> u64 {
     counters.buffers.values().map(|t| 32 * (t.read.unique_sectors + t.written.unique_sectors)).sum()
 }
 
-/// Where blocks share a tile of results, what they leave each other is counted too: as the plan says, tickets aside.
+/// If blocks share a tile of results, the workspace traffic equals the plan's, not counting tickets.
 #[test]
 fn bytes_of_a_workspace_are_those_of_the_plan() {
     if !ready() {
@@ -109,9 +111,9 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
     }
 }
 
-/// Of the shapes that models have: all bytes beside those of the floor, which is weights of 4.15625 bits (groups of 128 with f16
-/// scales and zeros), activations and results. The workspace is most of what is more: nothing at 57344 × 8192, and at 4096 × 4096
-/// with 16 tokens a sixth. It is what the 32 row tiles cost that cannot occupy a device alone.
+/// For shapes of real models: all bytes relative to the minimum, which is weights of 4.15625 bits (groups of 128 with
+/// f16 scales and zero points), activations and results. Most of the excess is the workspace: nothing at 57344 × 8192,
+/// and a sixth at 4096 × 4096 with 16 tokens, where 32 row tiles alone cannot occupy a device.
 #[test]
 fn bytes_of_models_shapes() {
     let device = DeviceLimits::of(Architecture::Sm90);
@@ -123,7 +125,7 @@ fn bytes_of_models_shapes() {
         plan.traffic().total() as f64 / floor as f64
     };
     for (n, k, expected) in [
-        // With 1, 8 and 16 tokens.
+        // For 1, 8 and 16 tokens.
         (8192, 8192, [1.0094, 1.0224, 1.0370]),
         (57_344, 8192, [1.0075, 1.0075, 1.0075]),
         (4096, 4096, [1.0188, 1.0963, 1.1825]),
@@ -138,7 +140,7 @@ fn bytes_of_models_shapes() {
             println!("{n} × {k}, {m} tokens: {got:.4}");
             assert!((got - expected).abs() < 1e-4, "{n} × {k}, {m} tokens: {got}");
         }
-        // Many tokens need none.
+        // Many tokens need no workspace.
         assert!(ratio(n, k, 4096) < 1.01);
     }
 }
@@ -165,13 +167,13 @@ fn banks_have_no_conflicts() {
     }
 }
 
-/// `lop3` and `shf` stand in the text for dequantization alone.
+/// `lop3` and `shf` occur in the PTX only for dequantization.
 #[test]
 fn dequantization_takes_few_instructions() {
     if !ready() {
         return;
     }
-    // A word is eight weights, and an instruction one of each lane's.
+    // A word is eight weights, and an instruction processes one word per lane.
     let words = (N * K / 8 / 32) as u64;
     for (activation, most) in [(Activation::F16, 5), (Activation::Bf16, 7)] {
         let (_, counters) = counted(&float(activation, 128, true, 8));
@@ -180,8 +182,8 @@ fn dequantization_takes_few_instructions() {
     }
 }
 
-/// Where integers are multiplied, and weights of 8 bits: what seven tiles more take of the instructions that dequantize, those
-/// of the same name that do something else included.
+/// For integer products, and for 8-bit weights: dequantization instructions that seven more tiles need, including other
+/// uses of the same opcodes.
 #[test]
 fn dequantization_of_other_schemes_takes_few_instructions() {
     if !ready() {
@@ -198,13 +200,13 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
     let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
     for (name, kind, bits, group, zeros, activation, opcodes, most) in [
-        // 3, 5 with two levels; and places in the ring, zeros and scales of a group.
+        // 3, or 5 with two levels of scales; plus offsets in the ring, zero points and scales of groups.
         ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
         ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
         ("w4a8 g128 asym", Kind::F16, 4, 128, true, None, &whole, 5.0),
         ("w4a8 g128 progressive", Kind::Progressive, 4, 128, true, None, &whole, 7.0),
         ("w8a16 f16", Kind::F32, 8, 0, false, Some(Activation::F16), &bytes, 5.0),
-        // Beyond 7: bf16 has no room for 8 bits under one exponent.
+        // More than 7: 8 bits do not fit below one exponent of bf16.
         ("w8a16 bf16", Kind::F32, 8, 0, false, Some(Activation::Bf16), &bytes, 21.0),
     ] {
         let count = |counters: &Counters| opcodes.iter().map(|o| counters.opcode(o)).sum::<u64>();
@@ -215,8 +217,8 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     }
 }
 
-/// Of PTX, of which machine code has fewer: with one token and groups of 128, 256 in the loop for 340 here. What these chunks of four
-/// tiles take before and after the loop is in it.
+/// PTX instructions; machine code has fewer: 256 in the loop instead of 340 with one token and groups of 128. Includes
+/// the instructions before and after the loop over these chunks of four tiles.
 #[test]
 fn instructions_of_a_slot_are_few() {
     if !ready() {

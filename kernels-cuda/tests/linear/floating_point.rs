@@ -1,5 +1,4 @@
-//! FP4 and FP8 weights beside float activations: every code, every kind of scales, ragged shapes, planted bugs, and what they
-//! cost.
+//! FP4 and FP8 weights with float activations: every code, every kind of scales, ragged shapes, planted bugs, and cost.
 
 use quant_kernels_cpu::{FloatFormat, KernelError, reference};
 use quant_kernels_cuda::compile::Source;
@@ -17,7 +16,7 @@ use crate::problem::{Draw, Problem};
 const E2M1: FloatFormat = FloatFormat::E2m1;
 const E4M3: FloatFormat = FloatFormat::E4m3;
 
-/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; and E4M3 scales of wide groups, floats of narrow ones.
+/// NVFP4, MXFP4, MXFP8, FP8 in blocks and per row; and E4M3 scales of large groups, float scales of small ones.
 const SCHEMES: [(FloatFormat, Option<usize>, Kind); 8] = [
     (E2M1, Some(16), Kind::E4m3),
     (E2M1, Some(32), Kind::E8m0),
@@ -33,8 +32,8 @@ fn plan(problem: &Problem) -> LinearPlan {
     LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap()
 }
 
-/// A weight as the kernel must have it where nothing is added to it: of E4M3 scales the product with `256 / global` is
-/// what is rounded, of others that with the scale.
+/// The exact value of a weight in the kernel: with E4M3 scales the product with `256 / global` is rounded, otherwise
+/// the product with the scale.
 fn weight(case: &Case, row: usize, i: usize) -> f32 {
     let k = case.shape[1];
     let number = case.float.unwrap().value(case.codes[row * k + i]);
@@ -53,7 +52,7 @@ fn wrong_weights(problem: &Problem, values: &[f32]) -> usize {
     wrong
 }
 
-/// Of tokens that are one feature each results are weights, to the bit.
+/// If each token is a single feature, the results are the weights, bit for bit.
 #[test]
 fn every_code_is_its_number() {
     if !ready() {
@@ -61,13 +60,13 @@ fn every_code_is_its_number() {
     }
     for (turn, (format, group, kind)) in SCHEMES.into_iter().enumerate() {
         let case = Case::float([48, 256], format, group.unwrap_or(256), kind, 60 + turn as u64);
-        // Every number of the format in every place of a lane's words, both signs of zero among them.
+        // Every number of the format at every position of a lane's words, including both zeros.
         let numbers = (0..=u8::MAX).filter(|&code| format.is_number(code));
         assert!(numbers.into_iter().all(|code| case.codes.contains(&code)));
         let mut dequantized = vec![0.0; 48 * 256];
         reference::dequantize_rows(&case.view(), 0..48, &mut dequantized);
         for (i, &expected) in dequantized.iter().enumerate() {
-            // The definition's order of operations differs with E4M3 scales, by two roundings.
+            // With E4M3 scales, the order of operations in the definition differs by two roundings.
             let ours = weight(&case, i / 256, i % 256);
             let near = if kind == Kind::E4m3 { 2.0_f32.powi(-22) * expected.abs() } else { 0.0 };
             assert!((ours - expected).abs() <= near, "{ours} for {expected}");
@@ -80,7 +79,7 @@ fn every_code_is_its_number() {
     }
 }
 
-/// Shapes whose rows and features fill no tile, several parts of `k`, few tokens and many.
+/// Shapes whose rows and features do not fill tiles, several parts of `k`, few tokens and many.
 #[test]
 fn ragged_shapes() {
     if !ready() {
@@ -110,7 +109,7 @@ fn ragged_shapes() {
     assert!(worst < 1e-5, "{worst:e}");
 }
 
-/// The smallest and largest scales there are, and groups of zeros; activations at the ends of their range.
+/// The smallest and largest scales, and groups of zeros; activations at the ends of their range.
 #[test]
 fn extremes() {
     if !ready() {
@@ -139,7 +138,7 @@ fn extremes() {
     }
 }
 
-/// Bugs in the steps from codes to fragments, from bytes to scales, and behind the sums: values tell.
+/// Bugs in converting codes to fragments and bytes to scales, and after the sums: only values reveal them.
 #[test]
 fn planted() {
     if !ready() {
@@ -214,7 +213,7 @@ fn packing_on_the_device() {
     }
 }
 
-/// What is no number is refused here and found there.
+/// Values that are not numbers are rejected on the host and detected on the device.
 #[test]
 fn what_is_no_number() {
     let nv = Case::float([5, 128], E2M1, 16, Kind::E4m3, 3);
@@ -253,7 +252,7 @@ fn what_is_no_number() {
     for global in [0.0, -1.0, f32::INFINITY, f32::NAN] {
         refused(&nv, &|case| case.scales[0] = global, "a global scale that is not positive and finite");
     }
-    // Such scales make another layout, and are found where that of powers is packed.
+    // Such scales lead to another layout, and are detected when packed with a layout for powers of two.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();
     for scale in [0.3, 0.0, -0.5, f32::INFINITY, f32::NAN] {
         let bad = with(&mx, &|case| case.scales[3] = scale);
@@ -265,7 +264,7 @@ fn what_is_no_number() {
     assert!(matches!(WeightLayout::of(&view, Order::Float, true), Err(KernelError::Scheme(_))));
 }
 
-/// Steps from codes to fragments, beside what their documentation says; and bytes, passes through banks, tokens.
+/// Instructions from codes to fragments, compared with the documented numbers; bytes, passes through banks, tokens.
 #[test]
 fn what_they_cost() {
     if !ready() {
@@ -287,7 +286,7 @@ fn what_they_cost() {
             let counters = outcome.report.counters;
             let words = (n * k / 8 / 32) as u64;
             if m == 1 {
-                // `and` stands for places in the ring and bytes of scales too: one of each group.
+                // `and` is also used for offsets in the ring and for the scales of groups: one for each.
                 let taken =
                     ["lop3.", "shf.", "fma.rn.bf16x2"].iter().map(|o| counters.opcode(o)).sum::<u64>();
                 let ands = counters.opcode("and.b32");

@@ -1,4 +1,4 @@
-//! What results may not depend on: the rows beside a row, their number, the shape of a block, the order of blocks.
+//! Results do not depend on the other rows, their number, the shape of a block, or the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
 use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearScheme, LinearVariant, Output, Parts};
@@ -10,7 +10,7 @@ use quant_ptx_interpreter::{BlockOrder, Options, WarpOrder};
 
 use crate::machine::{launch, launch_with, ready};
 
-/// Some schemes whose sums are floats, and one whose sums are whole, with weights of several chunks.
+/// Some schemes with float sums, and one with integer sums over all of `k`, with weights of several chunks.
 fn problems(m: usize) -> Vec<Problem> {
     let shape = [136, 2176];
     assert_eq!(Parts::of(shape), Parts { chunks: 2, halved: true });
@@ -79,7 +79,7 @@ fn a_row_is_the_same_by_every_block() {
                 for stages in [3, 5] {
                     let mut variant = planned;
                     (variant.serial, variant.shape.stages, variant.shape.sets) = (serial, stages, sets);
-                    // Two sets are for few tokens; of the ring's depth one pair suffices.
+                    // Two sets are only for few tokens, and it suffices to vary the ring's depth for one pair.
                     if sets > planned.shape.sets
                         || stages == 5 && (m != 9 || variant.shared_bytes() > DEVICE.shared_of_block)
                     {

@@ -1,4 +1,4 @@
-//! Runs the compiled PTX of a variant on the interpreter, on a problem's bytes.
+//! Runs the compiled PTX of a variant on the interpreter, with the bytes of a problem.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,13 +11,13 @@ use quant_kernels_cuda::linear::{LinearPlan, LinearVariant, Output};
 use crate::problem::Problem;
 use crate::support::machine::{Argument, Error, Launch, Memory, Module, Options, Report, ptx_of};
 
-/// Whether kernels can be compiled here; says so if not.
+/// Whether kernels can be compiled on this machine; reports if not.
 #[track_caller]
 pub fn ready() -> bool {
     crate::support::has_nvrtc()
 }
 
-/// What a launch left behind.
+/// The outcome of a launch.
 pub struct Outcome {
     /// `[m, n]`
     pub values: Vec<f32>,
@@ -26,7 +26,7 @@ pub struct Outcome {
 
 static MODULES: Mutex<Option<HashMap<String, Arc<Module>>>> = Mutex::new(None);
 
-/// The compiled text of a variant, made once.
+/// The compiled PTX of a variant, compiled once.
 fn module(variant: &LinearVariant) -> Arc<Module> {
     let name = variant.name() + &format!("{:?}", variant.shape);
     let find = |made: Option<Arc<Module>>| {
@@ -40,7 +40,7 @@ fn module(variant: &LinearVariant) -> Arc<Module> {
     find(None).or_else(|| find(Some(Arc::new(compiled(variant, None))))).unwrap()
 }
 
-/// The same from another text.
+/// Compiles a variant, from another source if one is given.
 pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Module {
     let mut kernel = variant.compiled();
     if let Some(source) = source {
@@ -54,12 +54,12 @@ pub fn launch(problem: &Problem, plan: &LinearPlan) -> Vec<f32> {
     run(problem, plan, &module(&plan.variant), &Options::default()).unwrap().values
 }
 
-/// Launches as planned, with blocks and warps in another order, say.
+/// Launches as planned, with options such as another order of blocks and warps.
 pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> Outcome {
     run(problem, plan, &module(&plan.variant), options).unwrap()
 }
 
-/// Launches a module on a problem, twice where there is a workspace, which must serve again as the first launch left it.
+/// Launches a module on a problem; twice if there is a workspace, which must be reusable as the first launch left it.
 pub fn run(
     problem: &Problem,
     plan: &LinearPlan,
@@ -73,7 +73,7 @@ pub fn run(
         let bytes = &problem.packed[problem.layout.section(from)..end];
         if bytes.is_empty() { 0 } else { memory.buffer_from(name, bytes, 256) }
     };
-    // Each section is a buffer, so that what is read beyond one is found out.
+    // Each section is a separate buffer, so that reads beyond one are detected.
     let codes = section(&mut memory, "codes", Section::Codes, Some(Section::Parameters));
     let parameters = section(&mut memory, "parameters", Section::Parameters, Some(Section::RowScales));
     let row_scales = section(&mut memory, "row scales", Section::RowScales, Some(Section::RowZeros));
@@ -122,7 +122,7 @@ pub fn run(
             ],
         };
         let report = module.launch("linear", &launch, &mut memory, options)?;
-        // Fails where a result was not written.
+        // Fails if a result was not written.
         let bytes = memory.bytes(out)?;
         let values = bytes.chunks_exact(each).map(|b| match (problem.output, b) {
             (Output::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),

@@ -1,4 +1,4 @@
-//! The linear kernels on the interpreter, against the reference: results, what they may not depend on, what they cost.
+//! The linear kernels on the interpreter, compared with the reference: results, independence, cost.
 
 mod budgets;
 #[path = "../cases/mod.rs"]
@@ -15,6 +15,6 @@ mod support;
 
 use quant_kernels_cuda::linear::DeviceLimits;
 
-/// An A10: with little shared memory a ring is short, and goes round soon.
+/// An A10, whose little shared memory makes for a short ring that soon wraps around.
 const DEVICE: DeviceLimits =
     DeviceLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };

@@ -1,4 +1,4 @@
-//! Packing on the device gives the bytes of packing on the CPU, and finds the values that the latter refuses.
+//! Packing on the device gives the same bytes as on the CPU, and detects the values that the CPU rejects.
 
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::layout::device::SOURCE;
@@ -10,12 +10,12 @@ use crate::machine::ready;
 use crate::planted::changed;
 use crate::support::machine::{Argument, Launch, Memory, Module, Options, ptx_of};
 
-/// The sections as the device packs them, and whether it found a fault.
+/// The sections as packed on the device, and whether it detected a fault.
 pub fn pack(case: &Case, layout: &WeightLayout) -> (Vec<Vec<u8>>, bool) {
     pack_by(case, layout, &[]).unwrap()
 }
 
-/// The same with places of the text changed.
+/// As above, with changes in the source.
 fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(Vec<Vec<u8>>, bool), Error> {
     let mut memory = Memory::new();
     let [n, k] = case.shape;
@@ -66,7 +66,7 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
     Ok((written.collect(), memory.bytes(fault).unwrap()[0] != 0))
 }
 
-/// Whether a text with places changed packs the CPU's bytes and finds no fault, or what it does wrong, and where.
+/// Whether a changed source packs the same bytes as the CPU and reports no fault; or its fault.
 pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, (FaultKind, String)> {
     let layout = WeightLayout::of(&case.view(), order, order == Order::Int8).unwrap();
     let mut packed = vec![0; layout.bytes()];
@@ -81,7 +81,7 @@ pub fn outcome(case: &Case, order: Order, places: &[[&str; 2]]) -> Result<bool, 
     }
 }
 
-/// Where sections begin, and how many bytes are theirs.
+/// The first byte of each section, and the number of its bytes.
 pub fn sections(layout: &WeightLayout) -> [(usize, usize); 5] {
     let tiles = layout.row_blocks() * layout.tiles();
     let rows = 16 * layout.row_blocks();
@@ -170,13 +170,13 @@ fn faults_are_found() {
     assert!(!pack(&case, &layout).1);
     case.groups[3] = 9;
     assert!(pack(&case, &layout).1);
-    // A zero of a row.
+    // The zero point of a row.
     let mut case = Case::new([5, 128], 4, 128, Kind::F32, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
     assert!(layout.row_is_group() && !pack(&case, &layout).1);
     case.zeros.as_mut().unwrap()[2] = 16;
     assert!(pack(&case, &layout).1);
-    // Scales that the layout's type does not hold: too large, too fine.
+    // Scales that the layout's type cannot represent: too large, too fine.
     for scale in [1e6, 1.0 + 1.0 / 4096.0] {
         let mut case = good.clone();
         case.scales[1] = scale;
@@ -184,7 +184,7 @@ fn faults_are_found() {
     }
 }
 
-/// Codes less the middle of the layout are numbers of its bits, or a fault.
+/// Codes minus the layout's middle fit its bits, or a fault is reported.
 #[test]
 fn middles_that_do_not_fit_are_found() {
     if !ready() {
@@ -194,7 +194,7 @@ fn middles_that_do_not_fit_are_found() {
         WeightLayout::from_parts([16, 256], 4, 128, ScaleType::F16, Some(middle), Order::Int8, false)
     };
     assert!(of(9).is_err() && of(15).is_err());
-    // Of 3 bits, and of 4.
+    // With 3 bits, and with 4.
     let mut case = Case::new([16, 256], 3, 128, Kind::F16, false, 3);
     assert!(!pack(&case, &of(4).unwrap()).1);
     case.bits = 4;

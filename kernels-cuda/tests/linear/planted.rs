@@ -1,5 +1,5 @@
-//! Bugs planted into the kernels' texts, each of which the interpreter or the reference must find: which fault, of which
-//! instruction, in which buffer. The texts as they are have none.
+//! Bugs planted into the kernels' sources, each of which the interpreter or the reference must detect: as the given
+//! fault, of the given instruction, in the given buffer. The unchanged sources have none.
 
 use quant_kernels_cuda::compile::Source;
 use quant_kernels_cuda::layout::Order;
@@ -12,7 +12,7 @@ use crate::machine::{compiled, ready, run};
 use crate::packing;
 use crate::problem::{Draw, Problem};
 
-/// A text with some places changed, each of which is once in it or its headers.
+/// A source with some changes; each text that is replaced must occur exactly once in it and its headers.
 pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     let mut texts: Vec<(&'static str, String)> = vec![(source.name, source.text.to_owned())];
     texts.extend(source.headers.iter().map(|&(name, text)| (name, text.to_owned())));
@@ -37,11 +37,11 @@ fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     (problem, plan)
 }
 
-/// What a text does on such a problem: results and counters, or a fault.
+/// The outcome of a changed source for such a problem: results and counters, or a fault.
 fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
     let (problem, plan) = problem(m, k);
     let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
-    // Warps by turns, one instruction each: none gets far ahead of the others.
+    // Warps take turns, one instruction each, so none gets far ahead of the others.
     let options =
         Options { warp_order: WarpOrder::RoundRobin, max_instructions: 3_000_000, ..Options::default() };
     match run(&problem, &plan, &module, &options) {
@@ -51,7 +51,7 @@ fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counte
     }
 }
 
-/// Holds a planted bug to its fault.
+/// Checks that a planted bug causes the given fault.
 #[track_caller]
 fn is_found(places: &[[&str; 2]], kinds: &[FaultKind], opcode: &str, buffer: &str) {
     is_found_of(places, 13, 2176, kinds, opcode, buffer);
@@ -92,7 +92,7 @@ fn a_missing_barrier() {
     is_found(&without, &kinds, "ldmatrix", "shared");
 }
 
-/// The barrier of the other set orders nothing.
+/// The barrier of the other set has no effect on this one.
 #[test]
 fn the_barrier_of_another_set() {
     let one =
@@ -149,7 +149,7 @@ fn a_missing_guard_of_tokens() {
     is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "x");
 }
 
-/// Of the last tile a quarter is there.
+/// Only a quarter of the last tile exists.
 #[test]
 fn a_missing_guard_of_features() {
     let without = [["const i32 valid = max(min(from.left, 16), 0);", "const i32 valid = 16;"]];
@@ -163,7 +163,7 @@ fn a_missing_guard_of_results() {
     is_found(&without, &[FaultKind::OutOfBounds], "st.global", "out");
 }
 
-/// Results turn from fragments to rows where rings still are read.
+/// Results are reordered from fragments to rows while rings are still being read.
 #[test]
 fn a_missing_barrier_behind_the_rings() {
     let without =
@@ -196,27 +196,27 @@ fn chunks_without_a_barrier_before_their_ticket() {
     is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
 }
 
-/// Who arrives last does not wait for what the others write.
+/// The last block to arrive does not wait for the writes of the others.
 #[test]
 fn chunks_that_are_not_waited_for() {
     let without = [["while (add_device(written, 0) != p.chunks - 1) {", "while (false) {"]];
     is_found(&without, &[FaultKind::GlobalRace], "st.global", "tickets");
 }
 
-/// A ticket that the first to arrive takes for the last: it waits for nobody, forever.
+/// The first block to arrive takes its ticket for the last one, and waits forever.
 #[test]
 fn chunks_joined_by_the_first_to_arrive() {
     let first = [["const bool is_last = *others == p.chunks - 1;", "const bool is_last = *others == 0;"]];
     is_found(&first, &[FaultKind::Runaway], "", "");
 }
 
-/// Without the ticket's reset the second launch finds the count of the first.
+/// Without resetting the ticket, the second launch finds the count of the first.
 #[test]
 fn tickets_that_are_not_reset() {
     is_found(&[["        *written = 0;\n", ""]], &[FaultKind::Runaway], "", "");
 }
 
-/// Values come out wrong, and nothing else can tell.
+/// The values are wrong, and nothing else reveals the bug.
 #[test]
 fn another_swizzle_on_one_side() {
     if !ready() {
@@ -230,7 +230,7 @@ fn another_swizzle_on_one_side() {
     );
 }
 
-/// Values come out right, and only the banks tell.
+/// The values are right, and only bank conflicts reveal the bug.
 #[test]
 fn no_swizzle() {
     if !ready() {
@@ -246,7 +246,7 @@ fn no_swizzle() {
     assert!(reads.taken > 2 * reads.ideal, "{reads:?}");
 }
 
-/// Of many tokens: the ring of one set of eight warps, whose chunks follow each other.
+/// With many tokens: the ring of one set of eight warps, which computes chunks one after another.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -295,7 +295,8 @@ fn many_tokens() {
     }
 }
 
-/// The packers have neither ring nor barrier: guards, and the order of bits, which bytes beside the CPU's tell.
+/// The packers have neither ring nor barrier, only guards and the order of bits, which a comparison with the CPU's
+/// bytes checks.
 #[test]
 fn packers() {
     if !ready() {
@@ -321,7 +322,7 @@ fn packers() {
     assert_eq!(found(&case, Order::Float, &beside), out("zeros"));
     let once = [["const bool there = row < n;", "const bool there = true;"]];
     assert_eq!(found(&rows, Order::Int8, &once), out("codes"));
-    // A sum of rows that leaves out a step; a code in another place.
+    // A sum of rows that leaves out a step; a code at another position.
     let step = [[
         "for (int other = 16; other > 0; other /= 2) sum",
         "for (int other = 16; other > 1; other /= 2) sum",

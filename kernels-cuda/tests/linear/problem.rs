@@ -1,4 +1,4 @@
-//! Weights, activations and what their product must be.
+//! Weights, activations and their expected product.
 
 use half::{bf16, f16};
 use quant_kernels_cpu::reference::{float_linear, int8_linear};
@@ -8,7 +8,7 @@ use quant_kernels_cuda::linear::{Activation, Output, Parts};
 
 use crate::cases::{Case, Kind, Random};
 
-/// A product, all of its bytes as the kernel takes them.
+/// A product, with all bytes that the kernel reads.
 pub struct Problem {
     pub case: Case,
     pub layout: WeightLayout,
@@ -30,18 +30,18 @@ enum Values {
     Int8(Box<Int8Rows>),
 }
 
-/// How activations are drawn.
+/// The distribution of activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Draw {
     /// Around zero.
     Typical,
-    /// Far from zero all on one side, where offsets of the dequantization cost most.
+    /// Far from zero and all of one sign, where the offsets of the dequantization cost the most accuracy.
     Shifted,
     /// The ends of the range.
     Extreme,
 }
 
-/// Sums that results are added up from.
+/// The values that results are computed from.
 fn parts(n: usize, k: usize) -> usize {
     let parts = Parts::of([n, k]);
     if parts.halved { 2 * parts.chunks } else { 1 }
@@ -77,7 +77,7 @@ impl Problem {
         problem
     }
 
-    /// Every feature alone, as a token of f32 results: those are the weights.
+    /// One token per feature, with f32 results, which are the weights.
     pub fn one_hot(case: Case, activation: Activation) -> Self {
         let k = case.shape[1];
         let mut rows = vec![0.0; k * k];
@@ -88,7 +88,7 @@ impl Problem {
         problem
     }
 
-    /// Activations of 8 bits, with a scale per token, or by one scale and zero.
+    /// 8-bit activations, with a scale per token, or one static scale and zero point.
     pub fn int8(case: Case, output: Output, m: usize, zero: Option<i8>, draw: Draw, seed: u64) -> Self {
         let k = case.shape[1];
         let mut random = Random(seed);
@@ -138,7 +138,7 @@ impl Problem {
         Self { case, layout, packed, activation, output, m, x, x_stride: 0, x_scales, x_zero, bias, values }
     }
 
-    /// Rows as bytes; what fills them up to 16 bytes is not to be read as numbers, and is no zero.
+    /// Rows as bytes; the padding to 16 bytes must not be used as numbers, and is not zero.
     fn fill_rows(&mut self) {
         let k = self.case.shape[1];
         let each = if matches!(self.values, Values::Float(_)) { 2 } else { 1 };
@@ -158,7 +158,7 @@ impl Problem {
         }
     }
 
-    /// The same weights with some of the tokens.
+    /// The same weights with a subset of the tokens.
     pub fn of_tokens(&self, tokens: &[usize]) -> Self {
         let k = self.case.shape[1];
         let each = self.x.len() / (self.m * self.x_stride) * self.x_stride;
@@ -197,8 +197,9 @@ impl Problem {
         }
     }
 
-    /// Holds results `[m, n]` to the definition: bits, where the whole sum is of integers or there is one chunk; else a
-    /// bound. Returns the largest error in units of what a float result is the sum of, `Σ |s (q − z) x| + |b|`.
+    /// Compares results `[m, n]` with the definition: bit for bit if the whole sum is of integers or there is one
+    /// chunk, else with a bound. Returns the largest error relative to the sum of magnitudes of a float result, `Σ |s
+    /// (q − z) x| + |b|`.
     pub fn check(&self, y: &[f32]) -> f64 {
         let [n, k] = self.case.shape;
         assert_eq!(y.len(), self.m * n);
@@ -220,8 +221,8 @@ impl Problem {
                             i % n
                         );
                     } else {
-                        // Sums of integers are the same; of their products with scales, the order differs: each of
-                        // groups and parts rounds once here and once there.
+                        // The sums of integers are equal; their products with scales are added in another order, with
+                        // one rounding per group and part on each side.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
                         let a = rows.row(m);
@@ -254,11 +255,11 @@ impl Problem {
                 for (i, (&y, &(e, _))) in y.iter().zip(&expected).enumerate() {
                     let (m, o) = (i / n, i % n);
                     let (magnitude, folded) = self.magnitudes(&x[m * k..(m + 1) * k], o);
-                    // Every f32 operation rounds by at most 2⁻²³, as tensor cores that cut off do. A block of features sums
-                    // its products one after the other, twice: with codes and with ones; then come a product with the zero
-                    // and the sums over blocks and parts.
+                    // Every f32 operation has an error of at most 2⁻²³, as in tensor cores that truncate. A block of
+                    // features sums its products sequentially, twice: with codes and with ones. After that come a
+                    // product with the zero point, and the sums over blocks and parts.
                     let block = view.group_size().min(TILE_K) as f64;
-                    // Of E4M3 scales the row's factor is rounded, and so is the product with it.
+                    // With E4M3 scales the row's factor is rounded, and so is the product with it.
                     let factor = if self.case.kind == Kind::E4m3 { 4 } else { 0 };
                     let groups = k.div_ceil(view.group_size().min(32));
                     let later = (groups + parts(n, k) + 4 + factor) as f64;
@@ -290,11 +291,11 @@ impl Problem {
         }
     }
 
-    /// `Σ |s (q − z) x|`, and the same with what the kernel's numbers are: the offset and code, and the offset and zero.
+    /// `Σ |s (q − z) x|`, and the same for the numbers in the kernel: offset plus code, and offset plus zero point.
     fn magnitudes(&self, x: &[f32], o: usize) -> (f64, f64) {
         let view = self.case.view();
         let (k, size) = (view.k(), view.group_size());
-        // The largest offset and codes of a row, see `cuda/dequantize.cuh`.
+        // The largest offset of a row, see `cuda/dequantize.cuh`.
         let offset = match (self.layout.code_bits(), self.activation) {
             _ if view.float_format().is_some() => 0.0,
             (4, Activation::F16) => 256.0,

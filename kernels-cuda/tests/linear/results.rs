@@ -1,4 +1,4 @@
-//! Every scheme on ragged shapes, and on values at the ends of their ranges.
+//! Every scheme with ragged shapes, and with values at the ends of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
@@ -12,7 +12,7 @@ use crate::problem::{Draw, Problem};
 fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
     match group {
         Some(32) => [[128, 128], [37, 160], [150, 1056]],
-        // Two chunks, that meet in memory.
+        // Two chunks, combined in the workspace.
         Some(64) => [[128, 256], [33, 192], [130, 2112]],
         Some(_) => [[128, 256], [40, 384], [200, 1152]],
         None => [[128, 128], [17, 104], [130, 1040]],
@@ -21,10 +21,10 @@ fn shapes(group: Option<usize>) -> [[usize; 2]; 3] {
 
 const OUTPUTS: [Output; 3] = [Output::F16, Output::Bf16, Output::F32];
 const KINDS: [Kind; 3] = [Kind::F16, Kind::Bf16, Kind::F32];
-/// Tokens, so that each shape of a block is used, and is not full.
+/// Numbers of tokens for which each shape of a block is used, not completely filled.
 const TOKENS: [[usize; 3]; 3] = [[1, 33, 16], [8, 17, 70], [64, 5, 25]];
 
-/// Runs a problem as planned; the error in units of the sum of magnitudes.
+/// Runs a problem as planned; returns the error relative to the sum of magnitudes.
 fn run(problem: &Problem) -> f64 {
     let plan =
         LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
@@ -47,7 +47,7 @@ fn floats(activation: Activation, bits: u8) {
                     (turn * 3 + i) as u64,
                 );
                 let draw = if i == 1 { Draw::Shifted } else { Draw::Typical };
-                // The type of results goes with the scheme and not with the shape, so that variants are few.
+                // The type of results depends on the scheme and not on the shape, to keep the number of variants small.
                 let output = OUTPUTS[(turn / 3 + turn) % 3];
                 let problem = Problem::float(case, activation, output, m, draw, (turn * 3 + i) as u64);
                 worst = worst.max(run(&problem));
@@ -56,7 +56,7 @@ fn floats(activation: Activation, bits: u8) {
         }
     }
     println!("{activation:?}, {bits} bits: largest error {worst:e} of the sum of magnitudes");
-    // What was found with sums in order of k; the bounds of `check` are far wider.
+    // The observed error with sums in the order of k; the bounds of `check` are much larger.
     assert!(worst < 1e-4, "{worst:e}");
 }
 
@@ -138,7 +138,7 @@ fn w4a8_progressive() {
     integers(4, &[Kind::Progressive], &GROUPS[..3]);
 }
 
-/// Codes of fewer bits than they are stored in.
+/// Codes with fewer bits than they are stored in.
 #[test]
 fn codes_of_2_3_and_5_bits() {
     if !ready() {
@@ -153,7 +153,7 @@ fn codes_of_2_3_and_5_bits() {
     }
 }
 
-/// Groups of several tiles: their parameters stand beside each.
+/// Groups that span several tiles: each tile has their parameters.
 #[test]
 fn groups_wider_than_a_tile() {
     if !ready() {
@@ -165,8 +165,7 @@ fn groups_wider_than_a_tile() {
     run(&Problem::int8(case(Kind::Progressive), Output::F16, 9, Some(5), Draw::Typical, 9));
 }
 
-/// Long rows on a device with much memory: the deepest ring goes round in every chunk.
-/// More tiles of tokens than run side by side, the last of them not full, on ragged rows.
+/// More token tiles than run concurrently, the last of them not full, with ragged rows.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -179,12 +178,13 @@ fn many_tokens() {
     for problem in [float, whole] {
         let plan =
             LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-        // Bands of eight tiles of tokens.
+        // More than one band of eight token tiles.
         assert!(problem.m > 8 * plan.variant.shape.tokens(), "{:?}", plan.variant.shape);
         problem.check(&launch(&problem, &plan));
     }
 }
 
+/// Long rows on a device with much memory: the deepest ring wraps around in every chunk.
 #[test]
 fn a_deep_ring() {
     if !ready() {
@@ -209,7 +209,8 @@ fn a_deep_ring() {
     }
 }
 
-/// All codes at one end and all zeros at the other, activations at the ends of theirs, scales of nothing and subnormal ones.
+/// All codes at one end and all zero points at the other, activations at the ends of their range, zero and subnormal
+/// scales.
 #[test]
 fn extremes() {
     if !ready() {

@@ -1,4 +1,4 @@
-//! The first GPU, for tests: whatever it refuses ends them.
+//! The first GPU, for tests: every error ends the test.
 
 use quant_kernels_cuda::standalone::{self, Memory};
 
@@ -9,15 +9,15 @@ impl Gpu {
     /// The first device.
     ///
     /// # Panics
-    /// When it is missing.
+    /// If there is no GPU.
     pub fn get() -> Self {
         Self(standalone::Gpu::first().unwrap_or_else(|e| panic!("a GPU was asked for: {e}")))
     }
 
-    /// Waits for all that was launched.
+    /// Waits for all launched work.
     ///
     /// # Errors
-    /// What went wrong on the device since.
+    /// Any error on the device since the last synchronization.
     pub fn wait(&self) -> Result<(), String> {
         self.0.wait().map_err(|e| e.to_string())
     }
@@ -26,20 +26,20 @@ impl Gpu {
 /// Bytes on the device, freed when dropped.
 pub struct Bytes {
     memory: Memory,
-    /// Where they begin: a multiple of 256.
+    /// The address of the first byte, a multiple of 256.
     pub address: u64,
-    /// How many there are.
+    /// Length in bytes.
     pub len: usize,
 }
 
 impl Bytes {
-    /// Bytes that all are `fill`.
+    /// Allocates bytes, all set to `fill`.
     pub fn filled(len: usize, fill: u8) -> Self {
         let memory = Memory::filled(len, fill).unwrap();
         Self { address: memory.region().address, len, memory }
     }
 
-    /// These bytes.
+    /// Allocates memory with these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         let own = Self::filled(bytes.len(), 0);
         own.write(0, bytes);

@@ -1,8 +1,8 @@
-//! What the tests of kernels run on: the interpreter, or, with `QUANT_GPU=1`, the first GPU.
+//! The machine that the tests of kernels run on: the interpreter, or, with `QUANT_GPU=1`, the first GPU.
 //!
-//! Names and calls are the interpreter's, so that a test is the same on both. On a GPU there are no counters and no orders
-//! to choose; buffers lie between guards which are looked at after each launch, and begin at odd multiples of their
-//! alignment here too.
+//! Names and calls are those of the interpreter, so that a test is the same on both. A GPU has no counters, and the
+//! order of execution cannot be chosen. As on the interpreter, buffers begin at odd multiples of their alignment;
+//! guards on both sides of them are checked after each launch.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,12 +17,12 @@ pub use quant_ptx_interpreter::{Argument, Error, Launch, Options, Report, Result
 
 use super::gpu::{Bytes, Gpu};
 
-/// Set where tests run on a GPU.
+/// If set, tests run on a GPU.
 const GPU: &str = "QUANT_GPU";
-/// Bytes on both sides of a buffer on a GPU.
+/// Guard bytes on each side of a buffer on a GPU.
 const GUARD: usize = 1024;
 const GUARD_BYTE: u8 = 0xa7;
-/// What nobody wrote on a GPU.
+/// The value of unwritten bytes on a GPU.
 const UNWRITTEN: u8 = 0xcb;
 
 /// Whether tests run on a GPU.
@@ -30,7 +30,7 @@ pub fn on_gpu() -> bool {
     std::env::var_os(GPU).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// The PTX of a variant, of the directory of images where one is named, as both machines take it.
+/// The PTX of a variant in the form that both machines take, from the directory of images if one is set.
 pub fn ptx_of(variant: &Variant) -> String {
     let directory = std::env::var_os(CACHE_DIRECTORY).filter(|path| !path.is_empty());
     let cache = ImageCache::in_directory(directory.map(Into::into), Nvrtc);
@@ -49,7 +49,7 @@ enum Place {
 struct Buffer {
     name: String,
     all: Bytes,
-    /// Where the buffer begins within `all`.
+    /// The offset of the buffer within `all`.
     at: usize,
     len: usize,
 }
@@ -61,12 +61,12 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// Without buffers.
+    /// Memory without buffers.
     pub fn new() -> Self {
         Self(if on_gpu() { Place::Gpu(Vec::new()) } else { Place::Interpreter(ptx::Memory::new()) })
     }
 
-    /// Adds a buffer that nobody has written, and gives its address.
+    /// Adds an unwritten buffer, and returns its address.
     pub fn buffer(&mut self, name: &str, bytes: usize, align: usize) -> u64 {
         match &mut self.0 {
             Place::Interpreter(memory) => memory.buffer(name, bytes, align),
@@ -82,7 +82,7 @@ impl Memory {
         }
     }
 
-    /// Writes from outside, from a buffer's beginning.
+    /// Writes from the host, from the beginning of a buffer.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> Result<()> {
         match &mut self.0 {
             Place::Interpreter(memory) => memory.write(address, bytes),
@@ -94,7 +94,7 @@ impl Memory {
         }
     }
 
-    /// The bytes of a buffer. On the interpreter an error where nobody wrote them.
+    /// The bytes of a buffer. On the interpreter, unwritten bytes are an error.
     pub fn bytes(&self, address: u64) -> Result<Cow<'_, [u8]>> {
         match &self.0 {
             Place::Interpreter(memory) => memory.bytes(address).map(Cow::Borrowed),
@@ -105,8 +105,8 @@ impl Memory {
         }
     }
 
-    /// The bytes of a buffer, after holding it to having been written where `is_written` says so and nowhere else. A GPU does
-    /// not tell of a byte that was written with what stood there.
+    /// The bytes of a buffer, after checking that exactly those bytes were written for which `is_written` is true. On a
+    /// GPU this cannot detect missing writes, or writes of the initial value.
     #[track_caller]
     pub fn bytes_written(&self, address: u64, is_written: impl Fn(usize) -> bool) -> Result<Vec<u8>> {
         match &self.0 {
@@ -143,7 +143,7 @@ fn at(buffers: &[Buffer], address: u64) -> Result<&Buffer> {
 }
 
 impl Buffer {
-    /// The first guard byte that was written, as an offset from the buffer's beginning.
+    /// The first overwritten guard byte, as an offset from the buffer's beginning.
     fn trespassed(&self) -> Option<isize> {
         let all = self.all.read(0, self.all.len);
         let inside = self.at..self.at + self.len;
@@ -152,7 +152,7 @@ impl Buffer {
     }
 }
 
-/// A PTX text, read by the machine.
+/// A PTX text, parsed by the machine.
 pub struct Module(Text);
 
 enum Text {
@@ -161,7 +161,7 @@ enum Text {
 }
 
 impl Module {
-    /// Reads a text.
+    /// Parses a text.
     pub fn parse(text: &str) -> Result<Self> {
         if on_gpu() {
             let image = Image { bytes: text.as_bytes().to_vec(), log: String::new() };
@@ -170,7 +170,7 @@ impl Module {
         ptx::Module::parse(text).map(|module| Self(Text::Interpreter(Box::new(module))))
     }
 
-    /// What of a kernel the interpreter could not run, if it came to it.
+    /// Parts of a kernel that the interpreter could not run if it reached them.
     pub fn unsupported(&self, kernel: &str) -> Result<Vec<(u32, String)>> {
         match &self.0 {
             Text::Interpreter(module) => module.unsupported(kernel),
@@ -218,7 +218,7 @@ fn on_device(
     let kernel = match found {
         Some(kernel) => kernel,
         None => {
-            // SAFETY: the text is what our compiler made, and the context is never released.
+            // SAFETY: the text was generated by this crate's compiler, and the context is never released.
             let kernel = unsafe { Kernel::load(image, name, launch.dynamic_shared) };
             let kernel = Arc::new(kernel.map_err(|e| e.to_string())?);
             kernels.lock().unwrap().insert(key, Arc::clone(&kernel));
@@ -235,7 +235,7 @@ fn on_device(
     let arguments: Vec<launch::Argument> = arguments.collect::<Result<_, _>>()?;
     let [block, 1, 1] = launch.block else { return Err(format!("a block of {:?}", launch.block)) };
     let shape = LaunchShape { grid: launch.grid, block, shared_bytes: launch.dynamic_shared };
-    // SAFETY: tests give what the kernel takes, and the launch is waited for.
+    // SAFETY: tests pass the arguments that the kernel takes, and wait for the launch.
     unsafe { kernel.launch(&shape, &arguments, Stream::DEFAULT) }.map_err(|e| e.to_string())?;
     gpu.wait()
 }

@@ -1,9 +1,9 @@
-//! What the tests of kernels share: how one says that it leaves something out.
+//! Shared by the tests of kernels: how a test reports that it is skipped.
 //!
-//! NVRTC and the disassembler belong to a step of CI of their own, `cargo xtask cuda`, which requires them. Elsewhere
-//! a test without them says so and passes; it is not noted among what a machine with all models should not leave out.
+//! NVRTC and the disassembler are required only by a separate step of CI, `cargo xtask cuda`. Elsewhere, a test without
+//! them reports this and passes. It is not recorded among the skips that a machine with all models should not have.
 
-// No test uses all of this.
+// No test program uses all of this.
 #![allow(dead_code)]
 
 pub mod gpu;
@@ -12,13 +12,13 @@ pub mod machine;
 use std::io::Write;
 use std::panic::Location;
 
-/// Set where NVRTC and the disassembler must be there: what is left out then is a failure.
+/// If set, NVRTC and the disassembler are required: skipped tests are failures.
 pub const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 
-/// Whether what a test needs is there; says aloud that it is not.
+/// Whether something that a test needs is available; reports a skipped test if it is not.
 ///
 /// # Panics
-/// When it is required.
+/// If it is required.
 #[track_caller]
 pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
     let Err(why) = needed else { return true };
@@ -27,13 +27,13 @@ pub fn is_there<E: std::fmt::Display>(needed: Result<(), E>) -> bool {
         "{REQUIRED} is set, but: {why}"
     );
     let at = Location::caller();
-    // Not by the macro, whose lines are held back where a test passes.
+    // `eprintln!` would be captured for tests that pass.
     let line = format!("SKIPPED: {why} ({}:{})\n", at.file(), at.line());
     std::io::stderr().write_all(line.as_bytes()).expect("stderr can be written");
     false
 }
 
-/// Whether kernels can be compiled, or, on a GPU, come compiled.
+/// Whether kernels can be compiled or, on a GPU, come precompiled.
 #[track_caller]
 pub fn has_nvrtc() -> bool {
     machine::on_gpu() || is_there(quant_kernels_cuda::require_nvrtc())

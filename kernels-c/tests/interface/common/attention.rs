@@ -1,4 +1,4 @@
-//! Pages, lists and a cache with everything of a call.
+//! Pages, lists and a cache, with all arguments of a call.
 
 use core::ptr::{null, null_mut};
 
@@ -12,10 +12,10 @@ pub const KV: usize = 2;
 pub const QUERY: usize = 4;
 pub const TOKENS: usize = 100;
 pub const M: usize = 3;
-/// Pages of both heads, and one that nobody names.
+/// Pages of both heads, and one that no list names.
 pub const PAGES: usize = 5;
 
-/// Everything of a call, as it should be.
+/// All arguments of a call, valid.
 pub struct Case {
     pub layout: qz1_kv_layout,
     pub heads: qz1_heads,
@@ -33,13 +33,13 @@ pub fn layout_of(kind: u32) -> qz1_kv_layout {
     let size = size_of::<qz1_kv_layout>() as u32;
     let mut layout =
         qz1_kv_layout { struct_size: size, kind: 0, head_dim: 0, page_tokens: 0, page_bytes: 0, id: 0 };
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     assert_eq!(unsafe { qz1_kv_layout_of(kind, D, &mut layout, null()) }, Ok);
     layout
 }
 
 impl Case {
-    /// Tokens are there, all seen, but no query was answered.
+    /// A call with all tokens appended and seen, before its queries are computed.
     pub fn new(kind: u32) -> Self {
         let layout = layout_of(kind);
         let size = size_of::<qz1_heads>() as u32;
@@ -60,7 +60,7 @@ impl Case {
         let to = (case.pages.as_mut_ptr(), case.pages.len());
         assert_eq!(case.append(&case.layout, to, (lists.as_ptr(), KV), x, y, null()), Ok);
         let mut words = 0;
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_attend_workspace(&layout, &heads, M, TOKENS, &mut words, null()) }, Ok);
         case.workspace = vec![u32::MAX; words];
         case
@@ -87,7 +87,8 @@ impl Case {
         values: (*const f32, usize),
         parallel: *const qz1_parallel,
     ) -> qz1_status {
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe {
             qz1_kv_append(
                 layout,
@@ -120,12 +121,12 @@ impl Case {
         }
     }
 
-    /// Attends to some lists.
+    /// Attends to the given lists.
     pub fn run(&mut self, lists: &[qz1_page_list]) -> qz1_status {
         Call { lists: (lists.as_ptr(), lists.len()), ..self.call() }.run()
     }
 
-    /// The same with one thing changed, which must leave the output alone if it is refused.
+    /// As `attend`, with one change; if it is refused, the output must be unchanged.
     pub fn with(&mut self, change: impl FnOnce(&mut Call)) -> qz1_status {
         let lists = self.lists(TOKENS);
         let mut call = Call { lists: (lists.as_ptr(), KV), ..self.call() };
@@ -159,7 +160,8 @@ pub struct Call {
 
 impl Call {
     pub fn run(&self) -> qz1_status {
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe {
             qz1_attend(
                 self.layout,
@@ -184,13 +186,13 @@ impl Call {
     }
 }
 
-/// A handle that is freed at the end.
+/// A handle that is freed when dropped.
 pub struct Cache(pub *mut qz1_kv_cache);
 
 impl Cache {
     pub fn new(layout: &qz1_kv_layout, heads: &qz1_heads, max_tokens: usize) -> Self {
         let mut cache = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_kv_cache_new(layout, heads, max_tokens, &mut cache, null()) };
         assert_eq!(status, Ok);
         Self(cache)
@@ -198,19 +200,19 @@ impl Cache {
 
     pub fn append(&self, keys: &[f32], values: &[f32], parallel: *const qz1_parallel) -> qz1_status {
         let (k, v) = (keys.as_ptr(), values.as_ptr());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_kv_cache_append(self.0, k, keys.len(), v, values.len(), parallel, null()) }
     }
 
     pub fn tokens(&self) -> usize {
-        // SAFETY: it lives.
+        // SAFETY: the handle is live.
         unsafe { qz1_kv_cache_tokens(self.0) }
     }
 }
 
 impl Drop for Cache {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, freed once.
+        // SAFETY: made by `new` and freed once.
         unsafe { qz1_kv_cache_free(self.0) }
     }
 }

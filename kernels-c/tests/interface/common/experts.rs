@@ -1,4 +1,4 @@
-//! A small layer of experts that differ in bits, with everything that points to it.
+//! A small layer of experts with different bits, and all structures that point to it.
 
 use core::ptr::null;
 
@@ -11,14 +11,14 @@ pub const HIDDEN: usize = 64;
 pub const INNER: usize = 40;
 pub const COUNT: usize = 3;
 
-/// Packed weights, and their layout.
+/// Packed weights and their layout.
 pub struct Part {
     pub packed: PackedLinear,
     pub layout: qz1_layout,
     pub bias: Vec<f32>,
 }
 
-/// Experts that differ in bits.
+/// Experts with different bits.
 pub struct Layer {
     pub parts: Vec<[Part; 3]>,
 }
@@ -47,7 +47,7 @@ fn part([n, k]: [usize; 2], bits: u8, by: usize) -> Part {
         reserved: 0,
     };
     let mut layout = empty();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     assert_eq!(unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }, qz1_status::Ok);
     Part { packed, layout, bias: super::noise(n, by) }
 }
@@ -62,7 +62,7 @@ impl Layer {
         Self { parts: (0..COUNT).map(of).collect() }
     }
 
-    /// As C takes them; the first has biases.
+    /// The experts as C structures; the first one has biases.
     pub fn experts(&self) -> Vec<qz1_expert> {
         let of = |(i, [gate, up, down]): (usize, &[Part; 3])| {
             let bytes = |part: &Part| (part.packed.view().bytes().as_ptr(), part.packed.view().bytes().len());
@@ -91,7 +91,7 @@ impl Layer {
     }
 }
 
-/// A plan of up to so many tokens with two experts each.
+/// A plan for at most `max_tokens` tokens with two experts each.
 pub fn config(tokens: usize, kind: u32, rows: u32, gate: u32) -> qz1_experts_config {
     let struct_size = size_of::<qz1_experts_config>() as u32;
     let (isa, alpha, limit) = (QZ1_ISA_DETECT, 1.7, 0.8);

@@ -1,4 +1,4 @@
-//! What the tests of the interface share: a small matrix, rows and threads.
+//! Shared by the tests of the interface: a small matrix, rows and threads.
 
 pub mod attention;
 pub mod experts;
@@ -12,7 +12,7 @@ pub const N: usize = 20;
 pub const K: usize = 64;
 pub const GROUP: usize = 32;
 
-/// A small matrix with everything that points to it.
+/// A small matrix, and all structures that point to it.
 pub struct Matrix {
     pub codes: Vec<u8>,
     pub scales: Vec<f32>,
@@ -50,7 +50,7 @@ impl Matrix {
 
     pub fn layout(&self) -> qz1_layout {
         let mut layout = empty();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_layout_of(&self.weights(), 1, &mut layout, null()) }, qz1_status::Ok);
         layout
     }
@@ -59,7 +59,7 @@ impl Matrix {
         let layout = self.layout();
         let mut bytes = vec![0; layout.bytes as usize];
         let panels = layout.panels as usize;
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe {
             qz1_pack(&self.weights(), &layout, 0, panels, bytes.as_mut_ptr(), bytes.len(), null(), null())
         };
@@ -69,7 +69,7 @@ impl Matrix {
 }
 
 pub fn empty() -> qz1_layout {
-    // SAFETY: numbers only, of which zero is one.
+    // SAFETY: all fields are numbers or pointers, for which zero is valid.
     let mut layout: qz1_layout = unsafe { core::mem::zeroed() };
     layout.struct_size = size_of::<qz1_layout>() as u32;
     layout
@@ -93,32 +93,32 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Quantized rows that are freed at the end.
+/// Quantized rows that are freed when dropped.
 pub struct Rows(pub *mut qz1_int8_rows);
 
 impl Rows {
     pub fn new() -> Self {
         let mut rows = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null()) }, qz1_status::Ok);
         Self(rows)
     }
 
     pub fn quantize(&self, layout: &qz1_layout, x: &qz1_values, by: Option<&qz1_static_scale>) -> qz1_status {
         let by = pointer(by);
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_int8_rows_quantize(self.0, layout, x, by, null(), null()) }
     }
 }
 
 impl Drop for Rows {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, freed once.
+        // SAFETY: made by `new` and freed once.
         unsafe { qz1_int8_rows_free(self.0) }
     }
 }
 
-/// What a `for_each` may do wrong.
+/// How a `for_each` behaves, right or wrong.
 #[derive(Clone, Copy)]
 pub enum Manner {
     Right,
@@ -129,10 +129,10 @@ pub enum Manner {
 }
 
 pub unsafe extern "C" fn in_a_manner(ctx: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
-    // SAFETY: the test gives one.
+    // SAFETY: the test passes such a pointer.
     let manner = unsafe { *ctx.cast::<Manner>() };
     let piece = piece.unwrap();
-    // SAFETY: as the interface takes it, wrong numbers too.
+    // SAFETY: the arguments that the library passed; the library must survive wrong numbers too.
     unsafe {
         match manner {
             Manner::Nothing => {}
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn in_a_manner(ctx: *mut c_void, count: usize, piece: qz1_
     }
 }
 
-/// Threads, all of them the calling one.
+/// Threads that are all the calling thread.
 pub fn threads(manner: &'static Manner) -> qz1_parallel {
     let ctx = (&raw const *manner).cast_mut().cast();
     qz1_parallel {

@@ -19,7 +19,7 @@ fn activations_that_do_not_fit() {
     assert_eq!(rows.quantize(&layout, &qz1_values { kind: 7, ..whole }, None), qz1_status::Scheme);
     let odd = qz1_values { data: whole.data.wrapping_byte_add(2), len: K, ..whole };
     assert_eq!(rows.quantize(&layout, &odd, None), qz1_status::Misaligned);
-    // f16 may stand there.
+    // The address is valid for f16.
     assert_eq!(rows.quantize(&layout, &qz1_values { kind: QZ1_TYPE_F16, ..odd }, None), qz1_status::Ok);
     let by = qz1_static_scale { struct_size: 16, scale: 0.1, zero: 3, reserved: 0 };
     assert_eq!(rows.quantize(&layout, &whole, Some(&by)), qz1_status::Ok);
@@ -37,7 +37,7 @@ fn activations_that_do_not_fit() {
         len: 3 * K,
     };
     let normed = |norm: *const qz1_rms_norm, residual: *const qz1_residual| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             qz1_int8_rows_quantize_rms_norm(rows.0, &layout, &whole, norm, residual, null(), null(), null())
         }
@@ -51,16 +51,16 @@ fn activations_that_do_not_fit() {
     assert_eq!(normed(&norm, &qz1_residual { len: K, ..residual }), qz1_status::Length);
     assert_eq!(normed(&norm, &qz1_residual { kind: QZ1_TYPE_BF16, ..residual }), qz1_status::Mismatch);
     let gated = |up: *const qz1_values| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_int8_rows_quantize_silu_mul(rows.0, &layout, &whole, up, null(), null(), null()) }
     };
     assert_eq!(gated(&whole), qz1_status::Ok);
     assert_eq!(gated(&qz1_values { len: 2 * K, ..whole }), qz1_status::Length);
     assert_eq!(gated(&qz1_values { kind: QZ1_TYPE_F16, ..whole }), qz1_status::Mismatch);
-    // Three rows of one width are no rows of both.
+    // Three rows of one width do not divide into rows of the other.
     assert_eq!(gated(null()), qz1_status::Length);
     let mut none = null_mut();
-    // SAFETY: null is refused, and frees nothing.
+    // SAFETY: null is allowed, and nothing is freed.
     unsafe {
         assert_eq!(qz1_int8_rows_new(99, &mut none, null()), qz1_status::Isa);
         assert!(none.is_null());

@@ -13,7 +13,7 @@ fn workspaces() {
     let case = Case::new(QZ1_KV_8BIT);
     let mut words = 77;
     let mut run = |layout: *const qz1_kv_layout, heads: *const qz1_heads, queries, tokens| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_attend_workspace(layout, heads, queries, tokens, &mut words, null()) }
     };
     let heads = &raw const case.heads;
@@ -34,7 +34,7 @@ fn workspaces() {
     let got: Vec<_> = changed.map(|(heads, _)| heads).into_iter().map(with).collect();
     assert_eq!(got, changed.map(|(_, status)| status));
     assert_eq!(words, 77);
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_attend_workspace(&case.layout, heads, 1, 1, null_mut(), null()) };
     assert_eq!(status, Null);
 }
@@ -106,7 +106,7 @@ fn lists_that_do_not_fit() {
     let size = size_of::<qz1_page_list>() as u32;
     assert_eq!(case.with_lists(|l| l[0].struct_size = size + 4), StructSize);
     assert_eq!(case.out, expected);
-    // Nothing seen.
+    // No tokens seen.
     assert_eq!(case.with_lists(|l| l[1].seen = isize::MIN), Ok);
     assert!(case.lse[2..4].iter().all(|v| *v == f32::NEG_INFINITY) && case.out[2 * D] == 0.0);
     assert_eq!(case.out[..2 * D], expected[..2 * D]);
@@ -135,7 +135,8 @@ fn merging() {
                lse: (*mut f32, usize),
                x: (*const f32, usize),
                y: (*const f32, usize)| {
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe { qz1_attend_merge(d, out.0, out.1, lse.0, lse.1, x.0, x.1, y.0, y.1, null()) }
     };
     let (x, y) = ((other.as_ptr(), n), (other_lse.as_ptr(), 2));

@@ -1,4 +1,4 @@
-//! Caches that are given what does not fit.
+//! Calls of caches with arguments that do not fit.
 
 use core::ptr::{null, null_mut};
 
@@ -14,7 +14,7 @@ fn caches() {
     let (layout, heads) = (case.layout, case.heads);
     let mut at = null_mut();
     let mut made = |layout: *const qz1_kv_layout, heads: *const qz1_heads, tokens| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_kv_cache_new(layout, heads, tokens, &mut at, null()) };
         assert!(at.is_null());
         status
@@ -53,7 +53,8 @@ fn caches() {
     ) -> qz1_status;
     for run in [qz1_kv_cache_decode as Run, qz1_kv_cache_prefill as Run] {
         let run = |cache, q, q_len, out, out_len, lse, lse_len| {
-            // SAFETY: all lives, and is as long as a length that is taken.
+            // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+            // accepts.
             unsafe { run(cache, q, q_len, out, out_len, lse, lse_len, null(), null()) }
         };
         assert_eq!(run(cache.0, q, row, to, row, to_lse, QUERY), Ok);
@@ -68,7 +69,7 @@ fn caches() {
         assert_eq!(run(cache.0, q, row, to, row, to_lse, QUERY - 1), Length);
         assert_eq!(run(cache.0, q, row, to.wrapping_byte_add(1), row, to_lse, QUERY), Misaligned);
     }
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let (n, rows) = (case.q.len(), M * QUERY);
         assert_eq!(qz1_kv_cache_decode(cache.0, q, n, to, n, to_lse, rows, null(), null()), Length);

@@ -1,4 +1,4 @@
-//! Experts that do not fit, and calls that do not.
+//! Experts, and calls of experts, that do not fit.
 
 use core::ptr::{null, null_mut};
 
@@ -13,7 +13,7 @@ fn experts_that_do_not_fit() {
     let good = layer.experts();
     let new = |experts: &[qz1_expert], config: &qz1_experts_config| {
         let mut handle = null_mut();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe {
             qz1_experts_new(experts.as_ptr(), experts.len(), config, null_mut(), &mut handle, null())
         };
@@ -52,7 +52,7 @@ fn experts_that_do_not_fit() {
     assert_eq!(second(&|e| (e.up_bias, e.up_bias_len) = (good[0].up_bias, 3)), qz1_status::Length);
     assert_eq!(second(&|e| e.reserved = 2), qz1_status::StructSize);
     assert_eq!(second(&|e| e.struct_size -= 8), qz1_status::StructSize);
-    // A down in the place of an up.
+    // A down projection instead of an up projection.
     let swapped = |e: &mut qz1_expert| (e.up_layout, e.up, e.up_len) = (e.down_layout, e.down, e.down_len);
     assert_eq!(second(&swapped), qz1_status::Mismatch);
 }
@@ -63,14 +63,15 @@ fn calls_that_do_not_fit() {
     let experts = layer.experts();
     let right = config(4, QZ1_TYPE_F32, QZ1_EXPERT_ROWS_FLOAT, QZ1_GATE_SILU);
     let mut handle = null_mut();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_experts_new(experts.as_ptr(), COUNT, &right, null_mut(), &mut handle, null()) };
     assert_eq!(status, qz1_status::Ok);
     let (x, numbers, weights) = (noise(4 * HIDDEN, 5), [0, 1, 2, 0, 1, 1, 2, 2], noise(8, 3));
     let mut out = vec![7.0_f32; 4 * HIDDEN];
     let to = out.as_mut_ptr();
     let run = |handle, count, x: &qz1_values, routing: &qz1_routing, to: *mut f32, len, threads| {
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe { qz1_experts_run(handle, experts.as_ptr(), count, x, routing, to, len, threads, null()) }
     };
     let (values, routed, all) = (values(&x), routing(&numbers, &weights), 4 * HIDDEN);
@@ -96,7 +97,7 @@ fn calls_that_do_not_fit() {
         assert_eq!(run(handle, COUNT, &values, &routed, to, all, &threads(manner)), qz1_status::ForEach);
     }
     assert_eq!(run(handle, COUNT, &values, &routed, to, all, null()), qz1_status::Ok);
-    // SAFETY: made above, freed once.
+    // SAFETY: made above and freed once.
     unsafe { qz1_experts_free(handle) };
     assert!(out.iter().all(|v| v.is_finite()));
 }

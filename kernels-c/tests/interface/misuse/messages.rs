@@ -1,4 +1,4 @@
-//! Messages: what they say, and when nothing can be said.
+//! Messages: their text, and when none is written.
 
 use core::ffi::c_char;
 use core::ptr::{null, null_mut};
@@ -17,7 +17,7 @@ fn messages_say_why() {
     let mut text = [0x55_u8; 12];
     let at = text.as_mut_ptr().cast::<c_char>();
     let weights = qz1_weights { bits: 9, ..matrix.weights() };
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = |m: &qz1_message| unsafe { qz1_layout_of(&weights, 0, &mut empty(), m) };
     assert_eq!(status(&qz1_message { struct_size: 1, ..message(at, 11) }), qz1_status::StructSize);
     assert_eq!(status(&qz1_message { reserved: 1, ..message(at, 11) }), qz1_status::StructSize);
@@ -37,19 +37,19 @@ fn a_text_stands_there_where_all_is_well() {
     let matrix = Matrix::new();
     let mut text = [0x55_u8; 12];
     let message = message(text.as_mut_ptr().cast(), text.len());
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_layout_of(&matrix.weights(), 0, &mut empty(), &message) };
     assert_eq!((status, &text[..2]), (qz1_status::Ok, &b"\0\x55"[..]));
-    // The library failing is tested in `status`, where a panic can be planted; here a piece is left out.
+    // The tests of `status` cover internal errors, where a panic can be raised. Here a piece is left out.
     let mut out = vec![0_u8; matrix.layout().bytes as usize];
     let threads = threads(&Manner::LeaveOne);
     let (at, len) = (out.as_mut_ptr(), out.len());
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_pack(&matrix.weights(), &matrix.layout(), 0, 2, at, len, &threads, &message) };
     assert_eq!((status, &text[..]), (qz1_status::ForEach, &b"for_each di\0"[..]));
 }
 
-/// A text that lies on another part of the call is not written to, whatever part that is.
+/// A text that overlaps another part of the call is not written, whichever part it is.
 #[test]
 fn texts_overlap_nothing() {
     let matrix = Matrix::new();
@@ -65,22 +65,22 @@ fn texts_overlap_nothing() {
         (layout_at.wrapping_add(8), "the layout"),
     ];
     for (at, what) in parts {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_layout_of(&weights, 1, &mut layout, &message(at, 4)) };
         assert_eq!(status, qz1_status::Overlap, "{what}");
     }
     let mut out = packed.clone();
     let (at, len) = (out.as_mut_ptr(), out.len());
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let pack = |text| unsafe { qz1_pack(&weights, &layout, 0, 2, at, len, null(), &message(text, 4)) };
     assert_eq!(pack(at.wrapping_add(len - 1).cast()), qz1_status::Overlap);
     assert_eq!(pack((&raw const layout).cast_mut().cast()), qz1_status::Overlap);
     assert!(out == packed && layout.id == before.id && layout.bytes == before.bytes);
     assert_eq!((&matrix.codes, &matrix.scales), (&Matrix::new().codes, &Matrix::new().scales));
-    // On the message itself.
+    // Overlapping the message itself.
     let mut own = message(null_mut(), 8);
     own.text = (&raw mut own).cast();
     let own = &raw const own;
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     assert_eq!(unsafe { qz1_layout_of(&weights, 1, &mut layout, own) }, qz1_status::Overlap);
 }

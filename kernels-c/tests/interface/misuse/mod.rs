@@ -1,4 +1,4 @@
-//! Every way to call the interface wrongly that it can see is a status, and writes nothing.
+//! Every wrong call that can be detected gives a status and writes nothing.
 
 mod activations;
 mod attention;

@@ -1,4 +1,4 @@
-//! What is written overlaps no other part of a call: not structures, numbers and handles either.
+//! Outputs must overlap no other part of a call, including structures, numbers and handles.
 
 use core::ptr::null;
 
@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::common::attention::{Call, Case, KV, TOKENS};
 use crate::common::*;
 
-/// Codes, on which a layout may be aligned.
+/// Codes with the alignment of a layout.
 fn aligned_codes() -> Vec<u64> {
     vec![0x0101_0101_0101_0101; N * K / 8]
 }
@@ -18,10 +18,10 @@ fn layouts_over_what_is_read() {
     let (matrix, mut codes) = (Matrix::new(), aligned_codes());
     codes[0] = size_of::<qz1_layout>() as u64;
     let at = codes.as_mut_ptr();
-    // Without zeros it ends where a layout ends, but for zero bytes.
+    // Without `zeros`, the codes end where a layout would end, except for zero bytes.
     let weights = matrix.weights();
     let mut weights = qz1_weights { bits: 8, codes: at.cast(), zeros: null(), zeros_len: 0, ..weights };
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         assert_eq!(qz1_layout_of(&weights, 0, at.cast(), null()), Overlap);
         assert_eq!(codes[1..], aligned_codes()[1..]);
@@ -42,7 +42,7 @@ fn products_over_structures() {
     let threads_at = &raw mut threads;
     let run = |out: *mut f32| {
         let (at, len) = (packed.as_ptr(), packed.len());
-        // SAFETY: all lives, and what is too short is refused.
+        // SAFETY: every pointer is null or points to a live value; memory that is too short for its length is refused.
         unsafe { qz1_multiply(layout_at, at, len, rows.0, null(), 0, out, N, 0, threads_at, null()) }
     };
     assert_eq!(run(layout_at.cast()), Overlap);
@@ -65,7 +65,7 @@ fn residuals_over_structures() {
     let run = |data: *mut f32| {
         let residual = qz1_residual { struct_size: 24, kind: QZ1_TYPE_F32, data: data.cast(), len: K };
         let (x, by) = (values(&x), null());
-        // SAFETY: all lives, and what is too short is refused.
+        // SAFETY: every pointer is null or points to a live value; memory that is too short for its length is refused.
         unsafe {
             qz1_int8_rows_quantize_rms_norm(rows.0, &layout, &x, norm_at, &residual, by, null(), null())
         }
@@ -98,7 +98,7 @@ fn attention_over_lists_and_structures() {
     assert_eq!(with(&mut case, &|c| c.lse.0 = pages.wrapping_add(3)), Overlap);
     assert_eq!(with(&mut case, &|c| c.workspace.0 = pages.cast()), Overlap);
     assert_eq!(numbers, [[3, 0], [1, 4]]);
-    // SAFETY: all lives, and what is too short is refused.
+    // SAFETY: every pointer is null or points to a live value; memory that is too short for its length is refused.
     unsafe {
         let words = heads.cast::<usize>();
         assert_eq!(qz1_attend_workspace(&case.layout, heads, 1, 1, words, null()), Overlap);
@@ -111,7 +111,7 @@ fn attention_over_lists_and_structures() {
     assert_eq!((case.heads.query, case.heads.kv), (4, 2));
 }
 
-/// A number or handle that goes where the text goes.
+/// A number or handle that overlaps the text.
 #[test]
 fn texts_over_numbers_and_handles() {
     let case = Case::new(QZ1_KV_4BIT);
@@ -124,7 +124,7 @@ fn texts_over_numbers_and_handles() {
         capacity: 8,
     };
     let words_at = &raw mut words;
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         let on_words = message(words_at.cast());
         assert_eq!(qz1_attend_workspace(&case.layout, &case.heads, 1, 1, words_at, &on_words), Overlap);

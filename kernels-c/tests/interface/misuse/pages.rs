@@ -12,7 +12,7 @@ use crate::common::*;
 fn layouts_that_are_none() {
     let mut layout = layout_of(QZ1_KV_4BIT);
     assert_eq!(layout.page_bytes, 64 * (D as u64 + 8));
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     unsafe {
         assert_eq!(qz1_kv_layout_of(0, D, &mut layout, null()), Scheme);
         assert_eq!(qz1_kv_layout_of(4, D, &mut layout, null()), Scheme);
@@ -55,7 +55,8 @@ fn tokens_are_written_and_read() {
     let (k_at, v_at) = (k.as_mut_ptr(), v.as_mut_ptr());
     let write = |layout: *const qz1_kv_layout, at, len, slot, key: (*const f32, usize), value: &[f32]| {
         let (v, v_len) = (value.as_ptr(), value.len());
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe { qz1_kv_write(layout, at, len, slot, key.0, key.1, v, v_len, null()) }
     };
     let read = |at, len, slot, key: (*mut f32, usize), value: (*mut f32, usize)| {
@@ -93,7 +94,7 @@ fn tokens_are_written_and_read() {
     assert_eq!(read(at, len, 63, to_k, (k_at.wrapping_add(D - 1), D)), Overlap);
     assert_eq!(read(at, len, 63, to_k, to_v), Ok);
     for (got, x) in [(&k, &key), (&v, &value)] {
-        // A grid of 255 steps over 3.2 at most.
+        // At most half a step of a grid of 255 steps over a range of 3.2.
         assert!(got.iter().zip(x).all(|(got, x)| (got - x).abs() <= 3.2 / 255.0 / 2.0 + 1e-3));
     }
 }

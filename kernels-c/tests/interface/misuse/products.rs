@@ -1,4 +1,4 @@
-//! Products and transforms that do not fit, and threads that leave something out.
+//! Products and transforms that do not fit, and `for_each` that leaves out a piece.
 
 use core::ptr::{null, null_mut};
 
@@ -19,7 +19,8 @@ fn products_that_do_not_fit() {
                bias: (*const f32, usize),
                to: (*mut f32, usize),
                isa| {
-        // SAFETY: all lives, and is as long as a length that is taken.
+        // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call
+        // accepts.
         unsafe {
             qz1_multiply(&layout, packed.as_ptr(), bytes, x, bias.0, bias.1, to.0, to.1, isa, null(), null())
         }
@@ -43,7 +44,7 @@ fn products_that_do_not_fit() {
     assert_eq!(run(rows.0, l, b, (inside, 3 * N), 0), qz1_status::Overlap);
     assert_eq!(run(rows.0, l, b, (to, 3 * N), 77), qz1_status::Isa);
     let run = |threads: &qz1_parallel| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_multiply(&layout, packed.as_ptr(), l, rows.0, b.0, b.1, to, 3 * N, 0, threads, null()) }
     };
     let right = threads(&Manner::Right);
@@ -60,7 +61,7 @@ fn transforms() {
     let mut x = vec![0.0_f32; 2 * 24];
     x[24] = 3.0;
     let (to, len) = (x.as_mut_ptr(), x.len());
-    // SAFETY: all lives, and is as long as a length that is taken.
+    // SAFETY: every pointer is null or points to a live value, which is as long as any length that the call accepts.
     unsafe {
         assert_eq!(qz1_hadamard_new(29 * 4, &mut by, null()), qz1_status::Order);
         assert!(by.is_null());

@@ -1,4 +1,4 @@
-//! Any bytes and numbers.
+//! Random bytes and numbers.
 
 use core::ptr::null;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::common::*;
 
 proptest! {
-    /// Any bytes are weights of a layout: they unpack, pack again to the same codes, and multiply.
+    /// Any bytes are valid packed weights: they unpack, pack again to the same codes, and multiply.
     #[test]
     fn any_packed_bytes_are_taken(seed in any::<u64>(), m in 1usize..5) {
         let (matrix, rows) = (Matrix::new(), Rows::new());
@@ -24,7 +24,7 @@ proptest! {
         prop_assert_eq!(rows.quantize(&layout, &values(&x), None), qz1_status::Ok);
         let mut out = [vec![0.0_f32; m * N], vec![1.0_f32; m * N]];
         for (out, isa) in out.iter_mut().zip([QZ1_ISA_SCALAR, QZ1_ISA_DETECT]) {
-            // SAFETY: all lives.
+            // SAFETY: every pointer is null or points to a live value.
             let status = unsafe {
                 let (at, len) = (bytes.as_ptr(), bytes.len());
                 qz1_multiply(&layout, at, len, rows.0, null(), 0, out.as_mut_ptr(), m * N, isa, null(), null())
@@ -35,12 +35,12 @@ proptest! {
         prop_assert_eq!(bits(&out[0]), bits(&out[1]));
     }
 
-    /// Numbers that mean nothing are refused, and nothing is read behind them.
+    /// Meaningless numbers are refused, and nothing is read out of bounds.
     #[test]
     fn random_fields_are_refused_or_right(words in prop::array::uniform8(any::<u64>()), which in 0usize..8) {
         let matrix = Matrix::new();
         let (mut weights, mut layout) = (matrix.weights(), matrix.layout());
-        // Shapes as they come, pointers and lengths as they are.
+        // Random shapes, with the pointers and lengths of the real matrix.
         match which {
             0 => weights.n = words[0] as usize,
             1 => weights.k = words[0] as usize,
@@ -52,7 +52,7 @@ proptest! {
             _ => (layout.code_bits, layout.scales, layout.middle) = (words[0] as u32, words[1] as u32, words[2] as u32),
         }
         let mut out = vec![0_u8; matrix.layout().bytes as usize];
-        // SAFETY: lengths are those of what is there.
+        // SAFETY: pointers and lengths are those of live values.
         let status = unsafe {
             qz1_pack(&weights, &layout, 0, 2, out.as_mut_ptr(), out.len(), null(), null())
         };

@@ -1,4 +1,4 @@
-//! Structures of other versions, and what is refused of any structure.
+//! Structures of other versions, and checks that hold for every structure.
 
 use core::ptr::null;
 
@@ -7,7 +7,7 @@ use quant_kernels::*;
 use crate::common::attention::Case;
 use crate::common::*;
 
-/// A later version's structure is taken where what is new is zero.
+/// A structure of a later version is accepted if its new fields are zero.
 #[test]
 fn structures_may_grow() {
     #[repr(C)]
@@ -19,7 +19,7 @@ fn structures_may_grow() {
     let mut later = Later { weights: matrix.weights(), new: [0; 2] };
     later.weights.struct_size = size_of::<Later>() as u32;
     let status = |later: &Later| {
-        // SAFETY: as long as it says.
+        // SAFETY: the structure is as long as its size field says.
         unsafe { qz1_layout_of((&raw const *later).cast(), 1, &mut empty(), null()) }
     };
     assert_eq!(status(&later), qz1_status::Ok);
@@ -27,7 +27,7 @@ fn structures_may_grow() {
     assert_eq!(status(&later), qz1_status::StructSize);
 }
 
-/// Fields that have no meaning yet may get one, so nothing else than 0 may stand there now.
+/// Reserved fields may get a meaning later, so they must be 0 now.
 #[test]
 fn reserved_fields_are_zero() {
     let (matrix, rows) = (Matrix::new(), Rows::new());
@@ -51,7 +51,7 @@ fn reserved_fields_are_zero() {
         channels_len: 0,
     };
     let unpack = |parts: &qz1_parts| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_unpack(&layout, packed.as_ptr(), packed.len(), parts, null()) }
     };
     assert_eq!(unpack(&parts), qz1_status::Ok);
@@ -62,7 +62,8 @@ fn reserved_fields_are_zero() {
     assert_eq!(case.with_lists(|lists| lists[1].reserved = 1), qz1_status::StructSize);
 }
 
-/// An output of a later version gets what this one knows; the rest stays zero, and the size the caller's.
+/// An output of a later version gets the fields that this version knows; the rest stays zero, and the size is
+/// unchanged.
 #[test]
 fn outputs_may_grow() {
     #[repr(C)]
@@ -74,18 +75,18 @@ fn outputs_may_grow() {
     let mut later = Later { known: empty(), new: [0; 2] };
     let size = size_of::<Later<qz1_layout>>() as u32;
     later.known.struct_size = size;
-    // SAFETY: as long as it says.
+    // SAFETY: the structure is as long as its size field says.
     let run = |later: &mut Later<qz1_layout>| unsafe {
         qz1_layout_of(&matrix.weights(), 1, (&raw mut *later).cast(), null())
     };
     assert_eq!(run(&mut later), qz1_status::Ok);
     assert_eq!((later.known.struct_size, later.known.id), (size, matrix.layout().id));
     assert_eq!(later.new, [0; 2]);
-    // It may be given as it was made.
+    // The structure can be passed on as it is.
     let mut out = vec![0.0_f32; K];
     let (packed, to) = (matrix.packed(), out.as_mut_ptr());
     let at = (&raw const later).cast();
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_dequantize_rows(at, packed.as_ptr(), packed.len(), 0, 1, to, K, null()) };
     assert_eq!(status, qz1_status::Ok);
     later.new[0] = 1;

@@ -12,7 +12,7 @@ fn weights_that_do_not_fit() {
     let status = |change: &dyn Fn(&mut qz1_weights)| {
         let (mut weights, mut layout) = (matrix.weights(), empty());
         change(&mut weights);
-        // SAFETY: lengths only shrink, or are seen not to be the shape's before anything is read.
+        // SAFETY: lengths are made smaller, or are found not to fit the shape before anything is read.
         unsafe { qz1_layout_of(&weights, 0, &mut layout, null()) }
     };
     assert_eq!(status(&|_| {}), qz1_status::Ok);
@@ -31,7 +31,7 @@ fn weights_that_do_not_fit() {
     assert_eq!(status(&|w| w.scales_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.zeros_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.scales = w.scales.wrapping_byte_add(1)), qz1_status::Misaligned);
-    // Shapes whose product is beyond all numbers.
+    // Shapes whose product overflows.
     assert_eq!(status(&|w| w.n = usize::MAX), qz1_status::Length);
     assert_eq!(status(&|w| (w.n, w.k, w.group_size) = (1 << 62, 64, 64)), qz1_status::Length);
     assert_eq!(status(&|w| w.scales_len = usize::MAX), qz1_status::TooLarge);
@@ -54,7 +54,7 @@ fn layouts_that_are_none() {
         let mut layout = layout;
         change(&mut layout);
         let mut out = vec![0.0; K];
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             qz1_dequantize_rows(&layout, packed.as_ptr(), packed.len(), 0, 1, out.as_mut_ptr(), K, null())
         }
@@ -89,7 +89,7 @@ fn packing_and_unpacking() {
     let (weights, layout, packed) = (matrix.weights(), matrix.layout(), matrix.packed());
     let panel = layout.panel_bytes as usize;
     let pack = |first, panels, out: *mut u8, len| {
-        // SAFETY: `out` is as long as a length that is taken.
+        // SAFETY: `out` is as long as any length that the call accepts.
         unsafe { qz1_pack(&weights, &layout, first, panels, out, len, null(), null()) }
     };
     let mut out = vec![0_u8; 2 * panel];
@@ -101,9 +101,9 @@ fn packing_and_unpacking() {
     assert_eq!(pack(0, 2, null_mut(), 2 * panel), qz1_status::Null);
     assert_eq!(pack(0, 2, weights.codes.cast_mut(), 2 * panel), qz1_status::Overlap);
     assert_eq!(pack(0, 2, weights.zeros.cast_mut(), 2 * panel), qz1_status::Overlap);
-    // A view of another layout.
+    // Weights of another layout.
     let symmetric = qz1_weights { zeros: null(), zeros_len: 0, ..weights };
-    // SAFETY: all lives.
+    // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_pack(&symmetric, &layout, 0, 2, out.as_mut_ptr(), out.len(), null(), null()) };
     assert_eq!(status, qz1_status::Scheme);
 
@@ -122,7 +122,7 @@ fn packing_and_unpacking() {
         channels_len: 0,
     };
     let unpack = |parts: &qz1_parts, len| {
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe { qz1_unpack(&layout, packed.as_ptr(), len, parts, null()) }
     };
     assert_eq!(unpack(&parts, packed.len()), qz1_status::Ok);
@@ -142,7 +142,7 @@ fn packing_and_unpacking() {
     let mut floats = vec![0.0; K];
     let out = floats.as_mut_ptr();
     let rows = |first, rows, len| {
-        // SAFETY: `floats` is as long as a length that is taken.
+        // SAFETY: `floats` is as long as any length that the call accepts.
         unsafe { qz1_dequantize_rows(&layout, packed.as_ptr(), packed.len(), first, rows, out, len, null()) }
     };
     assert_eq!(rows(N - 1, 1, K), qz1_status::Ok);

@@ -1,4 +1,4 @@
-//! Pages and caches give the same bits, and those of the Rust interface.
+//! Pages and caches give the same bits as each other and as the Rust interface.
 
 use core::ptr::null;
 
@@ -25,7 +25,7 @@ fn pages_and_caches_agree() {
         let (mut out, mut lse) = (vec![0.0; case.out.len()], vec![0.0; case.lse.len()]);
         let (to, to_lse) = ((out.as_mut_ptr(), out.len()), (lse.as_mut_ptr(), lse.len()));
         let row = QUERY * D;
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert!(qz1_kv_cache_bytes(cache.0) == 4 * case.layout.page_bytes as usize);
             let q = case.q.as_ptr();
@@ -42,7 +42,7 @@ fn pages_and_caches_agree() {
             );
             assert_eq!(status, Ok);
             assert_eq!((&out, &lse), (&case.out, &case.lse));
-            // The last query alone.
+            // The last query only.
             let (to, last) = (out.as_mut_ptr(), q.add(2 * row));
             let status = qz1_kv_cache_decode(
                 cache.0,
@@ -62,7 +62,7 @@ fn pages_and_caches_agree() {
             assert_eq!(qz1_kv_cache_clear(cache.0, null()), Ok);
             assert_eq!(cache.tokens(), 0);
         }
-        // The first page and the rest are the whole, but for roundings.
+        // The first page and the rest, merged, equal the whole except for rounding.
         let whole = (case.out.clone(), case.lse.clone());
         let part = |list: &mut qz1_page_list| (list.seen, list.tokens) = (causal, 64);
         assert_eq!(case.with_lists(|lists| lists.iter_mut().for_each(part)), Ok);
@@ -71,7 +71,7 @@ fn pages_and_caches_agree() {
         assert_eq!(case.with_lists(|lists| lists.iter_mut().for_each(part)), Ok);
         let (to, to_lse) = (case.out.as_mut_ptr(), case.lse.as_mut_ptr());
         let (n, rows, other, other_lse) = (case.out.len(), M * QUERY, first.0.as_ptr(), first.1.as_ptr());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_attend_merge(D, to, n, to_lse, rows, other, n, other_lse, rows, null()) };
         assert_eq!(status, Ok);
         assert!(case.out.iter().zip(&whole.0).all(|(a, b)| (a - b).abs() <= 0.01));

@@ -1,4 +1,4 @@
-//! The experts of a layer through C are those of Rust, to the bit.
+//! Experts through C give the same bits as through Rust.
 
 use core::ptr::{null, null_mut};
 
@@ -57,7 +57,7 @@ fn check<E: Element>(kind: u32, of: fn(f32) -> E) {
             len: x.len(),
         };
         let routed = routing(&numbers, &weights);
-        // SAFETY: all lives, and is as long as it says.
+        // SAFETY: every pointer points to a live value, as long as its length says.
         unsafe {
             let new = qz1_experts_new(experts.as_ptr(), COUNT, &config, &mut bytes, &mut handle, null());
             assert_eq!((new, bytes), (qz1_status::Ok, plan.workspace_bytes()));

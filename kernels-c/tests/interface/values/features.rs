@@ -6,11 +6,11 @@ use quant_kernels::*;
 use quant_kernels_cpu::{Isa, IsaToken};
 
 fn text(at: *const c_char) -> Option<&'static str> {
-    // SAFETY: the library's texts end with a zero byte and stay.
+    // SAFETY: strings of the library end with a zero byte and are static.
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) }.to_str().unwrap())
 }
 
-/// The number of an instruction set.
+/// The `QZ1_ISA_…` of an instruction set.
 pub(super) fn number(isa: Isa) -> u32 {
     (1..99).find(|&number| text(qz1_isa_name(number)) == Some(isa.name())).unwrap()
 }
@@ -20,7 +20,7 @@ fn versions_and_features() {
     assert_eq!(qz1_abi_version() >> 16, 1);
     assert_eq!(text(qz1_version()), Some(env!("CARGO_PKG_VERSION")));
     let there: Vec<u32> = (0..99).filter(|&feature| qz1_has(feature) == 1).collect();
-    // Some only where the library is built with them.
+    // Some features depend on the build.
     let always = [1, 2, 3, 4, 5, 6, 7, QZ1_FEATURE_EXPERTS];
     let built = [
         (QZ1_FEATURE_CUDA, cfg!(feature = "cuda")),
@@ -33,7 +33,7 @@ fn versions_and_features() {
     assert_eq!(qz1_has(u32::MAX), 0);
 }
 
-/// What `cargo cinstall` names the library by is the version of the interface.
+/// The library version that `cargo cinstall` uses is the version of the interface.
 #[test]
 fn the_installed_library_has_the_version_of_the_interface() {
     let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();

@@ -12,7 +12,7 @@ use crate::common::*;
 fn transforms_are_those_of_rust() {
     for n in [1, 24, 64, 160] {
         let (of, mut by) = (Hadamard::new(n).unwrap(), null_mut());
-        // SAFETY: all lives, here and below.
+        // SAFETY: here and below, every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_hadamard_new(n, &mut by, null()) }, qz1_status::Ok);
         for (row, column) in [(0, 0), (n - 1, n / 2), (n / 2, n - 1), (n, 0), (0, n)] {
             let sign = of.sign(row, column).map_or(0, i32::from);
@@ -30,7 +30,7 @@ fn transforms_are_those_of_rust() {
                 assert_eq!(bits(&x[0]), bits(&x[1]), "{isa:?} {n}");
             }
         }
-        // SAFETY: freed once.
+        // SAFETY: the handle is freed once.
         unsafe { qz1_hadamard_free(by) };
     }
 }

@@ -1,4 +1,4 @@
-//! What every function gives is what the Rust interface gives, to the bit.
+//! Every function gives the same bits as the Rust interface.
 
 mod attention;
 mod experts;
@@ -23,7 +23,7 @@ fn called(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Every function of the header is called by a test of this folder, or by those of checkpoints.
+/// A test in this folder, or one of the tests of checkpoints, calls every function of the header.
 #[test]
 fn all_functions_have_values() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! Pages and attention on them are those of Rust.
+//! Pages, and attention on them, equal those of the Rust interface.
 
 use core::ptr::null;
 
@@ -18,7 +18,7 @@ const KINDS: [(u32, KvType); 3] =
 fn layouts_are_those_of_rust() {
     for (kind, of) in KINDS {
         let mut got = qz1_kv_layout { struct_size: 32, ..layout_of(QZ1_KV_8BIT) };
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_kv_layout_of(kind, 48, &mut got, null()) }, Ok);
         let of = KvLayout::new(of, 48).unwrap();
         assert_eq!((got.struct_size, got.kind, got.head_dim, got.page_tokens), (32, kind, 48, 64));
@@ -35,7 +35,7 @@ fn tokens_are_those_of_rust() {
         let mut pages = [vec![7_u8; len], vec![7_u8; len]];
         of.write(&mut pages[0], 9, &key, &value).unwrap();
         let (at, k, v) = (pages[1].as_mut_ptr(), key.as_ptr(), value.as_ptr());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_kv_write(&layout, at, len, 9, k, D, v, D, null()) }, Ok);
         assert!(pages[0] == pages[1]);
         let mut got = [(); 4].map(|()| vec![0.0_f32; D]);
@@ -52,7 +52,7 @@ fn tokens_are_those_of_rust() {
 #[test]
 fn attention_is_that_of_rust() {
     for (kind, of) in KINDS {
-        // Appended to by the C interface.
+        // Appended through the C interface.
         let mut case = Case::new(kind);
         let of = KvLayout::new(of, D).unwrap();
         let heads = Heads { query: QUERY, kv: KV, scale: case.heads.scale };
@@ -63,13 +63,13 @@ fn attention_is_that_of_rust() {
         let (c_lists, to, to_len) = (case.lists(0), case.pages.as_mut_ptr(), case.pages.len());
         let (x, y, len) = (case.keys.as_ptr(), case.values.as_ptr(), case.keys.len());
         let (layout, at, threads) = (&case.layout, c_lists.as_ptr(), threads(&Manner::Right));
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_kv_append(layout, to, to_len, at, KV, x, len, y, len, &threads, null()) };
         assert_eq!(status, Ok);
         assert!(case.pages == pages);
         let words = KvPages::workspace(&of, heads, M, TOKENS).unwrap();
         let mut got = 0;
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_attend_workspace(&case.layout, &case.heads, M, TOKENS, &mut got, null()), Ok);
         }
@@ -89,7 +89,7 @@ fn attention_is_that_of_rust() {
                 let ((at, at_len), (q, q_len), (to, to_len)) = (c.pages, c.q, c.out);
                 let ((l, l_len), (ws, ws_len)) = (c.lse, c.workspace);
                 let lists = c_lists.as_ptr();
-                // SAFETY: all lives.
+                // SAFETY: every pointer is null or points to a live value.
                 let status = unsafe {
                     qz1_attend(
                         c.layout,
@@ -116,12 +116,12 @@ fn attention_is_that_of_rust() {
             }
         }
 
-        // The same queries on other tokens, joined.
+        // Attention of the same queries on other tokens, merged.
         let (other, other_lse) = (noise(out.len(), 61), noise(lse.len(), 67));
         merge(D, &mut out, &mut lse, &other, &other_lse).unwrap();
         let (n, rows, x, y) = (out.len(), lse.len(), other.as_ptr(), other_lse.as_ptr());
         let (to, to_lse) = (case.out.as_mut_ptr(), case.lse.as_mut_ptr());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_attend_merge(D, to, n, to_lse, rows, x, n, y, rows, null()) }, Ok);
         assert_eq!([bits(&case.out), bits(&case.lse)], [bits(&out), bits(&lse)]);
     }
@@ -140,7 +140,7 @@ fn caches_are_those_of_rust() {
         let (to, to_lse, q) = (c_out.as_mut_ptr(), c_lse.as_mut_ptr(), case.q.as_ptr());
         let (n, rows, mut workspace) = (out.len(), lse.len(), Workspace::default());
         of.append(&case.keys, &case.values, &Serial).unwrap();
-        // SAFETY: all lives, here and below.
+        // SAFETY: here and below, every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_kv_cache_new(&case.layout, &case.heads, TOKENS, &mut at, null()), Ok);
             assert_eq!(qz1_kv_cache_append(at, x, len, y, len, null(), null()), Ok);
@@ -149,7 +149,7 @@ fn caches_are_those_of_rust() {
         }
         of.prefill(&case.q, &mut out, &mut lse, &mut workspace, &Serial).unwrap();
         assert_eq!([bits(&c_out), bits(&c_lse)], [bits(&out), bits(&lse)]);
-        // Fewer tokens, and the queries of the last.
+        // Fewer tokens, and the queries of the last one.
         of.truncate(70).unwrap();
         let row = QUERY * D;
         of.decode(&case.q[..row], &mut out[..row], &mut lse[..QUERY], &mut workspace, &Serial).unwrap();

@@ -1,4 +1,4 @@
-//! Activations of every type, as they are, normed or gated, and their products with weights.
+//! Activations of every type: unmodified, normalized or gated, and their products with weights.
 
 use core::fmt::Debug;
 use core::ptr::{null, null_mut};
@@ -13,10 +13,10 @@ use super::features::number;
 use super::weights::Weights;
 use crate::common::*;
 
-/// Rows, more than a strip has.
+/// More rows than a strip has.
 const M: usize = 14;
 
-/// What rows are made of.
+/// What rows are made from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     Plain,
@@ -36,7 +36,7 @@ const FORMS: [Form; 5] = [
 struct Case<E> {
     kind: u32,
     x: Vec<E>,
-    /// Twice as wide.
+    /// Gate and up in one buffer, twice as wide.
     both: Vec<E>,
     up: Vec<E>,
     residual: Vec<E>,
@@ -84,7 +84,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         qz1_residual { struct_size, kind: self.kind, data, len: of.len() }
     }
 
-    /// Integers by Rust: their products, and the residual.
+    /// 8-bit integers through Rust: their products, and the residual.
     fn int8(&self, form: Form, isa: Isa, by: Option<StaticScale>) -> (Vec<u32>, Vec<E>) {
         let (token, layout, mut residual) = (isa.token().unwrap(), self.rows(), self.residual.clone());
         let mut rows = Int8Rows::new(token);
@@ -106,7 +106,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         (bits(&out), residual)
     }
 
-    /// The same of floats.
+    /// Floats through Rust: their products, and the residual.
     fn float(&self, form: Form, isa: Isa) -> (Vec<u32>, Vec<E>) {
         let (layout, mut residual) = (self.rows(), self.residual.clone());
         let mut rows = FloatRows::new(isa.token().unwrap());
@@ -132,7 +132,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// The parts of a form: what is gated or plain, and the other half of a gate.
+    /// The inputs of a form: the rows or the gate, and `up` if it is separate.
     fn parts(&self, form: Form) -> (qz1_values, Option<qz1_values>) {
         match form {
             Form::Gate { joined: true } => (values_of(self.kind, &self.both), None),
@@ -143,7 +143,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         }
     }
 
-    /// Integers through C.
+    /// 8-bit integers through C.
     fn c_int8(&self, form: Form, isa: u32, by: Option<StaticScale>, parallel: P) -> (Vec<u32>, Vec<E>) {
         let struct_size = size_of::<qz1_static_scale>() as u32;
         let by =
@@ -156,7 +156,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         let (mut out, bias) = (vec![0.0_f32; M * self.bias.len()], &self.bias);
         let (to, len, bytes) = (out.as_mut_ptr(), out.len(), self.packed.view().bytes());
         let (at, bytes_len) = (bytes.as_ptr(), bytes.len());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_int8_rows_new(isa, &mut rows, null()), qz1_status::Ok);
             let status = match form {
@@ -188,7 +188,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
         let (mut out, bias) = (vec![0.0_f32; M * self.bias.len()], &self.bias);
         let (to, len, bytes) = (out.as_mut_ptr(), out.len(), self.packed.view().bytes());
         let (at, bytes_len) = (bytes.as_ptr(), bytes.len());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         unsafe {
             assert_eq!(qz1_float_rows_new(isa, &mut rows, null()), qz1_status::Ok);
             let status = match form {
@@ -210,7 +210,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
 
     fn check(&self) {
         let threads = threads(&Manner::Right);
-        // A zero beside the scale needs the sums of a layout.
+        // A static zero point needs a layout with sums.
         let zero = if self.layout.sums == 1 { -9 } else { 0 };
         for (form, isa) in FORMS.into_iter().flat_map(|form| Isa::available().map(move |isa| (form, isa))) {
             let integers = self.layout.format != QZ1_CODES_E4M3;
@@ -228,7 +228,7 @@ impl<E: Element + PartialEq + Debug> Case<E> {
             for parallel in [null(), &raw const threads] {
                 assert!(self.c_float(form, number(isa), parallel) == expected, "{form:?} {isa:?} of floats");
             }
-            // The forms are not all the same.
+            // The forms must give different results.
             assert!(form == Form::Plain || self.float(Form::Plain, isa).0 != expected.0);
         }
     }

@@ -1,4 +1,4 @@
-//! Layouts, packed bytes and what they were made of.
+//! Layouts, packed bytes, and unpacking.
 
 use core::ptr::{null, null_mut};
 
@@ -7,18 +7,18 @@ use quant_kernels_cpu::{FloatFormat, Layout, PackedLinear, ScaleType, Scales, Se
 
 use crate::common::*;
 
-/// Weights as both interfaces take them.
+/// Weights for both interfaces.
 pub(super) struct Weights {
     pub(super) shape: [usize; 2],
     bits: u8,
     group_size: usize,
     codes: Vec<u8>,
     scales: Vec<f32>,
-    /// The lower level of two.
+    /// The lower of two levels of scales.
     groups: Option<Vec<u8>>,
     zeros: Option<Vec<u8>>,
     sums: bool,
-    /// The format of codes that are no integers.
+    /// The format of floating-point codes.
     pub(super) float: Option<FloatFormat>,
 }
 
@@ -33,7 +33,7 @@ impl Weights {
             group_size,
             codes: (0..n * k).map(code).collect(),
             scales: noise(if progressive { n } else { groups }, 29).iter().map(|s| s / 50.0).collect(),
-            // Within 8 bits.
+            // Small enough for products with codes to fit 8 bits.
             groups: progressive.then(|| (0..groups).map(|i| (i % 9) as u8).collect()),
             zeros: zeros.then(|| (0..groups).map(|i| code(i * 3)).collect()),
             sums,
@@ -41,7 +41,7 @@ impl Weights {
         }
     }
 
-    /// Floating-point codes, the scales of groups E4M3 or floats.
+    /// Floating-point codes, with group scales in E4M3 or floats.
     fn floats(format: FloatFormat, group_size: usize, e4m3: bool) -> Self {
         let integers = Self::new(format.bits(), group_size, false, false, false);
         let [n, k] = integers.shape;
@@ -55,7 +55,7 @@ impl Weights {
         }
     }
 
-    /// Every kind of them.
+    /// Weights of every kind.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let kinds = [(4, 32, false), (3, 96, false), (8, 24, false), (4, 48, true)];
         let zeros_and_sums = [(false, false), (false, true), (true, false), (true, true)];
@@ -115,10 +115,10 @@ impl Weights {
         }
     }
 
-    /// The layout of the C interface.
+    /// The layout from the C interface.
     pub(super) fn layout(&self) -> qz1_layout {
         let mut layout = empty();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_layout_of(&self.c(), self.sums.into(), &mut layout, null()) };
         assert_eq!(status, qz1_status::Ok);
         layout
@@ -159,7 +159,7 @@ fn packed_bytes_are_those_of_rust() {
             let mut bytes = vec![0x55_u8; layout.bytes as usize];
             let (to, parallel) = (bytes.as_mut_ptr(), pointer(parallel.as_ref()));
             let (len, panels) = (bytes.len(), layout.panels as usize);
-            // SAFETY: all lives.
+            // SAFETY: every pointer is null or points to a live value.
             let status = unsafe { qz1_pack(&weights.c(), &layout, 0, panels, to, len, parallel, null()) };
             assert_eq!(status, qz1_status::Ok);
             assert!(bytes == rust.view().bytes());
@@ -188,7 +188,7 @@ fn packed_bytes_come_back() {
             channels: if channels.is_empty() { null_mut() } else { channels.as_mut_ptr() },
             channels_len: channels.len(),
         };
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         assert_eq!(unsafe { qz1_unpack(&layout, at, len, &parts, null()) }, qz1_status::Ok);
         assert_eq!((&codes, &zeros), (&weights.codes, &weights.zeros.clone().unwrap_or_default()));
         assert_eq!((bits(&scales), bits(&channels)), (bits(&expected.scales), bits(&expected.channels)));
@@ -207,14 +207,14 @@ fn packed_bytes_come_back() {
         let mut floats = [vec![0.0; (n - 5) * k], vec![1.0; (n - 5) * k]];
         rust.view().dequantize_rows(3..n - 2, &mut floats[0]).unwrap();
         let (to, to_len) = (floats[1].as_mut_ptr(), floats[1].len());
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_dequantize_rows(&layout, at, len, 3, n - 5, to, to_len, null()) };
         assert_eq!(status, qz1_status::Ok);
         assert_eq!(bits(&floats[0]), bits(&floats[1]));
     }
 }
 
-/// A structure of the first version has no format, and means integers; an unknown format is refused.
+/// A structure of the first version has no `format` and means integers; an unknown format is refused.
 #[test]
 fn formats_of_codes() {
     let weights = Weights::floats(FloatFormat::E2m1, 16, true);
@@ -222,7 +222,7 @@ fn formats_of_codes() {
         let mut c = weights.c();
         change(&mut c);
         let mut layout = empty();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let status = unsafe { qz1_layout_of(&c, 0, &mut layout, null()) };
         (status, layout)
     };
@@ -239,7 +239,7 @@ fn formats_of_codes() {
     let (status, integers) = with(|c| {
         c.struct_size = core::mem::offset_of!(qz1_weights, format) as u32;
         (c.group_scales, c.group_scales_len) = (null(), 0);
-        // One group a row, and as many scales as bytes of codes let be read.
+        // One row with one group: its scale is the `[1]` of the floating-point weights.
         (c.n, c.k, c.group_size, c.codes_len) = (1, 16, 16, 16);
     });
     assert_eq!((status, integers.format), (qz1_status::Ok, QZ1_CODES_INTEGER));
@@ -250,12 +250,12 @@ fn what_was_packed_is_told_from_what_was_not() {
     for weights in Weights::all() {
         let (rust, layout) = (weights.packed(), weights.layout());
         let mut bytes = rust.view().bytes().to_vec();
-        // SAFETY: all lives.
+        // SAFETY: every pointer is null or points to a live value.
         let check = |bytes: &[u8], len| unsafe { qz1_check(&layout, bytes.as_ptr(), len, null()) };
         assert_eq!(check(&bytes, bytes.len()), qz1_status::Ok);
         assert_eq!(check(&bytes, bytes.len() - 1), qz1_status::Length);
         bytes[7] = 0xff;
-        // Of integers, and of E2M1, every code is a number.
+        // Every integer and every E2M1 code is a number.
         let expected = match weights.float {
             Some(FloatFormat::E4m3) => qz1_status::Scheme,
             _ if layout.scales == QZ1_SCALES_PROGRESSIVE => continue,
