@@ -179,7 +179,14 @@ fn produce(
         observer: &session.progress,
         cancel: &session.cancel,
     };
-    let written = write(&[job], &opened.directory, &[out.to_owned()], (false, false), Residence::Memory, &session.host())?;
+    let written = write(
+        &[job],
+        &opened.directory,
+        &[out.to_owned()],
+        (false, false),
+        Residence::Memory,
+        &session.host(),
+    )?;
     Ok(written.iter().map(|(_, report)| report.bytes_after).sum())
 }
 

@@ -48,7 +48,8 @@ pub struct StateFiles {
 pub struct SavedStates {
     /// The file. It appears complete or not at all.
     pub path: PathBuf,
-    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time.
+    /// The minimum time between two saves. Saving also takes at most a twentieth of the run time, except that
+    /// [`Duration::ZERO`] saves before every block.
     pub every: Duration,
 }
 
@@ -70,7 +71,8 @@ impl<'a> Saver<'a> {
     /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some(SavedStates { path, every }) = self.saved else { return };
-        if streams.iter().all(Option::is_none) || self.last.elapsed() < (20 * self.cost).max(*every) {
+        let pause = if every.is_zero() { Duration::ZERO } else { (20 * self.cost).max(*every) };
+        if streams.iter().all(Option::is_none) || self.last.elapsed() < pause {
             return;
         }
         let started = Instant::now();

@@ -181,7 +181,9 @@ mod tests {
         assert_eq!(bytes("8G"), Some(8 << 30));
         assert_eq!(bytes("1.5 GB"), Some(1_500_000_000));
         assert_eq!(bytes("900mib"), Some(900 << 20));
-        for text in ["", "8", "GiB", "-1GiB", "8 gallons", "1KiB", "infGiB", "nanGiB", "1e400GiB", "Auto", "8GiB "] {
+        for text in
+            ["", "8", "GiB", "-1GiB", "8 gallons", "1KiB", "infGiB", "nanGiB", "1e400GiB", "Auto", "8GiB "]
+        {
             let error = text.parse::<MemoryBudget>().unwrap_err();
             assert_eq!(error.category().exit_code(), 2, "{text}");
         }

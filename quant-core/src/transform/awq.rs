@@ -62,7 +62,8 @@ fn memory(work: &Workload<'_>) -> u64 {
                 kept.gram_bytes.max(kept.tokens.saturating_mul(values + PLACE_BYTES))
             });
             let all = bytes.fold(0, u64::saturating_add);
-            let one = groups.iter().zip(&kept).map(|(g, kept)| race_memory(work, g, *kept)).max().unwrap_or(0);
+            let one =
+                groups.iter().zip(&kept).map(|(g, kept)| race_memory(work, g, *kept)).max().unwrap_or(0);
             all.saturating_add(one)
         }
     }
@@ -101,7 +102,8 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         inspected: work.graph.width(group.inspected),
     };
     // The last round takes as many tokens as all rounds before it.
-    let round = kept.tokens.div_ceil(2).saturating_mul(shape.token_bytes(group.consumers.len() == 1, differences));
+    let round =
+        kept.tokens.div_ceil(2).saturating_mul(shape.token_bytes(group.consumers.len() == 1, differences));
     let round = match work.residence {
         Residence::Memory => round,
         Residence::Files { round_bytes } => round.min(round_bytes),

@@ -1,0 +1,342 @@
+//! Where hidden states and samples are kept does not change the output, and a resumed run starts from saved states.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use common::{Kind, Tiny, masked_windows, recipe, windows};
+use quant_core::calibrate::{Residence, Spill, TokenWindows};
+use quant_core::checkpoint::{Dtype, MemorySink};
+use quant_core::model::Model;
+use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_each_with};
+use quant_core::quantize::gptq::{ActOrder, GptqSettings, LayerInputs};
+use quant_core::recipe::{Plan, Recipe};
+use quant_core::transform::{Search, TransformSettings};
+use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink, TensorSource};
+use serde_json::{Value, json};
+
+const BLOCKS: usize = 4;
+
+fn tiny(family: Kind) -> Tiny {
+    Tiny { family, layers: BLOCKS, dtype: Dtype::Bf16, ..Tiny::default() }
+}
+
+fn on_float(recipe: Recipe) -> Recipe {
+    Recipe { gptq: GptqSettings { inputs: LayerInputs::Float, ..recipe.gptq }, ..recipe }
+}
+
+/// A sink that keeps records and remembers what was committed.
+#[derive(Clone)]
+struct Sink {
+    sink: MemorySink,
+    records: BTreeMap<String, Value>,
+    committed: Option<Box<Self>>,
+}
+
+impl Sink {
+    fn new(plan: &Plan) -> Self {
+        let sink = MemorySink::new(plan.outputs()).unwrap();
+        let empty = Self { sink, records: BTreeMap::new(), committed: None };
+        Self { committed: Some(Box::new(empty.clone())), ..empty }
+    }
+
+    fn resumed(&self) -> Self {
+        let committed = self.committed.clone().unwrap();
+        Self { committed: Some(committed.clone()), ..*committed }
+    }
+
+    fn tensors(self) -> BTreeMap<String, Vec<u8>> {
+        let source = self.sink.into_source().unwrap();
+        source.names().into_iter().map(|name| (name.to_owned(), source.read(name).unwrap())).collect()
+    }
+}
+
+impl TensorSink for Sink {
+    fn is_complete(&self, name: &str) -> bool {
+        self.sink.is_complete(name)
+    }
+
+    fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.sink.write(name, offset, bytes)
+    }
+
+    fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
+        self.records.insert(key.to_owned(), value.clone());
+        Ok(())
+    }
+
+    fn recall(&self, key: &str) -> Option<Value> {
+        self.records.get(key).cloned()
+    }
+
+    fn read_back(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.sink.read_back(name)
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        self.committed = Some(Box::new(Self { committed: None, ..self.clone() }));
+        Ok(())
+    }
+}
+
+/// Records events, and cancels after a number of completed blocks.
+#[derive(Default)]
+struct Watch {
+    cancel: CancelToken,
+    after: Option<usize>,
+    blocks: Mutex<usize>,
+    steps: Mutex<Vec<&'static str>>,
+    warnings: Mutex<Vec<String>>,
+}
+
+impl Observer for Watch {
+    fn event(&self, event: &Event) {
+        match event {
+            Event::UnitDone { .. } => {
+                let mut blocks = self.blocks.lock().unwrap();
+                *blocks += 1;
+                if Some(*blocks) == self.after {
+                    self.cancel.cancel();
+                }
+            }
+            Event::StepDone { step, .. } => self.steps.lock().unwrap().push(step),
+            Event::Warning { message } => self.warnings.lock().unwrap().push(message.clone()),
+            _ => {}
+        }
+    }
+}
+
+impl Watch {
+    fn after(blocks: usize) -> Self {
+        Self { after: Some(blocks), ..Self::default() }
+    }
+
+    fn count(&self, step: &str) -> usize {
+        self.steps.lock().unwrap().iter().filter(|name| **name == step).count()
+    }
+}
+
+fn run(
+    model: &Model,
+    plans: &[Plan],
+    windows: &TokenWindows,
+    sinks: &mut [Sink],
+    files: &StateFiles,
+    watch: &Watch,
+) -> Result<Vec<QuantReport>> {
+    let job = |plan| Job {
+        model,
+        plan,
+        windows: Some(windows),
+        maxima: None,
+        observer: watch,
+        cancel: &watch.cancel,
+    };
+    let jobs: Vec<_> = plans.iter().map(job).collect();
+    quantize_each_with(&jobs, sinks.iter_mut().map(|sink| sink as &mut dyn TensorSink).collect(), files)
+}
+
+fn whole(
+    model: &Model,
+    recipe: &Recipe,
+    windows: &TokenWindows,
+    files: &StateFiles,
+) -> (Vec<BTreeMap<String, Vec<u8>>>, Vec<QuantReport>) {
+    let plans = Plan::all(model, recipe).unwrap();
+    let mut sinks: Vec<_> = plans.iter().map(Sink::new).collect();
+    let reports = run(model, &plans, windows, &mut sinks, files, &Watch::default()).unwrap();
+    (sinks.into_iter().map(Sink::tensors).collect(), reports)
+}
+
+fn spilled(directory: &Path, round_bytes: u64) -> StateFiles {
+    StateFiles { spill: Some(Spill::new(directory, round_bytes)), ..StateFiles::default() }
+}
+
+#[test]
+fn files_do_not_change_the_output() {
+    let reference = TransformSettings { search: Search::Reference, ..TransformSettings::default() };
+    let order = |act_order| GptqSettings { act_order, ..GptqSettings::default() };
+    let odd = GptqSettings { block_size: 48, ..GptqSettings::default() };
+    let cases: Vec<(Kind, Recipe)> = vec![
+        (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
+        (Kind::Llama, Recipe { settings: reference, ..recipe("awq", "w4a16-g32-asym") }),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
+        (Kind::Llama, Recipe { gptq: order(ActOrder::StaticGroups), ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Llama, Recipe { gptq: odd, ..recipe("gptq", "w4a16-g32-sym") }),
+        (Kind::Llama, on_float(recipe("gptq", "w4a16-g32-sym"))),
+        (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym")),
+        (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static")),
+        (Kind::Llama, recipe("qoq", "w4a8-g32")),
+        (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym")),
+        (Kind::Qwen3Moe(true), recipe("awq", "w4a16-g32-sym")),
+        (Kind::Opt, recipe("gptq", "w4a16-g32-sym")),
+    ];
+    let directory = tempfile::tempdir().unwrap();
+    for (family, recipe) in cases {
+        let tiny = match family {
+            Kind::Opt => Tiny { layers: 2, ..Tiny::opt() },
+            family => Tiny { layers: 2, ..tiny(family) },
+        };
+        let model = recipe.prepared(tiny.random(2).model()).unwrap();
+        // Enough windows for a race of several rounds, and more than one piece.
+        let windows = masked_windows(tiny.vocab, 150, 40, 3);
+        let memory = whole(&model, &recipe, &windows, &StateFiles::default());
+        for round_bytes in [0, 700_000, u64::MAX] {
+            let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
+            let name = &recipe.method.name;
+            assert!(files.0 == memory.0, "{family:?}, {name}, {round_bytes}: other bytes");
+            assert_eq!(files.1[0].tensors, memory.1[0].tensors, "{family:?}, {name}, {round_bytes}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files are left over");
+}
+
+/// On processors with bfloat16 instructions, candidates of larger blocks are compared by differences.
+#[test]
+fn rounds_in_several_batches_choose_the_same() {
+    let tiny = Tiny { hidden: 256, intermediate: 512, layers: 1, ..tiny(Kind::Llama) };
+    let recipe = recipe("awq", "w4a16-g32-asym");
+    let model = tiny.random(4).model();
+    let windows = windows(tiny.vocab, 24, 256, 5);
+    let memory = whole(&model, &recipe, &windows, &StateFiles::default());
+    let directory = tempfile::tempdir().unwrap();
+    for round_bytes in [0, 3 << 20] {
+        let files = whole(&model, &recipe, &windows, &spilled(directory.path(), round_bytes));
+        assert!(files.0 == memory.0, "{round_bytes}: other bytes");
+        assert_eq!(files.1[0].tensors, memory.1[0].tensors);
+    }
+}
+
+/// States that are saved after every block.
+fn saved(path: &Path, spill: Option<Spill>) -> StateFiles {
+    let saved = Some(SavedStates { path: path.to_owned(), every: Duration::ZERO });
+    StateFiles { saved, spill, depends_on: json!("the model"), ..StateFiles::default() }
+}
+
+/// Interrupts a run after `blocks` blocks, resumes it, and compares with a run that was never interrupted. Returns what the
+/// resumed run did.
+fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Path)) -> Watch {
+    let model = recipe.prepared(tiny.random(2).model()).unwrap();
+    let windows = masked_windows(tiny.vocab, 6, 40, 3);
+    let expected = whole(&model, recipe, &windows, &StateFiles::default());
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("states.safetensors");
+    let plans = Plan::all(&model, recipe).unwrap();
+    let mut sinks: Vec<_> = plans.iter().map(Sink::new).collect();
+    let first = Watch::after(blocks * plans.len());
+    let stopped = run(&model, &plans, &windows, &mut sinks, &saved(&path, None), &first);
+    assert!(matches!(stopped, Err(Error::Interrupted)), "{}", recipe.method.name);
+    prepare(&path);
+    let mut sinks: Vec<_> = sinks.iter().map(Sink::resumed).collect();
+    let second = Watch::default();
+    let files = saved(&path, Some(Spill::new(directory.path(), 0)));
+    let reports = run(&model, &plans, &windows, &mut sinks, &files, &second).unwrap();
+    let tensors: Vec<_> = sinks.into_iter().map(Sink::tensors).collect();
+    assert!(tensors == expected.0, "{}: other bytes", recipe.method.name);
+    for (report, expected) in reports.iter().zip(&expected.1) {
+        assert_eq!(report.tensors, expected.tensors);
+    }
+    second
+}
+
+#[test]
+fn a_resumed_run_starts_from_saved_states() {
+    let mut two = recipe("awq", "w4a16-g32-sym");
+    let other = quant_core::format::CONTAINERS.iter().find(|c| c.name() == "gptq").unwrap();
+    two.containers.push(*other);
+    let mut two_gptq = recipe("gptq", "w4a16-g32-sym");
+    two_gptq.containers.push(*other);
+    for (family, recipe, step) in [
+        (Kind::Llama, recipe("awq", "w4a16-g32-asym"), "search"),
+        (Kind::Llama, recipe("gptq", "w4a16-g32-sym"), "gptq"),
+        (Kind::Llama, on_float(recipe("gptq", "w4a16-g32-sym")), "gptq"),
+        (Kind::Qwen3, recipe("awq-gptq", "w4a16-g32-sym"), "gptq"),
+        (Kind::Llama, recipe("smoothquant", "w8a8-channel-sym-static"), "ranges"),
+        (Kind::Mixtral, recipe("gptq", "w4a16-g32-sym"), "gptq"),
+        (Kind::Llama, two, "search"),
+        (Kind::Llama, two_gptq, "gptq"),
+    ] {
+        let watch = interrupted(&tiny(family), &recipe, 2, |path| assert!(path.exists()));
+        assert!(watch.warnings.lock().unwrap().is_empty());
+        let name = &recipe.method.name;
+        // Blocks that are complete are not run again: neither for their own sake nor for the states behind them.
+        assert_eq!(watch.count("forward"), 0, "{family:?}, {name}: {:?}", watch.steps.lock().unwrap());
+        assert!(watch.count(step) > 0 || step == "search", "{family:?}, {name}");
+    }
+}
+
+#[test]
+fn states_that_cannot_be_used_are_computed_again() {
+    let recipe = recipe("awq", "w4a16-g32-asym");
+    let watch = interrupted(&tiny(Kind::Llama), &recipe, 2, |path| std::fs::remove_file(path).unwrap());
+    assert!(watch.warnings.lock().unwrap().is_empty());
+    assert_eq!(watch.count("forward"), 2);
+    let watch = interrupted(&tiny(Kind::Llama), &recipe, 2, |path| {
+        let mut bytes = std::fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(path, bytes).unwrap();
+    });
+    let warnings = watch.warnings.lock().unwrap().clone();
+    assert!(warnings.len() == 1 && warnings[0].contains("recomputed"), "{warnings:?}");
+    let watch = interrupted(&tiny(Kind::Llama), &recipe, 2, |path| std::fs::write(path, b"other").unwrap());
+    assert!(watch.warnings.lock().unwrap().is_empty());
+}
+
+/// A file that cannot be written costs a warning, not the run.
+#[test]
+fn saving_may_fail() {
+    let tiny = tiny(Kind::Llama);
+    let model = tiny.random(2).model();
+    let recipe = recipe("awq", "w4a16-g32-asym");
+    let windows = windows(tiny.vocab, 4, 40, 3);
+    let plans = Plan::all(&model, &recipe).unwrap();
+    let mut sinks = [Sink::new(&plans[0])];
+    let watch = Watch::default();
+    let files = saved(Path::new("/nonexistent/states.safetensors"), None);
+    run(&model, &plans, &windows, &mut sinks, &files, &watch).unwrap();
+    let warnings = watch.warnings.lock().unwrap().clone();
+    assert!(warnings.len() == 1 && warnings[0].contains("cannot be saved"), "{warnings:?}");
+}
+
+#[test]
+fn a_budget_decides_where_states_are() {
+    let tiny = Tiny { hidden: 256, intermediate: 512, ..tiny(Kind::Llama) };
+    let model = tiny.random(2).model();
+    for method in ["awq", "gptq", "awq-gptq", "smoothquant", "qoq"] {
+        let scheme = match method {
+            "smoothquant" => "w8a8-channel-sym-static",
+            "qoq" => "w4a8-g32",
+            _ => "w4a16-g32-sym",
+        };
+        let mut recipe = recipe(method, scheme);
+        recipe.sampling.samples = 4096;
+        let model = recipe.prepared(tiny.random(2).model()).unwrap();
+        let plans = Plan::all(&model, &recipe).unwrap();
+        let memory = Plan::peak_memory(&plans, &model);
+        assert_eq!(Plan::residence(&plans, &model, memory), Ok(Residence::Memory), "{method}");
+        let smallest = Plan::residence(&plans, &model, 0).unwrap_err();
+        assert!(smallest < memory, "{method}: {smallest} of {memory}");
+        assert!(Plan::residence(&plans, &model, smallest - 1).is_err(), "{method}");
+        for budget in [smallest, (smallest + memory) / 2, memory - 1] {
+            let residence = Plan::residence(&plans, &model, budget).unwrap();
+            let Residence::Files { round_bytes } = residence else {
+                panic!("{method}: in memory at {budget}")
+            };
+            assert!(round_bytes > 0);
+            let peak = Plan::peak_memory_in(&plans, &model, residence);
+            assert!(peak <= budget, "{method}: {peak} of {budget}");
+            // Twice the states in files, at least.
+            let states = 4096 * 512 * 256 * 4;
+            assert!(Plan::scratch_bytes(&plans, &model, residence) >= 2 * states, "{method}");
+        }
+    }
+    // Nothing of a plan without a text is kept in files.
+    let plans = Plan::all(&model, &recipe("rtn", "w4a16-g32-sym")).unwrap();
+    let memory = Plan::peak_memory(&plans, &model);
+    assert_eq!(Plan::residence(&plans, &model, memory - 1), Err(memory));
+    assert_eq!(Plan::scratch_bytes(&plans, &model, Residence::Memory), 0);
+}
