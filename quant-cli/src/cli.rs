@@ -1,4 +1,4 @@
-//! The commands, and the options that all have.
+//! The commands, and the options that all of them share.
 
 use std::ffi::OsString;
 
@@ -60,7 +60,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// After an interruption of this command line: the one that continues the run, if one does.
+    /// The command line that resumes this one after an interruption, if it can be resumed.
     pub fn resuming(&self, words: &[OsString]) -> Option<String> {
         let adds = match self {
             Self::Quantize(args) => !args.resume,

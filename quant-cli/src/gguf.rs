@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use quant_core::run::GgufSettings;
 
-/// What is about GGUF files alone.
+/// Options that only apply to GGUF files.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GgufOptions {
     /// The pre-tokenizer, by llama.cpp's name, where it is not recognized; none writes a file without vocabulary
@@ -40,7 +40,7 @@ fn size(text: &str) -> std::result::Result<u64, String> {
 }
 
 impl GgufOptions {
-    /// What these options say.
+    /// The library's settings for these options.
     pub fn settings(&self) -> GgufSettings {
         let options = self.clone();
         GgufSettings {

@@ -1,4 +1,4 @@
-//! The options that say what is quantized how, shared by `plan` and `quantize`.
+//! The options that select what is quantized and how, shared by `plan` and `quantize`.
 
 use std::path::PathBuf;
 
@@ -143,7 +143,7 @@ pub struct RecipeOptions {
 }
 
 impl RecipeOptions {
-    /// What these options say.
+    /// The library's settings for these options.
     pub fn settings(&self) -> RecipeSettings {
         let options = self.clone();
         RecipeSettings {

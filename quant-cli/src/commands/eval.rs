@@ -1,4 +1,4 @@
-//! `quant eval MODEL --text FILE`: what a model is worth on a text.
+//! `quant eval MODEL --text FILE`: measures a model on a text.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -26,7 +26,7 @@ use crate::kv::KvBits;
 use crate::output::{self, JsonOption, bytes, table};
 use crate::provenance;
 
-/// What to evaluate on what.
+/// The model and the text to evaluate.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
@@ -74,7 +74,7 @@ pub struct Args {
     /// Show another result of the same text and profile on that page; can be repeated
     #[arg(long, value_name = "RESULT", requires = "report")]
     pub compare: Vec<PathBuf>,
-    // Not documentation, which would become part of the help.
+    // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
     #[command(flatten, next_help_heading = "Ablation")]
     pub ablation: AblationOptions,
@@ -86,25 +86,25 @@ pub struct Args {
 /// How quantized linears are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Execution {
-    /// Dequantized, tile by tile, and multiplied as floats.
+    /// Dequantized tile by tile and multiplied as floats.
     #[default]
     Fake,
-    /// By the kernels, from packed codes.
+    /// Multiplied by the kernels, from packed codes.
     Kernels,
 }
 
-/// The window of the default rule, where a model knows so many positions.
+/// The window of the default rule, if the model has this many positions.
 const DEFAULT_WINDOW: usize = 2048;
-/// Tokens of a window that a report shows.
+/// Tokens of a window that the report shows.
 const EXCERPT_TOKENS: usize = 48;
 
-/// What an evaluation gave.
+/// The result of an evaluation.
 pub struct Evaluated {
     /// The numbers.
     pub result: Evaluation,
-    /// The page, where one was asked for.
+    /// The page, if one was requested.
     pub page: Option<String>,
-    /// The journal, which is of no use once the result is safe.
+    /// The journal, which is no longer needed once the result is stored.
     journal: Option<PathBuf>,
 }
 
@@ -130,11 +130,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let done = evaluate(args, &text, args.report.is_some(), session)?;
     args.json.emit(&done.result, || show(&done.result))?;
-    // Only now is nothing lost with it.
+    // The result is stored now, so removing the journal loses nothing.
     done.finish()
 }
 
-/// What is measured, opened and cut into windows, before any computation.
+/// The inputs of a measurement, opened and cut into windows before any computation.
 struct Prepared {
     gpu: Option<CudaRunner>,
     others: Vec<(String, Evaluation)>,
@@ -149,7 +149,7 @@ impl Prepared {
     fn new(args: &Args, source: &Text, session: &Session) -> Result<Self> {
         check(args, source)?;
         let gpu = gpu(args)?;
-        // What is there and no file is for the journal to refuse.
+        // A path that exists but is not a file is rejected by the journal itself.
         let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
         for path in args.report.iter().chain(&args.save_reference).chain(kept) {
             output::check_writable(path)?;
@@ -167,7 +167,7 @@ impl Prepared {
     }
 }
 
-/// Fails where what is to be written would destroy what is read, or settings exclude each other.
+/// Fails if an output would overwrite an input, or if settings exclude each other.
 fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
         ("json", args.json.json.as_deref()),
@@ -199,10 +199,10 @@ fn check(args: &Args, source: &Text) -> Result<()> {
     args.json.check()
 }
 
-/// Measures a model on a text, with a page about the result where `with_page` is set; [`Evaluated::finish`] ends it.
+/// Measures a model on a text, with a page about the result if `with_page` is set; [`Evaluated::finish`] completes it.
 ///
 /// # Errors
-/// As `quant eval`.
+/// Same as `quant eval`.
 pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) -> Result<Evaluated> {
     let prepared = Prepared::new(args, source, session)?;
     let Prepared { gpu, others, opened, quantization, reference, request, text } = prepared;
@@ -289,7 +289,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     Ok(Evaluated { result, page, journal })
 }
 
-/// The GPU, where one is asked for; that there is none is better known before anything is read.
+/// The GPU, if one is requested. A missing GPU is reported before anything is read.
 fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     match (args.device, args.execution) {
         (Device::Cpu, _) => Ok(None),
@@ -301,12 +301,12 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     }
 }
 
-/// Results to show beside this one.
+/// Results to show next to this one.
 fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
 }
 
-/// What quantizing did to the model, as the report beside its weights says.
+/// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}; the page will not show errors of tensors"));
@@ -350,7 +350,7 @@ fn page(
     Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
-/// The journal that was asked for, if one was.
+/// The journal, if one was requested.
 fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,
@@ -370,7 +370,7 @@ fn journal<T: Measured>(
     Ok(journal)
 }
 
-/// Tokenizes and cuts an evaluation text.
+/// Tokenizes an evaluation text and cuts it into windows.
 pub fn text(
     opened: &Opened,
     source: &Text,
@@ -398,7 +398,7 @@ pub fn text(
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }
-    // Of a larger tokenizer even the tokens that the embedding has may mean others.
+    // If the tokenizer is larger than the embedding, even the tokens that the embedding has may mean something else.
     if let Some(largest) = text.largest_token().max(tokenizer.largest_token()?) {
         opened.model.check_token(largest)?;
     }
@@ -463,7 +463,7 @@ fn show(result: &Evaluation) -> String {
     text
 }
 
-/// How the divergence is spread over positions.
+/// The distribution of the divergence over positions.
 fn spread(comparison: &Divergence) -> String {
     let row = |name: &str, q: &Quantile| {
         let interval = match (q.low, q.high) {

@@ -1,4 +1,4 @@
-//! `quant quantize MODEL -o OUT`: the main job.
+//! `quant quantize MODEL -o OUT`: quantizes a model.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use crate::output::{self, bytes, duration};
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
-/// What to quantize, and where to write it.
+/// The model to quantize, and where to write the result.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
@@ -24,7 +24,7 @@ pub struct Args {
     /// With several formats it holds one directory per format.
     #[arg(long, short)]
     pub output: PathBuf,
-    // Not documentation, which would become part of the help.
+    // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub recipe: RecipeOptions,
@@ -75,10 +75,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     })
 }
 
-/// Carries out a request, and writes a report where one is asked for.
+/// Carries out a request, and writes a report if one is requested.
 ///
 /// # Errors
-/// As [`quant_core::run::quantize`]; [`Error::Usage`] for a report that cannot be written.
+/// Same as [`quant_core::run::quantize`]; [`Error::Usage`] for a report that cannot be written.
 pub fn quantize(
     request: &QuantizeRequest,
     report: Option<&Path>,
@@ -95,7 +95,7 @@ pub fn quantize(
     if let (Some(path), Done::Checkpoints(written)) = (report, &done)
         && let Some((published, report)) = written.outputs.first()
     {
-        // The map is of what was written, read back.
+        // The map describes the written weights, read back.
         let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
         let page = quantization_page(&request.output.display().to_string(), report, &linears);
         if let Err(error) = output::write_file(path, page.as_bytes()) {
@@ -124,7 +124,7 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     output::check_writable(path)
 }
 
-/// Where the time went, where it is long enough to ask.
+/// The time per stage, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
     const WORTH_SAYING: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
@@ -181,7 +181,7 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
     text
 }
 
-/// How what was written is compared with what it was made from.
+/// The command that compares the output with its source.
 fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();

@@ -1,4 +1,4 @@
-//! What a build without the feature `hub` says when it is asked to download.
+//! The errors of a build without the feature `hub` when it is asked to download.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,7 +9,7 @@ use quant_core::{Error, Result};
 use super::id::HubId;
 use crate::commands::Session;
 
-/// Says that a model is not here.
+/// The error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     Err(Error::Unavailable {
@@ -23,7 +23,7 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     })
 }
 
-/// Says that a public set is not here.
+/// The error for a public text set that is not available locally.
 pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
     Err(Error::Unavailable {
         what: format!("the text set `{}`", set.name),

@@ -1,11 +1,11 @@
-//! What a hub's refusals and a network's failures mean for the user.
+//! Explains a hub's refusals and network failures to the user.
 
 use std::path::Path;
 
 use hf_hub::HFError;
 use quant_core::Error;
 
-/// What was being asked for when something failed.
+/// The request that failed.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
     /// `model` or `data set`.
@@ -14,7 +14,7 @@ pub struct Request<'a> {
     pub repository: &'a str,
     /// The branch, tag or commit.
     pub revision: &'a str,
-    /// The file, where it is about one.
+    /// The file, if the request is about one.
     pub file: Option<&'a str>,
     /// The server's address.
     pub endpoint: &'a str,
@@ -23,7 +23,7 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// An error about what was asked for.
+    /// An error about this request.
     pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<String>) -> Error {
         let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
         let revision = self.revision;
@@ -31,7 +31,7 @@ impl Request<'_> {
         Error::Unavailable { what, reason: reason.into(), remedy: remedy.into() }
     }
 
-    /// A file of the list that is not there.
+    /// The error for a listed file that is missing.
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
             "the repository has no such file at this revision",
@@ -39,7 +39,7 @@ impl Request<'_> {
         )
     }
 
-    /// Nothing has come for so long.
+    /// The error for a server that has sent nothing for this long.
     pub fn stalled(&self, seconds: u64) -> Error {
         self.unavailable(
             format!("{} has sent nothing for {seconds} s", self.endpoint),
@@ -47,7 +47,7 @@ impl Request<'_> {
         )
     }
 
-    /// What arrived is not what was announced.
+    /// The error for content that differs from the hub's announcement.
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
             format!("the hub announced {announced}, what arrived has {found}; it was removed from the cache"),
@@ -56,7 +56,7 @@ impl Request<'_> {
         )
     }
 
-    /// An error of hf-hub about this request.
+    /// Converts an error of hf-hub about this request.
     pub fn explain(&self, error: HFError) -> Error {
         let page = format!("{}/{}", self.page(), self.repository);
         match error {
@@ -132,7 +132,7 @@ impl Request<'_> {
          kept; HF_HUB_OFFLINE=1 uses what the cache holds"
     }
 
-    /// The address below which a repository's page is.
+    /// The base address of a repository's pages.
     fn page(&self) -> String {
         match self.kind {
             "model" => self.endpoint.to_owned(),
@@ -141,7 +141,7 @@ impl Request<'_> {
     }
 }
 
-/// An error with all that led to it, each cause once.
+/// An error with its chain of causes, each once.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -159,7 +159,7 @@ fn said(message: Option<&str>) -> String {
     message.filter(|m| !m.is_empty()).map(|m| format!(" ({})", printable(m))).unwrap_or_default()
 }
 
-/// A server's words, short and without what a terminal would obey.
+/// A server's message, shortened and without terminal control characters.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(400).collect()
 }

@@ -1,4 +1,5 @@
-//! `quant bench MODEL --prefill N --decode N`: tokens per second; `quant bench kernels`: of the kernels alone.
+//! `quant bench MODEL --prefill N --decode N`: tokens per second of a model; `quant bench kernels`: speed of the
+//! kernels alone.
 
 mod kernels;
 
@@ -48,12 +49,12 @@ struct Report {
     schema: &'static str,
     model: String,
     threads: usize,
-    /// The path that quantized weights are multiplied by: of the processor, or `cuda on` a GPU.
+    /// The path that multiplies quantized weights: a path of the processor, or `cuda on` and a GPU.
     kernels: String,
-    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` where the kernels do not hold such heads, and
-    /// with ` (simulated)` where quantized ones are simulated for that reason.
+    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` if the kernels do not support such heads. Ends in
+    /// ` (simulated)` if quantized ones are simulated for that reason.
     kv_cache: String,
-    /// Bytes that the cache had taken at the end.
+    /// Bytes of the cache at the end.
     kv_cache_bytes: usize,
     prefill: Rate,
     decode: Rate,
@@ -62,7 +63,7 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// Of each repetition.
+    /// Per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
@@ -93,7 +94,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
-    // The tables and the cache grow with the positions: an absurd number must not take the memory.
+    // The tables and the cache grow with the positions: an absurd number must not use up the memory.
     if positions > 1 << 20 {
         return Err(Error::usage(
             format!("{positions} positions are too many"),
