@@ -94,7 +94,7 @@ def measure(model: str, packed: bool, threads: int) -> None:
     load = time.perf_counter() - begin
     tokens = torch.arange(2, 2 + PROMPT).unsqueeze(0)
     with torch.inference_mode():
-        # Whatever is made at the first call.
+        # Warm-up: whatever is allocated at the first call.
         loaded(tokens[:, :8])
         begin = time.perf_counter()
         state = loaded(tokens, use_cache=True)

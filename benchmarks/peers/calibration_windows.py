@@ -20,7 +20,7 @@ def documents(path):
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").decode()
     if Path(path).suffix.lower() != ".jsonl":
         return [text]
-    # Not splitlines(): JSON may hold other line separators as they are.
+    # Not splitlines(): JSON may contain other line separators unescaped.
     return [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
 
 

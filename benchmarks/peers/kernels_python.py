@@ -17,8 +17,8 @@ import warnings
 
 import numpy as np
 
-# Rows of weights that differ; further rows repeat them, which no kernel looks at. A copy begins with another row:
-# weights that are equal as a whole, a peer may keep once.
+# Number of distinct weight rows. Further rows repeat them, which no kernel exploits. Each copy begins with another row,
+# because a peer may store identical weights only once.
 BASE = 128
 
 
@@ -38,7 +38,7 @@ def symmetric(base, group, bits):
     groups = base.reshape(BASE, -1, group)
     at = np.abs(groups).argmax(axis=2)
     extreme = np.take_along_axis(groups, at[..., None], axis=2)[..., 0]
-    # The outermost value falls on the outermost code, which has no counterpart on the other side.
+    # The value of largest magnitude maps to the outermost code, which has no counterpart on the other side.
     scales = (extreme / -half).astype(np.float32)
     codes = np.clip(np.rint(groups / scales[..., None]), -half, half - 1).astype(np.int8)
     return codes, scales
@@ -91,7 +91,7 @@ class OnnxRuntime:
             options.intra_op_num_threads = threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
-            # Threads look out for work within a run, which is the default, and sleep after it.
+            # Threads spin for work during a run, which is the default, and sleep after it.
             options.add_session_config_entry("session.force_spinning_stop", "1")
             made = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -155,7 +155,7 @@ class OpenVino:
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
-                # bf16, the default here, would be computed in by float instructions.
+                # The default here is bf16, which would be computed with float instructions.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
             }
@@ -264,7 +264,7 @@ def main():
     peer, threads = PEERS[sys.argv[1]], int(sys.argv[2])
     version = importlib.metadata.version(peer.package)
     cases = {}
-    # What a library prints must not come between the answers.
+    # A library's output must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

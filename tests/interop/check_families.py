@@ -25,25 +25,27 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers for both, so nothing but the order of sums differs.
+# Quantized weights are the same numbers for both, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Of our errors to transformers', where they are above the tolerance: the largest, and the root mean square.
+# Maximum ratio of our errors to transformers' where they exceed the tolerance: for the largest error and for the root
+# mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
 SAMPLES = ["--samples", "4", "--seq-len", "128"]
 METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gptq", *SAMPLES]}
-# Checked on every change; of the others some, by the day.
+# Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
-# floats, and run.
+# Families whose quantized experts transformers cannot read. An independent reader dequantizes them, and the floats are
+# run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are stored quantized. Their numbers are read from codes and scales without our programs.
+# Models that are published quantized. Their values are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
-# What a reader may get wrong, as another configuration of the same weights: logits must then be others.
+# Mistakes that a reader could make, expressed as another configuration of the same weights; the logits must then
+# differ.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TRAPS = {
     "a window one longer": ("gemma2", {"sliding_window": make_tiny.WINDOW + 1}),
@@ -166,7 +168,8 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# The same as other weights under the same configuration: what a reader that takes them for something else computes.
+# The same, expressed as other weights under the same configuration: the result of a reader that misinterprets the
+# weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
     "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
@@ -238,7 +241,7 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Other tensors, under another configuration.
+# Other tensors under another configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -258,7 +261,7 @@ def chosen(which):
 
 
 def run_all(check, which, only):
-    # So small that threads cost more than they bring.
+    # The models are so small that threads cost more than they save.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -421,7 +424,7 @@ class Family:
         (floats / "config.json").write_text(json.dumps(config))
         if config["model_type"] in ("gpt2", "internlm2"):
             if config["model_type"] == "gpt2":
-                # Packed weights have rows for outputs; transformers takes them as it stores floats.
+                # The rows of packed weights are outputs; transformers expects the layout of its float weights.
                 packed = load_file(read)
                 tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
@@ -506,7 +509,7 @@ class Family:
         if zeroed:
             tensors = load_file(wrong / "model.safetensors")
             tensors |= {name: 0 * tensor if name.endswith(zeroed) else tensor for name, tensor in tensors.items()}
-            # A sink of 0 still takes part: minus infinity would not.
+            # A sink of 0 still takes part in the softmax; minus infinity would not.
             tensors |= {name: tensor - 1e4 for name, tensor in tensors.items() if zeroed == ".sinks" == name[-6:]}
             save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])

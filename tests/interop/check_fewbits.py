@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
-# Sums in float32 run in another order.
+# The sums in float32 are in another order.
 CLOSE = 2e-4
 
 
@@ -98,10 +98,10 @@ def transformers_agrees(fewbits, model, scratch):
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
-        # Nothing else of the weights is kept.
+        # No other copy of the weights is kept.
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
-        # What rounds to the other 8-bit code because of a last bit moves a logit by a step of that code.
+        # If a difference in the last bit changes an 8-bit code, it moves a logit by one step of that code.
         bound = 5e-2 if "a8" in name else 2e-4
         error = ((found - expected).norm() / expected.norm()).item()
         assert error <= bound, (name, error)
@@ -143,7 +143,7 @@ def operator(linear):
         except (ValueError, TypeError):
             continue
         raise AssertionError("a foreign input was taken")
-    # Rows do not depend on each other or on threads.
+    # Rows do not depend on each other or on the number of threads.
     whole = linear(x)
     torch.set_num_threads(1)
     assert torch.equal(whole[1:2], linear(x[1:2]))

@@ -33,7 +33,8 @@ from safetensors.torch import save_file as save_torch
 from transformers import AutoModelForCausalLM
 
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, scheme, options. FP8 is loaded in f32; what has groups of four bits or powers of two loads in bf16 only.
+# Model, scheme, options. FP8 is loaded in f32; formats with groups of four-bit values or powers of two load only in
+# bf16.
 CASES = [
     ("demo", "wf8a16-tensor", ["--method", "rtn"]),
     ("demo", "wf8af8-channel", ["--method", "gptq", *QUICK]),
@@ -327,7 +328,7 @@ def layouts(check):
             return f"{module}: other codes", False
         if not torch.equal(before[f"{module}.weight_scale"].view(torch.uint8), here[f"{module}.weight_scale"].view(torch.uint8)):
             return f"{module}: other scales of groups", False
-        # Of bf16 weights the largest magnitude is bf16, and both forms are what it gives.
+        # The largest magnitude of bf16 weights is itself bf16, and both forms are derived from it.
         largest = (2688 / before[f"{module}.weight_global_scale"]).bfloat16().float()
         if not torch.equal((largest / 2688).reshape(()), here[f"{module}.weight_scale_2"]):
             return f"{module}: its multiplier is not that of the largest magnitude", False
@@ -341,7 +342,7 @@ def layouts(check):
     return f"{len(modules)} linears", len(modules) > 0
 
 
-# What llama.cpp's converter reads of these formats.
+# The formats that llama.cpp's converter reads.
 CONVERTED = [("wf8af8-channel", []), ("wf8af8-b128", []), ("wf4a16-g16-nv", []),
              ("wf4a16-g16-nv", ["--format", "modelopt"])]
 
@@ -365,11 +366,11 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding takes neighbours, ours halves.
+                # Its rotary embedding pairs neighbors, ours pairs halves.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]
-            # Of NVFP4 a number for all of it stands beside it.
+            # For NVFP4, a separate tensor holds the global scale.
             if (scale := found.get(f"blk.{layer}.{name}.scale")) is not None:
                 other = other * scale
             off = numpy.abs(weight - other)

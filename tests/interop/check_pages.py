@@ -14,9 +14,9 @@ import shutil
 from playwright.sync_api import sync_playwright
 
 VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
-# WCAG 2.2, 1.4.3: of text to its background.
+# WCAG 2.2, 1.4.3: contrast of text to its background.
 CONTRAST = 4.5
-# Name that would be markup if it were not escaped.
+# A name that would be markup if it were not escaped.
 ODD = "<b>rain & <script>sun.txt"
 
 # One check that passes and one that cannot.
@@ -30,7 +30,7 @@ metric = "top1_agreement"
 at_least = 0.9999
 """
 
-# Runs in the page, of which it reports; the page's own scripts are off.
+# Runs in the page and reports on it; the page's own scripts are disabled.
 LOOK = """() => {
   const all = (selector, of = document) => [...of.querySelectorAll(selector)];
   const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
@@ -297,7 +297,7 @@ def run_all(check, chromium, only):
 
     work = {"quantize": quantize, "eval": evaluated, "eval-alone": alone, "gate": gate}
     with sync_playwright() as playwright:
-        # The pages are our own, and root may not run it otherwise.
+        # The pages are our own, and Chromium does not run as root otherwise.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name in names:
             page(check, browser, name, work[name])

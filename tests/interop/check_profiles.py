@@ -19,14 +19,14 @@ import math
 import shutil
 from pathlib import Path
 
-# Nats, or relative to the other number: f32 arithmetic in another order stays far below it.
+# In nats, or relative to the other value: f32 arithmetic in another order stays far below it.
 TOLERANCE = 1e-4
-# What llama-perplexity prints: digits behind the point.
+# Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
-# Likelihoods per word and byte of a text; like `perplexity`, a mean and its standard error.
+# Likelihoods per word and per byte of a text; like `perplexity`, a mean and its standard error.
 PER_TEXT = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 
-# Model, its tokenizer, profile, text, and at most how many windows.
+# Model, its tokenizer, profile, text, and maximum number of windows.
 CASES = [
     ("demo", None, "gptq-512", "text", 4),
     ("gqa", None, "gptq-128", "text", 4),
@@ -41,13 +41,13 @@ CASES = [
     ("demo", "eos", "llamacpp-101", "text", 5),
     ("tinystories-656k", None, "gptq-2048", "wikitext-2", 8),
 ]
-# Some minutes: with --whole only.
+# These take some minutes and run only with --whole.
 WHOLE = [
     ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
     ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
 ]
-# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: format and how it is made. Groups, and
-# widths that fill words; no GPTQ zeros of 0, of which it reads another number (docs/formats/gptq.md).
+# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: the format and how to make it. Only
+# groups, and widths that fill words. No GPTQ zeros of 0, which it reads as another number (docs/formats/gptq.md).
 PACKED = [
     ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
     ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
@@ -58,7 +58,7 @@ PACKED = [
     ("compressed-tensors", "w8a8", ["--method", "rtn"]),
     ("compressed-tensors", "w4a8-g64", ["--method", "rtn"]),
 ]
-# llama.cpp leaves activations float: ours is of the same weights in a scheme that does so, too.
+# llama.cpp leaves activations float, so ours uses a scheme with the same weights that does so too.
 FLOAT_ACTIVATIONS = {"w8a8": "w8a16-channel-sym", "w4a8-g64": "w4a16-g64"}
 PACKED_PROFILE, PACKED_WINDOWS = "llamacpp-256", 4
 
@@ -88,7 +88,7 @@ def write_text(kind, source, scratch):
         out = scratch / "excerpt.txt"
         out.write_text(text[:2500])
         return out
-    # Longer than several windows, shorter than one, with runs of spaces and letters of many bytes.
+    # Longer than several windows, shorter than one, with runs of spaces and multi-byte letters.
     documents = [text[:1500], "Short.", "  Two  spaces,\n\na blank line, caf\u00e9 \u2014 \u65e5\u672c. \n",
                  text[3000:4200]]
     out = scratch / "documents.jsonl"
@@ -176,7 +176,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
             theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
                                              file, "--length", length, *at_most))
             comparison.llama_cpp(ours, theirs)
-            # The text became the same tokens, so the numbers above are about the same thing.
+            # The text gave the same tokens, so the numbers above describe the same thing.
             reader = importlib.import_module("reference_profiles").Text(directory, file)
             tokens = reader.tokens(reader.documents[0])
             flat = [token for chunk in theirs["tokens"] for token in chunk]

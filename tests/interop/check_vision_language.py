@@ -13,14 +13,13 @@ import json
 from make_vision_language import VARIANTS
 from reference_model import module_name
 
-# What remains of the logits of such models in f32, ours or theirs: transformers' own differ by up to 3e-6 from those that it
-# computes in f64.
+# Tolerance for the logits of such models in f32. transformers' own f32 logits differ from its f64 logits by up to 3e-6.
 TOLERANCE = 5e-6
-# Scores that are not scaled make the softmax steep: transformers' own differ by 4.7e-6.
+# Unscaled scores make the softmax steep: transformers' own logits differ by 4.7e-6.
 STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, name of the case, options of `quant quantize`, whether transformers must dequantize. The first of each class is
-# part of every run, the others are run with --whole.
+# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The first of each
+# class is part of every run; the others run with --whole.
 QUANTIZED = [
     ("qwen2-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2.5-vl-flat", "rtn-w4-g128", ["--method", "rtn"], False),

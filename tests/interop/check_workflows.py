@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/ci"
 
-# File, and how check-jsonschema is told its schema; it knows GitLab's tag `!reference` only when told.
+# File, and the options that tell check-jsonschema its schema; GitLab's tag `!reference` needs a separate option.
 WORKFLOWS = [
     ("github-actions.yml", ["--builtin-schema", "vendor.github-workflows"]),
     ("gitlab-ci.yml", ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),

@@ -65,7 +65,7 @@ class Checkpoint:
         return values.reshape(entry["shape"])
 
     def packed_modules(self):
-        # Every quantized module has scales, whatever its codes are called.
+        # Every quantized module has scales, whatever the name of its codes.
         suffix = ".weight_scale"
         return sorted(name.removesuffix(suffix) for name in self.places if name.endswith(suffix))
 
@@ -77,7 +77,7 @@ def matches(module, target):
     return target == module
 
 
-# Tables of rows, which are no linears.
+# Lookup tables, which are not linears.
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "tok_embeddings", ".wte", ".wpe")
 
 

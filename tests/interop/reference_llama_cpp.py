@@ -36,7 +36,7 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
     from conversion.base import TextModel
 
     argv = ["convert_hf_to_gguf", str(model_dir), "--outtype", "f32", "--outfile", str(out)]
-    # Of these it expects blocks that predict further tokens unless it is told.
+    # For these, the converter expects blocks for multi-token prediction unless told otherwise.
     if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
         argv.append("--no-mtp")
     with contextlib.ExitStack() as stack:
@@ -44,10 +44,10 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(TextModel, "get_vocab_base_pre",
                                               lambda _model, _tokenizer: pre_tokenizer))
-        # Of a Llama model it tries sentencepiece first, a package that byte-level BPE does without.
+        # For a Llama model, the converter first tries the package sentencepiece, which byte-level BPE does not need.
         stack.enter_context(mock.patch.object(TextModel, "_set_vocab_sentencepiece",
                                               TextModel._set_vocab_gpt2))
-        # It would set up logging for the whole process.
+        # The converter would set up logging for the whole process.
         stack.enter_context(mock.patch.object(logging, "basicConfig"))
         convert_hf_to_gguf.main()
 
@@ -60,7 +60,7 @@ def read_tokens(file, length, chunks):
     return numpy.frombuffer(file[20:20 + 4 * length * chunks], dtype="<i4").reshape(chunks, length)
 
 
-# Its output is written by a thread of its own, and has been seen to end before the last lines.
+# The program writes its output on a separate thread, and sometimes ends before the last lines.
 ATTEMPTS = 3
 
 
@@ -74,7 +74,7 @@ def measure(llama_cpp, gguf, text, length, chunks, directory):
     for _ in range(ATTEMPTS):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-        # It exits with 0 also after most failures, so what it printed decides.
+        # It exits with 0 even after most failures, so its output decides.
         final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
         running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
         if final:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4Config, Mistral4ForCausalLM)
 
-# transformers has the class and does not list it.
+# transformers has the class but does not list it.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
@@ -58,7 +58,7 @@ def load(model_dir, dequantize=False):
     with tempfile.TemporaryDirectory() as directory:
         source = write_for_dequantizing(model_dir, Path(directory)) if dequantize else model_dir
         try:
-            # gptqmodel greets on stdout, which is for results.
+            # gptqmodel prints a greeting to stdout, which is for results.
             with contextlib.redirect_stdout(sys.stderr):
                 model, report = kind.from_pretrained(
                     source, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
@@ -78,7 +78,7 @@ def packed_attribute(quantization):
     if quantization is None:
         return "weight_packed"
     in_columns = quantization.get("quant_method") in ("awq", "gptq")
-    # Bytes are called as the float weight is: what tells them apart is that they have scales.
+    # Tensors of bytes have the name of the float weight; only their scales distinguish them.
     bytes_too = quantization.get("format") != "pack-quantized"
     return "qweight" if in_columns else "weight_scale" if bytes_too else "weight_packed"
 
@@ -175,7 +175,7 @@ def check_modules(model, packed, attribute, dequantize):
     modules = dict(model.named_modules())
     if "vision_config" in model.config.to_dict():
         packed = {module_name(name) for name in packed}
-    # Nemotron-H is published under another name than its module has.
+    # Nemotron-H is published under a name that differs from its module's.
     packed = {re.sub(r"^backbone\.", "model.", name) for name in packed}
     if model.config.model_type == "hy_v3":
         packed = {name.replace(".mlp.shared_mlp.", ".mlp.shared_experts.") for name in packed}

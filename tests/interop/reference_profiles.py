@@ -63,7 +63,7 @@ class Text:
         raise SystemExit("error: tokenizer_config.json names neither bos_token nor eos_token")
 
 
-# Each rule gives windows as (tokens, index of the first one that is scored).
+# Each rule returns windows as (tokens, index of the first scored token).
 
 def gptq(tokens, length):
     return [(tokens[i:i + length], 1) for i in range(0, len(tokens) - length + 1, length)]

@@ -46,7 +46,7 @@ def main():
             (arguments.out / f"{path.name}.json").write_text(json.dumps(found))
         except Exception as error:  # whatever the engine raises: it does not load
             lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-            # Of a failed validation the first line counts the errors, and the second is one.
+            # After a failed validation, the first line counts the errors, and the second is the first error.
             (arguments.out / f"{path.name}.error").write_text(f"{type(error).__name__}: {' '.join(lines[:2])}"[:400])
             return
         cleanup_dist_env_and_memory()
