@@ -1,11 +1,13 @@
-"""What a quantized model needs in transformers on a CPU, and what evaluating one costs: measured on random models of real shapes.
+"""Measures the memory and time of quantized models in transformers on a CPU, and of evaluating one, on random models of
+real shapes.
 
     python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 8] [--rounds 3] [--threads 2]
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
 
-`transformers` alternates, each in a process of its own: the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads
-them, and with `fewbits.transformers`. The package is taken from FEWBITS_PACKAGE (default target/python/package). `eval` times
-`quant eval` alone and with --reference. Both write a record of what they measured.
+`transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
+same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
+(default target/python/package). `eval` times `quant eval` alone and with --reference. Both write a record of their
+measurements.
 """
 
 import argparse

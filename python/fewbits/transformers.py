@@ -5,8 +5,8 @@ multiply them.
 >>> fewbits.transformers.enable()                                       # doctest: +SKIP
 >>> model = AutoModelForCausalLM.from_pretrained("OUT")                 # doctest: +SKIP
 
-Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears keep
-their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or with
+Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears
+keep their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or with
 8-bit activations per token or static. Everything else in the model, and every other kind of linear, is computed by
 torch as before. For inference only: there are no gradients.
 

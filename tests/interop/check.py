@@ -6,19 +6,19 @@ Nine kinds of checks, each on its own line with what it measured:
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
             without a missing or unexpected key: logits against our own dequantization, at most
             2e-3 of the largest; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
-            where activations are rounded: transformers' steps are not ours)
+            if activations are rounded, because transformers' steps differ from ours)
   bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
             bit for bit
   family    a tiny model of each family, float and quantized: see check_families.py
-  chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
-            what transformers makes of them
+  chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
+            transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
-  carried   of vision-language models: see check_vision_language.py
-  profile   what `quant eval` measures by a profile, against the rule computed with transformers and
+  carried   vision-language models: see check_vision_language.py
+  profile   the results of `quant eval` with a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
-  page      reports, opened in Chromium: what a person sees of them, see check_pages.py
+  page      reports opened in Chromium: what a person sees; see check_pages.py
 
 Exits with 1 if one fails.
 """
@@ -201,7 +201,7 @@ class Check:
         return done.stdout
 
     def script(self, name, *arguments):
-        """Runs a script of this folder in this process, where torch is loaded already."""
+        """Runs a script of this directory in this process, where torch is already loaded."""
         output = io.StringIO()
         argv = [name, *map(str, arguments)]
         with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(output):
@@ -213,7 +213,7 @@ class Check:
         return output.getvalue()
 
     def model(self, name):
-        """The directory of a model, or None where it is not at hand."""
+        """The directory of a model, or None if it is not available."""
         if name == "demo":
             return ROOT / "calibration-data/demo-model"
         if name in REAL:
@@ -229,7 +229,7 @@ class Check:
         return path
 
     def step(self, title, work):
-        """Runs one check; `work` returns what it measured and whether that is good enough."""
+        """Runs one check; `work` returns what it measured and whether that is acceptable."""
         started = time.monotonic()
         try:
             measured, ok = work()
@@ -251,7 +251,7 @@ class Check:
         return out
 
     def logits(self, model, name, reference_options=()):
-        """Ours and transformers' logits of the same windows."""
+        """Our logits and transformers' of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"

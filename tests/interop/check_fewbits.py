@@ -1,9 +1,10 @@
-"""The Python package beside transformers and lm-evaluation-harness: the same models, run by both.
+"""The Python package compared with transformers and lm-evaluation-harness: both run the same models.
 
-`lm-eval` has the package's model give the log-likelihoods, perplexities and texts of the harness's `hf` model in float32;
-`transformers` has `fewbits.transformers` give what transformers makes of the same packed checkpoints.
+`lm-eval` checks that the package's model gives the log-likelihoods, perplexities and texts of the harness's `hf` model
+in float32; `transformers` checks that `fewbits.transformers` gives the same results as transformers on the same packed
+checkpoints.
 
-The package lies unpacked in the directory that FEWBITS_PACKAGE names, which `cargo xtask python` makes.
+The package is unpacked in the directory that FEWBITS_PACKAGE names, which `cargo xtask python` creates.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def demo(scratch):
 
 
 def lm_eval_agrees(model):
-    """Both models of the harness on the float checkpoint."""
+    """Compares both models of the harness on the float checkpoint."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -76,7 +77,7 @@ def lm_eval_agrees(model):
 
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
-    """Logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
+    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
     import fewbits.transformers
 
     tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])
@@ -115,7 +116,7 @@ def transformers_agrees(fewbits, model, scratch):
 
 
 def guide(scratch):
-    """The code of the guide's page, with a checkpoint as `OUT`."""
+    """Runs the code of the guide's page, with a checkpoint as `OUT`."""
     start = time.monotonic()
     (scratch / "OUT").symlink_to(scratch / "w4a16-g64")
     text = (ROOT / "docs/guide/transformers.md").read_text()
@@ -130,7 +131,7 @@ def guide(scratch):
 
 
 def operator(linear):
-    """The operator by torch's own checks, and compiled."""
+    """Tests the operator with torch's own checks, and compiled."""
     start = time.monotonic()
     x = torch.randn(3, linear.in_features)
     arguments = (x, linear.packed, linear.layout, linear.bias, linear.activations, linear.scale, linear.zero)

@@ -1,18 +1,18 @@
 """Floating-point formats against torch, transformers and compressed-tensors.
 
-  numbers  what every code stands for, in the tables of the independent reader and in torch
+  numbers  the value of every code, in the tables of the independent reader and in torch
   floats   a checkpoint that `quant quantize` wrote: the weights that we read from it, those of the independent reader
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
-           in), without a missing, unexpected or mismatched key; linears that engines run as one have one global scale
+           in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale
   inputs   activations on tensors, ours and compressed-tensors' own simulation of them, equal bit for bit
-  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, but for the
-           rounding of a reciprocal; made from a file of compressed-tensors it holds the same codes and scales, and
-           becomes that file again, byte for byte
+  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, except for
+           the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
+           converts back to that file byte for byte
   source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that we
            read
-  converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file, made
-           floats by its own `gguf`, are the weights that we read
-  cache    keys and values in FP8: what is made of them, against numpy alone, every number of the format and what lies
+  converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file,
+           dequantized by its own `gguf`, are the weights that we read
+  cache    keys and values in FP8: their rounding against numpy alone, for every value of the format and values
            between and beyond; and the logits of a model with calibrated scales, against transformers' own simulation
 """
 
@@ -85,7 +85,7 @@ def transformers_weights(path, dtype):
 
 
 def shares(written):
-    """Whether linears that engines run as one have one scale in common, where there is one for the tensor."""
+    """Whether linears that engines fuse share one per-tensor scale, if there is one."""
     for parts in FUSED:
         for name in written:
             found = re.fullmatch(rf"(.*)\.{parts[0]}\.(weight_global_scale|weight_scale|input_scale|input_global_scale)", name)
@@ -126,7 +126,7 @@ def floats(check, name, scheme, options):
 
 
 def inputs(check):
-    """Every rule for activations, on values of many sizes, with groups and rows of zeros and of few values."""
+    """Every rule for activations, on values of many magnitudes, with groups and rows of zeros and of few values."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -176,7 +176,7 @@ def inputs(check):
 
 
 def source(check):
-    """Native FP8 blocks made by torch, some of which end inside a block: what we read of them."""
+    """The weights that we read from native FP8 blocks made by torch, some of which are cut off at an edge."""
     model, out = check.model("demo"), check.scratch / "native-fp8"
     shutil.copytree(model, out)
     weights = load_torch(out / "model.safetensors")
@@ -207,7 +207,7 @@ def source(check):
 
 
 def modelopt_fp8(check):
-    """ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache beside: the weights that we read."""
+    """The weights that we read from ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache."""
     model, out = check.model("demo"), check.scratch / "modelopt-fp8"
     shutil.copytree(model, out)
     expected, stored = {}, {}
@@ -243,7 +243,7 @@ def modelopt_fp8(check):
 
 
 def fp8_of(values, scale):
-    """Values as a cache of FP8 gives them back, from the definition of the format."""
+    """Values rounded as by an FP8 cache, from the definition of the format."""
     number = (values / numpy.float32(scale)).astype(numpy.float32)
     magnitude = numpy.minimum(numpy.abs(number), 448).astype(numpy.float64)
     step = 2.0 ** (numpy.floor(numpy.log2(numpy.maximum(magnitude, 2.0 ** -6))) - 3)
@@ -276,7 +276,7 @@ def cache_numbers(check):
 
 
 def cache_logits(check):
-    """Ours and transformers' with the same scales: far nearer than either is to floats."""
+    """Our logits and transformers' with the same scales: far closer to each other than either is to floats."""
     out, plain = check.scratch / "cache", check.scratch / "cache-plain"
     check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
                   "--method", "rtn", *QUICK)

@@ -1,7 +1,7 @@
-"""`quant generate` against transformers: greedy text, and the probabilities that tokens are drawn with.
+"""`quant generate` against transformers: greedy text, and the probabilities that tokens are sampled with.
 
-transformers reads the prompt and what quant wrote at once, in f32. At each position its own processors of logits make
-the distribution that quant should have drawn the next token from; both say how probable that token is.
+transformers reads the prompt and quant's output at once, in f32. At each position, its own logits processors compute
+the distribution from which quant should have sampled the next token; both report that token's probability.
 """
 
 import json
@@ -51,7 +51,7 @@ def write(check, model, settings, *options):
 
 @torch.no_grad()
 def logits(model, report):
-    """Those before each token that quant wrote."""
+    """The logits before each token that quant generated."""
     tokens = report["prompt_tokens"] + [token["id"] for token in report["tokens"]]
     return torch.tensor(tokens), model(torch.tensor([tokens])).logits[0, len(report["prompt_tokens"]) - 1:-1]
 

@@ -1,13 +1,13 @@
 """GGUF files against llama.cpp itself: its library, its llama-quantize, its converter and llama-perplexity.
 
-  blocks    rows of every block type: bytes equal to what `ggml_quantize_chunk` makes of them, with and
+  blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
-  refined   rows by our own search: less weighted error than `ggml_quantize_chunk` leaves
+  refined   rows by our own search: less weighted error than with `ggml_quantize_chunk`
   files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
             matrix that we wrote
   convert   tensors and keys of our F32 file equal to the converter's
   score     llama-perplexity on our file against `quant eval` on the same file, both with float weights
-  loads     files of other families, loaded and scored by llama.cpp; of many also the tensors equal to the converter's
+  loads     files of other families, loaded and scored by llama.cpp; for many also the tensors equal to the converter's
 
 check.py runs these as its `gguf` checks.
 """
@@ -58,7 +58,7 @@ def rows(random):
 
 
 def reader(llama_cpp):
-    """gguf-py, as it lies beside llama.cpp's sources."""
+    """gguf-py, from llama.cpp's sources."""
     path = str(llama_cpp / "source/gguf-py")
     if path not in sys.path:
         sys.path.insert(0, path)
@@ -66,7 +66,7 @@ def reader(llama_cpp):
 
 
 def tensors(gguf, path):
-    """Type, shape and bytes of every tensor; llama-quantize leaves out last dimensions of one."""
+    """Type, shape and bytes of every tensor; llama-quantize drops trailing dimensions of one."""
     def shape(dimensions):
         found = list(map(int, dimensions))
         while len(found) > 1 and found[-1] == 1:
@@ -77,7 +77,7 @@ def tensors(gguf, path):
 
 
 def differences(ours, theirs):
-    """Names that only one has, or whose types, shapes or bytes differ."""
+    """Names that only one file has, or whose types, shapes or bytes differ."""
     return sorted(name for name in ours.keys() | theirs.keys() if not same(name, ours.get(name), theirs.get(name)))
 
 
@@ -134,7 +134,7 @@ def blocks(check, llama_cpp):
 
 
 def refined(check, llama_cpp):
-    """Our own search: rows of every type are read by gguf-py, and leave less weighted error than ggml's."""
+    """Our own search: gguf-py reads rows of every type, and their weighted error is less than ggml's."""
     library, gguf = importlib.import_module("ggml").Ggml(llama_cpp), reader(llama_cpp)
     random = numpy.random.default_rng(21)
     values = (random.standard_t(5, (100, COLUMNS)) * 0.02).astype("<f4")
@@ -211,7 +211,7 @@ def convert(check, llama_cpp):
 
 
 def perplexities(check, llama_cpp, path, text, length, windows):
-    """llama.cpp's and ours of one file with float weights."""
+    """llama.cpp's perplexity and ours for one file with float weights."""
     with_llama_cpp = importlib.import_module("reference_llama_cpp").measure
     theirs = with_llama_cpp(llama_cpp, path, text, length, windows, check.scratch)["perplexity"]
     ours = json.loads(check.program("quant", "eval", path, "--text", text, "--profile", f"llamacpp-{length}",
@@ -220,7 +220,7 @@ def perplexities(check, llama_cpp, path, text, length, windows):
 
 
 def score(check, llama_cpp):
-    """Of a quantized file as llama.cpp itself makes floats of it, so that neither rounds activations."""
+    """Scores a quantized file after llama.cpp itself dequantized it, so that neither program rounds activations."""
     at = check.scratch
     packed = quantize(check, check.model("demo"), at / "packed.gguf", "--scheme", "q4_k_m")
     floats = llama_quantize(llama_cpp, packed, at / "floats.gguf", "F32", "--allow-requantize")
@@ -250,7 +250,7 @@ def same_as_converted(check, llama_cpp, model, ours):
 
 
 def apart(found):
-    """Gates and ups of experts that are one tensor as two."""
+    """Splits joined gates and ups of experts into two tensors."""
     for name in [name for name in found if ".ffn_gate_up_exps." in name]:
         kind, (columns, rows, experts), data = found.pop(name)
         both = numpy.frombuffer(data, "<f4").reshape(experts, 2, rows // 2, columns)

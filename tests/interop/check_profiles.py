@@ -3,14 +3,14 @@
   gptq       transformers, by the rule
   hf-stride  transformers, by the rule
   lmeval     transformers, by the rule; lm-evaluation-harness itself
-  llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, made by
-             setup_llama_cpp.sh, which reads the text and the model by itself
+  llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, built by
+             setup_llama_cpp.sh, which reads the text and the model independently
 
-Packed checkpoints of the formats that llama.cpp's converter reads go through it as well, and
-llama-perplexity is held to `quant eval` on the same file.
+Packed checkpoints in formats that llama.cpp's converter reads are converted as well, and llama-perplexity is compared
+with `quant eval` on the same file.
 
-The rule tells, window by window, how many tokens are scored and their mean negative log-likelihood;
-the programs only tell totals. check.py runs these as its `profile` checks.
+The rule gives, window by window, the number of scored tokens and their mean negative log-likelihood; the programs only
+report totals. check.py runs these as its `profile` checks.
 """
 
 import importlib
@@ -80,7 +80,7 @@ def with_tokenizer(model, kind, out):
 
 
 def write_text(kind, source, scratch):
-    """The whole text; its beginning, which ends inside a window; or several documents."""
+    """Writes the whole text; its beginning, which ends inside a window; or several documents."""
     text = source.read_text()
     if kind == "text":
         return source
@@ -97,13 +97,13 @@ def write_text(kind, source, scratch):
 
 
 class Comparison:
-    """Collects how far numbers are apart, and what differs that must not."""
+    """Collects differences of numbers, and mismatches that must not occur."""
 
     def __init__(self):
         self.apart, self.different = 0.0, []
 
     def number(self, name, our, their, digits=None):
-        """Relative; what a program prints may also be off by half of its last digit."""
+        """Compares relatively; a printed number may also differ by half of its last digit."""
         slack = 0.5 * 10 ** -digits if digits else 0.0
         apart = max(abs(our - their) - slack, 0.0) / abs(their)
         self.apart = max(self.apart, apart)
@@ -134,7 +134,7 @@ class Comparison:
         self.number("lm_eval's sum", ours["nll"]["mean"] * ours["tokens_scored"], theirs["nll"])
 
     def llama_cpp(self, ours, theirs):
-        """The program's own numbers, among them the perplexity after every chunk."""
+        """The program's own numbers, including the perplexity after every chunk."""
         self.equal("llama.cpp's chunks", ours["windows"], theirs["windows"])
         self.number("llama.cpp's perplexity", ours["perplexity"]["mean"], theirs["perplexity"],
                     PERPLEXITY_DIGITS)
@@ -188,7 +188,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
 
 
 def run_packed(check, llama_cpp, form, scheme, method):
-    """What `quant eval` makes of a checkpoint, and what llama.cpp makes of the same file by its own reader."""
+    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file with its own reader."""
 
     def work():
         model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")
@@ -224,7 +224,7 @@ def packed_title(form, scheme, method):
 
 
 def rule(profile):
-    """The rule of a profile, whatever text it is of."""
+    """The rule of a profile, regardless of the text."""
     return profile.removeprefix("wt2-")
 
 
@@ -233,7 +233,7 @@ def title(name, tokenizer, profile):
 
 
 def available(llama_cpp):
-    """The folder of llama.cpp, or None, said aloud."""
+    """The directory of llama.cpp, or None with a message."""
     if llama_cpp and (Path(llama_cpp) / "bin/llama-perplexity").exists():
         return Path(llama_cpp).resolve()
     print("SKIPPED: llamacpp profiles against llama.cpp itself, which is not at hand", flush=True)

@@ -1,11 +1,11 @@
-"""The checks of vision-language models: a part of check.py, which says what it compares.
+"""The checks of vision-language models: a part of check.py, which describes the comparisons.
 
   float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest (Gemma 4: 1e-5)
   loads    as for other models, by transformers' own class
-  carried  everything beside the text tower, and every file beside the weights, equal byte for byte; and the
-           configuration, but for what quantization adds
+  carried  everything except the text tower, and every file except the weights, equal byte for byte; and the
+           configuration, except for what quantization adds
 
-`check.py --only vision-language` runs these alone.
+`check.py --only vision-language` runs only these.
 """
 
 import json
@@ -52,7 +52,7 @@ def is_text(name):
 
 
 def raw_tensors(model):
-    """What lies beside the text tower: type, shape and bytes by name."""
+    """The tensors outside the text tower: type, shape and bytes by name."""
     found = {}
     for path in sorted(model.glob("*.safetensors")):
         with open(path, "rb") as file:

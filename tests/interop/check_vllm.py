@@ -1,10 +1,10 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-Perplexity of a text by vLLM in bfloat16 against `quant eval`, at most 0.5 % apart; and what `quant plan` says of this
-engine: what it calls a "no" must fail to load, what it calls a "yes" must not. Exits with 1 if one fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
+engine must be right: a "no" must fail to load, a "yes" must not. Exits with 1 if one fails.
 
-Not part of check.py: the environment takes some gigabytes, and every start of the engine about half a minute. Run by
-`cargo xtask nightly`, or by tests/interop/run_vllm.sh.
+Not part of check.py, because the environment takes some gigabytes, and every start of the engine about half a minute.
+Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Vllm:
         return made
 
     def engine(self, models):
-        """Perplexity by vLLM of each model and the number of tokens, or None and why it does not load it."""
+        """Perplexity by vLLM of each model with the number of tokens, or None with the reason why it does not load."""
         out = self.scratch / "scored"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -128,7 +128,7 @@ class Vllm:
         return out
 
     def quantized(self, name, case, options):
-        """The quantized model, and what `quant plan` says of the engine."""
+        """The quantized model, and the verdict of `quant plan` on the engine."""
         model, out = self.model(name), self.scratch / f"{name}-{case.replace(' ', '-')}"
         if model is None:
             print(f"SKIPPED: {name} is not in {self.arguments.data}", flush=True)
@@ -139,7 +139,7 @@ class Vllm:
         return out, engine["ranks"][0]["loads"]
 
     def cases(self, cases):
-        """Cases whose models have one tokenizer."""
+        """Cases whose models share a tokenizer."""
         started, made = time.monotonic(), {}
         for name, case, options in cases:
             try:

@@ -38,7 +38,7 @@ DTYPES = {"F8_E4M3": "<u1", "U8": "<u1", "I8": "<i1", "F32": "<f4", "F16": "<f2"
 
 
 class Checkpoint:
-    """The tensors of all safetensors files of a directory, by name; floats come as f32."""
+    """The tensors of all safetensors files in a directory, by name; floats are converted to f32."""
 
     def __init__(self, directory):
         self.directory = Path(directory)
@@ -95,7 +95,7 @@ def scheme_of(module, quantization):
 
 
 def check_plain_layers(checkpoint, quantization):
-    """Every linear layer left in float must be ignored, or readers expect it to be packed."""
+    """Every linear layer left in float must be ignored; otherwise readers expect it to be packed."""
     quantized = set(checkpoint.packed_modules())
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
@@ -119,7 +119,7 @@ def expect(what, found, wanted):
 
 
 def check_input(checkpoint, module, activations):
-    """What is stored of the input must be what the group says of it."""
+    """The stored tensors of the input must match the group's description of it."""
     if activations is not None and activations["type"] == "float":
         independent_floats.check_input(checkpoint, module, activations)
         return

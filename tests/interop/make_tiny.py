@@ -1,7 +1,7 @@
-"""Makes a tiny random checkpoint of a family, to compare decoders on what small real models lack.
+"""Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128.
-The tokenizer maps every byte to one token and puts <s> first.
+Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128. The tokenizer maps
+every byte to one token and puts <s> first.
 """
 
 import argparse
@@ -494,8 +494,8 @@ def make_model(variant, seed):
 
 
 def mxfp4_experts(model):
-    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same for
-    every model of these sizes."""
+    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same
+    for every model of these sizes."""
     generator = torch.Generator().manual_seed(4)
     experts = {}
     for name, parameter in model.named_parameters():
@@ -508,7 +508,7 @@ def mxfp4_experts(model):
 
 
 def mxfp4_values(codes, scales):
-    """What they stand for, `[experts, out, in]`."""
+    """Their values, `[experts, out, in]`."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat([magnitudes, -magnitudes])
     pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
@@ -517,7 +517,7 @@ def mxfp4_values(codes, scales):
 
 
 def store_as_mxfp4(model, out):
-    """Puts codes and scales in the place of float experts."""
+    """Replaces float experts by codes and scales."""
     path = out / "model.safetensors"
     tensors = load_file(path)
     for name, (codes, scales) in mxfp4_experts(model).items():
@@ -529,7 +529,7 @@ def store_as_mxfp4(model, out):
 
 
 def store_as_fp8(out):
-    """Rounds linears of blocks to E4M3, with a scale for each block of 128 x 128, as DeepSeek-V3 is published."""
+    """Rounds linears of blocks to E4M3, with one scale per 128 x 128 block, as DeepSeek-V3 is published."""
     path, tensors = out / "model.safetensors", {}
     for name, weight in load_file(path).items():
         if not name.startswith("model.layers.") or weight.ndim != 2 or name.endswith(".mlp.gate.weight"):
@@ -549,7 +549,7 @@ def store_as_fp8(out):
 
 
 def join_experts(out):
-    """Puts all experts of a block in two tensors: gates and then ups, and downs."""
+    """Joins all experts of a block in two tensors: gates and then ups, and downs."""
     path, singles = out / "model.safetensors", {}
     tensors = load_file(path)
     for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
@@ -564,7 +564,7 @@ def join_experts(out):
 
 
 def store_as_internlm2(out):
-    """Joins queries, keys and values of every key head, and takes InternLM2's names: what its own code reads."""
+    """Joins queries, keys and values of every key head, and uses InternLM2's names, as its own code expects."""
     path = out / "model.safetensors"
     tensors, config = load_file(path), json.loads((out / "config.json").read_text())
     width = config["head_dim"]
@@ -599,8 +599,8 @@ def store_as_internlm2(out):
 
 
 def store_without_prefix(out):
-    """Takes the names of a model that was saved without its head, with a mask as older checkpoints have one, and the
-    published keys of Bloom."""
+    """Uses the names of a model that was saved without its head, with a mask as in older checkpoints, and the published
+    keys of Bloom."""
     path = out / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     if "wpe.weight" in tensors:
@@ -633,7 +633,7 @@ def make_tokenizer():
 
 
 def save_without_head(model, out):
-    """Writes the decoder alone, but says of it what the whole model says."""
+    """Writes only the decoder, but with the configuration of the whole model."""
     model.model.save_pretrained(out)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(out)

@@ -1,8 +1,8 @@
 """Makes a tiny random vision-language model, to compare the text tower of each class with transformers'.
 
-As make_tiny.py, of which it has the vocabulary and the tokenizer. Names are those that transformers saves; a variant
-with `modules` has the names of transformers' modules instead, and one with `flat` the fields of the text model at the top
-level of config.json, as the published Qwen2-VL models have them.
+Shares the vocabulary and the tokenizer of make_tiny.py. Names are those that transformers saves. A variant with
+`modules` has the names of transformers' modules instead, and one with `flat` has the fields of the text model at the
+top level of config.json, like the published Qwen2-VL models.
 """
 
 import argparse
