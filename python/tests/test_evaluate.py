@@ -59,7 +59,7 @@ def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:
     for arguments, message in [
         ({"execution": "fast"}, 'execution="fast" is not understood'),
         ({"kv": 3}, "kv=3 is not understood"),
-        ({"device": "cuda"}, 'device="cuda" is where the kernels run'),
+        ({"device": "cuda"}, 'device="cuda" requires kernels'),
         ({"windows": 0}, "no windows"),
         ({"save_reference": "a", "journal": tmp_path / "b"}, "journal= and save_reference= exclude each other"),
         ({"profile": "x"}, "x"),

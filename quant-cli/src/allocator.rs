@@ -63,9 +63,9 @@ fn end(size: usize) -> ! {
         // A message that does not fit is truncated.
         let _ = write!(
             text,
-            "error: memory ran out: {size} bytes more are not to be had\n  free some memory, raise the limit on it \
-             (ulimit -v, or the container's), or ask for less; `quant plan` predicts what a run takes, and \
-             `quant quantize` goes on with --resume\n"
+            "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the limit (ulimit -v, \
+             or the container's), or use smaller settings; `quant plan` predicts the memory of a run, and \
+             `quant quantize --resume` continues an interrupted one\n"
         );
         // A write error is ignored: nobody may be reading stderr.
         let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);

@@ -45,16 +45,16 @@ pub struct DecodingOptions {
     /// Divide positive logits of tokens that have occurred by X, and multiply negative ones by it
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Stop before TEXT; can be given several times
+    /// Stop before TEXT; can be repeated
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Continue after end-of-text tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
+    /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Where quantized linears are computed: cuda is the first NVIDIA GPU
+    /// Device for quantized linears: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
 }
@@ -93,7 +93,10 @@ impl DecodingOptions {
         }
         settings.check()?;
         if settings.max_new_tokens == 0 {
-            return Err(Error::usage("--max-new-tokens is 0: there is nothing to write", "give at least 1"));
+            return Err(Error::usage(
+                "--max-new-tokens is 0: there is nothing to generate",
+                "give at least 1",
+            ));
         }
         Ok(settings)
     }
@@ -113,7 +116,7 @@ impl DecodingOptions {
         let most = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > most {
             return Err(Error::usage(
-                format!("the prompt and the new tokens take {positions} positions, and the model has {most}"),
+                format!("the prompt and the new tokens take {positions} positions, but the model has {most}"),
                 "shorten the prompt, or ask for fewer tokens (--max-new-tokens)",
             ));
         }
@@ -127,7 +130,7 @@ impl DecodingOptions {
         .with_half_cache();
         if let KvCaching::Simulated(kv) = decoder.caching() {
             let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
-            session.progress.note(&format!("note: the cache of keys and values is simulated: {reason}"));
+            session.progress.note(&format!("note: the KV cache is simulated: {reason}"));
         }
         Ok(decoder)
     }

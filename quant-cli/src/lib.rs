@@ -132,7 +132,7 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     // An unavailable kernel path is reported before anything is computed on another one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest".into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.unwrap_or_else(all);

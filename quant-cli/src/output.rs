@@ -84,7 +84,7 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
 /// Where `--json[=FILE]` writes a result.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JsonOption {
-    /// Print the result as JSON, or write it to FILE beside the table
+    /// Print the result as JSON, or print the table and write the JSON to FILE
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
     pub json: Option<PathBuf>,
 }

@@ -249,7 +249,7 @@ fn arguments() {
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
         (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
-        (args!["bench", "kernels", "--only", "w9a9"], "no kernel that is measured has `w9a9` in its name"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
     ];
     for (arguments, says) in cases {
         check_message(says, &quant(arguments), 2, &[says]);

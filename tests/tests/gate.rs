@@ -460,7 +460,7 @@ fn a_stopped_evaluation_goes_on() {
     // A different evaluation does not reuse these measurements.
     check_message("another evaluation", &quant(arguments("8")), 2, &["another evaluation", "remove it"]);
     let resumed = quant(arguments("24")).succeeded();
-    assert!(resumed.stderr.contains("of 24 windows are known already"), "{resumed}");
+    assert!(resumed.stderr.contains("of 24 windows have already been measured"), "{resumed}");
     assert!(!journal.exists());
     let whole = quant(arguments("24")).json();
     assert_eq!(numbers(resumed.json()), numbers(whole));

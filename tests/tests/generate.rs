@@ -210,7 +210,7 @@ fn what_cannot_be_done_is_refused() {
         (&["--top-p", "0"], "`top_p` is 0"),
         (&["--min-p", "nan"], "`min_p` is NaN"),
         (&["--repetition-penalty", "0"], "`repetition_penalty` is 0"),
-        (&["--max-new-tokens", "0"], "nothing to write"),
+        (&["--max-new-tokens", "0"], "nothing to generate"),
         (&["--max-new-tokens", "99999999999"], "positions"),
         (&["--greedy", "--top-k", "3"], "cannot be used with"),
         (&["--system", "x"], "--chat"),

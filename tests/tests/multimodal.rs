@@ -81,7 +81,7 @@ fn every_verb_works_on_it() {
     let plan = run("plan", model, &[&SHORT[..], &["--json"]].concat()).json();
     assert_eq!(plan["carried"], carried);
     let seen = run("plan", model, &SHORT).succeeded().stdout.clone();
-    for part in ["text tower of LlavaForConditionalGeneration; the 4 tensors beside it", "not checked"] {
+    for part in ["text tower of LlavaForConditionalGeneration; the 4 other tensors", "not checked"] {
         assert!(seen.contains(part), "{seen}");
     }
     let engine = |name: &str| {

@@ -162,7 +162,7 @@ fn what_other_containers_lose_is_said_and_is_all() {
     edit_config(&qserve, &json!({ "kv_cache_quantization": cache }));
     let text = quant(args!["inspect", &qserve]).succeeded().stdout;
     assert!(text.contains("kept: both levels of scales\n") && !text.contains("lost:"), "{text}");
-    assert!(text.contains("cache of keys and values: kv4\n"), "{text}");
+    assert!(text.contains("KV cache: kv4\n"), "{text}");
 }
 
 #[test]

@@ -71,7 +71,7 @@ const STEPS: &[Step] = &[
 /// How the rows are computed.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct AblationOptions {
-    /// Quantize MODEL, a float one, with one step of QServe's QoQ after the other, in memory, and show what each gives
+    /// Quantize the float model MODEL in memory, adding one step of QServe's QoQ at a time, and show what each contributes
     #[arg(long, conflicts_with_all = ["reference", "save_reference", "journal", "report", "compare", "kv", "execution"])]
     pub ablation: bool,
     /// Calibration text of --ablation: a file or the name of a set [default: builtin]
@@ -83,14 +83,14 @@ pub struct AblationOptions {
     /// Tokens of a calibration window of --ablation [default: 512]
     #[arg(long, value_name = "L", requires = "ablation")]
     pub seq_len: Option<usize>,
-    /// Weights of a row that share a scale in the rows of --ablation that have groups [default: 128]
+    /// Group size of the rows of --ablation that have groups [default: 128]
     #[arg(long, value_name = "SIZE", requires = "ablation")]
     pub group_size: Option<usize>,
-    /// A step of QoQ that no row of --ablation has, such as rotate where the family does not allow it; several with
+    /// Step of QoQ to leave out of --ablation, such as rotate if the family does not allow it; separate several by
     /// commas
     #[arg(long, value_name = "STEP", value_delimiter = ',', requires = "ablation")]
     pub skip: Vec<String>,
-    /// Grids with a zero point in --ablation, as in QServe's own format; without it those that the preset writes
+    /// Use grids with a zero point in --ablation, as in QServe's own format, instead of those of the preset
     #[arg(long, requires = "ablation")]
     pub asymmetric: bool,
 }
@@ -136,7 +136,7 @@ pub fn run(
         let path = opened.directory.path().display();
         return Err(Error::usage(
             format!("{path} is quantized already, and --ablation quantizes a float model"),
-            "give the float checkpoint that it was made from",
+            "give the float checkpoint that it was quantized from",
         ));
     }
     // Every row is planned before the first one is computed, so that errors are reported now.

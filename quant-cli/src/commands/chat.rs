@@ -23,9 +23,9 @@ const LONGEST_LINE: usize = 1 << 20;
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "\
-/new           forget the conversation
-/system TEXT   forget it, and begin with this message of the system; without TEXT, with none
-/retry         write the last answer anew, with another seed
+/new           start a new conversation
+/system TEXT   start a new one with this system message; without TEXT, with none
+/retry         generate the last answer again, with another seed
 /help          show this
 /exit          leave, as Ctrl-D does; Ctrl-C ends an answer";
 
@@ -84,7 +84,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
     if !(2..=positions).contains(&context) {
         return Err(Error::usage(
-            format!("--context is {context}, and the model has {positions} positions"),
+            format!("--context is {context}, but the model has {positions} positions"),
             format!("give 2 to {positions}"),
         ));
     }
@@ -113,7 +113,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             }
             "/retry" => {
                 if !talk.take_back("assistant") {
-                    output::tell("there is no answer to write anew");
+                    output::tell("there is no answer to retry");
                     continue;
                 }
                 settings.seed = settings.seed.wrapping_add(1);

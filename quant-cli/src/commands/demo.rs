@@ -26,7 +26,7 @@ const SAMPLES: usize = 16;
 /// How long the demo may take.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Fewer windows: a check that all works rather than a measurement
+    /// Use fewer windows: a check that everything works rather than a measurement
     #[arg(long)]
     pub quick: bool,
     /// Write the built-in model to DIR and stop: a checkpoint to try the other commands on

@@ -31,47 +31,47 @@ use crate::provenance;
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Compare with this model on the same tokens, such as the float one it was made from; or with what
-    /// --save-reference kept of one
+    /// Compare with this model on the same tokens, such as the float model it was quantized from; or with a
+    /// file of --save-reference
     #[arg(long, value_name = "MODEL|FILE")]
     pub reference: Option<PathBuf>,
-    /// Keep in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes for every feature of
-    /// the hidden states and scored token, and the output head
+    /// Store in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes per hidden feature
+    /// and scored token, and the output head
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
     /// Evaluation text: a file, or the name of a set
     #[arg(long, value_name = "FILE|NAME")]
     pub text: String,
-    /// Rule of scoring: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
+    /// Scoring rule: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
     /// lmeval-rolling-L, with windows of L tokens [default: gptq-L, L being 2048 or the model's positions if those are
     /// fewer]
     #[arg(long)]
     pub profile: Option<String>,
-    /// The same rule with windows of L tokens
+    /// Use the rule with windows of L tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
     /// Score only the first N windows
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub windows: Option<u64>,
-    /// How quantized linears are computed: fake dequantizes them and multiplies floats, kernels runs what
-    /// engines that link the kernels would
+    /// How quantized linears are computed: fake dequantizes them and multiplies floats; kernels runs the
+    /// packed kernels, as engines that link them do
     #[arg(long, value_enum, default_value_t, value_name = "HOW")]
     pub execution: Execution,
-    /// Where MODEL's quantized linears are computed, with --execution kernels: cuda is the first NVIDIA GPU; all
-    /// else stays on the processor, and so does a reference
+    /// Device for MODEL's quantized linears with --execution kernels: cuda is the first NVIDIA GPU. Everything
+    /// else, including a reference, runs on the processor
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     pub device: Device,
-    /// In how many bits MODEL caches keys and values: auto is what its config.json says, 16 means floats. A
-    /// reference always caches as its own config.json says
+    /// Precision of MODEL's KV cache: auto is that of its config.json, 16 means floats. A reference always uses
+    /// that of its own config.json
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     pub kv: KvBits,
-    /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
+    /// Record measurements in FILE until the evaluation is complete, and continue a stopped run from FILE
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
-    /// Write a page that shows the result to FILE (HTML)
+    /// Write an HTML report of the result to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Show another result of the same text and profile on that page; can be repeated
+    /// Also show another result of the same text and profile in the report; can be repeated
     #[arg(long, value_name = "RESULT", requires = "report")]
     pub compare: Vec<PathBuf>,
     // Not a doc comment, which would become part of the help.
@@ -192,7 +192,7 @@ fn check(args: &Args, source: &Text) -> Result<()> {
         if let Some((option, _)) = others.into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
                 format!("‹{option}› and ‹save_reference› exclude each other"),
-                "keep a reference in a run of its own",
+                "save the reference in a separate run",
             ));
         }
     }
@@ -222,7 +222,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
         Execution::Fake => None,
     };
     if let Some(reason) = &simulated {
-        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+        session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
     let device = gpu.as_ref().map(CudaRunner::device);
     let tool = provenance::tool(args.execution, device, simulated.is_some(), session);
@@ -256,7 +256,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
                     seen = Some(anatomy(reference, &decoder, &text, &session.cancel)?);
                 }
                 (Some(_), None) => session.progress.note(
-                    "the page shows no errors of blocks: a stored reference has only what leaves the last one",
+                    "the page shows no block errors: a stored reference contains only the output of the last block",
                 ),
                 (None, _) => {}
             }
@@ -295,7 +295,7 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
         (Device::Cpu, _) => Ok(None),
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
-            "‹device=cuda› is where the kernels run, and this evaluation runs none",
+            "‹device=cuda› requires kernels, but this evaluation does not use them",
             "add ‹execution=kernels›, or leave ‹device› out; an ablation runs on the processor",
         )),
     }
@@ -309,7 +309,7 @@ fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
 /// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
-        session.progress.note(&format!("warning: {error}; the page will not show errors of tensors"));
+        session.progress.note(&format!("warning: {error}; the page will not show tensor errors"));
         None
     })
 }
@@ -331,7 +331,10 @@ fn page(
             _ => continue,
         };
         return Err(Error::usage(
-            format!("`{}` was measured {differs}, and cannot be shown beside this", name.escape_default()),
+            format!(
+                "`{}` was measured {differs}, so it cannot be shown next to this result",
+                name.escape_default()
+            ),
             "compare results of one text, profile and reference",
         ));
     }
@@ -362,7 +365,7 @@ fn journal<T: Measured>(
     let journal = Journal::open(path, identity, &tokens)?;
     if journal.windows() > 0 {
         session.progress.note(&format!(
-            "{} of {} windows are known already",
+            "{} of {} windows have already been measured",
             journal.windows(),
             tokens.len()
         ));

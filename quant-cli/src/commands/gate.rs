@@ -17,7 +17,7 @@ use crate::output::{self, JsonOption, table};
 /// The results to judge, and the policy and baseline to judge them by.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Results of `quant eval --json=FILE`; each is known by its file name without the extension
+    /// Results of `quant eval --json=FILE`; each is identified by its file name without the extension
     #[arg(required = true, value_name = "RESULT")]
     results: Vec<PathBuf>,
     /// Policy (TOML)

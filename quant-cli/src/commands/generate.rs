@@ -23,7 +23,7 @@ const LONGEST_PROMPT: u64 = 16 << 20;
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Prompt; standard input without it and --prompt-file
+    /// Prompt; without it and --prompt-file, standard input is read
     #[arg(long, short, value_name = "TEXT", conflicts_with = "prompt_file")]
     prompt: Option<String>,
     /// File with the prompt; - is standard input

@@ -26,7 +26,7 @@ pub fn text(summary: &GgufSummary) -> String {
         text.push_str(&format!("replaced: {tensor} is {got}, its rows do not fit {wanted}\n"));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
-        text.push_str(&format!("largest relative error: {relative_rms:.4} of {tensor}\n"));
+        text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
     }
     text.push_str(&format!("took {}\n", duration(summary.seconds)));
     text

@@ -189,7 +189,7 @@ fn show(report: &Report) -> String {
     }
     if let Some(Carried { class, tensors, bytes: size }) = &report.carried {
         text.push_str(&format!(
-            "text tower of {class}; beside it {tensors} tensors, {}, which quantize carries along\n",
+            "text tower of {class}; {tensors} other tensors, {}, which quantize copies unchanged\n",
             bytes(*size)
         ));
     }
@@ -204,7 +204,7 @@ fn show(report: &Report) -> String {
         text.push_str(&format!("lost: {said}\n"));
     }
     if let Some(kv) = report.kv_cache {
-        text.push_str(&format!("cache of keys and values: {kv}\n"));
+        text.push_str(&format!("KV cache: {kv}\n"));
     }
     text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();

@@ -267,7 +267,7 @@ fn text(planned: &Planned, all: bool) -> String {
     let mut text = String::new();
     if let Some(Carried { class, tensors, bytes: size }) = carried {
         text.push_str(&format!(
-            "text tower of {class}; the {tensors} tensors beside it, {}, are carried along as they are\n\n",
+            "text tower of {class}; the {tensors} other tensors, {}, are copied unchanged\n\n",
             bytes(*size)
         ));
     }

@@ -19,9 +19,9 @@ use crate::recipe::RecipeOptions;
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Directory to write; it appears only when complete and verified
+    /// Output directory; it appears only when complete and verified
     ///
-    /// With several formats it holds one directory per format.
+    /// With several formats it contains one directory per format.
     #[arg(long, short)]
     pub output: PathBuf,
     // Not a doc comment, which would become part of the help.
@@ -117,7 +117,7 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     if outputs > 1 {
         return Err(Error::usage(
             "one ‹report› for several formats",
-            "write one format with a report, or leave ‹report› out: quant_report.json of each has the numbers",
+            "write one format with a report, or omit ‹report›: the quant_report.json of each format has the numbers",
         ));
     }
     output::outside(&written, &[&request.model, &request.output])?;
@@ -147,12 +147,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         });
         if let Some(Few { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {FEW} tokens, one of them {least}; more text reaches more experts\n"
+                "{linears} linears of experts saw fewer than {FEW} tokens, the fewest {least}; more text reaches more experts\n"
             ));
         }
         if let Some(OnAll { linears, least_routed, .. }) = all {
             text.push_str(&format!(
-                "{linears} linears of experts were calibrated on all tokens; {least_routed} are routed to one of them\n"
+                "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} are routed to one of them\n"
             ));
         }
     }
@@ -186,5 +186,7 @@ fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();
     let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];
-    shlex::try_join(words).map(|line| format!("next, measure what it cost: {line}\n")).unwrap_or_default()
+    shlex::try_join(words)
+        .map(|line| format!("next, measure the accuracy loss: {line}\n"))
+        .unwrap_or_default()
 }

@@ -129,6 +129,6 @@ fn same_tokenizer(
             model.directory.path().display(),
             reference.directory.path().display()
         ),
-        "compare a model with the one it was made from: token by token only these say the same",
+        "compare a model with the one it was quantized from: only models with the same tokens can be compared",
     ))
 }

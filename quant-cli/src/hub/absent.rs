@@ -14,7 +14,7 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     Err(Error::Unavailable {
         what: format!("the model {id}"),
-        reason: "there is no such directory here, and this build does not download".into(),
+        reason: "there is no such directory, and this build does not download models".into(),
         remedy: format!(
             "check the path; or fetch the model with `hf download {}{revision}` and give the directory that this \
              prints; or build quant with `--features hub`",
@@ -27,7 +27,7 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
 pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
     Err(Error::Unavailable {
         what: format!("the text set `{}`", set.name),
-        reason: "this build does not download".into(),
+        reason: "this build does not download texts".into(),
         remedy: format!(
             "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
              (licence: {}); or build quant with `--features hub`",

@@ -44,7 +44,7 @@ fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<Str
             Err(fault("is neither .jsonl.zst, .json.gz nor .parquet"))
         }
     });
-    let documents = read.unwrap_or_else(|| Err(fault("makes the library that unpacks it panic")))?;
+    let documents = read.unwrap_or_else(|| Err(fault("makes the decompression library panic")))?;
     if documents.iter().all(|d| d.trim().is_empty()) {
         return Err(fault("holds no text"));
     }
@@ -122,7 +122,7 @@ fn bounded(unpacked: impl Read, limit: usize) -> impl BufRead {
 /// The strings of a Parquet column, one per row; empty rows count.
 fn column(file: File, field: &str, path: &Path, limit: usize) -> Result<Vec<String>> {
     let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
-    let broken = |e| fault(format!("is not Parquet as it should be: {e}"));
+    let broken = |e| fault(format!("is not valid Parquet: {e}"));
     let reader = SerializedFileReader::new(file).map_err(broken)?;
     let schema = reader.metadata().file_metadata().schema();
     let wanted = schema.get_fields().iter().find(|f| f.name() == field);

@@ -35,7 +35,7 @@ impl Request<'_> {
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
             "the repository has no such file at this revision",
-            format!("look at what it holds on {}/{}", self.page(), self.repository),
+            format!("see its files at {}/{}", self.page(), self.repository),
         )
     }
 
@@ -43,16 +43,16 @@ impl Request<'_> {
     pub fn stalled(&self, seconds: u64) -> Error {
         self.unavailable(
             format!("{} has sent nothing for {seconds} s", self.endpoint),
-            "run the same command again, files that are complete are kept; HF_HUB_DOWNLOAD_TIMEOUT=SECONDS waits longer",
+            "run the same command again; completed files are kept. HF_HUB_DOWNLOAD_TIMEOUT=SECONDS sets a longer timeout",
         )
     }
 
     /// The error for content that differs from the hub's announcement.
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
-            format!("the hub announced {announced}, what arrived has {found}; it was removed from the cache"),
-            "run the same command again; if it arrives wrong again, something on the way changes it: a proxy, a \
-             mirror, a failing disk",
+            format!("the hub announced {announced}, but the file has {found}; it was removed from the cache"),
+            "run the same command again; if it is wrong again, something between the hub and this machine changes it: \
+             a proxy, a mirror, a failing disk",
         )
     }
 
@@ -82,11 +82,11 @@ impl Request<'_> {
             HFError::Http { context } | HFError::Conflict { context } | HFError::RateLimited { context, .. } => {
                 self.unavailable(
                     format!("the server answers {}{}", context.status, said(context.server_message.as_deref())),
-                    "wait a while and run the same command again; files that are complete are kept",
+                    "wait a while and run the same command again; completed files are kept",
                 )
             }
             HFError::Request { source, .. } => {
-                let action = if source.is_connect() { "cannot be reached" } else { "did not answer as it should" };
+                let action = if source.is_connect() { "cannot be reached" } else { "gave an unexpected answer" };
                 let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
                 self.unavailable(reason, self.after_network_failure())
             }
@@ -101,8 +101,8 @@ impl Request<'_> {
             HFError::Io(e) => Error::io("write", self.cache, e),
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
-                format!("the server's answer is not understood: {}", printable(&other.to_string())),
-                "check HF_ENDPOINT; what answers there may not be a hub",
+                format!("the server's answer cannot be parsed: {}", printable(&other.to_string())),
+                "check HF_ENDPOINT; the server there may not be a hub",
             ),
         }
     }
@@ -116,12 +116,12 @@ impl Request<'_> {
             ),
             (Some("RevisionNotFound"), _) => (
                 "the repository has no such branch, tag or commit".into(),
-                format!("look at its branches and tags on {page}"),
+                format!("see its branches and tags at {page}"),
             ),
             (_, Some(_)) => return self.no_such_file(),
             (_, None) => (
                 "there is no such repository, or it has no such branch, tag or commit".into(),
-                format!("check the name, org/name@revision, on {page}"),
+                format!("check the name, org/name@revision, at {page}"),
             ),
         };
         self.unavailable(reason, remedy)

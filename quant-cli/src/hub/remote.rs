@@ -192,7 +192,7 @@ impl<'a, K: Kind> Remote<'a, K> {
                 }
                 // By then hf-hub has retried connecting several times, but not a connection that broke.
                 Err(HFError::Request { source, .. }) if attempt < ATTEMPTS && !source.is_connect() => {
-                    let again = format!("warning: the transfer of {} broke off, it begins again", file.name);
+                    let again = format!("warning: the transfer of {} broke off; retrying", file.name);
                     self.session.progress.note(&again);
                     self.pause(Duration::from_millis(500) * attempt)?;
                     attempt += 1;
@@ -273,7 +273,9 @@ pub fn check(
         Verdict::Sound => {}
         Verdict::Unknown => {
             let file = request.file.unwrap_or_default();
-            session.progress.note(&format!("warning: no checksum of {file} is known, it is taken as it is"));
+            session
+                .progress
+                .note(&format!("warning: no checksum is known for {file}; it is used unverified"));
         }
         Verdict::Wrong { announced, found } => {
             cache.remove(link)?;

@@ -60,7 +60,7 @@ fn hold_to_first_hash(
         Some(recorded) if recorded == found => Ok(()),
         Some(recorded) => Err(Error::Unavailable {
             what: format!("the text set `{}`, {} of {}", set.name, set.file, set.hub_id),
-            reason: format!("its SHA-256 is {found}, it was {recorded}"),
+            reason: format!("its SHA-256 is {found}, but it was {recorded}"),
             remedy: format!(
                 "numbers measured on the two cannot be compared; give the older file by its path, or accept the \
                  new one by removing its line from {}",

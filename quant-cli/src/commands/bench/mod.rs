@@ -20,24 +20,24 @@ use crate::output::{JsonOption, bytes, table};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
-    /// kernels beside the limits of this machine
+    /// kernels against the limits of this machine
     pub model: PathBuf,
     /// Tokens of the prompt, processed at once
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill: usize,
-    /// Tokens to generate one by one
+    /// Tokens to generate, one at a time
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub decode: usize,
     /// Repetitions; the median is shown
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub repeat: usize,
-    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
+    /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Measure only kernels with TEXT in their name, shape or tokens
+    /// Measure only kernels with TEXT in their name, shape or number of tokens
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Where quantized linears are computed, or whose kernels are measured: cuda is the first NVIDIA GPU
+    /// Device for quantized linears or for the measured kernels: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
     #[command(flatten)]
@@ -83,7 +83,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return kernels::run(args.only.as_deref(), args.device, &args.json, session);
     }
     if args.only.is_some() {
-        return Err(Error::usage("--only is for `bench kernels`", "leave --only out"));
+        return Err(Error::usage("--only is for `bench kernels`", "omit --only"));
     }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(
@@ -98,7 +98,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     if positions > 1 << 20 {
         return Err(Error::usage(
             format!("{positions} positions are too many"),
-            "prefill and decode fewer than 1048576 tokens together",
+            "use fewer than 1048576 tokens for prefill and decode together",
         ));
     }
     let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
@@ -110,7 +110,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let decoder = decoder.with_half_cache();
     if let KvCaching::Simulated(kv) = decoder.caching() {
         let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
-        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+        session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
     // Any tokens will do; these spread over the vocabulary.
     let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();

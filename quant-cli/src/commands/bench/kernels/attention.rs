@@ -170,7 +170,7 @@ pub(super) fn show(cases: &[Case]) -> Option<String> {
         return None;
     }
     let header =
-        ["cache", "bytes per token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
+        ["cache", "bytes per token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us per token"];
     let rows: Vec<Vec<String>> = cases
         .iter()
         .map(|case| {

@@ -113,7 +113,7 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     let mut cases = cases(&DeviceLimits::from(&gpu.limits)).map_err(refused)?;
     cases.retain(|case| only.takes(&format!("{} {} {}", case.name, case.shape, case.tokens)));
     only.check(cases.len())?;
-    session.progress.note("what the device can do");
+    session.progress.note("measuring the limits of the device");
     let ceilings = meter.ceilings().map_err(|e| unavailable(&e))?;
     let [major, minor] = gpu.limits.capability;
     let version = gpu.driver_version().map_err(|e| unavailable(&e))?;
@@ -154,7 +154,8 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     }
 }
 
-const REMEDY: &str = "see docs/kernels/cuda-host.md for what a GPU must have; --only TEXT leaves kernels out";
+const REMEDY: &str =
+    "see docs/kernels/cuda-host.md for the requirements on a GPU; --only TEXT measures fewer kernels";
 
 fn unavailable(error: &quant_kernels_cuda::Error) -> Error {
     Error::Unavailable { what: "a GPU".into(), reason: error.to_string(), remedy: REMEDY.into() }

@@ -67,7 +67,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
         let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
         if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MORE * rate(own)) {
             warnings.push(format!(
-                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}:                  what is known of this processor is wrong, please report it, and set QUANT_ISA={} meanwhile",
+                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}: the default is wrong for this processor; please report it, and set QUANT_ISA={} in the meantime",
                 fastest.isa.name(),
                 rate(fastest) / 1e12,
                 default.name(),
@@ -91,8 +91,8 @@ impl Only<'_> {
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
-                format!("no kernel that is measured has `{part}` in its name"),
-                "leave --only out, and see what there is",
+                format!("no measured kernel has `{part}` in its name"),
+                "omit --only to see all kernels",
             )),
             _ => Ok(()),
         }
