@@ -49,7 +49,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     if text_worker::is_asked_for(&arguments) {
         return text_worker::run();
     }
-    // The main thread's stack counts as four.
+    // The main thread needs as much room as four ordinary threads.
     if let Err(error) = allocator::check_room_for_threads(4) {
         return ended(&error, None);
     }
