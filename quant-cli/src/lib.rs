@@ -69,7 +69,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
         Ok(cli) => cli,
         Err(error) => return output::refused_arguments(&error),
     };
-    // hf-hub's log is turned off: the program reports those errors itself, with a remedy.
+    // hf-hub's log is disabled: the program reports those errors itself, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
