@@ -1,11 +1,13 @@
-"""What a quantized model needs in transformers on a CPU, and what evaluating one costs: measured on random models of real shapes.
+"""Measures the memory and time of quantized models in transformers on a CPU, and of evaluating one, on random models of
+real shapes.
 
     python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 8] [--rounds 3] [--threads 2]
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
 
-`transformers` alternates, each in a process of its own: the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads
-them, and with `fewbits.transformers`. The package is taken from FEWBITS_PACKAGE (default target/python/package). `eval` times
-`quant eval` alone and with --reference. Both write a record of what they measured.
+`transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
+same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
+(default target/python/package). `eval` times `quant eval` alone and with --reference. Both write a record of their
+measurements.
 """
 
 import argparse
@@ -94,7 +96,7 @@ def measure(model: str, packed: bool, threads: int) -> None:
     load = time.perf_counter() - begin
     tokens = torch.arange(2, 2 + PROMPT).unsqueeze(0)
     with torch.inference_mode():
-        # Whatever is made at the first call.
+        # Warm-up: whatever is allocated at the first call.
         loaded(tokens[:, :8])
         begin = time.perf_counter()
         state = loaded(tokens, use_cache=True)

@@ -2,8 +2,8 @@
 
     python benchmarks/plan_memory.py QUANT OUT
 
-A checkpoint of each shape is made in OUT/models: a config, and safetensors files whose data is a hole, so that 141 GB take
-a few kilobytes on disk. `plan` reads headers only. Writes the record to benchmarks/record/plan-memory.
+A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files, so that 141 GB take a few
+kilobytes on disk. `plan` reads only headers. Writes the record to benchmarks/record/plan-memory.
 """
 
 import csv

@@ -1,6 +1,7 @@
-"""The shapes of `quant bench kernels --device cuda` by torch and Triton, in the same way: bench_torch.py OURS.json OUT.jsonl
+"""The shapes of `quant bench kernels --device cuda` in torch and Triton, measured in the same way: bench_torch.py
+OURS.json OUT.jsonl
 
-Times are medians over launches between two events, inputs taken in turn from more memory than the second cache holds.
+Times are medians over launches between two events. Inputs are taken in turn from more memory than the L2 cache holds.
 """
 
 import json
@@ -51,7 +52,7 @@ def dense(n, k, m):
 
 
 def int8(n, k, m):
-    # cuBLASLt takes more than 16 rows only.
+    # cuBLASLt needs more than 16 rows.
     x = whole(max(m, 32), k)
     weights = [whole(n, k) for _ in range(turns(n * k))]
     return seconds([lambda w=w: torch._int_mm(x, w.t()) for w in weights])
@@ -75,7 +76,7 @@ def decode(sequences, tokens):
 
 
 def triton_quantize():
-    """A row to int8 with its scale, by Triton; `None` where that is missing."""
+    """Quantizes a row to int8 with its scale, by Triton; `None` if Triton is missing."""
     try:
         import triton
         import triton.language as tl

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All that is to be seen of the CUDA kernels on a machine with a GPU: run.sh [tests] [sanitizer] [bench] [torch]
+# All tests and benchmarks of the CUDA kernels on a machine with a GPU: run.sh [tests] [sanitizer] [bench] [torch]
 #
-# Lies in the directory that `cargo xtask gpu` makes, and needs nothing beside it but a driver. Without arguments it does
-# all four; compute-sanitizer and torch are used where they are there. What it finds is in results/.
+# It is part of the directory that `cargo xtask gpu` makes, and otherwise needs only a driver. Without arguments it runs
+# all four parts; compute-sanitizer and torch are used if available. Results are written to results/.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 mkdir -p results
@@ -13,7 +13,7 @@ wanted() {
     [[ ${parts[0]} == all || " ${parts[*]} " == *" $1 "* ]]
 }
 
-# Runs a command, its output in results/$1 too.
+# Runs a command and copies its output to results/$1.
 note() {
     local log=results/$1
     shift
@@ -23,8 +23,8 @@ note() {
     ((status == 0)) || { echo "FAILED ($status): see $log"; failed=$((failed + 1)); }
 }
 
-# Images were compiled before, and are taken whatever compiler is here; one that is found, as among torch's packages, makes
-# those that are missing.
+# Images were compiled before, and are used whichever compiler is here. A compiler that is found, for example among
+# torch's packages, builds the missing ones.
 export QUANT_CUDA_CACHE=$PWD/images
 if [[ -z ${QUANT_NVRTC:-} ]] && command -v python3 >/dev/null; then
     nvrtc=$(python3 - <<'PYTHON'
@@ -36,7 +36,7 @@ PYTHON
     )
     [[ -n $nvrtc ]] && export QUANT_NVRTC=$nvrtc && echo "compiler: $nvrtc"
 fi
-# The host side compiles for the device that it finds.
+# The host code compiles for the device that it finds.
 lacks_compiler() {
     [[ $1 == device && -z ${QUANT_NVRTC:-} ]] && ! ldconfig -p 2>/dev/null | grep -q libnvrtc &&
         echo "SKIPPED: $1, for there is no NVRTC here"
@@ -48,7 +48,7 @@ if wanted tests; then
         lacks_compiler "$name" && continue
         arguments=()
         for skip in $skips; do arguments+=(--skip "$skip"); done
-        # In one thread: a fault on the device ends all that share its context.
+        # In one thread, because a fault on the device ends everything that shares its context.
         QUANT_GPU=1 note "test-$name.txt" "./tests/$name" --test-threads 1 --nocapture "${arguments[@]}"
     done <tests/list.txt
 fi

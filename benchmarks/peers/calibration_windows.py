@@ -1,9 +1,8 @@
-"""The token windows that `quant quantize --calibration FILE` samples, made a second time.
+"""The token windows that `quant quantize --calibration FILE` samples, recomputed.
 
-The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized one
-by one, their tokens joined and cut into windows of equal length, and a selection drawn without
-replacement by SplitMix64 is taken in stream order. `quant_report.json` holds the SHA-256 of the
-tokens, which is how a caller knows that both made the same.
+The rule is that of quant-core/src/calibrate/windows.rs for plain text: documents are tokenized separately, and their
+tokens are joined and cut into windows of equal length. A selection drawn without replacement by SplitMix64 is taken in
+stream order. `quant_report.json` contains the SHA-256 of the tokens, so a caller can check that both are equal.
 """
 
 import hashlib
@@ -16,11 +15,11 @@ MASK = (1 << 64) - 1
 
 
 def documents(path):
-    """The texts of a `.jsonl` file, one a line, or any other file as one text."""
+    """The texts of a `.jsonl` file, one per line, or any other file as one text."""
     text = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").decode()
     if Path(path).suffix.lower() != ".jsonl":
         return [text]
-    # Not splitlines(): JSON may hold other line separators as they are.
+    # Not splitlines(): JSON may contain other line separators unescaped.
     return [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
 
 
@@ -34,7 +33,7 @@ def split_mix_64(seed):
 
 
 def select(windows, count, seed):
-    """`count` of the windows, drawn without replacement and kept in order."""
+    """Draws `count` of the windows without replacement, and keeps them in order."""
     if count >= len(windows):
         return windows
     indices, random = list(range(len(windows))), split_mix_64(seed)

@@ -1,9 +1,9 @@
-"""Perplexity of a model by transformers in float32, timed: `gptq-L` windows that `quant eval` scores too.
+"""Times the perplexity of a model in transformers in float32, on the `gptq-L` windows that `quant eval` scores too.
 
     eval_transformers.py MODEL TEXT WINDOW WINDOWS THREADS
 
 Prints one JSON object: seconds of the forward passes and the log-softmax, the mean negative log-likelihood, and the
-versions. Loading is not in the time.
+versions. The time does not include loading.
 """
 
 import json

@@ -1,9 +1,9 @@
 // llama.cpp's ggml as a worker of `cargo xtask peers-experts`: experts_ggml LIBRARIES THREADS
 //
-// The experts of a layer as llama.cpp's models compute them: gate and up by `ggml_mul_mat_id`, their product, down by
-// `ggml_mul_mat_id`, times the weights of the tokens, and the sum over a token's experts. Requests are those of
-// benchmarks/kernels-worker; a line `route NAME TOKENS CALLS TOP_K` is followed by a line of the experts of all tokens of all
-// calls. A pass is one graph of all calls.
+// Computes the experts of a layer as llama.cpp's models do: gate and up by `ggml_mul_mat_id`, their product, down by
+// `ggml_mul_mat_id`, multiplication by the tokens' weights, and the sum over a token's experts. Requests are those of
+// benchmarks/kernels-worker; a line `route NAME TOKENS CALLS TOP_K` is followed by a line with the experts of all tokens
+// of all calls. A pass is one graph with all calls.
 
 #include "ggml_worker.hpp"
 
@@ -43,7 +43,7 @@ struct Experts {
         if (gate->extra) place += ", repacked";
     }
 
-    // All experts have the same weights, in memory of their own.
+    // All experts have the same weights, but each has its own memory.
     void set(ggml_tensor * tensor, const std::vector<float> & base, int64_t k, int64_t n) {
         const size_t row = ggml_row_size(tensor->type, k);
         std::vector<uint8_t> rows(row * n * count);
@@ -93,7 +93,7 @@ struct Experts {
         require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "the graph fails");
     }
 
-    // Of the first token, against the float weights: all experts are the same, and the weights of a token add up to 1.
+    // Error of the first token relative to the float weights: all experts are the same, and a token's weights add up to 1.
     double error() {
         const std::vector<float> values = normal(m * hidden, 1.0f, 1);
         std::vector<float> out(m * hidden);

@@ -1,5 +1,5 @@
-// What the workers of `cargo xtask peers-kernels` and `peers-experts` have in common that run llama.cpp's ggml: the device
-// and its threads, memory of tensors, random numbers, and the answers to requests.
+// The common code of the workers of `cargo xtask peers-kernels` and `peers-experts` that run llama.cpp's ggml: the device
+// and its threads, tensor memory, random numbers, and the answers to requests.
 #pragma once
 
 #include "ggml-alloc.h"
@@ -24,7 +24,7 @@
 
 namespace {
 
-// Rows of weights that differ; further rows repeat them, which no kernel looks at.
+// Number of distinct weight rows. Further rows repeat them, which no kernel exploits.
 constexpr int64_t BASE = 128;
 
 double now() {
@@ -44,7 +44,7 @@ void require(bool holds, const char * what) {
     if (!holds) throw std::runtime_error(what);
 }
 
-// The library of the code for this processor, one of several.
+// The library with the code for this processor, one of several.
 std::string variant() {
     std::ifstream maps("/proc/self/maps");
     for (std::string line; std::getline(maps, line);) {
@@ -53,7 +53,7 @@ std::string variant() {
     throw std::runtime_error("no library of the CPU backend");
 }
 
-// The device, its threads, and the functions of the library that was chosen for this processor.
+// The device, its threads, and the functions of the library for this processor.
 struct Cpu {
     ggml_backend_dev_t device;
     ggml_backend_t backend;
@@ -69,7 +69,7 @@ struct Cpu {
         set_threads(backend, threads);
         ggml_threadpool_params params = ggml_threadpool_params_default(threads);
         pool = function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new")(&params);
-        // This one is not handed out by name, but it is in the library that was loaded.
+        // This function is not available by name, but it is in the loaded library.
         void * library = dlopen(variant().c_str(), RTLD_NOW | RTLD_NOLOAD);
         require(library, "the library of the CPU backend is not loaded");
         pause = reinterpret_cast<decltype(pause)>(dlsym(library, "ggml_threadpool_pause"));
@@ -110,8 +110,8 @@ ggml_type type_of(const std::string & name) {
     throw std::runtime_error("unknown type");
 }
 
-// Seconds of each of so many things that a pass does, of as many passes as fit the time; the first one only warms up,
-// unless it was long.
+// Seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is dropped,
+// unless it is the only one.
 template <typename Pass> std::vector<double> passes(double milliseconds, double things, Pass pass) {
     std::vector<double> taken;
     const double started = now();
@@ -136,7 +136,7 @@ void print_seconds(const std::vector<double> & taken) {
     std::printf("{\"seconds\":[%s]}\n", list.c_str());
 }
 
-// The first place in which the product of these weights with activations can be computed, as llama.cpp looks for one.
+// The first buffer type that supports the product of these weights with activations, in llama.cpp's search order.
 template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product product) {
     for (ggml_backend_buffer_type_t candidate : cpu.places) {
         Context probe(4);
@@ -150,8 +150,8 @@ template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product
     throw std::runtime_error("no place for the weights");
 }
 
-// Answers requests until there are no more: `answer` gets the device, the request, the name of a contestant and what
-// follows on the line, prints a line, and says whether it knows the request.
+// Answers requests until there are no more. `answer` gets the device, the request, the name of a contestant and the rest
+// of the line; it prints a line and returns whether it knows the request.
 template <typename Answer> int serve(int argc, char ** argv, const char * contestants, Answer answer) {
     if (argc != 3) return 2;
     ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);

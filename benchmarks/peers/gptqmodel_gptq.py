@@ -1,8 +1,8 @@
-"""GPTQ by gptqmodel on the calibration tokens of `quant`, timed.
+"""Times GPTQ by gptqmodel on the calibration tokens of `quant`.
 
-Its own defaults throughout: order by groups, damping 0.05, one linear after the other on what the quantized model
-makes of the text; but in the element type that is asked for, where it would take bfloat16, and without moving
-finished layers to the disk, which a model that fits in memory does not need. Options as in peer.py.
+Uses its own defaults throughout: group-aware order, damping 0.05, linears in sequence on the activations of the
+quantized model. There are two exceptions. The element type is the requested one, while its default is bfloat16; and
+finished layers are not moved to disk, which is unnecessary for a model that fits in memory. Options as in peer.py.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 import peer
 
 args = peer.arguments(__doc__, ["gptq"])
-# Its pool of workers does not start with fewer than two.
+# Its worker pool does not start with fewer than two workers.
 os.environ["GPTQMODEL_CPU_WORKERS"] = str(max(2, args.threads))
 
 import torch  # noqa: E402
@@ -18,7 +18,7 @@ from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402
 
 
 def config():
-    """The grids, and its defaults."""
+    """The grids, and otherwise its defaults."""
     assert args.group_size != "channel" and not args.channel, "its order by groups needs groups"
     settings = {name: float(value) for name, value in args.settings.items()}
     return QuantizeConfig(

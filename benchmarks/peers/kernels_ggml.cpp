@@ -1,9 +1,9 @@
 // llama.cpp's ggml as a worker of `cargo xtask peers-kernels`: kernels_ggml LIBRARIES THREADS
 //
 // Reads requests from standard input and answers with lines of JSON, as benchmarks/kernels-worker does. Weights are
-// put where llama.cpp itself would put them: into the buffer type that repacks them where it can multiply them so,
-// else into plain memory. A pass is one graph of one product a copy of the weights, each of which quantizes the
-// activations, on threads of ggml that wait for work as in llama.cpp, and sleep between the passes of others.
+// placed where llama.cpp itself would place them: in the buffer type that repacks them if it supports the product,
+// otherwise in plain memory. A pass is one graph with one product per copy of the weights. Each product quantizes the
+// activations. ggml's threads wait for work as in llama.cpp, and sleep during the passes of others.
 
 #include "ggml_worker.hpp"
 
@@ -63,7 +63,7 @@ struct Case {
         require(ggml_backend_graph_compute(cpu.backend, graph) == GGML_STATUS_SUCCESS, "the graph fails");
     }
 
-    // Of some outputs, against the product of the weights before they were quantized: RMS over RMS.
+    // Error of some outputs relative to the product of the unquantized weights: RMS over RMS.
     double error() {
         const std::vector<float> values = normal(m * k, 1.0f, 1);
         std::vector<float> out(m * n);

@@ -2,10 +2,10 @@
 
     kernels_python.py onnxruntime|openvino|torch THREADS
 
-Reads requests from standard input, a line each, and answers each with a line of JSON; the words are those of
-`benchmarks/kernels-worker`. Each contestant is the peer's own product of float activations with quantized weights:
-what it does to the activations is within the time. Weights that are read in turn are one graph of several products
-of the same activations, so that starting a graph from Python, which is no part of a kernel, weighs little.
+Reads requests from standard input, one per line, and answers each with a line of JSON; the protocol is that of
+`benchmarks/kernels-worker`. Each contestant is the peer's own product of float activations with quantized weights,
+including its processing of the activations. Weights that are read in turn form one graph with several products of the
+same activations. So the cost of starting a graph from Python, which is not part of a kernel, matters little.
 """
 
 import importlib.metadata
@@ -17,41 +17,41 @@ import warnings
 
 import numpy as np
 
-# Rows of weights that differ; further rows repeat them, which no kernel looks at. A copy begins with another row:
-# weights that are equal as a whole, a peer may keep once.
+# Number of distinct weight rows. Further rows repeat them, which no kernel exploits. Each copy begins with another row,
+# because a peer may store identical weights only once.
 BASE = 128
 
 
 def weights(k):
-    """[BASE, k], normal, as far as single precision goes."""
+    """[BASE, k], normal within single precision."""
     return np.random.default_rng(k).standard_normal((BASE, k), dtype=np.float32) * np.float32(0.02)
 
 
 def repeated(rows, n):
-    """Rows over and over, up to n of them."""
+    """Repeats the rows up to n rows."""
     return np.ascontiguousarray(np.tile(rows, (-(-n // BASE),) + (1,) * (rows.ndim - 1))[:n])
 
 
 def symmetric(base, group, bits):
-    """Codes from -2^(bits-1) on as int8 [BASE, groups, group], scales [BASE, groups]."""
+    """int8 codes [BASE, groups, group] from -2^(bits-1) on, and scales [BASE, groups]."""
     half = 1 << (bits - 1)
     groups = base.reshape(BASE, -1, group)
     at = np.abs(groups).argmax(axis=2)
     extreme = np.take_along_axis(groups, at[..., None], axis=2)[..., 0]
-    # The outermost value falls on the outermost code, which has no counterpart on the other side.
+    # The value of largest magnitude maps to the outermost code, which has no counterpart on the other side.
     scales = (extreme / -half).astype(np.float32)
     codes = np.clip(np.rint(groups / scales[..., None]), -half, half - 1).astype(np.int8)
     return codes, scales
 
 
 def nibbles(codes):
-    """Pairs of codes of 4 bits as bytes, the first one low."""
+    """Packs pairs of 4-bit codes into bytes, the first one in the low nibble."""
     low, high = codes[..., 0::2].astype(np.uint8) & 15, codes[..., 1::2].astype(np.uint8) & 15
     return low | high << 4
 
 
 class OnnxRuntime:
-    """MatMulNBits, which takes activations to 8 bits at accuracy level 4."""
+    """MatMulNBits, which quantizes activations to 8 bits at accuracy level 4."""
 
     package = "onnxruntime"
     contestants = ["q4-b32", "q4-b128"]
@@ -91,7 +91,7 @@ class OnnxRuntime:
             options.intra_op_num_threads = threads
             options.inter_op_num_threads = 1
             options.log_severity_level = 3
-            # Threads look out for work within a run, which is the default, and sleep after it.
+            # Threads spin for work during a run, which is the default, and sleep after it.
             options.add_session_config_entry("session.force_spinning_stop", "1")
             made = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -124,7 +124,7 @@ class OnnxRuntime:
 
 
 class OpenVino:
-    """A product with compressed weights, activations to 8 bits in groups."""
+    """A product with compressed weights, with activations quantized to 8 bits in groups."""
 
     package = "openvino"
     contestants = ["i4-g128"]
@@ -155,7 +155,7 @@ class OpenVino:
                 "INFERENCE_NUM_THREADS": threads,
                 "NUM_STREAMS": 1,
                 "PERFORMANCE_HINT": "LATENCY",
-                # bf16, the default here, would be computed in by float instructions.
+                # The default here is bf16, which would be computed with float instructions.
                 "INFERENCE_PRECISION_HINT": "f32",
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(group),
             }
@@ -192,7 +192,7 @@ class OpenVino:
 
 
 class Torch:
-    """Linear layers of 8 bits, activations by their range; of both engines."""
+    """8-bit linear layers of both engines, with activations quantized by their range."""
 
     package = "torch"
     contestants = ["int8-onednn", "int8-fbgemm"]
@@ -239,7 +239,7 @@ PEERS = {"onnxruntime": OnnxRuntime, "openvino": OpenVino, "torch": Torch}
 
 
 def error(case, x, k):
-    """Of some outputs, against the product of the weights before they were quantized: RMS over RMS."""
+    """Error of some outputs relative to the product of the unquantized weights: RMS over RMS."""
     rows = [0, len(x) - 1]
     out = case.out()
     columns = np.concatenate([np.arange(BASE), np.arange(out.shape[1] - BASE, out.shape[1])])
@@ -249,7 +249,8 @@ def error(case, x, k):
 
 
 def passes(case, milliseconds):
-    """Seconds of a product, of as many passes as fit the time; the first one only warms up, unless it was long."""
+    """Seconds per product, for as many passes as fit in the time. The first pass is a warm-up and is dropped, unless it
+    is the only one."""
     budget, started, taken = milliseconds / 1e3, time.perf_counter(), []
     while True:
         before = time.perf_counter()
@@ -264,7 +265,7 @@ def main():
     peer, threads = PEERS[sys.argv[1]], int(sys.argv[2])
     version = importlib.metadata.version(peer.package)
     cases = {}
-    # What a library prints must not come between the answers.
+    # A library's output must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

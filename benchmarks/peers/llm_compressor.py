@@ -1,12 +1,12 @@
-"""AWQ, GPTQ or SmoothQuant by llm-compressor on the calibration tokens of `quant`, timed.
+"""Times AWQ, GPTQ or SmoothQuant by llm-compressor on the calibration tokens of `quant`.
 
-Its own defaults throughout: one window a batch, the sequential pipeline, the min-max observer, its mappings
-for the architecture. Options as in peer.py; `awq` is AWQModifier (duo scaling, 20 ratios), then rounding to
-nearest; `gptq` is GPTQModifier; `smoothquant` is SmoothQuantModifier, then rounding to nearest to its scheme
-W8A8, whatever bits and groups are given; `rtn` is QuantizationModifier alone.
+Uses its own defaults throughout: one window per batch, the sequential pipeline, the min-max observer, its mappings for
+the architecture. Options as in peer.py; `awq` is AWQModifier (duo scaling, 20 ratios), then rounding to nearest; `gptq`
+is GPTQModifier; `smoothquant` is SmoothQuantModifier, then rounding to nearest to its scheme W8A8, whatever bits and
+groups are given; `rtn` is QuantizationModifier alone.
 
-`--set scheme=NAME` takes the weights of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) in place of bits and
-groups, and leaves activations float; `--set observer=NAME` another observer of weights.
+`--set scheme=NAME` takes the weights of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) instead of bits and
+groups, and leaves activations float; `--set observer=NAME` selects another observer of weights.
 """
 
 import peer
@@ -37,7 +37,7 @@ def grid(group_size):
 
 
 def groups():
-    """Which linears get which grid."""
+    """The linears that each grid applies to."""
     if PRESET is not None:
         weights = preset_name_to_scheme(PRESET, ["Linear"]).weights
         if OBSERVER is not None:
@@ -64,7 +64,7 @@ def recipe():
     return [SmoothQuantModifier(**settings), w8a8]
 
 
-# It pins cached inputs for a GPU whether there is one or not, and fails without a driver.
+# It pins cached inputs for a GPU whether or not there is one, and fails without a driver.
 IntermediatesCache.pin_memory = lambda *_: None
 torch.set_num_threads(args.threads)
 

@@ -1,8 +1,8 @@
-"""NVFP4 by NVIDIA's Model Optimizer (nvidia-modelopt) on a CPU, timed.
+"""Times NVFP4 by NVIDIA's Model Optimizer (nvidia-modelopt) on a CPU.
 
-Options as in peer.py; `max` is its recipe W4A16_NVFP4_CFG, which looks at weights alone, on the calibration tokens of
-`quant`, written by its export to a Hugging Face checkpoint. Its recipes that search scales (NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG)
-need triton, and with it a GPU.
+Options as in peer.py; `max` is its recipe W4A16_NVFP4_CFG, which only inspects weights, on the calibration tokens of
+`quant`, written by its export to a Hugging Face checkpoint. Its recipes that search scales
+(NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG) need triton, and therefore a GPU.
 """
 
 import peer

@@ -1,8 +1,8 @@
-"""A Llama checkpoint in one safetensors file of bf16 as GGUF: models_gguf.py MODEL OUT
+"""Converts a Llama checkpoint in one bf16 safetensors file to GGUF: models_gguf.py MODEL OUT
 
-For benchmarks of speed alone: the same weights in the same shape, without vocabulary, the head written apart from the
-embedding even where it is the same. Rows of queries and keys stay in the order of the checkpoint, and rotary scaling
-is left out: neither changes what is computed, only with which numbers.
+Only for speed benchmarks: the same weights in the same shape, without vocabulary, with the head written separately from
+the embedding even if they are tied. Rows of queries and keys stay in the order of the checkpoint, and rotary scaling is
+left out: neither changes the amount of computation, only its numbers.
 """
 
 import json

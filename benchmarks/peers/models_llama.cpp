@@ -3,9 +3,10 @@
 //     models_llama quantize IN.gguf OUT.gguf Q4_0|Q4_K_M|Q8_0 THREADS LIBRARIES
 //     models_llama bench MODEL.gguf PREFILL DECODE REPEAT THREADS LIBRARIES
 //
-// quantize takes the head and the embedding to the 4 bits (or 8) of the other weights as well. bench reads PREFILL
-// tokens at once into an empty cache, then generates DECODE more one after another, greedily, REPEAT times, and prints
-// a line of JSON: seconds of both, of every repetition. Threads wait for work as in llama.cpp's own programs.
+// quantize also rounds the head and the embedding to the 4 (or 8) bits of the other weights. bench processes PREFILL
+// tokens at once into an empty cache, then generates DECODE more one at a time, greedily. It repeats this REPEAT times
+// and prints a line of JSON with the seconds of both parts for every repetition. Threads wait for work as in llama.cpp's
+// own programs.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -65,7 +66,7 @@ int bench(const char * file, int prefill, int decode, int repeat, int threads) {
 
     const int vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     std::vector<llama_token> prompt;
-    // Those of `quant bench`.
+    // The same tokens as in `quant bench`.
     for (int i = 0; i < prefill; ++i) prompt.push_back((i * 7919 + 1) % vocab);
     std::vector<double> prefills, decodes;
     for (int r = 0; r < repeat; ++r) {

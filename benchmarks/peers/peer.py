@@ -1,16 +1,16 @@
-"""What the scripts that run a quantizer have in common: options, the model, and the result.
+"""The common code of the scripts that run a quantizer: options, the model, and the result.
 
     SCRIPT MODEL OUT --method NAME --calibration FILE --samples N --seq-len L
         [--bits B] [--group-size G|channel] [--channel NAME]... [--dtype float32|bfloat16|float16]
         [--set OPTION=VALUE]... [--tokens-sha256 HEX] [--threads N] --result FILE
 
-Weights are symmetric; linears whose name ends in NAME are quantized per channel whatever G is; the head
-stays float. What a method takes beside that, --set gives it; all else is the peer's own default.
+Weights are symmetric; linears whose name ends in NAME are quantized per channel whatever G is; the head stays float.
+--set gives a method's other options; everything else is the peer's own default.
 
-FILE gets the seconds of loading, of the call that quantizes and of saving, the process's peak memory
-before the work and after it, and the versions. With --tokens-sha256 the windows must have that digest.
+FILE receives the seconds of loading, of the quantizing call and of saving, the process's peak memory before and after
+the work, and the versions. With --tokens-sha256 the windows must have that digest.
 
-To be imported before torch, which reads the number of threads when it is loaded.
+Import this before torch, which reads the number of threads when it is loaded.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def arguments(description, methods):
-    """The options, with the environment set as they say."""
+    """Parses the options, and sets the environment accordingly."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
@@ -56,7 +56,7 @@ def arguments(description, methods):
 
 
 def windows(args):
-    """The calibration windows, which must be those of `quant` where it says which they were."""
+    """The calibration windows. They must be those of `quant` if their digest is given."""
     sampled = calibration_windows.sample(
         args.model / "tokenizer.json", args.calibration, args.samples, args.seq_len, args.seed)
     digest = calibration_windows.sha256(sampled)
@@ -65,7 +65,7 @@ def windows(args):
 
 
 def stored_tensors(directory):
-    """All tensors of a checkpoint by their names."""
+    """All tensors of a checkpoint by name."""
     from safetensors import safe_open
 
     stored = {}
@@ -76,7 +76,7 @@ def stored_tensors(directory):
 
 
 class Checkpoint:
-    """A checkpoint whose shared embedding, if it has one, has the name that transformers looks for."""
+    """A checkpoint whose shared embedding, if any, is stored under the name that transformers looks for."""
 
     def __init__(self, model):
         self.directory, self._scratch = model, None
@@ -94,8 +94,8 @@ class Checkpoint:
             save_file(stored, self.directory / "model.safetensors", metadata={"format": "pt"})
 
     def verify(self, model):
-        """Every tensor of a loaded model is the checkpoint's: a load that went well proves nothing,
-        what is missing is filled with random numbers."""
+        """Checks that every tensor of a loaded model equals the checkpoint's. A successful load proves nothing, because
+        missing tensors are filled with random numbers."""
         import torch
 
         stored, loaded = stored_tensors(self.directory), model.state_dict()
@@ -119,12 +119,12 @@ class Run:
         self.args, self.imported_bytes, self.times = args, peak_bytes(), [time.perf_counter()]
 
     def done(self):
-        """One of the steps has ended: loading, quantizing, saving."""
+        """Records the end of a step: loading, quantizing or saving."""
         self.times.append(time.perf_counter())
 
     def finish(self, packages):
-        """Writes the result, and gives the written checkpoint the model's tokenizer byte for byte, so that
-        evaluators see the same."""
+        """Writes the result, and copies the model's tokenizer into the written checkpoint byte for byte, so that
+        evaluators use the same one."""
         import torch
 
         shutil.copy(self.args.model / "tokenizer.json", self.args.out)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of a comparison with peers: setup_venv.sh [DIR [PEERS]]
+# Creates the virtual environment of a comparison with peers: setup_venv.sh [DIR [PEERS]]
 #
-# PEERS is awq (default), llm-compressor; modelopt, NVIDIA's Model Optimizer beside it; or kernels: ONNX Runtime, OpenVINO
-# and PyTorch. DIR defaults to
-# target/peers-venv under the repository root; PYTHON names the interpreter (default python3). A finished
-# environment carries a stamp, the hash of its requirements and the scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
-# torch comes without its GPU libraries, see tests/interop/reduced_torch.sh.
+# PEERS is awq (default) for llm-compressor; modelopt for NVIDIA's Model Optimizer in addition; or kernels for ONNX
+# Runtime, OpenVINO and PyTorch. DIR defaults to target/peers-venv under the repository root; PYTHON names the
+# interpreter (default python3). A finished environment contains a stamp, the hash of its requirements and the scripts.
+# If the stamp matches, the script returns at once; otherwise it rebuilds everything. torch comes without its GPU
+# libraries; see tests/interop/reduced_torch.sh.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -56,7 +56,7 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 
-# Quantized layers are run on a GPU alone.
+# Quantized layers only run on a GPU.
 layers = torch.nn.Sequential(torch.nn.Linear(64, 64))
 mtq.quantize(layers, mtq.W4A16_NVFP4_CFG, lambda m: m(torch.ones(1, 64)))
 assert layers[0].weight_quantizer.is_enabled

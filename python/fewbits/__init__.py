@@ -1,11 +1,11 @@
-"""Quantize large language models on a CPU, and measure what it costs.
+"""Quantize large language models on a CPU, and measure the accuracy loss.
 
 >>> import fewbits
 >>> fewbits.quantize("MODEL", "OUT", method="rtn")            # doctest: +SKIP
 >>> fewbits.evaluate("OUT", text="builtin-heldout", reference="MODEL")  # doctest: +SKIP
 
-Keyword arguments have the names and defaults of the command line's options. Results have attributes, ``to_dict()``, and
-are shown as a page in notebooks. Errors are subclasses of :class:`QuantError`.
+Keyword arguments have the names and defaults of the command-line options. Results have attributes and ``to_dict()``,
+and are displayed as a page in notebooks. Errors are subclasses of :class:`QuantError`.
 """
 
 from fewbits._api import evaluate, gate, inspect, plan, preset_recipe, quantize, update_baseline

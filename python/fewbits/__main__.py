@@ -1,4 +1,4 @@
-"""``python -m fewbits`` is the command line."""
+"""Runs the command line with ``python -m fewbits``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The functions of the package. Keyword arguments have the names and defaults of the command line's options."""
+"""The functions of the package. Keyword arguments have the names and defaults of the command-line options."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _settings(
     imatrix: PathOrName | None,
     save_imatrix: PathOrName | None = None,
 ) -> dict[str, Any]:
-    """The settings of the recipe as the native half takes them."""
+    """The settings of the recipe in the form that the native part takes."""
     counts = {
         "block_size": block_size,
         "samples": samples,
@@ -166,9 +166,9 @@ def plan(
     imatrix: PathOrName | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """What :func:`quantize` with the same arguments would do to every tensor; only headers are read.
+    """Shows what :func:`quantize` with the same arguments would do to every tensor; reads only headers.
 
-    ``format`` is one format or several, ``symmetric=False`` means grids with a zero point, and ``override`` is
+    ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
     ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. The other arguments are those of the command line.
 
     Raises :class:`QuantError`.
@@ -261,15 +261,15 @@ def quantize(
 ) -> Quantized | Gguf:
     """Quantizes a model into ``output``, which appears only when it is complete and verified.
 
-    ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a dataset
-    with a field ``text`` or ``messages``, or lists of chat messages. An iterable is read to its end.
+    ``calibration`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a
+    dataset with a field ``text`` or ``messages``, or lists of chat messages. An iterable is read to its end.
 
     ``memory_budget`` is the memory that the run may use, such as ``"8GiB"``; the default is 80 % of what is available. Beyond
     that, hidden states are kept in files next to ``output``, which does not depend on it.
 
-    ``on_event`` is called with every :class:`Event` on the calling thread; what it raises stops the run. ``progress=True``
-    shows a bar of tqdm. Ctrl-C stops the run where nothing is lost and raises ``KeyboardInterrupt``; the same call with
-    ``resume=True`` continues it, and the result is the same, byte for byte.
+    ``on_event`` is called with every :class:`Event` on the calling thread; an exception that it raises stops the run.
+    ``progress=True`` shows a tqdm bar. Ctrl-C stops the run without losing work and raises ``KeyboardInterrupt``; the
+    same call with ``resume=True`` continues it, and the result is the same, byte for byte.
 
     Raises :class:`QuantError`.
     """
@@ -352,11 +352,11 @@ def evaluate(
     on_event: _OnEvent = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Measures perplexity on a text, and the divergence from ``reference`` where one is given.
+    """Measures perplexity on a text, and the divergence from ``reference`` if one is given.
 
-    ``text`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, or rows of a dataset
-    with a field ``text``. ``on_event``, ``progress`` and Ctrl-C are as in :func:`quantize`; with a ``journal`` the same call
-    continues what was stopped.
+    ``text`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, or rows of a
+    dataset with a field ``text``. ``on_event``, ``progress`` and Ctrl-C work as in :func:`quantize`; with a
+    ``journal``, the same call continues a stopped evaluation.
 
     Raises :class:`QuantError`.
     """
@@ -394,7 +394,7 @@ _Results = Union[PathOrName, Evaluation, Mapping[str, Evaluation], Sequence[Unio
 
 
 def _results(given: _Results) -> list[dict[str, Any]]:
-    """Results with the names by which a policy and a baseline know them."""
+    """Results with the names that a policy and a baseline use for them."""
     if isinstance(given, Mapping):
         return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
     if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):
@@ -413,12 +413,12 @@ def gate(
     report: PathOrName | None = None,
     junit: PathOrName | None = None,
 ) -> GateResult:
-    """Decides by a policy whether models have become worse than they may.
+    """Checks whether models have become worse than a policy allows.
 
-    ``results`` are files that :meth:`Evaluation.save` or the command line wrote, evaluations, or ``{"name": evaluation}``. A
-    file is known by its name without the extension, an evaluation by the last part of its model's path. ``policy`` is a
-    path, or the text of a policy (TOML). A gate that fails raises nothing: see :attr:`GateResult.verdict`, or call
-    :meth:`GateResult.check`.
+    ``results`` are files that :meth:`Evaluation.save` or the command line wrote, evaluations, or
+    ``{"name": evaluation}``. A file is identified by its name without the extension, an evaluation by the last part of
+    its model's path. ``policy`` is a path, or the text of a policy (TOML). A failed gate does not raise: see
+    :attr:`GateResult.verdict`, or call :meth:`GateResult.check`.
 
     Raises :class:`QuantError`.
     """
@@ -436,7 +436,7 @@ def gate(
 
 
 def update_baseline(results: _Results, baseline: PathOrName) -> str:
-    """Makes results the baseline of later gates, and returns its path. Only a baseline is replaced.
+    """Makes results the baseline of later gates, and returns its path. Only replaces a file that is a baseline.
 
     Raises :class:`QuantError`.
     """
@@ -445,7 +445,7 @@ def update_baseline(results: _Results, baseline: PathOrName) -> str:
 
 
 def inspect(model: PathOrName) -> Inspection:
-    """What a checkpoint holds.
+    """Describes the contents of a checkpoint.
 
     Raises :class:`QuantError`.
     """
@@ -453,7 +453,7 @@ def inspect(model: PathOrName) -> Inspection:
 
 
 def preset_recipe(preset: str) -> str:
-    """A preset as a recipe file (TOML), to start one's own from.
+    """Returns a preset as a recipe file (TOML), a starting point for a custom one.
 
     Raises :class:`QuantError`.
     """

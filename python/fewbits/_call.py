@@ -1,4 +1,4 @@
-"""How the package calls its native half."""
+"""Calls from the package into its native part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Texts = Union[str, "PathLike[str]", Iterable[Any]]
 
 
 def code() -> str:
-    """The file of the native half: a run is resumed by the same one only."""
+    """The file of the native part. A run can only be resumed with the same one."""
     found = _native.__file__
     if found is None:
         raise AssertionError("the native half was loaded from no file")
@@ -28,7 +28,7 @@ def code() -> str:
 
 
 def python() -> str | None:
-    """The interpreter, where it is a program that can be started once more; tokenizers run in such processes."""
+    """The interpreter, if it is an executable that can be started again; tokenizers run in such processes."""
     named = sys.executable
     return named if named and Path(named).is_file() else None
 
@@ -43,7 +43,8 @@ def run(
     threads: int | None = None,
     resume_with: str | None = None,
 ) -> Any:
-    """Runs a job of the native half and returns its result. After Ctrl-C, `resume_with` is how the same call continues."""
+    """Runs a job of the native part and returns its result. `resume_with` is the argument with which the call continues
+    after Ctrl-C."""
     check_threads(threads)
     listener = Listener(on_event, progress)
     wants_estimate = on_event is not None
@@ -61,23 +62,23 @@ def run(
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuses what is no number of threads."""
+    """Rejects an invalid number of threads."""
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
 
 
 def path(given: PathOrName) -> str:
-    """A path as text; names of models stay as they are."""
+    """A path as text; model names stay unchanged."""
     return fspath(given)
 
 
 def optional_path(given: PathOrName | None) -> str | None:
-    """The same of a path that may be absent."""
+    """Like :func:`path`, for a path that may be absent."""
     return None if given is None else fspath(given)
 
 
 def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str] | None]:
-    """A text as the native half takes it: a path or a name, or rows as JSON."""
+    """A text in the form that the native part takes: a path or a name, or rows as JSON."""
     if given is None:
         return None, None
     if isinstance(given, (str, PathLike)):
@@ -92,7 +93,7 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
 
 
 def _row(row: Any, number: int, name: str) -> str:
-    """A row as JSON; of a dataset's row the columns that are read, others may hold anything."""
+    """A row as JSON. Only the columns that are read are taken from a dataset's row; others may contain anything."""
     if isinstance(row, Mapping):
         row = {key: row[key] for key in ("messages", "tools", "text") if key in row}
     try:

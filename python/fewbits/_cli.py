@@ -1,4 +1,4 @@
-"""The command line, which is that of the program ``quant``."""
+"""The command line, the same as that of the program ``quant``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fewbits._call import code, python
 
 
 def main() -> int:
-    """Runs the command line with the process's arguments; the exit code."""
+    """Runs the command line with the process's arguments, and returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # The program watches for it itself, and its exit code says so; Python would raise KeyboardInterrupt besides.
+        # The program handles the signal itself and reports it in its exit code; Python would also raise
+        # KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _native.cli(["quant", *sys.argv[1:]], code(), python())
 

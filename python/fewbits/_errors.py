@@ -1,4 +1,4 @@
-"""What can go wrong, by the kind of failure: one class for each exit code of the command line."""
+"""The exceptions: one class for each exit code of the command line."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from typing import Any, ClassVar
 
 
 class FewbitsWarning(UserWarning):
-    """Something about a model or a result that one should know, though the work goes on."""
+    """A problem with a model or a result that does not stop the work."""
 
 
 class QuantError(Exception):
-    """A failure. ``str()`` has the message and the remedy."""
+    """A failure. ``str()`` gives the message and the remedy."""
 
     #: ``usage``, ``input``, ``environment``, ``numeric``, ``internal`` or ``interrupted``.
     category: ClassVar[str] = ""
-    #: What the command line exits with.
+    #: The exit code of the command line.
     exit_code: ClassVar[int] = 1
 
-    #: What happened and where.
+    #: What happened, and where.
     message: str
     #: What to do about it.
     remedy: str
-    #: The tensor or linear that it is about, where there is one.
+    #: The tensor or linear concerned, if any.
     tensor: str | None
-    #: The file or directory that it is about, where there is one.
+    #: The file or directory concerned, if any.
     path: str | None
 
     def __init__(
         self, message: str, remedy: str = "", tensor: str | None = None, path: str | None = None
     ) -> None:
-        # Not that of the class beside it: OSError takes its arguments for numbers and names of its own.
+        # Not the other base class's ``__init__``: OSError would interpret the arguments as an error number and file
+        # names.
         Exception.__init__(self, message, remedy, tensor, path)
         self.message = message
         self.remedy = remedy
@@ -41,14 +42,14 @@ class QuantError(Exception):
 
 
 class UsageError(QuantError, ValueError):
-    """The request itself cannot be fulfilled."""
+    """The request itself is invalid."""
 
     category = "usage"
     exit_code = 2
 
 
 class InputError(QuantError, ValueError):
-    """A file or a dataset that was given is broken, hostile or unsupported."""
+    """An input file or dataset is broken, hostile or unsupported."""
 
     category = "input"
     exit_code = 4
@@ -76,7 +77,7 @@ class InternalError(QuantError, RuntimeError):
 
 
 class InterruptedRun(QuantError):
-    """Something else than Ctrl-C stopped the run, such as a signal that ended the process of a tokenizer."""
+    """The run was stopped by something other than Ctrl-C, such as a signal that ended a tokenizer's process."""
 
     category = "interrupted"
     exit_code = 75

@@ -1,4 +1,4 @@
-"""What a job reports while it runs, and where that goes: a callback, a progress bar, warnings."""
+"""Events of a running job, and their receivers: a callback, a progress bar, warnings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class StageStarted(Event):
 
     #: ``quantize``, ``verify``, ``evaluate`` …
     stage: str
-    #: What one unit is: ``block``, ``tensor``, ``window`` …
+    #: The kind of unit: ``block``, ``tensor``, ``window`` …
     unit: str
     units: int
 
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """An earlier run has done so many units of the stage. They come first, and pass quickly."""
+    """An earlier run has done this many units of the stage. They come first, and pass quickly."""
 
     units: int
 
@@ -62,7 +62,7 @@ class StepStarted(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """A step took so many seconds this time; it comes again with every block."""
+    """A step took this many seconds; it is repeated for every block."""
 
     step: str
     seconds: float
@@ -70,14 +70,14 @@ class StepDone(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something that one should know."""
+    """A problem that does not stop the work."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Noted(Event):
-    """Something worth a line; ``label`` is ``note``, or ``lost`` for what a format has no place for."""
+    """A remark; ``label`` is ``note``, or ``lost`` for what a format cannot represent."""
 
     label: str
     message: str
@@ -85,7 +85,7 @@ class Noted(Event):
 
 @dataclass(frozen=True)
 class Expected(Event):
-    """What a stage is expected to take, before it begins."""
+    """The expected time of a stage, before it begins."""
 
     stage: str
     seconds: float
@@ -108,7 +108,7 @@ _KINDS: dict[str, type[Event]] = {
 
 
 class Bar:
-    """A bar of tqdm for each stage."""
+    """A tqdm bar for each stage."""
 
     def __init__(self) -> None:
         try:
@@ -145,7 +145,7 @@ class Bar:
 
 
 class Listener:
-    """Takes the events of one job, on the thread that called it."""
+    """Receives the events of one job, on the thread that called it."""
 
     def __init__(self, on_event: Callable[[Event], object] | None, progress: bool) -> None:
         if on_event is not None and not callable(on_event):
@@ -165,6 +165,6 @@ class Listener:
             self._on_event(event)
 
     def close(self) -> None:
-        """After the job, however it ended."""
+        """Called after the job, however it ended."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,5 @@
-"""The kernels of the extension by its C interface, called through pointers: no copy, and nothing of torch to build with."""
+"""The extension's kernels, called through pointers of its C interface: without copies, and without building against
+torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from fewbits._call import code
 from fewbits._errors import InternalError, UsageError
 
-#: `QZ1_TYPE_…` by torch's name of a type.
+#: `QZ1_TYPE_…` by torch's name of the type.
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 
 
@@ -36,7 +37,7 @@ class _Weights(Structure):
 
 
 class Layout(Structure):
-    """`qz1_layout`: where everything is in packed bytes."""
+    """`qz1_layout`: the positions within the packed bytes."""
 
     _fields_ = [
         ("struct_size", c_uint32),
@@ -132,7 +133,7 @@ class _Rows(threading.local):
         return handle
 
     def __del__(self, library: ctypes.CDLL = _LIBRARY) -> None:
-        # When the interpreter ends, the module's names are gone before this is called.
+        # At interpreter exit, the module's names may be gone before this is called.
         library.qz1_float_rows_free(self.float)
         library.qz1_int8_rows_free(self.int8)
 
@@ -142,7 +143,7 @@ _POOLS: dict[tuple[int, int], _Parallel] = {}
 
 
 def _parallel(threads: int) -> _Parallel | None:
-    """Threads to run on. A forked child makes its own: it inherits none."""
+    """The threads to run on. A forked child creates its own, because it inherits none."""
     if threads <= 1:
         return None
     known = _POOLS.get((os.getpid(), threads))
@@ -157,7 +158,8 @@ def _parallel(threads: int) -> _Parallel | None:
 
 
 def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, scales: int, sums: bool) -> tuple[_Weights, Layout]:
-    """A matrix ``[n, k]`` at these addresses, one code a byte and ``f32`` scales ``[n, k / group_size]``, and its layout."""
+    """A matrix ``[n, k]`` at these addresses, with one code per byte and ``f32`` scales ``[n, k / group_size]``, and
+    its layout."""
     n, k = shape
     weights = _Weights(
         struct_size=ctypes.sizeof(_Weights),
@@ -194,7 +196,7 @@ def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
 
 
 def layout_numbers(layout: Layout) -> list[int]:
-    """A layout as integers, which an operator takes; ``id`` as a signed one."""
+    """A layout as integers, which an operator can take; ``id`` as a signed one."""
     numbers = [int(getattr(layout, field[0])) for field in Layout._fields_]
     return [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
 
@@ -223,9 +225,10 @@ def linear(
     static: tuple[float, int] | None,
     threads: int,
 ) -> None:
-    """``out = x · Wᵀ + bias``: ``x`` has ``count`` values of the type ``kind``, ``out`` is ``f32``, all at addresses.
+    """``out = x · Wᵀ + bias``: ``x`` has ``count`` values of the type ``kind``, ``out`` is ``f32``; all are addresses.
 
-    ``activations`` is ``float``, or ``int8`` for 8 bits, by a scale per row or by ``static``'s scale and zero.
+    ``activations`` is ``float``, or ``int8`` for 8 bits with a scale per row, or with the scale and zero point of
+    ``static``.
     """
     layout = _layout(numbers)
     message, text = _message()
@@ -237,7 +240,7 @@ def linear(
     common = (byref(layout), packed, layout.bytes)
     end = (bias, bias_len, out, rows * n)
     if activations == "float":
-        # A single row is packed sooner than threads wake up.
+        # A few rows are packed faster than threads wake up.
         few = parallel if rows > 4 else None
         _check(_LIBRARY.qz1_float_rows_pack(_ROWS.float, byref(layout), byref(values), few, byref(message)), text)
         status = _LIBRARY.qz1_multiply_float(*common, _ROWS.float, *end, parallel, byref(message))

@@ -1,4 +1,4 @@
-"""A model in memory that scores and writes text, on packed weights and without torch."""
+"""A model in memory that scores and generates text, with packed weights and without torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _OnEvent = Union[Callable[[Event], object], None]
 
 @dataclass(frozen=True)
 class Generated:
-    """A text that a model wrote."""
+    """A text that a model generated."""
 
     text: str
-    #: Without one that ended the text.
+    #: Without the token that ended the text.
     tokens: tuple[int, ...]
     #: Why it ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
 
 
 class Model:
-    """A checkpoint, float or quantized, ready to score and to write.
+    """A checkpoint, float or quantized, ready to score and generate text.
 
-    Quantized linears stay packed and are multiplied by the kernels (``execution="kernels"``), or are computed from the floats
-    that they stand for (``"fake"``). ``kv`` is the precision of the KV cache, ``max_length`` the longest context, by default
-    the model's own. What is not packed is held in memory as floats.
+    Quantized linears stay packed and are multiplied by the kernels (``execution="kernels"``), or are dequantized
+    (``"fake"``). ``kv`` is the precision of the KV cache, ``max_length`` the maximum context length, by default the
+    model's own. Weights that are not packed are held in memory as floats.
 
     Raises :class:`QuantError`, as all methods do.
     """
@@ -60,11 +60,11 @@ class Model:
             listener.close()
         about: dict[str, Any] = json.loads(self._native.about)
         self._special: dict[str, dict[str, Any]] = about["special_tokens"]
-        #: Tokens that end a text, of ``generation_config.json`` or ``config.json``.
+        #: Tokens that end a text, from ``generation_config.json`` or ``config.json``.
         self.eos_token_ids: tuple[int, ...] = tuple(about["eos_token_ids"])
-        #: The longest context.
+        #: The maximum context length.
         self.max_length: int = about["positions"]
-        #: Tokens that the model knows.
+        #: Size of the model's vocabulary.
         self.vocab_size: int = about["vocab"]
 
     def __repr__(self) -> str:
@@ -76,12 +76,12 @@ class Model:
         return None if found is None else str(found["text"])
 
     def special_token_id(self, name: str) -> int | None:
-        """The number of such a token."""
+        """The id of such a token."""
         found = self._special.get(name)
         return None if found is None or found["id"] is None else int(found["id"])
 
     def encode(self, texts: Iterable[str], *, special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text, with those that the tokenizer adds, or without them."""
+        """The tokens of each text, with or without those that the tokenizer adds."""
         request = {"texts": list(texts), "special": special_tokens}
         tokens: list[list[int]] = self._ask("encode", request)
         return tokens
@@ -92,7 +92,7 @@ class Model:
         return text
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation by the model's chat template, and the beginning of the next answer."""
+        """A conversation rendered by the model's chat template, with the beginning of the next answer."""
         text: str = self._ask("chat", list(messages))
         return text
 
@@ -103,8 +103,8 @@ class Model:
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> list[tuple[float, bool]]:
-        """How likely each continuation is after its context, both as tokens: the sum of the natural logarithms of its tokens'
-        probabilities, and whether each of them is the most likely one. A context has at least one token."""
+        """The likelihood of each continuation after its context, both as tokens: the sum of the natural logarithms of
+        its tokens' probabilities, and whether each of them is the most likely one. A context has at least one token."""
         scored = [
             {"tokens": [*context, *continuation], "first": len(context)} for context, continuation in requests
         ]
@@ -127,9 +127,10 @@ class Model:
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> list[Generated]:
-        """Writes after each prompt, a text or tokens, one after the other. A text ends before a string of ``stop``.
+        """Generates text after each prompt, which is a text or tokens, one prompt after the other. A text ends before a
+        string in ``stop``.
 
-        The most likely token is taken unless ``do_sample=True``; what is not given then is the model's own
+        The most likely token is taken unless ``do_sample=True``; settings that are not given then come from the model's
         ``generation_config.json``. The same seed gives the same text.
         """
         asked = list(prompts)

@@ -12,13 +12,13 @@ from fewbits._results import Result, _size, _table
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine loads what would be written."""
+    """Whether an engine loads the planned output."""
 
     engine: str
     version: str
-    #: How many ranks (GPUs).
+    #: The number of ranks (GPUs).
     ranks: int
-    #: ``yes``, ``no`` or a word between.
+    #: ``yes``, ``no`` or something in between.
     loads: str
     reason: str | None
 
@@ -29,14 +29,14 @@ class EngineVerdict:
 
 @dataclass(frozen=True)
 class PlannedFormat:
-    """What would be written in one format."""
+    """The planned output in one format."""
 
     format: str
     output_bytes: int
     #: None for GGUF files, which count all weights.
     bits_per_quantized_weight: float | None
     warnings: tuple[str, ...]
-    #: What the format cannot hold of what is asked for.
+    #: What the format cannot represent of the requested quantization.
     loses: tuple[str, ...]
     engines: tuple[EngineVerdict, ...]
     #: Each tensor, as in JSON.
@@ -48,11 +48,11 @@ class PlannedFormat:
 
 
 class Plan(Result):
-    """What :func:`fewbits.plan` found."""
+    """The result of :func:`fewbits.plan`."""
 
     __slots__ = ("seconds",)
 
-    #: About how long a run takes on this machine, where that is known.
+    #: The estimated time of a run on this machine, if known.
     seconds: float | None
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
@@ -61,12 +61,12 @@ class Plan(Result):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is about a GGUF file."""
+        """Whether the plan is for a GGUF file."""
         return "mixture" in self._fields
 
     @property
     def method(self) -> str | None:
-        """The method; none for GGUF files."""
+        """The method; None for GGUF files."""
         return self._fields.get("method")
 
     @property
@@ -76,7 +76,7 @@ class Plan(Result):
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """About how much memory a run takes, where that is known."""
+        """The estimated memory of a run, if known."""
         return self._fields.get("peak_memory_bytes")
 
     @property
@@ -86,7 +86,7 @@ class Plan(Result):
 
     @property
     def formats(self) -> tuple[PlannedFormat, ...]:
-        """What would be written, one for each format."""
+        """The planned outputs, one per format."""
         fields = self._fields
         if self.is_gguf:
             one = {"format": fields["format"], "output_bytes": fields["output_bytes"], "warnings": fields["notes"]}
@@ -167,13 +167,13 @@ class TensorInfo:
 
 
 class Inspection(Result):
-    """What :func:`fewbits.inspect` found."""
+    """The result of :func:`fewbits.inspect`."""
 
     __slots__ = ()
 
     @property
     def family(self) -> str:
-        """The family of models."""
+        """The model family."""
         return str(self._fields["family"])
 
     @property
@@ -183,7 +183,7 @@ class Inspection(Result):
 
     @property
     def hidden_size(self) -> int:
-        """Features of the hidden states."""
+        """Width of the hidden states."""
         return int(self._fields["hidden_size"])
 
     @property
@@ -193,12 +193,12 @@ class Inspection(Result):
 
     @property
     def max_positions(self) -> int:
-        """Positions that the model was made for."""
+        """Maximum number of positions in the model's configuration."""
         return int(self._fields["max_positions"])
 
     @property
     def quant_method(self) -> str | None:
-        """The format of its quantized weights; none for a float model."""
+        """The format of its quantized weights; None for a float model."""
         method: str | None = self._fields["quant_method"]
         return method
 

@@ -1,4 +1,4 @@
-"""Results of runs: what the command line prints as JSON, with attributes."""
+"""Results of runs: the JSON output of the command line, with attributes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _size(count: int) -> str:
 
 
 def _table(header: list[str], rows: Iterator[list[str]]) -> str:
-    """A table of a notebook. Names come from files and are escaped."""
+    """A table in a notebook. Names come from files and are escaped."""
     cells = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _frame(page: str) -> str:
-    """A page of its own inside a notebook. It has no scripts; the frame would let none run."""
+    """A separate page inside a notebook. It has no scripts, and the frame would not run any."""
     return (
         f'<iframe sandbox style="width:100%;height:36rem;border:0" title="report" '
         f'srcdoc="{html.escape(page, quote=True)}"></iframe>'
@@ -37,7 +37,7 @@ def _frame(page: str) -> str:
 
 
 class Result:
-    """A result. ``to_dict()`` is what the command line prints with ``--json``."""
+    """A result. ``to_dict()`` gives what the command line prints with ``--json``."""
 
     __slots__ = ("_fields",)
 
@@ -81,13 +81,13 @@ class TensorError:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was written."""
+    """A written checkpoint."""
 
     path: str
     format: str
     bytes_after: int
     bits_per_quantized_weight: float
-    #: The tensor with the largest rounding error, where any was rounded.
+    #: The tensor with the largest rounding error, if any was rounded.
     worst_tensor: TensorError | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _worst(fields: Mapping[str, Any]) -> TensorError | None:
 
 
 class Quantized(Result):
-    """What :func:`fewbits.quantize` wrote as checkpoints. A notebook shows the report of the first."""
+    """The checkpoints written by :func:`fewbits.quantize`. A notebook shows the report of the first."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ class Quantized(Result):
 
     @property
     def outputs(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints, one for each format."""
+        """The checkpoints, one per format."""
         return tuple(Checkpoint(**{**one, "worst_tensor": _worst(one)}) for one in self._fields["outputs"])
 
     @property
@@ -142,17 +142,17 @@ class Quantized(Result):
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Duration in seconds."""
         return float(self._fields["seconds"])
 
     @property
     def steps(self) -> dict[str, float]:
-        """Seconds by step, all blocks together."""
+        """Seconds per step, all blocks together."""
         return {step["step"]: step["seconds"] for step in self._fields["steps"]}
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The most memory that this process has had so far, whatever it did."""
+        """Peak memory of this process so far, including other work."""
         peak = self._fields["peak_memory_bytes"]
         return None if peak is None else int(peak)
 
@@ -166,12 +166,12 @@ class Quantized(Result):
         try:
             return _frame(self.outputs[0].report_page())
         except (QuantError, OSError):
-            # Moved or deleted since: what is known here is still true.
+            # The directory has been moved or deleted since; the summary is still valid.
             return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 class Gguf(Result):
-    """What :func:`fewbits.quantize` wrote as a GGUF file."""
+    """The GGUF file written by :func:`fewbits.quantize`."""
 
     __slots__ = ()
 
@@ -192,7 +192,7 @@ class Gguf(Result):
 
     @property
     def bytes_after(self) -> int:
-        """Bytes that were written."""
+        """Bytes written."""
         return int(self._fields["bytes_after"])
 
     @property
@@ -202,7 +202,7 @@ class Gguf(Result):
 
     @property
     def types(self) -> dict[str, int]:
-        """How many tensors have each type."""
+        """The number of tensors of each type."""
         return dict(self._fields["types"])
 
     @property
@@ -212,7 +212,7 @@ class Gguf(Result):
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Duration in seconds."""
         return float(self._fields["seconds"])
 
     def _shown(self) -> str:
@@ -221,7 +221,7 @@ class Gguf(Result):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error, where there are enough windows for one."""
+    """A mean and its standard error, if there are enough windows for one."""
 
     mean: float
     standard_error: float | None
@@ -240,7 +240,7 @@ def _estimate(fields: Mapping[str, Any]) -> Estimate:
 
 
 class Evaluation(Result):
-    """What :func:`fewbits.evaluate` measured. :meth:`save` writes what gates and the command line read."""
+    """The result of :func:`fewbits.evaluate`. :meth:`save` writes the file that gates and the command line read."""
 
     __slots__ = ("_page",)
 
@@ -250,7 +250,7 @@ class Evaluation(Result):
 
     @property
     def name(self) -> str:
-        """The last part of the model's path: what a gate calls this result."""
+        """The last part of the model's path, which is the name of this result in a gate."""
         return os.path.basename(os.path.normpath(str(self._fields["model"]["path"])))
 
     @property
@@ -274,7 +274,7 @@ class Evaluation(Result):
 
     @property
     def perplexity_ratio(self) -> Estimate | None:
-        """Perplexity, divided by the reference's."""
+        """Perplexity divided by the reference's."""
         return self._of_comparison("perplexity_ratio")
 
     @property
@@ -284,7 +284,7 @@ class Evaluation(Result):
 
     @property
     def at_noise_floor(self) -> bool | None:
-        """Whether the divergence is too small for this text to show; none without a reference."""
+        """Whether the divergence is too small to be measured on this text; None without a reference."""
         comparison = self._fields.get("comparison")
         return None if comparison is None else comparison.get("at_noise_floor")
 
@@ -295,26 +295,26 @@ class Evaluation(Result):
 
     @property
     def windows(self) -> int:
-        """Windows that were scored."""
+        """Scored windows."""
         return int(self._fields["windows"])
 
     @property
     def tokens_scored(self) -> int:
-        """Tokens that were scored."""
+        """Scored tokens."""
         return int(self._fields["tokens_scored"])
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Duration in seconds."""
         return float(self._fields["seconds"])
 
     def page(self) -> str | None:
-        """The report as a page (HTML); none for a result that was read from a file."""
+        """The report as a page (HTML); None for a result that was read from a file."""
         return self._page
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Evaluation:
-        """Reads what :meth:`save` wrote. A gate checks it as a whole."""
+        """Reads a file written by :meth:`save`. A gate validates the whole file."""
         with open(file, encoding="utf-8") as read:
             return cls(json.load(read))
 
@@ -351,7 +351,7 @@ class Check:
 
 
 class GateResult(Result):
-    """What :func:`fewbits.gate` decided."""
+    """The result of :func:`fewbits.gate`."""
 
     __slots__ = ("_page", "summary")
 
@@ -375,7 +375,7 @@ class GateResult(Result):
 
     @property
     def exit_code(self) -> int:
-        """What the command line exits with: 0, 1 or 3."""
+        """The exit code of the command line: 0, 1 or 3."""
         return {"pass": 0, "fail": 1, "inconclusive": 3}[self.verdict]
 
     @property
@@ -384,7 +384,7 @@ class GateResult(Result):
         return tuple(Check(**{name: one[name] for name in Check.__dataclass_fields__}) for one in self._fields["checks"])
 
     def check(self) -> None:
-        """Raises ``AssertionError`` with what failed or is open, unless the gate passes: for tests."""
+        """Raises ``AssertionError`` with the failed and inconclusive checks, unless the gate passes; for tests."""
         if not self.passed:
             lines = [f"{one.result}: {one.message}" for one in self.checks if one.verdict != "pass"]
             raise AssertionError("\n".join([f"the gate is {self.verdict}", *lines]))

@@ -26,7 +26,7 @@ def _linear(
     scale: float | None,
     zero: int,
 ) -> torch.Tensor:
-    # Names of `layout`: _kernels.Layout.
+    # The names of the fields of `layout`: _kernels.Layout.
     n, k = layout[6], layout[7]
     if x.shape[-1] != k or packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
         raise ValueError(f"an input of width {x.shape[-1]} for a linear of [{n}, {k}], or foreign packed weights")
@@ -84,7 +84,8 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         activations: str = "float",
         static: tuple[float, int] | None = None,
     ) -> None:
-        """``codes`` ``[n, k]`` are unsigned, one a byte, with the zero at ``2^(bits − 1)``; ``scales`` ``[n, groups]``."""
+        """``codes`` ``[n, k]`` are unsigned, one per byte, with the zero point at ``2^(bits − 1)``; ``scales`` are
+        ``[n, groups]``."""
         super().__init__()
         self.out_features, self.in_features = codes.shape
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
@@ -116,7 +117,7 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
-        # `model.to(dtype)` leaves the bias as the kernels take it.
+        # `model.to(dtype)` keeps the bias in the type that the kernels take.
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.device.type == "cpu":
@@ -128,10 +129,10 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Unsigned codes, one a byte."""
+    """Unsigned codes, one per byte."""
     n, k = shape
     if hasattr(module, "weight_packed"):
-        # Little end first: the bytes of a word are in the order of columns.
+        # Little-endian: the bytes of a word are in the order of columns.
         words = module.weight_packed.data.contiguous().view(torch.uint8).reshape(n, -1)
         if bits == 8:
             return words[:, :k].contiguous()
@@ -142,7 +143,7 @@ def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.
 
 
 def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
-    """What a scheme makes of inputs, where the kernels do it."""
+    """The treatment of inputs in a scheme, if the kernels support it."""
     inputs = scheme.input_activations
     if inputs is None:
         return "float", None
@@ -160,7 +161,7 @@ def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float
 
 
 def _packed(module: torch.nn.Module) -> PackedLinear | None:
-    """A quantized linear as the kernels have it; nothing where they have not."""
+    """The packed form of a quantized linear; None if the kernels do not support it."""
     scheme = getattr(module, "quantization_scheme", None)
     weights = getattr(scheme, "weights", None)
     if weights is None or not isinstance(module, torch.nn.Linear):
@@ -196,7 +197,7 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
 
 
 def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
-    """Puts packed linears in the place of those of compressed-tensors; how many, and how many stayed."""
+    """Replaces linears of compressed-tensors by packed ones; returns how many were replaced and how many were not."""
     replaced = stayed = 0
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
@@ -207,7 +208,7 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
             continue
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
-        # What it was made of is let go before the next one is made.
+        # The source tensors are freed before the next linear is packed.
         for tensors in (module._parameters, module._buffers):
             tensors.clear()
         replaced += 1
@@ -215,10 +216,10 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def quantizer(base: type[Any]) -> type[Any]:
-    """transformers' quantizer of compressed-tensors checkpoints, with packed linears after loading."""
+    """transformers' quantizer for compressed-tensors checkpoints, with packed linears after loading."""
 
     class PackedQuantizer(base):  # type: ignore[misc,valid-type,unused-ignore]
-        """Loads as its base does, then packs."""
+        """Loads as the base class does, then packs."""
 
         _packs = False
 
@@ -244,7 +245,7 @@ def quantizer(base: type[Any]) -> type[Any]:
             return not self._packs and bool(super().is_trainable)
 
         def is_serializable(self) -> bool:
-            # What is packed is in no format that anybody reads.
+            # Packed weights are not in any format that can be read back.
             return not self._packs and bool(super().is_serializable())
 
     return PackedQuantizer

@@ -1,4 +1,4 @@
-"""For people who come from llm-compressor: :func:`oneshot` and its modifiers, on this package.
+"""llm-compressor's interface, :func:`oneshot` and its modifiers, on this package.
 
 Only the imports change:
 
@@ -12,8 +12,8 @@ Only the imports change:
 ...     num_calibration_samples=512,
 ... )
 
-What is not known here is refused by its name, before any work: it is never left out in silence. One thing differs: samples
-are windows of ``max_seq_length`` tokens, into which texts are joined and cut, and not rows that are cut off.
+Unknown arguments are rejected by name before any work; none is silently ignored. One thing differs: samples are windows
+of ``max_seq_length`` tokens, into which texts are joined and cut, instead of truncated rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fewbits._results import Gguf, Quantized
 
 __all__ = ["AWQModifier", "GPTQModifier", "QuantizationModifier", "SmoothQuantModifier", "oneshot"]
 
-#: Names of schemes there, and ours.
+#: Names of schemes in llm-compressor and here.
 SCHEMES = {
     "W4A16": "w4a16-g128-sym",
     "W4A16_ASYM": "w4a16-g128-asym",
@@ -46,7 +46,7 @@ SCHEMES = {
     "MXFP8": "mxfp8",
 }
 
-#: Orders of columns there, and ours.
+#: Column orders in llm-compressor and here.
 ACT_ORDERS: dict[object, str] = {
     "static": "static-groups",
     "weight": "static-groups",
@@ -64,7 +64,7 @@ def _refuse(what: str, unknown: Mapping[str, object], known: Iterable[str]) -> N
 
 
 class _Scheme:
-    """What modifiers with a scheme have in common."""
+    """The common base of modifiers with a scheme."""
 
     def __init__(self, targets: _Names, scheme: str | None, ignore: _Names) -> None:
         name = type(self).__name__
@@ -118,7 +118,7 @@ class GPTQModifier(_Scheme):
 
 
 class AWQModifier(_Scheme):
-    """Scales channels by AWQ, and rounds to nearest where no other modifier rounds."""
+    """Scales channels by AWQ, and rounds to nearest unless another modifier rounds."""
 
     def __init__(
         self, *, targets: _Names = "Linear", scheme: str | None = None, ignore: _Names = (), **unknown: object
@@ -128,7 +128,7 @@ class AWQModifier(_Scheme):
 
 
 class SmoothQuantModifier:
-    """Divides activations by scales, and multiplies weights with them."""
+    """Divides activations by scales, and multiplies weights by them."""
 
     def __init__(self, *, smoothing_strength: float = 0.5, **unknown: object) -> None:
         _refuse("SmoothQuantModifier", unknown, ("smoothing_strength",))
@@ -181,14 +181,14 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             settings.update(modifier.settings)
     if len(schemes) != 1:
         raise UsageError(f"the recipe names {len(schemes)} schemes", "give one modifier of it a scheme=")
-    # The head stays float without being named.
+    # The head stays float even if it is not listed.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """A dataset whose texts stand in a column of another name."""
+    """A dataset whose texts are in a column of another name."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 
@@ -223,10 +223,11 @@ def oneshot(
 ) -> Quantized | Gguf:
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
-    ``recipe`` is a modifier or several. ``dataset`` is what ``calibration`` of :func:`fewbits.quantize` may be; none means the
-    built-in text. The last five arguments are those of :func:`fewbits.quantize`.
+    ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of
+    :func:`fewbits.quantize`; None selects the built-in text. The last five arguments are those of
+    :func:`fewbits.quantize`.
 
-    Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each argument that is not known here.
+    Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.
     """
     known = ("model", "recipe", "output_dir", "dataset", "num_calibration_samples", "max_seq_length", "text_column")
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))

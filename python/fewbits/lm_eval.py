@@ -1,12 +1,12 @@
-"""Models of lm-evaluation-harness on packed weights, without torch.
+"""Models of lm-evaluation-harness with packed weights, without torch.
 
-With lm-evaluation-harness 0.4.13, which finds no plug-ins by itself, import this module first::
+lm-evaluation-harness 0.4.13 does not discover plug-ins, so import this module first::
 
     import fewbits.lm_eval
     lm_eval.simple_evaluate(model="fewbits", model_args="pretrained=OUT", tasks=["hellaswag"])
 
-Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts become tokens, windows and
-continuations by the harness's own rules, those of its ``hf`` model.
+Later versions find ``--model fewbits`` through the entry point ``lm_eval.models``. Texts are split into tokens, windows
+and continuations by the harness's own rules, those of its ``hf`` model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fewbits import Model
 
 __all__ = ["FewbitsLM"]
 
-#: What a task may ask of generation; the rest is refused.
+#: The generation settings that a task may use; others are rejected.
 _SETTINGS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -31,9 +31,10 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     """A checkpoint as a model of the harness.
 
-    ``pretrained`` is its directory. ``execution``, ``kv``, ``max_length`` and ``threads`` are as in :class:`fewbits.Model`;
-    ``add_bos_token``, ``prefix_token_id`` and ``max_gen_toks`` as in the harness's ``hf`` model. ``batch_size`` and
-    ``device`` are accepted and change nothing: equally long requests run together, on the processor.
+    ``pretrained`` is its directory. ``execution``, ``kv``, ``max_length`` and ``threads`` are as in
+    :class:`fewbits.Model`; ``add_bos_token``, ``prefix_token_id`` and ``max_gen_toks`` as in the harness's ``hf``
+    model. ``batch_size`` and ``device`` are accepted and have no effect: requests of equal length run together, on the
+    processor.
     """
 
     backend = "causal"
@@ -92,7 +93,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self._encode([string], add_special_tokens)[0]
 
     def _encode(self, texts: Sequence[str], special: bool | None = None) -> list[list[int]]:
-        """Tokens of many texts at once; a text that begins with the prefix token gets no other."""
+        """Tokens of many texts at once; no prefix token is added to a text that begins with it."""
         flags = [self._adds_special(text) if special is None else special for text in texts]
         found: list[list[int]] = [[] for _ in texts]
         for flag in (True, False):
@@ -108,7 +109,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return True if self.add_bos_token is None else self.add_bos_token
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # The rule of TemplateLM, of which each text would be a call of the tokenizer.
+        # The same rule as TemplateLM's, which would call the tokenizer once per text.
         pairs = [request.args for request in requests]
         moved = [
             (context.rstrip(), context[len(context.rstrip()) :] + continuation) if context else (context, continuation)
@@ -136,12 +137,12 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     ) -> list[tuple[float, bool]]:
         scored = []
         for _name, context, continuation in requests:
-            # The last token is predicted and not read.
+            # The last token is only predicted, never read.
             kept = [*context, *continuation][-(self.max_length + 1) :]
-            # A continuation as long as the model's context leaves one token before it.
+            # A continuation as long as the model's context leaves one token of context before it.
             count = min(len(continuation), len(kept) - 1)
             scored.append((kept[: len(kept) - count], kept[len(kept) - count :]))
-        # Nothing is certain of nothing.
+        # An empty continuation has probability 1.
         asked = [(context, continuation) for context, continuation in scored if continuation]
         answers = iter(self.model.log_likelihoods(asked, progress=not disable_tqdm))
         results = [next(answers) if continuation else (0.0, True) for _, continuation in scored]
@@ -182,7 +183,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             settings = dict(requests[numbers[0]].args[1])
             stop = settings.pop("until", None) or []
             stop = [stop] if isinstance(stop, str) else list(stop)
-            # In this order, as the harness reads them; all names are taken out.
+            # In the order in which the harness reads them; all names are removed.
             lengths = [settings.pop(name, None) for name in _LENGTHS]
             length = next((int(value) for value in lengths if value is not None), self.max_gen_toks)
             given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
@@ -216,5 +217,5 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        # The harness keeps it beside the results; the template itself is applied by the library.
+        # The harness only stores this with the results; the library applies the template itself.
         return "the model's own" if chat_template else None

@@ -1,14 +1,14 @@
-"""transformers on a CPU with packed weights: the linears of a checkpoint stay as small as they are, and our kernels
+"""transformers on a CPU with packed weights: the linears of a checkpoint stay packed in memory, and our kernels
 multiply them.
 
 >>> import fewbits.transformers
 >>> fewbits.transformers.enable()                                       # doctest: +SKIP
 >>> model = AutoModelForCausalLM.from_pretrained("OUT")                 # doctest: +SKIP
 
-Without it transformers makes floats of a compressed-tensors checkpoint before the first token. With it these linears keep
-their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations or with 8-bit ones per
-token or static. Everything else of the model, and every linear of another kind, is computed by torch as before. For inference
-only: there are no gradients.
+Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears
+keep their codes: symmetric integer weights of 2, 4 or 8 bits, in groups or per channel, with float activations, or with
+8-bit activations per token or static. Everything else in the model, and every other kind of linear, is computed by
+torch as before. For inference only: there are no gradients.
 
 Needs torch, transformers and compressed-tensors, which this package does not install.
 """
@@ -22,19 +22,19 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 _METHOD = "compressed-tensors"
 _LOGGER = logging.getLogger("fewbits")
-#: What was in the place of our quantizer.
+#: The quantizer that ours replaced.
 _BEFORE: list[Any] = []
 
 
 def is_enabled() -> bool:
-    """Whether checkpoints that are loaded now keep packed weights."""
+    """Whether checkpoints loaded from now on keep packed weights."""
     return bool(_BEFORE)
 
 
 def enable() -> None:
-    """From now on ``from_pretrained`` keeps the packed weights of compressed-tensors checkpoints on a CPU.
+    """Makes ``from_pretrained`` keep the packed weights of compressed-tensors checkpoints on a CPU from now on.
 
-    Raises ``ImportError`` where torch, transformers or compressed-tensors is missing.
+    Raises ``ImportError`` if torch, transformers or compressed-tensors is missing.
     """
     if _BEFORE:
         return
@@ -50,7 +50,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """From now on checkpoints are loaded as transformers does; models that are loaded stay as they are."""
+    """Makes transformers load checkpoints in its own way again; loaded models stay unchanged."""
     if _BEFORE:
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 

@@ -1,4 +1,4 @@
-//! Errors of the library as exceptions of the package.
+//! Converts errors of the library to exceptions of the package.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -7,7 +7,7 @@ use quant_core::wording::worded;
 
 use crate::wording::Keywords;
 
-/// The exception for an error, made by `fewbits._errors`, which has the classes.
+/// The exception for an error, built by `fewbits._errors`, which defines the classes.
 pub fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let made = || -> PyResult<Bound<'_, PyAny>> {
         let fields = PyDict::new(py);

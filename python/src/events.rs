@@ -1,4 +1,4 @@
-//! Events on their way from the thread of a job to the caller's.
+//! Passes events from a job's thread to the caller's thread.
 
 use std::sync::Mutex;
 use std::sync::mpsc::Sender;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::wording::Keywords;
 
-/// Sends every event through a channel. Nobody may be listening any more; that does not stop the work.
+/// Sends every event through a channel. The receiver may be gone; that does not stop the work.
 pub struct Channel {
     pub sender: Mutex<Sender<Event>>,
     pub wants_estimate: bool,
@@ -26,7 +26,8 @@ impl Observer for Channel {
     }
 }
 
-/// The kind of an event, which is the name of its class, and its fields; none for kinds that the package does not know.
+/// The kind of an event, which is the name of its class, and its fields; `None` for kinds that the package does not
+/// know.
 pub fn fields(event: &Event) -> Option<(&'static str, Value)> {
     let said = |message: &str| worded(message, &Keywords).into_owned();
     Some(match event {

@@ -1,4 +1,4 @@
-//! The gate: results judged by a policy, and baselines.
+//! The gate: judges results by a policy, and writes baselines.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::requests::parse;
 
-/// A result: a file, or what an evaluation gave.
+/// A result: a file, or the output of an evaluation.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Given {
@@ -52,7 +52,7 @@ fn results(given: Vec<Given>) -> Result<Vec<(String, Evaluation)>> {
     Ok(results)
 }
 
-/// Judges; how it ended is part of the answer.
+/// Judges results; the verdict is part of the answer.
 pub fn gate(request: &str, session: &Session) -> Result<String> {
     let asked: Gate = parse(request)?;
     let files = asked.results.iter().filter_map(|given| match given {
@@ -91,7 +91,7 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
 pub fn update_baseline(request: &str) -> Result<String> {
     let Update { results: given, baseline } = parse(request)?;
     let results = results(given)?;
-    // What is no baseline is not replaced: it may be something else.
+    // A file that is not a baseline is not replaced: it may be something else.
     if baseline.exists() {
         Baseline::read(&baseline)?;
     }

@@ -1,4 +1,4 @@
-//! A job on a thread of its own, and the caller's thread that waits for it.
+//! Runs a job on its own thread while the caller's thread waits.
 
 use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,34 +18,34 @@ use crate::error::exception;
 use crate::events::{Channel, fields};
 use crate::{gate, requests};
 
-/// How often the caller's thread looks for signals.
+/// How often the caller's thread checks for signals.
 const LOOK: Duration = Duration::from_millis(50);
-/// Stack of the job's thread: it reads files as the program's main thread does.
+/// Stack size of the job's thread, which reads files like the program's main thread.
 const STACK: usize = 8 << 20;
 
-/// What a job does, on its own thread.
+/// The work of a job, run on its own thread.
 pub type Work = Box<dyn FnOnce(&Session) -> Result<String> + Send>;
 
-/// Where this code lies, and the interpreter that can load it once more.
+/// The location of this code, and the interpreter that can load it again.
 pub struct Place {
     /// The extension's file.
     pub code: PathBuf,
-    /// The interpreter, where it is a program of its own.
+    /// The interpreter, if it is an executable.
     pub python: Option<PathBuf>,
 }
 
-/// Loads the extension alone, from its file, and serves.
+/// Loads only the extension, from its file, and serves.
 const WORKER: &str = "import sys; from importlib.util import spec_from_file_location as s, module_from_spec as m; \
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
 impl Place {
-    /// The same for the command line.
+    /// The same information for the command line.
     pub fn embedding(self) -> quant_cli::Embedding {
         let worker = self.worker();
         quant_cli::Embedding { code: self.code, worker }
     }
 
-    /// The command of a process that runs tokenizers. Nothing of the user's environment is loaded there.
+    /// The command of a process that runs tokenizers. It loads nothing of the user's environment.
     fn worker(&self) -> Option<(PathBuf, Vec<OsString>)> {
         let words = ["-I", "-S", "-c", WORKER].map(OsString::from);
         let arguments = words.into_iter().chain([self.code.clone().into_os_string()]).collect();
@@ -53,7 +53,7 @@ impl Place {
     }
 }
 
-/// The work of a kind.
+/// The work for this kind of job.
 pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<Work> {
     Ok(match kind {
         "plan" => Box::new(move |session| requests::plan(&request, session)),
@@ -68,20 +68,20 @@ pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<
     })
 }
 
-/// Serves a tokenizer or a template; the exit code.
+/// Serves a tokenizer or a template, and returns the exit code.
 #[cfg(target_os = "linux")]
 pub fn serve_text() -> u8 {
     quant_cli::text_worker::run()
 }
 
-/// Other systems start no such processes.
+/// Such processes are not started on other systems.
 #[cfg(not(target_os = "linux"))]
 pub fn serve_text() -> u8 {
     Error::Internal("a text worker on this system".into()).category().exit_code()
 }
 
-/// Runs a job and waits for it. A signal whose handler raises, such as Ctrl-C, or an exception of `on_event` asks the job
-/// to stop where nothing is lost, and is raised when it has stopped.
+/// Runs a job and waits for it. If a signal handler raises, as for Ctrl-C, or `on_event` raises, the job is asked to
+/// stop without losing work, and the exception is raised when it has stopped.
 pub fn run(
     py: Python<'_>,
     work: Work,
@@ -102,7 +102,7 @@ pub fn run(
         let session = Session { progress, cancel: token, text_workers, code: Some(place.code) };
         pool.install(|| work(&session))
     };
-    // Nothing that a panic leaves behind is looked at again.
+    // State that a panic leaves behind is not used again.
     let guarded = move || {
         catch_unwind(AssertUnwindSafe(thread))
             .unwrap_or_else(|_| Err(Error::Internal("the job panicked".into())))
@@ -125,7 +125,7 @@ fn join(thread: JoinHandle<Result<String>>) -> Result<String> {
     thread.join().unwrap_or_else(|_| Err(Error::Internal("the job panicked".into())))
 }
 
-/// Hands events on until the job has ended; what was raised meanwhile.
+/// Passes events on until the job has ended; returns the exception raised in the meantime.
 fn attend(
     py: Python<'_>,
     events: &Mutex<Receiver<Event>>,
@@ -152,7 +152,7 @@ fn attend(
             looked = Instant::now();
             py.check_signals()
         });
-        // Once it stops, a second signal changes nothing.
+        // While it stops, a second signal has no effect.
         if let Err(error) = handed {
             cancel.cancel();
             raised.get_or_insert(error);

@@ -1,8 +1,8 @@
-//! The native half of the Python package `fewbits`: the command line, and jobs that take and give JSON. The Python half
-//! (`fewbits/`) makes keyword arguments and typed results of it.
+//! The native part of the Python package `fewbits`: the command line, and jobs with JSON requests and results. The
+//! Python part (`fewbits/`) adds keyword arguments and typed results.
 //!
-//! A job runs on a thread of its own, without the interpreter's lock; the caller's thread waits, hands events on and
-//! looks for signals. Nothing global is set: no allocator, no thread pool, no signal handler.
+//! A job runs on its own thread, without the interpreter's lock. The caller's thread waits, passes events on and checks
+//! for signals. Nothing global is set: no allocator, no thread pool, no signal handler.
 
 mod error;
 mod events;
@@ -23,27 +23,27 @@ mod _native {
     use crate::job::{self, Place};
     #[pymodule_export]
     use crate::models::Model;
-    // What it exports, `fewbits.transformers` calls by name.
+    // `fewbits.transformers` calls its exported functions by name.
     use quant_kernels as _;
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "the name that Python has for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
-    /// Runs the command line with these arguments, of which the first is its name, and gives its exit code.
+    /// Runs the command line with these arguments, the first of which is the program's name, and returns its exit code.
     #[pyfunction]
     fn cli(py: Python<'_>, arguments: Vec<OsString>, code: PathBuf, python: Option<PathBuf>) -> u8 {
         let embedding = Place { code, python }.embedding();
         py.detach(|| quant_cli::main(arguments, Some(embedding)))
     }
 
-    /// Serves a tokenizer or a chat template to the process that started this one, and gives the exit code.
+    /// Serves a tokenizer or a chat template to the process that started this one, and returns the exit code.
     #[pyfunction]
     fn text_worker(py: Python<'_>) -> u8 {
         py.detach(job::serve_text)
     }
 
-    /// Runs a job: `kind` with its request (JSON) and the rows of a dataset (each JSON), if one is given. Events go to
+    /// Runs a job: `kind` with its request (JSON) and the rows of a dataset (each JSON), if given. Events go to
     /// `on_event` as a kind and JSON, on this thread. Returns the result as JSON.
     #[pyfunction]
     #[pyo3(signature = (kind, request, rows, on_event, code, python, threads=None, estimate=false))]

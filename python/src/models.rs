@@ -1,4 +1,4 @@
-//! A model in memory: what scores and writes text for Python, call after call.
+//! A model in memory that scores and generates text for Python, call after call.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,17 +21,17 @@ use serde_json::{Value, json};
 use crate::job::{self, Place};
 use crate::requests::{choice, parse};
 
-/// Longer contexts are refused: tables and the cache grow with them.
+/// Longer contexts are rejected, because tables and the cache grow with them.
 const MAX_CONTEXT: usize = 1 << 20;
 
-/// A model that is loaded.
+/// A loaded model.
 struct Loaded {
     opened: Opened,
     decoder: Decoder,
     tokenizer: TextTokenizer,
     /// Tokens that end a text.
     eos: Vec<u32>,
-    /// Loaded when first asked for: most models are scored without.
+    /// Loaded on first use, because most models are scored without it.
     template: Mutex<Option<Arc<ChatTemplate>>>,
 }
 
@@ -46,7 +46,7 @@ pub struct Model {
 
 #[pymethods]
 impl Model {
-    /// Loads: `request` says what.
+    /// Loads the model that `request` describes.
     #[new]
     #[pyo3(signature = (request, on_event, code, python, threads=None))]
     fn new(
@@ -69,7 +69,7 @@ impl Model {
         Ok(Self { loaded, about })
     }
 
-    /// Scores, writes, tokenizes, or renders a conversation: `kind` with its request, both as of a job.
+    /// Scores, generates, tokenizes, or renders a conversation: `kind` with its request, both as for a job.
     #[pyo3(signature = (kind, request, on_event, code, python, threads=None))]
     #[expect(clippy::too_many_arguments, reason = "called from one place, by position")]
     fn ask(
@@ -83,7 +83,7 @@ impl Model {
         threads: Option<usize>,
     ) -> PyResult<String> {
         let loaded = self.loaded.clone();
-        // The first two are too short to start threads for.
+        // The first two are too short to be worth starting threads.
         let quick = match kind {
             "encode" => Some(py.detach(|| loaded.encode(&request))),
             "decode" => Some(py.detach(|| loaded.decode(&request))),
@@ -172,7 +172,7 @@ struct Scored {
     first: usize,
 }
 
-/// Settings that are not given are the model's, but nothing is drawn unless it is asked for.
+/// Settings that are not given come from the model, but sampling must be requested.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Generate {
@@ -206,7 +206,7 @@ impl Loaded {
         Ok(json!(self.tokenizer.decode(&tokens)?))
     }
 
-    /// The text that a conversation's answer follows.
+    /// The prompt for the next answer of a conversation.
     fn prompt(&self, request: &str, session: &Session) -> Result<String> {
         let messages: Vec<Value> = parse(request)?;
         session.cancel.check()?;

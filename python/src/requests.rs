@@ -1,4 +1,4 @@
-//! Requests of the Python half, read from JSON, and results as JSON.
+//! Requests of the Python part, read from JSON, and results as JSON.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use crate::wording::Keywords;
 
-/// What the Python half has put together.
+/// Parses a request built by the Python part.
 pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
     serde_json::from_str(request).map_err(|e| {
         Error::usage(format!("the request is not understood: {e}"), "see the signature of the function")
@@ -32,7 +32,7 @@ fn to_json(value: &impl serde::Serialize) -> Result<Value> {
     serde_json::to_value(value).map_err(|e| Error::Internal(e.to_string()))
 }
 
-/// A text by its name, or as rows.
+/// A text, given by name or as rows.
 fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result<Option<Text>> {
     let Some(rows) = rows else { return Ok(name.map(Text::Named)) };
     let origin = Path::new(called);
@@ -145,7 +145,7 @@ pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
     Ok(answer)
 }
 
-/// One of the values that the command line offers.
+/// One of the values that the command line accepts.
 pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     T::from_str(given, false).map_err(|_| {
         let known = T::value_variants().iter().filter_map(ValueEnum::to_possible_value);
@@ -157,13 +157,13 @@ pub fn choice<T: ValueEnum>(setting: &str, given: &str) -> Result<T> {
     })
 }
 
-/// What a checkpoint holds.
+/// The contents of a checkpoint.
 pub fn inspect(request: &str, session: &Session) -> Result<String> {
     let model: PathBuf = parse(request)?;
     Ok(to_json(&inspect::report(&model, session)?)?.to_string())
 }
 
-/// The page about a checkpoint that was written, of the report beside its weights; `null` where there is none.
+/// The page about a quantized checkpoint, from the report beside its weights; `null` if there is none.
 pub fn page(request: &str, session: &Session) -> Result<String> {
     let path: PathBuf = parse(request)?;
     let opened = open(&path, &session.host())?;

@@ -1,4 +1,4 @@
-//! Settings and commands as Python users write them.
+//! Settings and commands spelled as Python users write them.
 
 use quant_core::wording::{Argument, Wording};
 
@@ -6,7 +6,7 @@ use quant_core::wording::{Argument, Wording};
 #[derive(Debug, Clone, Copy)]
 pub struct Keywords;
 
-/// What the package names otherwise than the command line.
+/// Names that differ between the package and the command line.
 fn function(command: &str) -> &str {
     match command {
         "eval" => "evaluate",
@@ -50,7 +50,7 @@ impl Wording for Keywords {
             }
             _ => {}
         }
-        // A result is an object here, which is saved by a method.
+        // In Python a result is an object, which a method saves.
         let saved = arguments.iter().any(|a| matches!(a, Argument::Setting("json", _)));
         let words = arguments.iter().filter_map(|argument| match argument {
             Argument::Positional(given) => Some((*given).to_owned()),

@@ -1,4 +1,4 @@
-"""The model that ships with the program, cut to few blocks: it is what every test works on."""
+"""The model that ships with the program, cut to a few blocks; every test uses it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-# A job in the background of a shell starts with it ignored, as do the processes that it starts.
+# Background jobs of a shell start with SIGINT ignored, and so do their child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BLOCKS = 3
-#: So little is enough for a search to have something to look at.
+#: Just enough for a search to have data.
 QUICK = {"samples": 4, "seq_len": 64}
 
 
 def digests(directory: str | Path) -> dict[str, str]:
-    """The SHA-256 of every file of a directory."""
+    """The SHA-256 of every file in a directory."""
     files = [path for path in Path(directory).rglob("*") if path.is_file()]
     assert files
     return {str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rtn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model in 4 bits, rounded."""
+    """The model rounded to 4 bits."""
     import fewbits
 
     out = tmp_path_factory.mktemp("rtn") / "out"

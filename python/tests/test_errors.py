@@ -1,4 +1,4 @@
-"""Exceptions: their kind, what they say, and in whose words."""
+"""Exceptions: their class, their message, and its wording."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: 
         fewbits.quantize(model, tmp_path / "out", **arguments)
     error = caught.value
     assert message in error.message and remedy in error.remedy, str(error)
-    # No option of the command line, and no mark, is left.
+    # No command-line option and no placeholder mark is left.
     assert " --" not in str(error) and "‹" not in str(error), str(error)
     assert not (tmp_path / "out").exists()
 
@@ -80,7 +80,7 @@ def test_input(model: Path, tmp_path: Path) -> None:
         fewbits.quantize(model, tmp_path / "out", calibration=[{"text": "a"}, {"tokens": [1]}])
     with pytest.raises(fewbits.InputError, match="samples= and seq_len="):
         fewbits.quantize(model, tmp_path / "out", calibration=["too short"])
-    # Half of a character is no text.
+    # An unpaired surrogate is not valid text.
     with pytest.raises(fewbits.InputError, match="calibration:1: "):
         fewbits.quantize(model, tmp_path / "out", calibration=["\ud800"])
     config = json.loads((model / "config.json").read_text())
@@ -138,7 +138,7 @@ def test_warnings_are_python_s(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_hostile_template_does_not_end_this_process(model: Path, tmp_path: Path) -> None:
-    """It runs in a process of its own, which is ended."""
+    """The template runs in a separate process, which is ended."""
     hostile = tmp_path / "hostile"
     shutil.copytree(model, hostile)
     (hostile / "chat_template.jinja").write_text("{% set x = 'a' * 100000000000 %}{{ x }}")

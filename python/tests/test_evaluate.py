@@ -59,7 +59,7 @@ def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:
     for arguments, message in [
         ({"execution": "fast"}, 'execution="fast" is not understood'),
         ({"kv": 3}, "kv=3 is not understood"),
-        ({"device": "cuda"}, 'device="cuda" is where the kernels run'),
+        ({"device": "cuda"}, 'device="cuda" requires kernels'),
         ({"windows": 0}, "no windows"),
         ({"save_reference": "a", "journal": tmp_path / "b"}, "journal= and save_reference= exclude each other"),
         ({"profile": "x"}, "x"),
@@ -122,7 +122,7 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     assert all(one.result == "model" and one.windows == 4 for one in failed.checks)
     assert report.read_text() == failed.page() and "<testsuite" in junit.read_text()
     assert failed.summary and failed._repr_html_().startswith("<iframe")
-    # Files are results too.
+    # Results can also be files.
     good.save(tmp_path / "model.json")
     assert fewbits.gate(tmp_path / "model.json", policy=policy, baseline=baseline).passed
     assert fewbits.gate([tmp_path / "model.json"], policy=policy, baseline=baseline).passed
@@ -147,7 +147,7 @@ def test_faults_of_gates(model: Path, tmp_path: Path) -> None:
 
 
 def test_evaluations_in_a_thread(model: Path) -> None:
-    """Where signals cannot be looked for, work goes on."""
+    """Work also runs on threads that cannot check for signals."""
     results: list[fewbits.Evaluation] = []
     worker = threading.Thread(
         target=lambda: results.append(fewbits.evaluate(model, text="builtin-heldout", **SHORT))

@@ -33,7 +33,8 @@ def sentences() -> list[str]:
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A task like HellaSwag: which of four endings goes on a sentence; the wrong ones are backwards or of other sentences."""
+    """A task like HellaSwag: which of four endings completes a sentence. The wrong ones are reversed or from other
+    sentences."""
     all_sentences = sentences()
     rows = []
     for number in range(QUESTIONS):
@@ -78,7 +79,7 @@ def test_multiple_choice_from_local_files(rtn: Path, endings: dict[str, Any]) ->
     done = run(endings, pretrained=str(rtn))
     result = done["results"]["endings"]
     assert len(done["samples"]["endings"]) == QUESTIONS
-    # The same by hand: the likeliest ending, and the likeliest by the character.
+    # Computed by hand: the most likely ending, and the most likely per character.
     model = fewbits.Model(rtn)
     [file] = endings["dataset_kwargs"]["data_files"].values()
     right = {"acc,none": 0, "acc_norm,none": 0}
@@ -111,7 +112,7 @@ def test_pairs_are_split_as_the_harness_splits_them(rtn: Path) -> None:
 
 
 def test_rolling_is_the_evaluator_s_profile(rtn: Path, tmp_path: Path) -> None:
-    # The evaluator takes the token before a document from this file, which the demo model has not.
+    # The evaluator takes the token before a document from this file, which the demo model lacks.
     named = tmp_path / "named"
     shutil.copytree(rtn, named)
     (named / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
@@ -162,7 +163,7 @@ def test_it_is_found(rtn: Path) -> None:
 def test_the_code_of_the_guide_runs(rtn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(os.environ["FEWBITS_ROOT"]) / "docs/guide/lm-eval.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    # The task that the first block names stands below it.
+    # The task that the first block refers to is defined below it.
     blocks.sort(key=lambda block: "TASK = {" not in block)
     assert len(blocks) == 3
     (tmp_path / "OUT").symlink_to(rtn)

@@ -1,4 +1,4 @@
-"""A notebook: cells, the interrupt of a cell, resuming, and the report that is shown."""
+"""A notebook: cells, interrupting a cell, resuming, and the displayed report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT = 240
 
 
 class Notebook:
-    """A kernel in a directory; `run` gives a cell's outputs and reply."""
+    """A kernel in a directory; `run` returns a cell's outputs and reply."""
 
     def __init__(self, directory: Path) -> None:
         self.manager = KernelManager(kernel_name="python3")
@@ -32,7 +32,7 @@ class Notebook:
         self.manager.shutdown_kernel(now=True)
 
     def run(self, code: str, interrupt_at: str | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Runs a cell; the kernel is interrupted once this text was printed."""
+        """Runs a cell; the kernel is interrupted once this text has been printed."""
         sent = self.client.execute(code, allow_stdin=False)
         outputs: list[dict[str, Any]] = []
         printed = ""
@@ -51,7 +51,7 @@ class Notebook:
                     self.manager.interrupt_kernel()
             outputs.append({"type": kind, **content})
         while True:
-            # A busy machine answers late what was asked before the first cell.
+            # On a busy machine, replies to earlier requests may arrive late.
             message = self.client.get_shell_msg(timeout=TIMEOUT)
             if message["parent_header"].get("msg_id") == sent:
                 return outputs, message["content"]
@@ -84,12 +84,12 @@ def test_a_cell_is_interrupted_and_the_next_one_resumes(notebook: Notebook, mode
     assert not (tmp_path / "OUT").exists()
     outputs, reply = notebook.run(f'done = fewbits.quantize("MODEL", "OUT", {SETTINGS}, resume=True)\ndone')
     assert reply["status"] == "ok", reply
-    # The report is the cell's output: a frame with a page, which has no scripts.
+    # The cell's output is the report: a frame with a page that has no scripts.
     [shown] = [one["data"]["text/html"] for one in outputs if one["type"] == "execute_result"]
     page = re.search(r'srcdoc="([^"]*)"', shown)
     assert page and "sandbox" in shown and "<script" not in html.unescape(page.group(1))
     assert "q_proj" in html.unescape(page.group(1))
-    # The bytes are those of a run that nobody interrupted.
+    # The bytes are those of an uninterrupted run.
     fewbits.quantize(model, tmp_path / "undisturbed", method="gptq", samples=48, seq_len=128)
     assert digests(tmp_path / "OUT") == digests(tmp_path / "undisturbed")
 

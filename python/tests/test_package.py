@@ -1,4 +1,4 @@
-"""What the package consists of: the command line, stubs, the shim, the examples of its page."""
+"""The contents of the package: the command line, stubs, the llm-compressor interface, the examples of its page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_metadata() -> None:
 
 
 def test_stubs_are_those_of_the_extension(tmp_path: Path) -> None:
-    # What needs torch, which is not here; fields that ctypes makes; a base class without types.
+    # Modules that need torch, which is not installed here; fields that ctypes creates; a base class without types.
     allowed = tmp_path / "allowed"
     allowed.write_text("fewbits\\._torch\nfewbits\\._kernels\\._?[A-Z].*\nfewbits\\.lm_eval\\.FewbitsLM.*\n")
     options = ["--ignore-disjoint-bases", "--allowlist", str(allowed), "--ignore-unused-allowlist"]
@@ -133,7 +133,7 @@ def page_of_the_guide() -> str:
 
 
 def test_the_code_of_the_guide_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the page's Python, one block after the other, in a directory with the model as `MODEL`."""
+    """Runs all Python code of the page, block after block, in a directory with the model as `MODEL`."""
     text = page_of_the_guide()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 6

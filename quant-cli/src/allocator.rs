@@ -1,10 +1,10 @@
-//! The program's allocator, which ends the program where memory runs out.
+//! The program's allocator, which ends the program when memory runs out.
 //!
-//! Blocks are evaluated in tensors of some megabytes that come and go. The system's allocator gives such pages back each
-//! time and faults them in again, which takes longer than small products.
+//! Blocks are evaluated in short-lived tensors of a few megabytes. The system's allocator returns such pages to the
+//! system each time and faults them in again, which takes longer than small products.
 //!
-//! Many allocations happen in libraries that have no way to report a failure, and Rust aborts there, as for a bug. Too
-//! little memory is not a bug: the program says so and exits with the code for it. Files stay as a crash would leave
+//! Many allocations happen in libraries that cannot report a failure, and Rust aborts there, as for a bug. Running out
+//! of memory is not a bug: the program reports it and exits with its own exit code. Files stay as a crash would leave
 //! them, and the job can be resumed.
 #![allow(unsafe_code)]
 
@@ -18,28 +18,28 @@ use mimalloc::MiMalloc;
 use quant_core::{Category, Error, Result};
 use rustix::process::{Resource, getrlimit};
 
-/// [`MiMalloc`], whose failures end the program.
+/// [`MiMalloc`], except that a failed allocation ends the program.
 pub struct Allocator;
 
-// SAFETY: every call is MiMalloc's, with its arguments; a null pointer is never returned.
+// SAFETY: every call is forwarded to MiMalloc with its arguments; a null pointer is never returned.
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller keeps the contract of `alloc`, which is MiMalloc's.
+        // SAFETY: the caller upholds the contract of `alloc`, which is also MiMalloc's.
         there(unsafe { MiMalloc.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller keeps the contract of `alloc_zeroed`, which is MiMalloc's.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`, which is also MiMalloc's.
         there(unsafe { MiMalloc.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`, and the pointer is MiMalloc's.
+        // SAFETY: the caller upholds the contract of `dealloc`, and the pointer came from MiMalloc.
         unsafe { MiMalloc.dealloc(pointer, layout) }
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller keeps the contract of `realloc`, and the pointer is MiMalloc's.
+        // SAFETY: the caller upholds the contract of `realloc`, and the pointer came from MiMalloc.
         there(unsafe { MiMalloc.realloc(pointer, layout, size) }, size)
     }
 }
@@ -51,32 +51,32 @@ fn there(pointer: *mut u8, size: usize) -> *mut u8 {
     pointer
 }
 
-/// Says that memory ran out, once, and ends the program. Nothing in here allocates or waits for a lock.
+/// Reports once that memory ran out, and ends the program. Nothing here allocates or takes a lock.
 #[cold]
 fn end(size: usize) -> ! {
     static REPORTED: AtomicBool = AtomicBool::new(false);
     if REPORTED.swap(true, Ordering::SeqCst) {
-        // Another thread is saying it.
+        // Another thread is already reporting it.
         std::thread::sleep(Duration::from_secs(1));
     } else {
         let mut text = Message { bytes: [0; 512], len: 0 };
-        // What does not fit is cut.
+        // A message that does not fit is truncated.
         let _ = write!(
             text,
-            "error: memory ran out: {size} bytes more are not to be had\n  free some memory, raise the limit on it \
-             (ulimit -v, or the container's), or ask for less; `quant plan` predicts what a run takes, and \
-             `quant quantize` goes on with --resume\n"
+            "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the limit (ulimit -v, \
+             or the container's), or use smaller settings; `quant plan` predicts the memory of a run, and \
+             `quant quantize --resume` continues an interrupted one\n"
         );
-        // Nobody may be reading it.
+        // A write error is ignored: nobody may be reading stderr.
         let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);
     }
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
 }
 
-/// Fails where a limit on the address space leaves no room to start so many threads: what the standard library does in a
-/// new thread cannot fail otherwise than by a panic.
+/// Fails if the address-space limit leaves no room to start this many threads. In a new thread, the standard library
+/// can only panic when memory is short.
 pub fn check_room_for_threads(threads: usize) -> Result<()> {
-    /// A stack, with what else a thread maps before it runs.
+    /// The stack and everything else a thread maps before it runs.
     const OF_A_THREAD: u64 = 5 << 19;
     const OF_THE_PROGRAM: u64 = 16 << 20;
     let Some(limit) = getrlimit(Resource::As).current else { return Ok(()) };

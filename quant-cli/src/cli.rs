@@ -1,4 +1,4 @@
-//! The commands, and the options that all have.
+//! The commands, and the options that all of them share.
 
 use std::ffi::OsString;
 
@@ -18,8 +18,8 @@ Exit codes:
   70  a bug in quant
   75  interrupted; run again with --resume to continue";
 
-/// Quantize Hugging Face language models into checkpoints that other engines load, and measure what
-/// it cost.
+/// Quantize Hugging Face language models into checkpoints that other engines load, and measure the
+/// accuracy loss.
 #[derive(Debug, Parser)]
 #[command(name = "quant", version, after_help = EXIT_CODES, max_term_width = 100)]
 pub struct Cli {
@@ -37,30 +37,30 @@ pub struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Quantize the built-in model with each method and show what it costs
+    /// Quantize the built-in model with each method and compare the results
     Demo(demo::Args),
     /// Show what quantizing would do to every tensor, without computing anything
     Plan(plan::Args),
     /// Quantize a model
     Quantize(quantize::Args),
-    /// Measure perplexity, and the distance from another model
+    /// Measure perplexity, and the divergence from another model
     Eval(eval::Args),
-    /// Decide by a policy whether a model has become worse
+    /// Check by a policy whether a model has become worse
     Gate(gate::Args),
-    /// Show what a checkpoint holds
+    /// Show the contents of a checkpoint
     Inspect(inspect::Args),
-    /// Write text after a prompt
+    /// Generate text after a prompt
     Generate(generate::Args),
     /// Talk to a chat model
     Chat(chat::Args),
-    /// Measure tokens per second of prompts and generation
+    /// Measure tokens per second of prefill and generation
     Bench(bench::Args),
     /// Print a completion script for a shell
     Completions(completions::Args),
 }
 
 impl Command {
-    /// After an interruption of this command line: the one that continues the run, if one does.
+    /// The command line that resumes this one after an interruption, if it can be resumed.
     pub fn resuming(&self, words: &[OsString]) -> Option<String> {
         let adds = match self {
             Self::Quantize(args) => !args.resume,

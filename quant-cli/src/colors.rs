@@ -1,5 +1,5 @@
-//! Colors on a terminal: the first word of a message, and the verdicts of a gate. Files and pipes get none, nor does a
-//! terminal where `NO_COLOR` is set.
+//! Colors on a terminal: the first word of a message, and the verdicts of a gate. Files, pipes and terminals with
+//! `NO_COLOR` set get none.
 
 use std::borrow::Cow;
 
@@ -23,7 +23,7 @@ pub fn message(text: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{}{rest}", paint(word, color)))
 }
 
-/// A gate's table with its verdicts in color: the first word of each line, and the last of the table.
+/// A gate's table with colored verdicts: the first word of each line, and the last word of the table.
 pub fn verdicts(text: &str) -> String {
     let line = |line: &str| {
         let first = line.split(' ').next().unwrap_or_default();

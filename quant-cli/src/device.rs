@@ -1,4 +1,4 @@
-//! Where quantized linears are computed.
+//! The device that computes quantized linears.
 
 /// The option's values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]

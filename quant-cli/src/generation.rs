@@ -1,4 +1,4 @@
-//! What `generate` and `chat` share: the options of decoding, and a model that is ready for it.
+//! The parts that `generate` and `chat` share: the decoding options, and a model that is ready to decode.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -14,10 +14,10 @@ use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
 
-/// More positions than any model has: tables and the cache grow with them.
+/// More positions than any model has. The tables and the cache grow with the positions.
 const MAX_CONTEXT: usize = 1 << 20;
 
-/// How tokens are chosen. What is not given is taken from the model's generation_config.json.
+/// How tokens are chosen. Options that are not given come from the model's generation_config.json.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Decoding (default: the model's generation_config.json)")]
 pub struct DecodingOptions {
@@ -45,22 +45,22 @@ pub struct DecodingOptions {
     /// Divide positive logits of tokens that have occurred by X, and multiply negative ones by it
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
-    /// Stop before TEXT; can be given several times
+    /// Stop before TEXT; can be repeated
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Continue after end-of-text tokens
     #[arg(long)]
     ignore_eos: bool,
-    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
+    /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Where quantized linears are computed: cuda is the first NVIDIA GPU
+    /// Device for quantized linears: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
 }
 
 impl DecodingOptions {
-    /// The settings for a model: its own, with what was given in their place.
+    /// The sampling settings for a model: its own, overridden by the given options.
     pub fn settings(
         &self,
         opened: &Opened,
@@ -93,27 +93,30 @@ impl DecodingOptions {
         }
         settings.check()?;
         if settings.max_new_tokens == 0 {
-            return Err(Error::usage("--max-new-tokens is 0: there is nothing to write", "give at least 1"));
+            return Err(Error::usage(
+                "--max-new-tokens is 0: there is nothing to generate",
+                "give at least 1",
+            ));
         }
         Ok(settings)
     }
 
-    /// Whether the user said how many tokens are written at most.
+    /// Whether the user set the maximum number of tokens.
     pub fn bounds_answers(&self) -> bool {
         self.max_new_tokens.is_some()
     }
 
-    /// The strings before which the text ends.
+    /// The stop strings; the text ends before the first one.
     pub fn stop(&self) -> &[String] {
         &self.stop
     }
 
-    /// Loads the model for `positions` tokens, its quantized linears packed for the kernels.
+    /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels.
     pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
         let most = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > most {
             return Err(Error::usage(
-                format!("the prompt and the new tokens take {positions} positions, and the model has {most}"),
+                format!("the prompt and the new tokens take {positions} positions, but the model has {most}"),
                 "shorten the prompt, or ask for fewer tokens (--max-new-tokens)",
             ));
         }
@@ -127,13 +130,13 @@ impl DecodingOptions {
         .with_half_cache();
         if let KvCaching::Simulated(kv) = decoder.caching() {
             let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
-            session.progress.note(&format!("note: the cache of keys and values is simulated: {reason}"));
+            session.progress.note(&format!("note: the KV cache is simulated: {reason}"));
         }
         Ok(decoder)
     }
 }
 
-/// The same tokens, if the model has them all.
+/// Returns `tokens` unchanged, or fails if the model lacks one.
 pub fn checked_tokens(opened: &Opened, tokens: Vec<u32>) -> Result<Vec<u32>> {
     if let Some(largest) = tokens.iter().max() {
         opened.model.check_token(*largest)?;
@@ -141,29 +144,29 @@ pub fn checked_tokens(opened: &Opened, tokens: Vec<u32>) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// The tokenizer beside a model.
+/// The tokenizer that belongs to a model.
 pub fn tokenizer(opened: &Opened) -> Result<TextTokenizer> {
     inputs::tokenizer(&opened.directory)
 }
 
-/// What was written after a prompt.
+/// The result of a generation.
 pub struct Written {
     /// The text.
     pub text: String,
-    /// The tokens, without one that ended the text.
+    /// The generated tokens, without the token that ended the text.
     pub choices: Vec<Choice>,
-    /// Why it ended.
+    /// Why the generation ended.
     pub end: End,
-    /// Seconds until the prompt was read.
+    /// Seconds spent on the prompt.
     pub prompt_seconds: f64,
-    /// Seconds that the new tokens took.
+    /// Seconds spent on the new tokens.
     pub seconds: f64,
-    /// Tokens of the prompt that were read, which were not cached before.
+    /// Prompt tokens that were processed, not counting those already cached.
     pub prompt_tokens: usize,
 }
 
 impl Written {
-    /// Rates, for people.
+    /// The rates as text.
     pub fn rates(&self) -> String {
         // The first token comes from the prompt's logits.
         let steps = self.choices.len().saturating_sub(1);
@@ -183,7 +186,7 @@ impl Written {
     }
 }
 
-/// Writes after a prompt; `show` receives the text as it comes.
+/// Generates text after a prompt; `show` receives it piece by piece.
 pub fn write(
     generator: &mut Generator<'_>,
     tokenizer: &TextTokenizer,
@@ -218,7 +221,7 @@ pub fn write(
         Ok(if stream.is_stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     });
     let total = started.elapsed().as_secs_f64();
-    // What an interrupted answer had to say so far is said, too.
+    // An interrupted answer is also flushed.
     let rest = stream.finish()?;
     emit(&mut written.text, rest)?;
     written.end = end?;

@@ -4,25 +4,25 @@ use std::path::PathBuf;
 
 use quant_core::run::GgufSettings;
 
-/// What is about GGUF files alone.
+/// Options that only apply to GGUF files.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GgufOptions {
-    /// The pre-tokenizer, by llama.cpp's name, where it is not recognized; none writes a file without vocabulary
+    /// llama.cpp's name of the pre-tokenizer, if it is not recognized; none writes a file without vocabulary
     #[arg(long, value_name = "NAME", help_heading = "GGUF")]
     pub pre: Option<String>,
-    /// Give rows that do not fit their type the type that llama-quantize falls back to; the report lists them
+    /// Give tensors whose rows do not fit their type the fallback type of llama-quantize; the report lists them
     #[arg(long, help_heading = "GGUF")]
     pub allow_fallback: bool,
-    /// Find scales as llama-quantize does, byte for byte, and not by the search that leaves less error
+    /// Find scales exactly as llama-quantize does, instead of by the search that leaves less error
     #[arg(long, help_heading = "GGUF")]
     pub reference_search: bool,
-    /// Weigh errors by the importance matrix in FILE (GGUF or .dat). With --calibration one is gathered
+    /// Weight errors by the importance matrix in FILE (GGUF or .dat); --calibration computes one instead
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub imatrix: Option<PathBuf>,
-    /// Write the importance matrix that was gathered to FILE; .dat for the older kind of file, else GGUF
+    /// Write the computed importance matrix to FILE: .dat selects the older file format, otherwise GGUF
     #[arg(long, value_name = "FILE", help_heading = "GGUF")]
     pub save_imatrix: Option<PathBuf>,
-    /// Write several files into the directory OUT where one would have more than SIZE of tensors, as 500M or 4G
+    /// Write several files into the directory OUT if one would have more than SIZE of tensors, such as 500M or 4G
     #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "GGUF")]
     pub split_max_size: Option<u64>,
 }
@@ -36,11 +36,13 @@ fn size(text: &str) -> std::result::Result<u64, String> {
         _ => (text, 1),
     };
     let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    bytes.filter(|bytes| *bytes > 0).ok_or_else(|| "expected a number of bytes, as 500M or 4G".to_owned())
+    bytes
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| "expected a number of bytes, such as 500M or 4G".to_owned())
 }
 
 impl GgufOptions {
-    /// What these options say.
+    /// The library's settings for these options.
     pub fn settings(&self) -> GgufSettings {
         let options = self.clone();
         GgufSettings {

@@ -1,4 +1,4 @@
-//! What the commands read: model directories, calibration texts, evaluation texts.
+//! The inputs of the commands: model directories, calibration texts, evaluation texts.
 
 use std::path::{Path, PathBuf};
 
@@ -12,8 +12,8 @@ use quant_core::{Error, Result, run};
 use crate::commands::Session;
 use crate::hub;
 
-/// Opens a GGUF file, or a model directory, fetched first where a hub's name for it was given, and warns of what is
-/// odd about it.
+/// Opens a GGUF file or a model directory, which is downloaded first if the name of a hub model was given, and prints
+/// warnings about anything odd in it.
 pub fn open(path: &Path, session: &Session) -> Result<Opened> {
     run::open(path, &session.host())
 }
@@ -23,7 +23,7 @@ pub fn tokenizer(directory: &ModelDirectory) -> Result<TextTokenizer> {
     TextTokenizer::of(directory)
 }
 
-/// The calibration windows of `source`: a file, or the name of a set.
+/// The calibration windows of `source`: a file, or the name of a text set.
 pub fn calibration(
     opened: &Opened,
     source: &str,

@@ -1,11 +1,11 @@
-//! `--kv`: in how many bits keys and values are cached.
+//! `--kv`: the precision of the KV cache.
 
 use quant_core::model::{KvScheme, Model};
 
-/// What may be asked for.
+/// The values of the option.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum KvBits {
-    /// What the model's config.json says.
+    /// The setting in the model's config.json.
     #[default]
     Auto,
     /// Floats.
@@ -17,12 +17,12 @@ pub enum KvBits {
     /// 4 bits.
     #[value(name = "4")]
     Four,
-    /// FP8, with the scales of the model, or 1 where it has none.
+    /// FP8, with the model's scales, or 1 if it has none.
     Fp8,
 }
 
 impl KvBits {
-    /// The scheme that this means for a model.
+    /// The KV scheme that this option selects for a model.
     pub fn scheme(self, model: &Model) -> Option<KvScheme> {
         match self {
             Self::Auto => model.kv_scheme(),

@@ -1,5 +1,5 @@
-//! The `quant` command line: arguments, progress and exit codes; the work is done by the crates it
-//! drives. As a library it is part of the Python package, which has the same command line.
+//! The `quant` command line: arguments, progress and exit codes. Other crates do the work. The Python package embeds
+//! this library, which gives it the same command line.
 #![deny(unsafe_code)]
 
 pub mod allocator;
@@ -31,25 +31,25 @@ use quant_core::worker::ProcessWorkers;
 use quant_core::worker::TextWorkers;
 use quant_core::{CancelToken, Error};
 
-/// Stack of the thread that reads arguments and files, whatever the system's limit is.
+/// Stack size of the thread that reads arguments and files, independent of the system's limit.
 const STACK: usize = 8 << 20;
 
-/// Another program that this one is part of.
+/// Another program that embeds this one.
 #[derive(Debug, Clone)]
 pub struct Embedding {
-    /// The file that holds this code: what a resumed run must have in common with the interrupted one.
+    /// The file that contains this code. A resumed run must use the same one as the interrupted run.
     pub code: PathBuf,
-    /// The command that starts a process which calls [`text_worker`], where there is one.
+    /// The command that starts a process which calls [`text_worker`], if there is one.
     pub worker: Option<(PathBuf, Vec<OsString>)>,
 }
 
-/// Runs the program with these arguments, of which the first is its name, and gives its exit code.
+/// Runs the program with these arguments, the first of which is its name, and returns its exit code.
 pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     #[cfg(target_os = "linux")]
     if text_worker::is_asked_for(&arguments) {
         return text_worker::run();
     }
-    // Its stack is that of four.
+    // The main thread needs as much room as four ordinary threads.
     if let Err(error) = allocator::check_room_for_threads(4) {
         return ended(&error, None);
     }
@@ -69,7 +69,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
         Ok(cli) => cli,
         Err(error) => return output::refused_arguments(&error),
     };
-    // What hf-hub would log, we tell ourselves, with a remedy.
+    // hf-hub's log is disabled: the program reports those errors itself, with a remedy.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
@@ -80,7 +80,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
             usual_hook(panic);
         }
     }));
-    // Any other panic is a bug of ours; it must end in its own exit code, with a line that says so.
+    // Any other panic is a bug in this program. It gets its own exit code and a line that says so.
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
     match outcome {
         Ok(Ok(code)) => code,
@@ -89,8 +89,8 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     }
 }
 
-/// Prints an error with its remedy, or after an interruption with the command that resumes the run; the exit code that it
-/// means.
+/// Prints an error with its remedy, or after an interruption with the command that resumes the run. Returns the exit
+/// code.
 fn ended(error: &Error, resuming: Option<String>) -> u8 {
     if output::is_closed_pipe(error) {
         return 0;
@@ -123,16 +123,16 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
     pool.install(|| commands::run(&cli.command, &session))
 }
 
-/// How many threads to run on: so many, or as many as there are processors.
+/// The number of threads to run on: `asked`, or by default one per processor.
 ///
 /// # Errors
-/// [`Error::Memory`] where there is no room for their stacks; [`Error::Usage`] where `QUANT_ISA` names instructions that the
-/// processor has not.
+/// [`Error::Memory`] if there is no room for their stacks; [`Error::Usage`] if `QUANT_ISA` names an instruction set
+/// that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
-    // A path that cannot be had is reported before anything is computed on another.
+    // An unavailable kernel path is reported before anything is computed on another one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
-        remedy: "set QUANT_ISA to one of these names, or to none for the widest".into(),
+        remedy: "set QUANT_ISA to one of these names, or unset it to use the widest".into(),
     })?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.unwrap_or_else(all);
@@ -140,16 +140,16 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     Ok(threads)
 }
 
-/// A pool of so many threads.
+/// A pool of `threads` threads.
 ///
 /// # Errors
-/// [`Error::Unavailable`] where they cannot be started.
+/// [`Error::Unavailable`] if they cannot be started.
 pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
 }
 
-/// What runs tokenizers and templates: processes of their own where the system can limit them. Another program names the
-/// command that starts one, or `Some(None)` where it has none.
+/// The workers that run tokenizers and templates: separate processes if the system can limit them. A program that
+/// embeds this one passes the command that starts a worker, or `Some(None)` if it has none.
 #[cfg(target_os = "linux")]
 pub fn text_workers(
     threads: usize,
@@ -166,7 +166,7 @@ pub fn text_workers(
     Arc::new(workers.or_else(Arc::new(InProcess)))
 }
 
-/// What runs tokenizers and templates: this process.
+/// The worker that runs tokenizers and templates: this process.
 #[cfg(not(target_os = "linux"))]
 pub fn text_workers(
     _threads: usize,

@@ -13,32 +13,32 @@ use serde::Serialize;
 
 use crate::colors;
 
-/// Prints a result, in which control characters are escaped: it holds names and paths. A closed pipe (`| head`)
+/// Prints a result with its control characters escaped, because it contains names and paths. A closed pipe (`| head`)
 /// surfaces as an error that [`is_closed_pipe`] recognizes, not as a panic.
 pub fn print(text: &str) -> Result<()> {
     print_raw(&printable_lines(text))
 }
 
-/// Prints the table of a gate.
+/// Prints a gate's table.
 pub fn print_verdicts(text: &str) -> Result<()> {
     let text = printable_lines(text);
     if colors::shows(&std::io::stdout()) { print_raw(&colors::verdicts(&text)) } else { print_raw(&text) }
 }
 
-/// Prints what a model wrote: as it is, but what would steer a terminal that it goes to.
+/// Prints a model's output unchanged, except for characters that would control the terminal it is printed to.
 pub fn print_written(text: &str) -> Result<()> {
     if std::io::stdout().is_terminal() { print(text) } else { print_raw(text) }
 }
 
-/// Prints a text of our own.
+/// Prints the program's own text.
 pub fn print_raw(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|e| Error::io("write", "standard output", e))
 }
 
-/// Tells the user something on stderr, with settings named as options. Nobody may be reading it; that must not stop the
-/// work.
+/// Prints a message to stderr, with settings named as options. A write error is ignored: nobody may be reading stderr,
+/// and that must not stop the work.
 pub fn tell(text: &str) {
     let text = worded(text, &CommandLine);
     let text = printable_lines(&text);
@@ -46,19 +46,19 @@ pub fn tell(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Tells what is wrong with the arguments, or prints the help that was asked for; the exit code.
+/// Prints the error in the arguments, or the requested help, and returns the exit code.
 pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
-        // Arguments that steer a terminal are shown without colours too.
+        // Arguments that contain terminal control characters are shown without colors too.
         escaped @ Cow::Owned(_) if error.use_stderr() => tell(&escaped),
-        // Nobody may be reading it.
+        // A write error is ignored: nobody may be reading the stream.
         _ => drop(error.print()),
     }
     u8::try_from(error.exit_code()).unwrap_or(2)
 }
 
-/// Whether a run ended because nobody reads its output any more.
+/// Whether a run ended because nobody reads its output any longer.
 pub fn is_closed_pipe(error: &Error) -> bool {
     matches!(error, Error::Io { path, source, .. }
         if path == Path::new("standard output") && source.kind() == ErrorKind::BrokenPipe)
@@ -70,7 +70,7 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
     if !text.chars().any(steers) {
         return Ok(text + "\n");
     }
-    // Such characters stand in strings only, where their numbers say the same.
+    // Such characters occur only inside strings, where escapes mean the same.
     let mut escaped = String::with_capacity(text.len() + 64);
     for c in text.chars() {
         match steers(c) {
@@ -81,16 +81,16 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
     Ok(escaped + "\n")
 }
 
-/// Where `--json[=FILE]` sends a result.
+/// Where `--json[=FILE]` writes a result.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JsonOption {
-    /// Print the result as JSON, or write it to FILE beside the table
+    /// Print the result as JSON, or print the table and write the JSON to FILE
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
     pub json: Option<PathBuf>,
 }
 
 impl JsonOption {
-    /// Fails when the file cannot be written, before work is done whose result would be lost.
+    /// Fails if the file cannot be written, before work is done whose result would be lost.
     pub fn check(&self) -> Result<()> {
         match self.json.as_deref().filter(|p| *p != Path::new("-")) {
             Some(path) => check_writable(path),
@@ -98,7 +98,7 @@ impl JsonOption {
         }
     }
 
-    /// The same, and fails when the file is one that is read, or lies in the directory of a model that is read.
+    /// Like `check`, but also fails if the file is an input or lies in the directory of an input model.
     pub fn check_beside(&self, model: &Path, read: &[&Path]) -> Result<()> {
         let written = [("json", self.json.as_deref())];
         distinct(&written, read)?;
@@ -106,12 +106,12 @@ impl JsonOption {
         self.check()
     }
 
-    /// Prints the table, or the JSON, or both in their places.
+    /// Prints the table or the JSON, or prints the table and writes the JSON to its file.
     pub fn emit<T: Serialize>(&self, value: &T, table: impl FnOnce() -> String) -> Result<()> {
         self.emit_by(value, || print(&table()))
     }
 
-    /// The same with a table that prints itself.
+    /// Like `emit`, with a function that prints the table.
     pub fn emit_by<T: Serialize>(&self, value: &T, table: impl FnOnce() -> Result<()>) -> Result<()> {
         match &self.json {
             Some(path) if path == Path::new("-") => print(&json(value)?),
@@ -164,7 +164,7 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Peak resident memory of this process so far, where the system tells.
+/// Peak resident memory of this process so far, if the system reports it.
 pub fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;

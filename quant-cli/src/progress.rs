@@ -1,4 +1,4 @@
-//! Progress on stderr: a bar with elapsed and remaining time on a terminal, a line now and then elsewhere.
+//! Progress on stderr: on a terminal a bar with elapsed and remaining time, elsewhere a line at intervals.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -23,7 +23,7 @@ pub struct Progress {
 
 #[derive(Clone)]
 enum Mode {
-    /// To another observer, and nothing else.
+    /// Forwards events to another observer and prints nothing.
     Forward(Arc<dyn Observer>),
     Quiet,
     Lines,
@@ -36,7 +36,7 @@ struct Stage {
     timing: Timing,
     last_line: Instant,
     bar: Option<ProgressBar>,
-    /// Where the bar finds what remains.
+    /// The copy from which the bar reads the remaining time.
     shown: Arc<Mutex<Timing>>,
     rate: Option<u64>,
     step: &'static str,
@@ -49,9 +49,9 @@ struct Timing {
     units: u64,
     done: u64,
     started: Instant,
-    /// Units that an earlier run did, which pass quickly, and the time at which the last of them had passed.
+    /// The number of units that an earlier run did, which pass quickly, and the time when the last of them passed.
     resumed: (u64, Instant),
-    /// Seconds that all units were expected to take.
+    /// Expected seconds for all units.
     expected: Option<f64>,
 }
 
@@ -68,7 +68,7 @@ impl Timing {
         }
     }
 
-    /// Seconds that remain: by the pace of the units that this run did, and before the first of them by what was expected.
+    /// Remaining seconds: from the pace of this run's units, and before the first of them from the expected time.
     fn left(&self) -> Option<f64> {
         let (resumed, since) = self.resumed;
         let spent = since.elapsed().as_secs_f64();
@@ -83,7 +83,7 @@ impl Timing {
 }
 
 impl Progress {
-    /// Progress for this process: silent when asked for.
+    /// Progress for this process; `quiet` silences it.
     pub fn new(quiet: bool) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|t| t.is_empty() || t == "dumb");
         let mode = match (quiet, std::io::stderr().is_terminal() && !dumb) {
@@ -94,7 +94,7 @@ impl Progress {
         Self { mode, state: Mutex::new(None), expected: Mutex::default() }
     }
 
-    /// All events, notes included, for another observer; nothing is printed.
+    /// Forwards all events, notes included, to another observer; nothing is printed.
     pub fn forwarded(to: Arc<dyn Observer>) -> Self {
         Self { mode: Mode::Forward(to), state: Mutex::default(), expected: Mutex::default() }
     }
@@ -113,13 +113,13 @@ impl Progress {
         }
     }
 
-    /// From now on, a unit stands for this many tokens, and the rate is shown in them.
+    /// From now on, a unit stands for this many tokens, and the rate is shown in tokens.
     pub fn tokens_per_unit(&self, tokens: Option<u64>) -> Rated<'_> {
         Rated { progress: self, tokens }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Stage>> {
-        // A poisoned lock only means that another thread panicked while it drew.
+        // A poisoned lock only means that another thread panicked while drawing.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -171,7 +171,7 @@ impl Observer for Progress {
         self.show(event, None);
     }
 
-    /// Only a bar shows it before the first unit is done.
+    /// Before the first unit is done, only a bar shows the stage.
     fn wants_estimate(&self) -> bool {
         match &self.mode {
             Mode::Bar => true,
@@ -181,7 +181,7 @@ impl Observer for Progress {
     }
 }
 
-/// A note as an event: what it begins with says which.
+/// A note as an event: its prefix selects the kind.
 fn event_of(text: &str) -> Event {
     match (text.strip_prefix("warning: "), text.strip_prefix("note: ")) {
         (Some(message), _) => Event::Warning { message: message.to_owned() },
@@ -189,7 +189,7 @@ fn event_of(text: &str) -> Event {
     }
 }
 
-/// A [`Progress`] whose units are so many tokens each.
+/// A [`Progress`] with a fixed number of tokens per unit.
 pub struct Rated<'a> {
     progress: &'a Progress,
     tokens: Option<u64>,
@@ -232,7 +232,7 @@ impl Stage {
         Some(format!("{:.0} tokens/s", (self.timing.done * tokens) as f64 / elapsed))
     }
 
-    /// Gives the bar what stands beside it: the rate, the unit that was done last, and the step of the next.
+    /// Updates the text beside the bar: the rate, the last unit done, and the step of the next.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
@@ -251,7 +251,7 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
     let bar = ProgressBar::with_draw_target(Some(units), ProgressDrawTarget::stderr());
     let left = move |_: &ProgressState, text: &mut dyn Write| {
         let timing = *timing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // A line that cannot be formatted is only drawn without it.
+        // If formatting fails, the line is drawn without the remaining time.
         let _ = match timing.left() {
             Some(left) => {
                 write!(text, ", about {} left", indicatif::HumanDuration(Duration::from_secs_f64(left)))
@@ -265,7 +265,7 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
         .progress_chars("=> ");
     bar.set_style(style);
     bar.set_prefix(stage);
-    // It takes a thread, without which the bar moves with the units.
+    // A steady tick needs a thread. Without one, the bar moves only when units are done.
     if std::thread::Builder::new().spawn(|| ()).is_ok() {
         bar.enable_steady_tick(Duration::from_millis(500));
     }
@@ -287,7 +287,7 @@ mod tests {
         timing.expected = Some(100.0);
         (timing.started, timing.resumed.1) = (ago(10), ago(10));
         assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
-        // The first unit took 10 s: nine remain.
+        // The first unit took 10 s, and nine remain.
         timing.advance();
         assert!((timing.left().unwrap() - 90.0).abs() < 1.0);
         timing.expected = Some(1.0);
@@ -308,11 +308,11 @@ mod tests {
         for _ in 0..4 {
             timing.advance();
         }
-        // Six of ten units are left of 100 s.
+        // Six of ten units, expected to take 100 s in all, are left.
         assert!((timing.left().unwrap() - 60.0).abs() < 1.0);
         timing.resumed.1 = ago(20);
         timing.advance();
-        // The first own unit took 20 s.
+        // This run's first unit took 20 s.
         assert!((timing.left().unwrap() - 100.0).abs() < 1.0);
     }
 }

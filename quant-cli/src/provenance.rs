@@ -1,4 +1,4 @@
-//! What a result says of where it comes from: this program, and the models it read.
+//! The provenance in a result: this program, and the models that it read.
 
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
@@ -10,14 +10,14 @@ use crate::commands::Session;
 use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
-/// This build of the program, on this processor, and on a GPU where its name is given.
+/// This build of the program on this processor, and on a GPU if its name is given.
 pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, session: &Session) -> Tool {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = session.code.clone().or_else(|| std::env::current_exe().ok());
     Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),
-        // A program that was replaced while it runs cannot say what it was.
+        // A program that was replaced while it runs cannot tell which build it was.
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),
@@ -27,7 +27,7 @@ pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, s
     }
 }
 
-/// The architecture and the widest vectors that products run on: sums of other widths round otherwise.
+/// The architecture and the widest vectors that products run on. Sums of different widths round differently.
 fn isa() -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
@@ -58,10 +58,10 @@ pub fn linears(model: &Model) -> Vec<LinearCell> {
         .collect()
 }
 
-/// A model, told by its bytes, that caches keys and values so.
+/// A model's identity: the hash of its bytes, and how it caches keys and values.
 ///
 /// # Errors
-/// When a file cannot be read, or the token pulls.
+/// When a file cannot be read, or the run is cancelled.
 pub fn identity(
     opened: &Opened,
     path: String,

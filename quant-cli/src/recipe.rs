@@ -1,4 +1,4 @@
-//! The options that say what is quantized how, shared by `plan` and `quantize`.
+//! The options that select what is quantized and how, shared by `plan` and `quantize`.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub struct RecipeOptions {
     /// Recipe file (TOML); the options below override it
     #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
     pub recipe: Option<PathBuf>,
-    /// How weights are found: rtn, awq, gptq, smoothquant, qoq, or steps in order (rotate,awq,gptq) [default: the
+    /// Quantization method: rtn, awq, gptq, smoothquant, qoq, or steps in order (rotate,awq,gptq) [default: the
     /// preset's]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
@@ -44,7 +44,7 @@ pub struct RecipeOptions {
     /// Linears that stay float: a name (down_proj), a glob (*.layers.0.*) or re:REGEX
     #[arg(long, value_name = "PATTERN", help_heading = "Recipe")]
     pub ignore: Vec<String>,
-    /// Linears with a scheme of their own (down_proj=w8a16)
+    /// Linears with their own scheme (down_proj=w8a16)
     ///
     /// The last pattern that matches wins. lm_head=SCHEME quantizes the head.
     #[arg(long = "override", value_name = "PATTERN=SCHEME", help_heading = "Recipe")]
@@ -107,7 +107,7 @@ pub struct RecipeOptions {
         help_heading = "Recipe"
     )]
     pub act_order: Option<String>,
-    /// GPTQ: inputs that a linear is judged on, from the quantized or from the float model [default: quantized; float
+    /// GPTQ: inputs on which a linear's error is measured, from the quantized or the float model [default: quantized; float
     /// for qoq]
     #[arg(long, hide_short_help = true, value_name = "quantized|float", help_heading = "Recipe")]
     pub layer_inputs: Option<String>,
@@ -143,7 +143,7 @@ pub struct RecipeOptions {
 }
 
 impl RecipeOptions {
-    /// What these options say.
+    /// The library's settings for these options.
     pub fn settings(&self) -> RecipeSettings {
         let options = self.clone();
         RecipeSettings {
@@ -195,7 +195,7 @@ fn preset_help() -> String {
 
 fn method_help() -> String {
     let named = listed(
-        "How weights are found [default: the preset's]",
+        "Quantization method [default: the preset's]",
         METHODS.iter().map(|m| (&*m.name, m.summary.to_owned())),
     );
     let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();

@@ -1,4 +1,4 @@
-//! The first interrupt asks the run to stop where nothing is lost; the second stops it at once.
+//! The first signal asks the run to stop without losing work; the second stops it at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,15 +8,15 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{flag, low_level};
 
-/// Watches for signals and returns the token that the first one pulls.
+/// Watches for signals and returns the token that the first one cancels.
 pub fn install() -> Result<CancelToken> {
     let pulled = Arc::new(AtomicBool::new(false));
     let failed = |e| Error::Io { action: "watch signals for", path: "the process".into(), source: e };
-    // Where a hangup is ignored, as under nohup, it goes on being so.
+    // A hangup that was ignored at the start, as under nohup, stays ignored.
     let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
     let mut signals = Signals::new(watched).map_err(failed)?;
     let told = pulled.clone();
-    // One thread takes them one after the other: of two that arrive together, one is the second.
+    // A single thread handles the signals in order, so if two arrive together, one of them is the second.
     let watch = move || {
         for signal in signals.forever() {
             if told.swap(true, Ordering::Relaxed) {
@@ -25,12 +25,12 @@ pub fn install() -> Result<CancelToken> {
         }
     };
     std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
-    // Left alone, it kills the process; watched, the write fails instead and its error is told.
+    // By default this signal kills the process. If it is handled, the write fails instead, and its error is reported.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
     Ok(CancelToken::from_flag(pulled))
 }
 
-/// Whether the process was started with a signal ignored, where the system tells.
+/// Whether the process was started with this signal ignored, if the system reports it.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -1,5 +1,5 @@
-//! The process that runs a model's tokenizer or chat template for another one of this program, within limits that the
-//! other sets.
+//! The process that runs a model's tokenizer or chat template on behalf of another process of this program, within
+//! limits that the other one sets.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Read};
@@ -16,9 +16,9 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
     arguments.get(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
 }
 
-/// Serves until the other process has no more questions, or is no more.
+/// Serves until the other process has no more questions or has ended.
 pub fn run() -> u8 {
-    // What panics on a crafted file is an answer, and nobody reads this process's output.
+    // A panic on a crafted file is reported as an answer, and nobody reads this process's output.
     std::panic::set_hook(Box::new(|_| ()));
     match answer() {
         Ok(()) => 0,
@@ -28,7 +28,7 @@ pub fn run() -> u8 {
 
 fn answer() -> Result<()> {
     let failed = |e| Error::io("use", "the socket of the text worker", e);
-    // It closes when the other process ends, whatever this one is busy with.
+    // Standard input closes when the other process ends, even while this one is busy.
     let lifeline = || {
         let mut byte = [0];
         while std::io::stdin().read(&mut byte).is_err_and(|e| e.kind() == ErrorKind::Interrupted) {}

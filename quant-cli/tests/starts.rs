@@ -1,8 +1,7 @@
-//! The program starts.
+//! Checks that the program starts.
 //!
-//! Cargo builds a package's binary for the package's own integration tests, and only for them. So
-//! this file also sees to it that `cargo test --workspace` builds `quant` once, with everything
-//! else, for the tests in `tests/` that run it.
+//! Cargo builds a package's binary only for that package's own integration tests. So this file also makes `cargo test
+//! --workspace` build `quant` once, with everything else, for the tests in `tests/` that run it.
 
 use std::process::Command;
 
@@ -25,7 +24,7 @@ fn a_path_that_cannot_be_had_is_told() {
         assert_eq!(code, Some(2), "{text}");
         assert!(["QUANT_ISA", isa, "scalar", "f32"].iter().all(|part| text.contains(part)), "{text}");
     }
-    // Blanks and capitals do not matter; it is the model that is not there.
+    // Whitespace and capitals do not matter; the error is that the model does not exist.
     for isa in ["", " Scalar ", "F32"] {
         let (code, text) = run(isa);
         assert!(code != Some(0) && !text.contains("QUANT_ISA"), "{text}");

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The CPU kernels on AArch64: clippy, and their tests for every instruction set that they have a path for.
+# The CPU kernels on AArch64: clippy, and their tests for every instruction set that has a path.
 #
-# Where there is no compiler or emulator (setup.sh), a line that starts with SKIPPED is all.
+# Without a compiler or emulator (setup.sh), this only prints a line that starts with SKIPPED.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,14 +14,14 @@ elif ((status != 0)); then
 fi
 
 package=(--locked --package quant-kernels-cpu --features rayon)
-# As cargo-clippy does it, which would look for its driver among rustup's.
+# Set as cargo-clippy does, which would look for its driver among rustup's toolchains.
 RUSTC_WORKSPACE_WRAPPER=$(dirname "$(dirname "$here")")/target/aarch64/bin/clippy-driver \
     CLIPPY_ARGS=-Dwarnings__CLIPPY_HACKERY__ "$here/run.sh" check "${package[@]}" --lib
 
-# The last processor has all paths, and runs all tests; the others show that what they lack is not taken.
+# The last processor has all paths and runs all tests; on the others, the tests check that missing paths are not taken.
 while read -r processor paths tests; do
     echo "$processor: $paths"
-    # What a processor lacks is not tested on it, so the paths that it must have are told.
+    # Tests skip what a processor lacks, so the paths that it must have are passed explicitly.
     # shellcheck disable=SC2086
     QUANT_QEMU_CPU=$processor QUANT_EXPECTED_ISAS=$paths \
         "$here/run.sh" test "${package[@]}" $tests "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs cargo for AArch64: run.sh CARGO-ARGUMENTS..., as in `run.sh test -p quant-kernels-cpu`
 #
-# Programs run under qemu, as the processor that QUANT_QEMU_CPU names: `max` (default) has dotprod and
-# i8mm, `cortex-a76` dotprod only, `cortex-a53` neither. Exits with 3 as setup.sh does.
+# Programs run under qemu as the processor that QUANT_QEMU_CPU names: `max` (default) has dotprod and i8mm, `cortex-a76`
+# only dotprod, `cortex-a53` neither. Exits with 3 if setup.sh does.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

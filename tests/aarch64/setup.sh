@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Makes a compiler for AArch64 and an emulator that runs what it makes: setup.sh [DIR]
+# Sets up a compiler for AArch64 and an emulator that runs its output: setup.sh [DIR]
 #
-# DIR defaults to target/aarch64 under the repository root. rustup's toolchains come with the standard
-# library of their own machine only, and a library fits no compiler but the one that made it. So both
-# come from Debian, whose packages are unpacked, not installed: rustc for this machine, its standard
-# library for both, AArch64's C library, and qemu. Nothing outside DIR is written, and root is not needed.
+# DIR defaults to target/aarch64 under the repository root. rustup's toolchains only come with the standard library of
+# their own machine, and a library only fits the compiler that built it. So both come from Debian, whose packages are
+# unpacked rather than installed: rustc for this machine, its standard library for both machines, AArch64's C library,
+# and qemu. Nothing outside DIR is written, and root is not needed.
 #
-# Exits with 3, and a line that starts with SKIPPED, where that cannot work: another platform, no
-# apt-get or dpkg-deb, or no rust-lld. A finished folder carries a stamp; with the same stamp nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, no apt-get or dpkg-deb, or no
+# rust-lld. A finished directory contains a stamp; if the stamp matches, nothing is done.
 set -euo pipefail
 
-# With its backports: the stable suite's own rustc is older than our minimum.
+# With backports: rustc in the stable suite is older than our minimum.
 suite=trixie
-# Compiler and emulator run with these, whatever this machine has of them.
+# Compiler and emulator use these, whatever versions this machine has.
 here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
@@ -32,7 +32,7 @@ for tool in apt-get apt-cache dpkg-deb; do
     command -v "$tool" >/dev/null || skip "take $tool, to fetch Debian's packages with"
 done
 [[ -f $keyring ]] || skip "take Debian's keys, $keyring"
-# Debian's archive, wherever this machine gets its own packages from.
+# Debian's archive, from wherever this machine gets its own packages.
 archive=$(apt-get indextargets --no-release-info --format '$(REPO_URI)' | grep -E '/debian/?$' | sort -u | head -n1 || true)
 [[ -n $archive ]] || skip "take Debian's archive, and apt here knows none"
 linker=$(rustc --print sysroot)/lib/rustlib/x86_64-unknown-linux-gnu/bin/rust-lld
@@ -65,7 +65,7 @@ options=(
     -o APT::Architecture=amd64 -o APT::Architectures=amd64,arm64 -o APT::Sandbox::User= -o Acquire::Languages=none
 )
 apt-get "${options[@]}" -qq update
-# What these are called depends on the compiler's version.
+# Their names depend on the compiler's version.
 versioned=$(apt-cache "${options[@]}" depends libstd-rust-dev | sed -n 's/.*Depends: \(libstd-rust-[0-9.]*\)$/\1/p' | head -n1)
 llvm=$(apt-cache "${options[@]}" depends "$versioned" | sed -n 's/.*Depends: \(libllvm[0-9]*\)$/\1/p' | head -n1)
 (cd "$apt/debs" && apt-get "${options[@]}" -qq download \
@@ -76,13 +76,13 @@ for tree in host:amd64 sysroot:arm64; do
     done
 done
 rm -rf "$apt"
-# The emulators of all other processors are a third of everything.
+# The emulators of all other processors are a third of the total size.
 find "$directory/host/usr/bin" -name 'qemu-*' ! -name qemu-aarch64 -delete
 # As Debian merges them.
 ln -sfn usr/lib "$directory/sysroot/lib"
 ln -sfn "$directory/sysroot/usr/lib/rustlib/aarch64-unknown-linux-gnu" "$directory/host/usr/lib/rustlib/"
 
-# This compiler needs the libraries it came with, and they their own loader.
+# This compiler needs the libraries it came with, and they need their own loader.
 host=$directory/host/usr
 for program in rustc clippy-driver; do
     cat >"$directory/bin/$program" <<END
@@ -91,9 +91,9 @@ exec "$host/lib64/ld-linux-x86-64.so.2" --library-path "$host/lib/x86_64-linux-g
     "$host/bin/$program" --sysroot "$host" "\$@"
 END
 done
-# Cargo names the compiler first where it runs another in its place.
+# Cargo passes the compiler's path first when it runs another program in its place.
 sed -i '2i shift' "$directory/bin/clippy-driver"
-# What a C compiler would add when it links; rust-lld is none.
+# What a C compiler would add when it links; rust-lld is not one.
 sysroot=$directory/sysroot
 libraries=$sysroot/usr/lib/aarch64-linux-gnu
 gcc=$sysroot/usr/lib/gcc/aarch64-linux-gnu/14

@@ -6,19 +6,19 @@ Nine kinds of checks, each on its own line with what it measured:
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
             without a missing or unexpected key: logits against our own dequantization, at most
             2e-3 of the largest; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
-            where activations are rounded: transformers' steps are not ours)
+            if activations are rounded, because transformers' steps differ from ours)
   bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
             bit for bit
   family    a tiny model of each family, float and quantized: see check_families.py
-  chat      conversations through a chat template: text, tokens and what is the assistant's, equal to
-            what transformers makes of them
+  chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
+            transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
-  carried   of vision-language models: see check_vision_language.py
-  profile   what `quant eval` measures by a profile, against the rule computed with transformers and
+  carried   vision-language models: see check_vision_language.py
+  profile   the results of `quant eval` with a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
-  page      reports, opened in Chromium: what a person sees of them, see check_pages.py
+  page      reports opened in Chromium: what a person sees; see check_pages.py
 
 Exits with 1 if one fails.
 """
@@ -53,25 +53,25 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOAT_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 2e-3
 PERPLEXITY_TOLERANCE = 1e-3
-# Of activations per token transformers takes the largest magnitude for 127.5 steps, engines and we for
-# 127, so what is rounded differs, and with it the last of eight bits.
+# For activations quantized per token, transformers maps the largest magnitude to 127.5 steps; engines and quant map it
+# to 127. So rounding differs in the last of the eight bits.
 ROUNDED_INPUT_TOLERANCE = 5e-2
 ROUNDED_INPUT_PERPLEXITY_TOLERANCE = 5e-3
 
-# Templates under chat/, each in the style of a family.
+# Templates under chat/, each in the style of a model family.
 CHAT = ["turns", "headers", "brackets", "generation"]
 
-# Windows in some blocks only.
+# Sliding windows in some blocks only.
 MIXED = ["mistral-layer-types", "qwen2-layer-types", "qwen2-max-window-layers"]
 EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded-bf16",
         "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED, *EXPERTS]
-# Those that are also run token by token from a cache: what a token sees differs by block.
+# Also run token by token from a cache: the visible tokens differ by block.
 DECODED = ["mistral", "qwen3", *MIXED, *EXPERTS]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
-# Model, name of the case, options of `quant quantize`, whether transformers must dequantize; None
-# where it cannot load it either way, and only the bits are compared.
+# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize; None if it cannot load
+# the checkpoint either way, and only the bits are compared.
 QUICK = ["--samples", "8", "--seq-len", "128"]
 QUANTIZED = [
     ("demo", "awq-w4-g128", QUICK, False),
@@ -97,7 +97,7 @@ QUANTIZED = [
     ("mistral-layer-types", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2-max-window-layers", "gptq-w4-g64", ["--method", "gptq", "--group-size", "64", *QUICK], False),
     ("qwen3", "awq-w4-g128", QUICK, False),
-    # Of experts transformers reads symmetric compressed-tensors alone.
+    # For experts, transformers only reads symmetric compressed-tensors.
     ("mixtral", "rtn-w4-g128", ["--method", "rtn"], False),
     ("mixtral", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("mixtral", "gptq-w8-channel", ["--method", "gptq", "--scheme", "w8a16-channel", *QUICK], False),
@@ -133,7 +133,7 @@ QUANTIZED = [
      ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
     ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
     ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
-    # optimum takes all linears of blocks for quantized, whatever the configuration says of single ones.
+    # optimum treats all linears of blocks as quantized, whatever the configuration says about single ones.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
     # No library reads this one.
@@ -154,9 +154,9 @@ QUANTIZED = [
     ("demo", "smoothquant-gptq-w8a8", ["--method", "smoothquant-gptq", "--scheme", "w8a8", *QUICK], False),
     ("demo", "smoothquant-awq-w4a8-g64",
      ["--method", "smoothquant-awq", "--scheme", "w4a8-g64", *QUICK], False),
-    # The cache of keys and values is no matter of these readers.
+    # The KV cache does not matter to these readers.
     ("demo", "qoq-w4a8-g128", ["--method", "qoq", "--scheme", "w4a8-g128-progressive", *QUICK], False),
-    # Random weights and inputs of 8 bits would show the readers' different rounding, and not ours.
+    # With random weights, 8-bit inputs would show the readers' different rounding instead of our errors.
     ("qwen2", "qoq-w4-channel", ["--method", "qoq", "--scheme", "w4a16-channel-sym", *QUICK], False),
     ("tinystories-656k", "qoq-w4a8-g64", ["--method", "qoq", "--scheme", "w4a8-g64-progressive", *QUICK], False),
     ("qwen3", "qoq-rtn-w8a8", ["--method", "qoq-rtn", "--scheme", "w8a8", *QUICK], False),
@@ -179,7 +179,7 @@ QUANTIZED = [
      ["--method", "rtn", "--group-size", "32", "--override", "lm_head=w8a16",
       "--override", "embed_tokens=w8a16-channel"], None),
 ]
-# Model, name of the case, options, the format that the result is written in once more.
+# Model, name of the case, options, and the format that the result is converted to.
 REPACKED = [
     ("demo", "awq-from-compressed-tensors", ["--method", "rtn"], "awq"),
     ("demo", "compressed-tensors-from-awq", ["--method", "rtn", "--format", "awq", "--symmetric"],
@@ -201,7 +201,7 @@ class Check:
         return done.stdout
 
     def script(self, name, *arguments):
-        """Runs a script of this folder in this process, where torch is loaded already."""
+        """Runs a script of this directory in this process, where torch is already loaded."""
         output = io.StringIO()
         argv = [name, *map(str, arguments)]
         with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(output):
@@ -213,7 +213,7 @@ class Check:
         return output.getvalue()
 
     def model(self, name):
-        """The directory of a model, or None where it is not at hand."""
+        """The directory of a model, or None if it is not available."""
         if name == "demo":
             return ROOT / "calibration-data/demo-model"
         if name in REAL:
@@ -229,7 +229,7 @@ class Check:
         return path
 
     def step(self, title, work):
-        """Runs one check; `work` returns what it measured and whether that is good enough."""
+        """Runs one check; `work` returns what it measured and whether that is acceptable."""
         started = time.monotonic()
         try:
             measured, ok = work()
@@ -251,7 +251,7 @@ class Check:
         return out
 
     def logits(self, model, name, reference_options=()):
-        """Ours and transformers' logits of the same windows."""
+        """Our logits and transformers' of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"

@@ -1,12 +1,12 @@
-"""Families of models, each against transformers: float and quantized logits, from whole windows and from a cache.
+"""Model families, each against transformers: float and quantized logits, from whole windows and from a cache.
 
-A tiny random model of each is run on windows shorter and longer than its attention's windows and than the lengths at
-which its rotation changes. Our logits may be off by 2e-6 of the largest one from what transformers computes in double
-precision. Above that, compared with transformers' own logits in single precision, the root mean square of the errors may
-be 1.5 times as large and the largest error 4 times. The largest of some 30 000 errors is a matter of chance: from one
-random model to the next of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the root mean
-squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain
-rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give our logits.
+A tiny random model of each is run on windows shorter and longer than its attention windows and than the lengths at
+which its rotation changes. Our logits may differ by 2e-6 of the largest one from transformers' result in double
+precision. Above that, they are compared with transformers' own logits in single precision: the root mean square of the
+errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors is a matter of
+chance: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
+root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain rounding, AWQ and GPTQ, must
+load without a missing or unexpected key, and give our logits.
 """
 
 import datetime
@@ -25,25 +25,27 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers for both, so nothing but the order of sums differs.
+# Quantized weights are the same numbers for both, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Of our errors to transformers', where they are above the tolerance: the largest, and the root mean square.
+# Maximum ratio of our errors to transformers' where they exceed the tolerance: for the largest error and for the root
+# mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
 OPTIONS = ["--group-size", "32"]
 SAMPLES = ["--samples", "4", "--seq-len", "128"]
 METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gptq", *SAMPLES]}
-# Checked on every change; of the others some, by the day.
+# Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers does not read: what an independent reader makes of them is written as
-# floats, and run.
+# Families whose quantized experts transformers cannot read. An independent reader dequantizes them, and the floats are
+# run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are stored quantized. Their numbers are read from codes and scales without our programs.
+# Models that are published quantized. Their values are read from codes and scales without our programs.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
-# What a reader may get wrong, as another configuration of the same weights: logits must then be others.
+# Mistakes that a reader could make, expressed as another configuration of the same weights; the logits must then
+# differ.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TRAPS = {
     "a window one longer": ("gemma2", {"sliding_window": make_tiny.WINDOW + 1}),
@@ -143,30 +145,31 @@ TRAPS = {
 
 
 def scaled(part, change):
-    """Changes the tensors whose names have `part`."""
+    """Changes the tensors whose names contain `part`."""
     return lambda name, tensor: change(tensor).contiguous() if part in name else tensor
 
 
 def halves_swapped(rows):
-    """Of every `2 rows` rows, the first `rows` behind the others."""
+    """Of every `2 rows` rows, moves the first `rows` behind the others."""
     return lambda tensor: tensor.unflatten(0, (-1, 2, rows)).flip(1).flatten(0, 2)
 
 
 def queries_first(tensor):
-    """Of rows grouped by key head, those of all queries, then all keys and values: another way to join them."""
+    """Reorders rows grouped by key head into all queries, then all keys and values: another way to join them."""
     groups = tensor.unflatten(0, (2, 4, -1))
     parts = [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
     return torch.cat(parts)
 
 
 def gates_before_values(tensor):
-    """Of every key head of Qwen3-Next, the rows of gates before those of values."""
+    """For every key head of Qwen3-Next, moves the rows of gates before those of values."""
     keys, values = (make_tiny.HYBRID[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
     parts = tensor.unflatten(0, (2, -1)).split([2 * keys, 2 * values, 2 * values], dim=1)
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# The same as other weights under the same configuration: what a reader that takes them for something else computes.
+# The same, expressed as other weights under the same configuration: the result of a reader that misinterprets the
+# weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
     "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
@@ -225,20 +228,21 @@ WEIGHT_TRAPS = {
 
 
 def with_keys_of_their_own(tensors):
-    """Of the blocks that read the keys and values of block 1, the weights of those that they would make themselves."""
+    """For the blocks that reuse the keys and values of block 1, the weights of the keys and values they would compute
+    themselves."""
     made = {name: tensor for name, tensor in tensors.items()
             if name.startswith("model.layers.1.self_attn.") and name.split(".")[4] in ("k_proj", "v_proj", "k_norm")}
     return tensors | {name.replace(".1.", f".{layer}.", 1): tensor for layer in (2, 3) for name, tensor in made.items()}
 
 
 def norms_swapped(tensors):
-    """Experts and MLP, each behind the norm of the other."""
+    """Experts and MLP, with their norms swapped."""
     pair = ("pre_feedforward_layernorm.", "pre_feedforward_layernorm_2.")
     other = {name.replace(a, b): name for name in tensors for a, b in [pair, pair[::-1]] if a in name}
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Other tensors, under another configuration.
+# Other tensors under another configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -258,7 +262,7 @@ def chosen(which):
 
 
 def run_all(check, which, only):
-    # So small that threads cost more than they bring.
+    # The models are so small that threads cost more than they save.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -283,12 +287,12 @@ def run_chosen(check, which, only):
 
 
 def relative(found, expected):
-    """The largest difference, of the largest expected value."""
+    """The largest difference, relative to the largest expected value."""
     return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
 
 
 class Errors:
-    """Differences from exact logits, as shares of the largest of these: the largest, and the root mean square."""
+    """Differences from exact logits relative to the largest of these: the largest, and the root mean square."""
 
     def __init__(self):
         self.largest, self.squares, self.count = 0.0, 0.0, 0
@@ -303,7 +307,7 @@ class Errors:
         return (self.squares / self.count) ** 0.5
 
     def within(self, others, tolerance):
-        """At most the tolerance, or as large as others, but for chance."""
+        """Whether the errors are at most the tolerance, or as large as others up to chance."""
         return self.largest <= tolerance or (
             self.largest <= LARGEST_RATIO * others.largest and self.mean() <= MEAN_RATIO * others.mean())
 
@@ -324,7 +328,7 @@ class Family:
             self.check.step(f"family {self.name} {method}", lambda: self.quantized_logits(model, method, options))
 
     def float_logits(self, model):
-        """Whole windows and a cache, short and long, of what transformers computes in double precision."""
+        """Compares whole windows and a cache, short and long, with transformers' result in double precision."""
         reference = self.reference(model)
         single, double = reference_model.load(reference), reference_model.load(reference).double()
         ours, theirs = Errors(), Errors()
@@ -353,7 +357,7 @@ class Family:
         return f"{ours} (transformers {theirs})", ours.within(theirs, QUANTIZED_TOLERANCE)
 
     def reference(self, model):
-        """The model that transformers runs: one with the same numbers as floats, where it is stored quantized."""
+        """The model that transformers runs: for a model stored quantized, one with the same numbers as floats."""
         if self.name == "gpt_oss-mxfp4":
             return self.check.model("gpt_oss-floats")
         if self.name in make_tiny.BUILT_AS_LLAMA:
@@ -375,7 +379,7 @@ class Family:
         return floats
 
     def as_llama(self, model):
-        """InternLM2, whose code is not in transformers, as the Llama that it is: rows are taken by their indices."""
+        """InternLM2, whose code is not in transformers, as an equivalent Llama: rows are selected by their indices."""
         llama = self.check.scratch / f"{model.name}-llama"
         shutil.rmtree(llama, ignore_errors=True)
         llama.mkdir()
@@ -407,7 +411,7 @@ class Family:
         return llama
 
     def as_floats(self, model):
-        """A checkpoint whose experts stand together and whose linears are what an independent reader makes of packed ones."""
+        """A checkpoint with joined experts, whose linears are the packed ones dequantized by an independent reader."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
         shutil.rmtree(floats, ignore_errors=True)
         floats.mkdir()
@@ -421,7 +425,7 @@ class Family:
         (floats / "config.json").write_text(json.dumps(config))
         if config["model_type"] in ("gpt2", "internlm2"):
             if config["model_type"] == "gpt2":
-                # Packed weights have rows for outputs; transformers takes them as it stores floats.
+                # The rows of packed weights are outputs; transformers expects the layout of its float weights.
                 packed = load_file(read)
                 tensors |= {name: numpy.ascontiguousarray(weight.T) for name, weight in packed.items()}
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
@@ -463,7 +467,7 @@ class Family:
 
     @staticmethod
     def join_experts(tensors, transposed):
-        """Puts the experts of each block in two tensors, gates first; `transposed`: with inputs for rows."""
+        """Joins the experts of each block in two tensors, gates first; if `transposed`, with inputs as rows."""
         for prefix in sorted({name.split(".experts.")[0] for name in tensors if re.search(r"\.experts\.\d", name)}):
             count = len([name for name in tensors if re.fullmatch(re.escape(prefix) + r"\.experts\.\d+\.down_proj\.weight", name)])
             gate, up, down = (numpy.stack([tensors.pop(f"{prefix}.experts.{e}.{linear}.weight") for e in range(count)])
@@ -473,7 +477,7 @@ class Family:
                 tensors[f"{prefix}.experts.{linear}"] = numpy.ascontiguousarray(weight)
 
     def mxfp4_bits(self, model):
-        """Every expert's weight, against what transformers makes of codes and scales."""
+        """Compares every expert's weight with transformers' dequantization of codes and scales."""
         out = self.check.scratch / "weights.safetensors"
         self.check.program("interop-dump", "weights", model, out)
         ours, stored, different = load_file(out), load_torch(model / "model.safetensors"), []
@@ -488,8 +492,8 @@ class Family:
         return different or "equal", not different
 
     def trap(self, changes, zeroed=None, change=None, whole=None):
-        """Our logits of a changed configuration, of changed weights or other tensors, or with some tensors zeroed, which
-        must not be transformers' of the right model."""
+        """Checks that our logits of a changed configuration, of changed weights or other tensors, or with some tensors
+        zeroed, differ from transformers' logits of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"
         shutil.rmtree(wrong, ignore_errors=True)
@@ -506,7 +510,7 @@ class Family:
         if zeroed:
             tensors = load_file(wrong / "model.safetensors")
             tensors |= {name: 0 * tensor if name.endswith(zeroed) else tensor for name, tensor in tensors.items()}
-            # A sink of 0 still takes part: minus infinity would not.
+            # A sink of 0 still takes part in the softmax; minus infinity would not.
             tensors |= {name: tensor - 1e4 for name, tensor in tensors.items() if zeroed == ".sinks" == name[-6:]}
             save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
         window = self.tokens(LENGTHS[-1])
@@ -522,6 +526,6 @@ class Family:
 
     @staticmethod
     def tokens(length):
-        """Random tokens: none that a model may take for padding."""
+        """Random tokens, without any that a model may treat as padding."""
         generator = random.Random(length)
         return [generator.randrange(2, make_tiny.VOCABULARY) for _ in range(length)]

@@ -1,9 +1,10 @@
-"""The Python package beside transformers and lm-evaluation-harness: the same models, run by both.
+"""The Python package compared with transformers and lm-evaluation-harness: both run the same models.
 
-`lm-eval` has the package's model give the log-likelihoods, perplexities and texts of the harness's `hf` model in float32;
-`transformers` has `fewbits.transformers` give what transformers makes of the same packed checkpoints.
+`lm-eval` checks that the package's model gives the log-likelihoods, perplexities and texts of the harness's `hf` model
+in float32; `transformers` checks that `fewbits.transformers` gives the same results as transformers on the same packed
+checkpoints.
 
-The package lies unpacked in the directory that FEWBITS_PACKAGE names, which `cargo xtask python` makes.
+The package is unpacked in the directory that FEWBITS_PACKAGE names, which `cargo xtask python` creates.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
-# Sums in float32 run in another order.
+# The sums in float32 are in another order.
 CLOSE = 2e-4
 
 
@@ -44,7 +45,7 @@ def demo(scratch):
 
 
 def lm_eval_agrees(model):
-    """Both models of the harness on the float checkpoint."""
+    """Compares both models of the harness on the float checkpoint."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -76,7 +77,7 @@ def lm_eval_agrees(model):
 
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
-    """Logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
+    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
     import fewbits.transformers
 
     tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])
@@ -98,10 +99,10 @@ def transformers_agrees(fewbits, model, scratch):
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
-        # Nothing else of the weights is kept.
+        # No other copy of the weights is kept.
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
-        # What rounds to the other 8-bit code because of a last bit moves a logit by a step of that code.
+        # If a difference in the last bit changes an 8-bit code, it moves a logit by one step of that code.
         bound = 5e-2 if "a8" in name else 2e-4
         error = ((found - expected).norm() / expected.norm()).item()
         assert error <= bound, (name, error)
@@ -115,7 +116,7 @@ def transformers_agrees(fewbits, model, scratch):
 
 
 def guide(scratch):
-    """The code of the guide's page, with a checkpoint as `OUT`."""
+    """Runs the code of the guide's page, with a checkpoint as `OUT`."""
     start = time.monotonic()
     (scratch / "OUT").symlink_to(scratch / "w4a16-g64")
     text = (ROOT / "docs/guide/transformers.md").read_text()
@@ -130,7 +131,7 @@ def guide(scratch):
 
 
 def operator(linear):
-    """The operator by torch's own checks, and compiled."""
+    """Tests the operator with torch's own checks, and compiled."""
     start = time.monotonic()
     x = torch.randn(3, linear.in_features)
     arguments = (x, linear.packed, linear.layout, linear.bias, linear.activations, linear.scale, linear.zero)
@@ -143,7 +144,7 @@ def operator(linear):
         except (ValueError, TypeError):
             continue
         raise AssertionError("a foreign input was taken")
-    # Rows do not depend on each other or on threads.
+    # Rows do not depend on each other or on the number of threads.
     whole = linear(x)
     torch.set_num_threads(1)
     assert torch.equal(whole[1:2], linear(x[1:2]))

@@ -1,18 +1,18 @@
 """Floating-point formats against torch, transformers and compressed-tensors.
 
-  numbers  what every code stands for, in the tables of the independent reader and in torch
+  numbers  the value of every code, in the tables of the independent reader and in torch
   floats   a checkpoint that `quant quantize` wrote: the weights that we read from it, those of the independent reader
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
-           in), without a missing, unexpected or mismatched key; linears that engines run as one have one global scale
+           in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale
   inputs   activations on tensors, ours and compressed-tensors' own simulation of them, equal bit for bit
-  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, but for the
-           rounding of a reciprocal; made from a file of compressed-tensors it holds the same codes and scales, and
-           becomes that file again, byte for byte
+  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, except for
+           the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
+           converts back to that file byte for byte
   source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that we
            read
-  converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file, made
-           floats by its own `gguf`, are the weights that we read
-  cache    keys and values in FP8: what is made of them, against numpy alone, every number of the format and what lies
+  converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file,
+           dequantized by its own `gguf`, are the weights that we read
+  cache    keys and values in FP8: their rounding against numpy alone, for every value of the format and values
            between and beyond; and the logits of a model with calibrated scales, against transformers' own simulation
 """
 
@@ -33,7 +33,8 @@ from safetensors.torch import save_file as save_torch
 from transformers import AutoModelForCausalLM
 
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, scheme, options. FP8 is loaded in f32; what has groups of four bits or powers of two loads in bf16 only.
+# Model, scheme, options. FP8 is loaded in f32; formats with groups of four-bit values or powers of two load only in
+# bf16.
 CASES = [
     ("demo", "wf8a16-tensor", ["--method", "rtn"]),
     ("demo", "wf8af8-channel", ["--method", "gptq", *QUICK]),
@@ -84,7 +85,7 @@ def transformers_weights(path, dtype):
 
 
 def shares(written):
-    """Whether linears that engines run as one have one scale in common, where there is one for the tensor."""
+    """Whether linears that engines fuse share one per-tensor scale, if there is one."""
     for parts in FUSED:
         for name in written:
             found = re.fullmatch(rf"(.*)\.{parts[0]}\.(weight_global_scale|weight_scale|input_scale|input_global_scale)", name)
@@ -125,7 +126,7 @@ def floats(check, name, scheme, options):
 
 
 def inputs(check):
-    """Every rule for activations, on values of many sizes, with groups and rows of zeros and of few values."""
+    """Every rule for activations, on values of many magnitudes, with groups and rows of zeros and of few values."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -175,7 +176,7 @@ def inputs(check):
 
 
 def source(check):
-    """Native FP8 blocks made by torch, some of which end inside a block: what we read of them."""
+    """The weights that we read from native FP8 blocks made by torch, some of which are cut off at an edge."""
     model, out = check.model("demo"), check.scratch / "native-fp8"
     shutil.copytree(model, out)
     weights = load_torch(out / "model.safetensors")
@@ -206,7 +207,7 @@ def source(check):
 
 
 def modelopt_fp8(check):
-    """ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache beside: the weights that we read."""
+    """The weights that we read from ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache."""
     model, out = check.model("demo"), check.scratch / "modelopt-fp8"
     shutil.copytree(model, out)
     expected, stored = {}, {}
@@ -242,7 +243,7 @@ def modelopt_fp8(check):
 
 
 def fp8_of(values, scale):
-    """Values as a cache of FP8 gives them back, from the definition of the format."""
+    """Values rounded as by an FP8 cache, from the definition of the format."""
     number = (values / numpy.float32(scale)).astype(numpy.float32)
     magnitude = numpy.minimum(numpy.abs(number), 448).astype(numpy.float64)
     step = 2.0 ** (numpy.floor(numpy.log2(numpy.maximum(magnitude, 2.0 ** -6))) - 3)
@@ -275,7 +276,7 @@ def cache_numbers(check):
 
 
 def cache_logits(check):
-    """Ours and transformers' with the same scales: far nearer than either is to floats."""
+    """Our logits and transformers' with the same scales: far closer to each other than either is to floats."""
     out, plain = check.scratch / "cache", check.scratch / "cache-plain"
     check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
                   "--method", "rtn", *QUICK)
@@ -327,7 +328,7 @@ def layouts(check):
             return f"{module}: other codes", False
         if not torch.equal(before[f"{module}.weight_scale"].view(torch.uint8), here[f"{module}.weight_scale"].view(torch.uint8)):
             return f"{module}: other scales of groups", False
-        # Of bf16 weights the largest magnitude is bf16, and both forms are what it gives.
+        # The largest magnitude of bf16 weights is itself bf16, and both forms are derived from it.
         largest = (2688 / before[f"{module}.weight_global_scale"]).bfloat16().float()
         if not torch.equal((largest / 2688).reshape(()), here[f"{module}.weight_scale_2"]):
             return f"{module}: its multiplier is not that of the largest magnitude", False
@@ -341,7 +342,7 @@ def layouts(check):
     return f"{len(modules)} linears", len(modules) > 0
 
 
-# What llama.cpp's converter reads of these formats.
+# The formats that llama.cpp's converter reads.
 CONVERTED = [("wf8af8-channel", []), ("wf8af8-b128", []), ("wf4a16-g16-nv", []),
              ("wf4a16-g16-nv", ["--format", "modelopt"])]
 
@@ -365,11 +366,11 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding takes neighbours, ours halves.
+                # Its rotary embedding pairs neighbors, ours pairs halves.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]
-            # Of NVFP4 a number for all of it stands beside it.
+            # For NVFP4, a separate tensor holds the global scale.
             if (scale := found.get(f"blk.{layer}.{name}.scale")) is not None:
                 other = other * scale
             off = numpy.abs(weight - other)

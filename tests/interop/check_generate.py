@@ -1,7 +1,7 @@
-"""`quant generate` against transformers: greedy text, and the probabilities that tokens are drawn with.
+"""`quant generate` against transformers: greedy text, and the probabilities that tokens are sampled with.
 
-transformers reads the prompt and what quant wrote at once, in f32. At each position its own processors of logits make
-the distribution that quant should have drawn the next token from; both say how probable that token is.
+transformers reads the prompt and quant's output at once, in f32. At each position, its own logits processors compute
+the distribution from which quant should have sampled the next token; both report that token's probability.
 """
 
 import json
@@ -12,7 +12,7 @@ from transformers import (AutoModelForCausalLM, LogitsProcessorList, MinPLogitsW
                           RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper,
                           TopKLogitsWarper, TopPLogitsWarper)
 
-# Keys and values of quant are halves, transformers' are f32.
+# quant caches keys and values in f16, transformers in f32.
 TOLERANCE = 5e-3
 PROMPT = "It was a dark night, and nobody"
 SETTINGS = {
@@ -51,7 +51,7 @@ def write(check, model, settings, *options):
 
 @torch.no_grad()
 def logits(model, report):
-    """Those before each token that quant wrote."""
+    """The logits before each token that quant generated."""
     tokens = report["prompt_tokens"] + [token["id"] for token in report["tokens"]]
     return torch.tensor(tokens), model(torch.tensor([tokens])).logits[0, len(report["prompt_tokens"]) - 1:-1]
 
@@ -65,7 +65,7 @@ def greedy(check, path, model):
     ours = [token["id"] for token in report["tokens"]]
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
     _, all_logits = logits(model, report)
-    # Where the first difference is, transformers too finds both nearly as probable.
+    # At the first difference, transformers must also find both tokens almost equally probable.
     gap = 0.0 if same == len(ours) else abs(all_logits[same, theirs[same]] - all_logits[same, ours[same]]).item()
     logprobs = torch.log_softmax(all_logits, dim=-1)
     apart = max(abs(logprobs[i, token["id"]].item() - token["logprob"]) for i, token in enumerate(report["tokens"]))
@@ -75,7 +75,7 @@ def greedy(check, path, model):
 def drawn(check, path, model, settings):
     report = write(check, path, {"do_sample": True, **settings}, "--seed", 5, "--ignore-eos")
     tokens, all_logits = logits(model, report)
-    # A token whose probability is next to a bound is on either side of it.
+    # A token whose probability is close to a threshold may be on either side of it.
     chains = [processors({key: value * factor if key in ("top_p", "min_p") else value for key, value in settings.items()})
               for factor in (1, 1 - TOLERANCE, 1 + TOLERANCE)]
     start, apart = len(report["prompt_tokens"]), 0.0

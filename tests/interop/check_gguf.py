@@ -1,13 +1,13 @@
 """GGUF files against llama.cpp itself: its library, its llama-quantize, its converter and llama-perplexity.
 
-  blocks    rows of every block type: bytes equal to what `ggml_quantize_chunk` makes of them, with and
+  blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
-  refined   rows by our own search: less weighted error than `ggml_quantize_chunk` leaves
+  refined   rows by our own search: less weighted error than with `ggml_quantize_chunk`
   files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
             matrix that we wrote
   convert   tensors and keys of our F32 file equal to the converter's
   score     llama-perplexity on our file against `quant eval` on the same file, both with float weights
-  loads     files of other families, loaded and scored by llama.cpp; of many also the tensors equal to the converter's
+  loads     files of other families, loaded and scored by llama.cpp; for many also the tensors equal to the converter's
 
 check.py runs these as its `gguf` checks.
 """
@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy
 
-# Mixtures with the types that they hold between them; the others with --whole.
+# Mixtures that together cover these types; the others run with --whole.
 MIXTURES = ["Q4_K_M", "Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
 WEIGHTED = ["Q4_K_M", "IQ4_XS"]
@@ -30,16 +30,16 @@ COLUMNS = 512
 # Tiny models of make_tiny.py.
 FAMILIES = ["gqa", "tied", "llama3-rope", "linear-rope", "qwen2", "qwen3-unbiased", "mixtral", "qwen3-moe",
             "gemma2-alternating", "gemma3-sixth"]
-# Those whose tensors are compared with the converter's, too.
+# Models whose tensors are also compared with the converter's.
 CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "olmo2-plain", "seed_oss-plain", "cohere-plain",
              "starcoder2-plain", "qwen2_moe-all", "gpt_oss-plain", "gpt_oss-codes", "qwen3_5-equal", "qwen3_5_moe-equal",
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
              "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts"]
-# Mixtures that each of these is written with, too: types by the roles of tensors.
+# Mixtures in which each of these is also written: they choose types by the roles of tensors.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
-# llama-perplexity prints four digits behind the point.
+# llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
-# Products in f32 of another order, relative.
+# Relative difference of f32 products in another order.
 TOLERANCE = 1e-5
 
 
@@ -58,7 +58,7 @@ def rows(random):
 
 
 def reader(llama_cpp):
-    """gguf-py, as it lies beside llama.cpp's sources."""
+    """gguf-py, from llama.cpp's sources."""
     path = str(llama_cpp / "source/gguf-py")
     if path not in sys.path:
         sys.path.insert(0, path)
@@ -66,7 +66,7 @@ def reader(llama_cpp):
 
 
 def tensors(gguf, path):
-    """Type, shape and bytes of every tensor; llama-quantize leaves out last dimensions of one."""
+    """Type, shape and bytes of every tensor; llama-quantize drops trailing dimensions of one."""
     def shape(dimensions):
         found = list(map(int, dimensions))
         while len(found) > 1 and found[-1] == 1:
@@ -77,7 +77,7 @@ def tensors(gguf, path):
 
 
 def differences(ours, theirs):
-    """Names that only one has, or whose types, shapes or bytes differ."""
+    """Names that only one file has, or whose types, shapes or bytes differ."""
     return sorted(name for name in ours.keys() | theirs.keys() if not same(name, ours.get(name), theirs.get(name)))
 
 
@@ -85,11 +85,11 @@ def same(name, ours, theirs):
     if ours == theirs or None in (ours, theirs):
         return ours == theirs
     if name == "token_embd.weight" and ours[1][1] > theirs[1][1]:
-        # Of Gemma the converter leaves out rows beyond the tokenizer's.
+        # For Gemma, the converter drops rows beyond the tokenizer's vocabulary.
         return ours[:1] == theirs[:1] and ours[2].startswith(theirs[2])
     if not name.endswith(".ssm_a"):
         return False
-    # An exponential, which torch rounds as it likes.
+    # An exponential, whose rounding in torch may differ.
     ours, theirs = (numpy.frombuffer(tensor[2], "<f4") for tensor in (ours, theirs))
     return ours.shape == theirs.shape and numpy.abs(ours / theirs - 1).max() < 3e-7
 
@@ -118,7 +118,7 @@ def blocks(check, llama_cpp):
             if len(wrong):
                 return f"{name}: {len(wrong)} rows differ, the first {wrong[0]}", False
             compared += len(values)
-        # Any bytes at all, but for scales that are not finite.
+        # Arbitrary bytes; rows with scales that are not finite are excluded.
         noise = random.integers(0, 256, ours.shape).astype(numpy.uint8)
         kind = gguf.GGMLQuantizationType(kind)
         with numpy.errstate(all="ignore"):
@@ -134,7 +134,7 @@ def blocks(check, llama_cpp):
 
 
 def refined(check, llama_cpp):
-    """Our own search: rows of every type are read by gguf-py, and leave less weighted error than ggml's."""
+    """Our own search: gguf-py reads rows of every type, and their weighted error is less than ggml's."""
     library, gguf = importlib.import_module("ggml").Ggml(llama_cpp), reader(llama_cpp)
     random = numpy.random.default_rng(21)
     values = (random.standard_t(5, (100, COLUMNS)) * 0.02).astype("<f4")
@@ -193,7 +193,7 @@ def files(check, llama_cpp, mixtures):
 
 
 def keys(gguf, path):
-    # What describes the file rather than the model, and what the converter leaves to defaults.
+    # Keys that describe the file rather than the model, and keys that the converter leaves at their defaults.
     aside = ("GGUF.", "general.", "quant.", "tokenizer.ggml.add_")
     fields = gguf.GGUFReader(path).fields.items()
     return {key: (field.types, field.contents()) for key, field in fields if not key.startswith(aside)}
@@ -211,7 +211,7 @@ def convert(check, llama_cpp):
 
 
 def perplexities(check, llama_cpp, path, text, length, windows):
-    """llama.cpp's and ours of one file with float weights."""
+    """llama.cpp's perplexity and ours for one file with float weights."""
     with_llama_cpp = importlib.import_module("reference_llama_cpp").measure
     theirs = with_llama_cpp(llama_cpp, path, text, length, windows, check.scratch)["perplexity"]
     ours = json.loads(check.program("quant", "eval", path, "--text", text, "--profile", f"llamacpp-{length}",
@@ -220,7 +220,7 @@ def perplexities(check, llama_cpp, path, text, length, windows):
 
 
 def score(check, llama_cpp):
-    """Of a quantized file as llama.cpp itself makes floats of it, so that neither rounds activations."""
+    """Scores a quantized file after llama.cpp itself dequantized it, so that neither program rounds activations."""
     at = check.scratch
     packed = quantize(check, check.model("demo"), at / "packed.gguf", "--scheme", "q4_k_m")
     floats = llama_quantize(llama_cpp, packed, at / "floats.gguf", "F32", "--allow-requantize")
@@ -250,7 +250,7 @@ def same_as_converted(check, llama_cpp, model, ours):
 
 
 def apart(found):
-    """Gates and ups of experts that are one tensor as two."""
+    """Splits joined gates and ups of experts into two tensors."""
     for name in [name for name in found if ".ffn_gate_up_exps." in name]:
         kind, (columns, rows, experts), data = found.pop(name)
         both = numpy.frombuffer(data, "<f4").reshape(experts, 2, rows // 2, columns)
@@ -274,7 +274,7 @@ def loads(check, llama_cpp, name):
         if wrong:
             return f"{mixture}: {wrong[:4]} differ from llama-quantize's", False
     if requantize:
-        # So that activations are not rounded there.
+        # A file of floats, so that llama.cpp does not round activations.
         path = llama_quantize(llama_cpp, path, at / f"{name}-floats.gguf", "F32", "--allow-requantize")
     theirs, ours = perplexities(check, llama_cpp, path, check.text(name), 64, 2)
     direct = json.loads(check.program("quant", "eval", model, "--text", check.text(name), "--profile", "llamacpp-64",

@@ -1,7 +1,7 @@
-"""Floating-point codes against torch: what every code means, and which code a weight gets.
+"""Floating-point codes against torch: the value of every code, and the code of a weight.
 
-The table is the independent reader's. The weights are a model's own, with ties, subnormals, zeros of both signs and
-rows of zeros put among them; `quant` rounds them to FP8 per channel, and torch from the same scales.
+The table is the independent reader's. The weights are a model's own, mixed with ties, subnormals, zeros of both signs
+and rows of zeros; `quant` rounds them to FP8 per channel, and torch from the same scales.
 """
 
 import json
@@ -26,7 +26,7 @@ def table():
 
 
 def plant(weight):
-    """Rows whose scale is 1, so that weights are the numbers themselves: every code, every tie, and values beside it."""
+    """Rows with scale 1, so that weights equal their values: every code, every tie, and the neighboring values."""
     numbers = torch.from_numpy(e4m3_numbers())
     numbers = numbers[numbers.isfinite()]
     ordered = numbers.unique()

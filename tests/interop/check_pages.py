@@ -1,10 +1,10 @@
-"""Reports, opened in Chromium: what a person sees of them.
+"""Reports opened in Chromium: what a person sees.
 
-Every page is made from results whose numbers are known, and opened as a file without scripts: light and
-dark, on a wide window and on a phone. Looked at is what the browser made of it: that nothing was fetched
-or complained about, which headings, tiles, cells and marks there are and what stands in them, that names
-that are markup stay names, that nothing sticks out sideways or runs into its neighbour, and that all text
-stands out from its background. check.py runs these as its `page` checks.
+Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
+window and on a phone. The check examines what the browser rendered: that nothing was fetched and no error was logged;
+which headings, tiles, cells and marks there are, and their contents; that names that look like markup are escaped; that
+nothing overflows horizontally or overlaps its neighbor; and that all text has enough contrast. check.py runs these as
+its `page` checks.
 """
 
 import json
@@ -14,9 +14,9 @@ import shutil
 from playwright.sync_api import sync_playwright
 
 VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
-# WCAG 2.2, 1.4.3: of text to its background.
+# WCAG 2.2, 1.4.3: contrast of text to its background.
 CONTRAST = 4.5
-# Name that would be markup if it were not escaped.
+# A name that would be markup if it were not escaped.
 ODD = "<b>rain & <script>sun.txt"
 
 # One check that passes and one that cannot.
@@ -30,7 +30,7 @@ metric = "top1_agreement"
 at_least = 0.9999
 """
 
-# Runs in the page, of which it reports; the page's own scripts are off.
+# Runs in the page and reports on it; the page's own scripts are disabled.
 LOOK = """() => {
   const all = (selector, of = document) => [...of.querySelectorAll(selector)];
   const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
@@ -91,7 +91,7 @@ LOOK = """() => {
 
 
 def look(browser, file, scheme, width):
-    """What is on a page, and what is wrong with it whatever it shows."""
+    """The contents of a page, and its faults that do not depend on the contents."""
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900},
                                   java_script_enabled=False)
     fetched, said = [], []
@@ -124,7 +124,7 @@ def look(browser, file, scheme, width):
 
 
 class Bench:
-    """The results that pages are made of."""
+    """The results from which pages are made."""
 
     def __init__(self, check):
         self.check, self.folder = check, check.scratch / "pages"
@@ -140,7 +140,7 @@ class Bench:
         return self.check.program("quant", *arguments, "--quiet")
 
     def evaluate(self, name, *options, model=None):
-        """A result, and the page of it if `options` ask for one."""
+        """A result, and its page if `options` request one."""
         file = self.at(f"{name}.json")
         self.quant("eval", model or self.quantized, "--text", self.text, "--window", "64", f"--json={file}", *options)
         return json.loads(file.read_text())
@@ -242,7 +242,7 @@ def expect_gate(found, decision):
 
 
 def page(check, browser, name, work):
-    """Makes a page and looks at it in every view; `work` gives its file and what to expect of what is found."""
+    """Makes a page and examines it in every view; `work` returns its file and a check of what is found."""
 
     def run():
         file, expect = work()
@@ -297,7 +297,7 @@ def run_all(check, chromium, only):
 
     work = {"quantize": quantize, "eval": evaluated, "eval-alone": alone, "gate": gate}
     with sync_playwright() as playwright:
-        # The pages are our own, and root may not run it otherwise.
+        # The pages are our own, and Chromium does not run as root otherwise.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name in names:
             page(check, browser, name, work[name])

@@ -3,14 +3,14 @@
   gptq       transformers, by the rule
   hf-stride  transformers, by the rule
   lmeval     transformers, by the rule; lm-evaluation-harness itself
-  llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, made by
-             setup_llama_cpp.sh, which reads the text and the model by itself
+  llamacpp   transformers, by the rule; llama.cpp's own llama-perplexity, built by
+             setup_llama_cpp.sh, which reads the text and the model independently
 
-Packed checkpoints of the formats that llama.cpp's converter reads go through it as well, and
-llama-perplexity is held to `quant eval` on the same file.
+Packed checkpoints in formats that llama.cpp's converter reads are converted as well, and llama-perplexity is compared
+with `quant eval` on the same file.
 
-The rule tells, window by window, how many tokens are scored and their mean negative log-likelihood;
-the programs only tell totals. check.py runs these as its `profile` checks.
+The rule gives, window by window, the number of scored tokens and their mean negative log-likelihood; the programs only
+report totals. check.py runs these as its `profile` checks.
 """
 
 import importlib
@@ -19,14 +19,14 @@ import math
 import shutil
 from pathlib import Path
 
-# Nats, or relative to the other number: f32 arithmetic in another order stays far below it.
+# In nats, or relative to the other value: f32 arithmetic in another order stays far below it.
 TOLERANCE = 1e-4
-# What llama-perplexity prints: digits behind the point.
+# Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
-# Likelihoods per word and byte of a text; like `perplexity`, a mean and its standard error.
+# Likelihoods per word and per byte of a text; like `perplexity`, a mean and its standard error.
 PER_TEXT = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 
-# Model, its tokenizer, profile, text, and at most how many windows.
+# Model, its tokenizer, profile, text, and maximum number of windows.
 CASES = [
     ("demo", None, "gptq-512", "text", 4),
     ("gqa", None, "gptq-128", "text", 4),
@@ -41,13 +41,13 @@ CASES = [
     ("demo", "eos", "llamacpp-101", "text", 5),
     ("tinystories-656k", None, "gptq-2048", "wikitext-2", 8),
 ]
-# Some minutes: with --whole only.
+# These take some minutes and run only with --whole.
 WHOLE = [
     ("tinystories-656k", None, "wt2-gptq-2048", "wikitext-2", None),
     ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
 ]
-# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: format and how it is made. Groups, and
-# widths that fill words; no GPTQ zeros of 0, of which it reads another number (docs/formats/gptq.md).
+# Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: the format and how to make it. Only
+# groups, and widths that fill words. No GPTQ zeros of 0, which it reads as another number (docs/formats/gptq.md).
 PACKED = [
     ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
     ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
@@ -58,7 +58,7 @@ PACKED = [
     ("compressed-tensors", "w8a8", ["--method", "rtn"]),
     ("compressed-tensors", "w4a8-g64", ["--method", "rtn"]),
 ]
-# llama.cpp leaves activations float: ours is of the same weights in a scheme that does so, too.
+# llama.cpp leaves activations float, so ours uses a scheme with the same weights that does so too.
 FLOAT_ACTIVATIONS = {"w8a8": "w8a16-channel-sym", "w4a8-g64": "w4a16-g64"}
 PACKED_PROFILE, PACKED_WINDOWS = "llamacpp-256", 4
 
@@ -80,7 +80,7 @@ def with_tokenizer(model, kind, out):
 
 
 def write_text(kind, source, scratch):
-    """The whole text; its beginning, which ends inside a window; or several documents."""
+    """Writes the whole text; its beginning, which ends inside a window; or several documents."""
     text = source.read_text()
     if kind == "text":
         return source
@@ -88,7 +88,7 @@ def write_text(kind, source, scratch):
         out = scratch / "excerpt.txt"
         out.write_text(text[:2500])
         return out
-    # Longer than several windows, shorter than one, with runs of spaces and letters of many bytes.
+    # Longer than several windows, shorter than one, with runs of spaces and multi-byte letters.
     documents = [text[:1500], "Short.", "  Two  spaces,\n\na blank line, caf\u00e9 \u2014 \u65e5\u672c. \n",
                  text[3000:4200]]
     out = scratch / "documents.jsonl"
@@ -97,13 +97,13 @@ def write_text(kind, source, scratch):
 
 
 class Comparison:
-    """Collects how far numbers are apart, and what differs that must not."""
+    """Collects differences of numbers, and mismatches that must not occur."""
 
     def __init__(self):
         self.apart, self.different = 0.0, []
 
     def number(self, name, our, their, digits=None):
-        """Relative; what a program prints may also be off by half of its last digit."""
+        """Compares relatively; a printed number may also differ by half of its last digit."""
         slack = 0.5 * 10 ** -digits if digits else 0.0
         apart = max(abs(our - their) - slack, 0.0) / abs(their)
         self.apart = max(self.apart, apart)
@@ -134,7 +134,7 @@ class Comparison:
         self.number("lm_eval's sum", ours["nll"]["mean"] * ours["tokens_scored"], theirs["nll"])
 
     def llama_cpp(self, ours, theirs):
-        """The program's own numbers, among them the perplexity after every chunk."""
+        """The program's own numbers, including the perplexity after every chunk."""
         self.equal("llama.cpp's chunks", ours["windows"], theirs["windows"])
         self.number("llama.cpp's perplexity", ours["perplexity"]["mean"], theirs["perplexity"],
                     PERPLEXITY_DIGITS)
@@ -176,7 +176,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
             theirs = json.loads(check.script("reference_llama_cpp", llama_cpp, directory, "--text",
                                              file, "--length", length, *at_most))
             comparison.llama_cpp(ours, theirs)
-            # The text became the same tokens, so the numbers above are about the same thing.
+            # The text gave the same tokens, so the numbers above describe the same thing.
             reader = importlib.import_module("reference_profiles").Text(directory, file)
             tokens = reader.tokens(reader.documents[0])
             flat = [token for chunk in theirs["tokens"] for token in chunk]
@@ -188,7 +188,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
 
 
 def run_packed(check, llama_cpp, form, scheme, method):
-    """What `quant eval` makes of a checkpoint, and what llama.cpp makes of the same file by its own reader."""
+    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file with its own reader."""
 
     def work():
         model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")
@@ -224,7 +224,7 @@ def packed_title(form, scheme, method):
 
 
 def rule(profile):
-    """The rule of a profile, whatever text it is of."""
+    """The rule of a profile, regardless of the text."""
     return profile.removeprefix("wt2-")
 
 
@@ -233,7 +233,7 @@ def title(name, tokenizer, profile):
 
 
 def available(llama_cpp):
-    """The folder of llama.cpp, or None, said aloud."""
+    """The directory of llama.cpp, or None with a message."""
     if llama_cpp and (Path(llama_cpp) / "bin/llama-perplexity").exists():
         return Path(llama_cpp).resolve()
     print("SKIPPED: llamacpp profiles against llama.cpp itself, which is not at hand", flush=True)

@@ -1,11 +1,11 @@
-"""The checks of vision-language models: a part of check.py, which says what it compares.
+"""The checks of vision-language models: a part of check.py, which describes the comparisons.
 
   float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest (Gemma 4: 1e-5)
   loads    as for other models, by transformers' own class
-  carried  everything beside the text tower, and every file beside the weights, equal byte for byte; and the
-           configuration, but for what quantization adds
+  carried  everything except the text tower, and every file except the weights, equal byte for byte; and the
+           configuration, except for what quantization adds
 
-`check.py --only vision-language` runs these alone.
+`check.py --only vision-language` runs only these.
 """
 
 import json
@@ -13,14 +13,13 @@ import json
 from make_vision_language import VARIANTS
 from reference_model import module_name
 
-# What remains of the logits of such models in f32, ours or theirs: transformers' own differ by up to 3e-6 from those that it
-# computes in f64.
+# Tolerance for the logits of such models in f32. transformers' own f32 logits differ from its f64 logits by up to 3e-6.
 TOLERANCE = 5e-6
-# Scores that are not scaled make the softmax steep: transformers' own differ by 4.7e-6.
+# Unscaled scores make the softmax steep: transformers' own logits differ by 4.7e-6.
 STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
 QUICK = ["--samples", "4", "--seq-len", "64"]
-# Model, name of the case, options of `quant quantize`, whether transformers must dequantize. The first of each class is
-# part of every run, the others are run with --whole.
+# Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The first of each
+# class is part of every run; the others run with --whole.
 QUANTIZED = [
     ("qwen2-vl", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2.5-vl-flat", "rtn-w4-g128", ["--method", "rtn"], False),
@@ -53,7 +52,7 @@ def is_text(name):
 
 
 def raw_tensors(model):
-    """What lies beside the text tower: type, shape and bytes by name."""
+    """The tensors outside the text tower: type, shape and bytes by name."""
     found = {}
     for path in sorted(model.glob("*.safetensors")):
         with open(path, "rb") as file:

@@ -1,10 +1,10 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-Perplexity of a text by vLLM in bfloat16 against `quant eval`, at most 0.5 % apart; and what `quant plan` says of this
-engine: what it calls a "no" must fail to load, what it calls a "yes" must not. Exits with 1 if one fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
+engine must be right: a "no" must fail to load, a "yes" must not. Exits with 1 if one fails.
 
-Not part of check.py: the environment takes some gigabytes, and every start of the engine about half a minute. Run by
-`cargo xtask nightly`, or by tests/interop/run_vllm.sh.
+Not part of check.py, because the environment takes some gigabytes, and every start of the engine about half a minute.
+Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ENGINE = "vLLM, CPU"
 TEXT, WINDOWS = ROOT / "calibration-data/heldout/narrative.txt", (256, 10)
 QUICK = ["--samples", "16", "--seq-len", "256"]
 GROUP_32 = ["--method", "rtn", "--group-size", "32"]
-# Its CPU build has no kernel for packed experts, and runs those that stay float.
+# vLLM's CPU build has no kernel for packed experts, but runs float ones.
 FLOAT_EXPERTS = [*GROUP_32, "--ignore", "*.experts.*"]
 CASES = [
     ("books-7m", "w4a16-g128", ["--method", "rtn"]),
@@ -54,8 +54,8 @@ CASES = [
     ("llava-llama", "w4a16-g32", GROUP_32),
     ("llava-modules", "awq", ["--format", "awq", *GROUP_32]),
 ]
-# Random models of every family that it has, the most used first; those of make_tiny.py. Not of InternLM2 and 3, whose
-# configurations this version's transformers does not have.
+# Random models of every family that vLLM supports, the most used first; those of make_tiny.py. InternLM2 and 3 are left
+# out, because this version's transformers lacks their configurations.
 FAMILIES = [
     "gqa", "qwen2", "qwen3-unbiased", "gemma3-sixth", "gemma2-alternating", "phi3-128", "mistral", "granite-128", "olmo2-plain",
     "smollm3-fourth", "gemma4-128", "glm4-128", "cohere-plain", "cohere2-128",
@@ -96,7 +96,7 @@ class Vllm:
         return made
 
     def engine(self, models):
-        """Perplexity by vLLM of each model and the number of tokens, or None and why it does not load it."""
+        """Perplexity by vLLM of each model with the number of tokens, or None with the reason why it does not load."""
         out = self.scratch / "scored"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -116,7 +116,7 @@ class Vllm:
                     found[model] = None, error.read_text()
             left = [model for model in left if model not in found]
             if left and (done.returncode or len(left) == before):
-                # Compiled code has ended the process: with the first that has no result.
+                # Compiled code ended the process, while running the first model that has no result.
                 lines = done.stderr.splitlines() or ["no message"]
                 found[left[0]] = None, f"the engine ends with {done.returncode}: {lines[-1].strip()[:200]}"
                 left = left[1:]
@@ -128,7 +128,7 @@ class Vllm:
         return out
 
     def quantized(self, name, case, options):
-        """The quantized model, and what `quant plan` says of the engine."""
+        """The quantized model, and the verdict of `quant plan` on the engine."""
         model, out = self.model(name), self.scratch / f"{name}-{case.replace(' ', '-')}"
         if model is None:
             print(f"SKIPPED: {name} is not in {self.arguments.data}", flush=True)
@@ -139,7 +139,7 @@ class Vllm:
         return out, engine["ranks"][0]["loads"]
 
     def cases(self, cases):
-        """Cases whose models have one tokenizer."""
+        """Cases whose models share a tokenizer."""
         started, made = time.monotonic(), {}
         for name, case, options in cases:
             try:
@@ -160,7 +160,7 @@ class Vllm:
 
     def compare(self, out, says, theirs, detail):
         if theirs is None:
-            # Of blocks plan says that they take AMX.
+            # For block-scaled weights, `plan` says that they need AMX.
             lacks_amx = says == "yes, but" and "requires AMX" in detail and "amx_tile" not in Path("/proc/cpuinfo").read_text()
             return f"does not load, plan says {says}: {detail}", says == "no" or lacks_amx
         result = self.quant("eval", out, "--text", TEXT, "--window", WINDOWS[0], "--windows", WINDOWS[1], "--quiet", "--json")

@@ -1,7 +1,7 @@
 """The workflows under docs/ci, against the schemas of the systems that read them.
 
-check-jsonschema carries copies of the schemas that GitHub and GitLab publish, so nothing is fetched. The
-policy beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
+check-jsonschema includes copies of the schemas that GitHub and GitLab publish, so nothing is downloaded. The policy
+beside the workflows is read by `quant gate` itself. check.py runs these as its `workflow` checks.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/ci"
 
-# File, and how check-jsonschema is told its schema; it knows GitLab's tag `!reference` only when told.
+# File, and the options that tell check-jsonschema its schema; GitLab's tag `!reference` needs a separate option.
 WORKFLOWS = [
     ("github-actions.yml", ["--builtin-schema", "vendor.github-workflows"]),
     ("gitlab-ci.yml", ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci"]),
@@ -19,7 +19,7 @@ POLICY = "gate.toml"
 
 
 def validate(file, schema):
-    """What is wrong with a workflow; nothing if it is valid."""
+    """The errors of a workflow; empty if it is valid."""
     command = [sys.executable, "-m", "check_jsonschema", "--output-format", "json", *schema, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -36,7 +36,7 @@ def workflow(check, name, schema):
 
 
 def policy(check):
-    """A model of 8 bits passes beside the one it was made from, so whatever does not is the policy's."""
+    """An 8-bit model must pass relative to the one it was made from, so any failure is the policy's."""
 
     def work():
         model, results = check.model("demo"), check.scratch / "results"

@@ -2,18 +2,18 @@
 //!
 //! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token
 //!   windows, float or quantized model;
-//! * `interop-dump decoded MODEL TOKENS.json OUT`: the same, from a cache: half of each window at once, the rest
+//! * `interop-dump decoded MODEL TOKENS.json OUT`: the same logits from a cache: half of each window at once, the rest
 //!   token by token;
 //! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its
 //!   tensor name;
-//! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, tokens and the assistant's part of every
+//! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, the tokens and the assistant's part of every
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
-//! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows of a block type, from and to little-endian files;
-//! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: the same by our own search;
-//! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type stand for;
-//! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as the inputs of a linear are: `fp8-token`,
-//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as the cache does keys and values: `kv-fp8`.
+//! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded in a block type; files are little-endian;
+//! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with our own search;
+//! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type represent;
+//! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as inputs of a linear: `fp8-token`,
+//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as cached keys and values: `kv-fp8`.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -81,7 +81,7 @@ fn save(tensors: &BTreeMap<String, (Vec<usize>, Vec<f32>)>, out: &str) -> Result
     Ok(serialize_to_file(views, None, Path::new(out))?)
 }
 
-/// A block type by its name, and the bytes of a row of so many columns.
+/// A block type by its name, and the bytes of a row with this many columns.
 fn rows_of(kind: &str, columns: &str) -> Result<(&'static BlockType, usize, usize), Failure> {
     let kind = block_type(kind).ok_or_else(|| format!("no block type {kind}"))?;
     let columns = columns.parse()?;

@@ -1,4 +1,4 @@
-"""ggml's own functions, from the library that setup_llama_cpp.sh unpacks: the reference for bytes of blocks."""
+"""ggml's own functions, from the library that setup_llama_cpp.sh unpacks: the reference for the bytes of blocks."""
 
 import ctypes
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy
 
 
 class Ggml:
-    """libggml-base: quantizers and dequantizers by the ids of types."""
+    """libggml-base: quantizers and dequantizers by type id."""
 
     def __init__(self, llama_cpp):
         self.library = ctypes.CDLL(str(Path(llama_cpp) / "bin/libggml-base.so"))
@@ -19,7 +19,7 @@ class Ggml:
         self.library.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
 
     def quantize(self, kind, rows, importance=None):
-        """Bytes of rows `[n, k]` as `ggml_quantize_chunk` makes them, with an importance `[k]`."""
+        """Bytes of rows `[n, k]` from `ggml_quantize_chunk`, with an importance `[k]`."""
         rows = numpy.ascontiguousarray(rows, dtype="<f4")
         count, columns = rows.shape
         out = numpy.zeros(count * self.library.ggml_row_size(kind, columns), dtype=numpy.uint8)

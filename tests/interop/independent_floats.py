@@ -24,7 +24,7 @@ FORMATS = ("float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "m
 
 
 def e4m3_numbers():
-    """f32 [256]: what each code of F8_E4M3 stands for; it has no infinity, and NaN is all ones."""
+    """f32 [256]: the value of each code of F8_E4M3, which has no infinity; NaN is all ones."""
     codes = numpy.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = numpy.where(exponent == 0, mantissa / 8 * 2.0 ** -6,
@@ -68,7 +68,7 @@ def stored(checkpoint, name, dtype):
 
 
 def numbers_of(checkpoint, module, scheme):
-    """f32 [out, in]: what the codes stand for."""
+    """f32 [out, in]: the values of the codes."""
     if scheme["num_bits"] == 4:
         packed = stored(checkpoint, f"{module}.weight_packed", "U8")
         codes = numpy.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
@@ -80,7 +80,7 @@ def numbers_of(checkpoint, module, scheme):
 
 
 def check_input(checkpoint, module, activations):
-    """What is stored of the input must be what the group says of it."""
+    """The stored tensors of the input must match the group's description of it."""
     dynamic = True if activations is None else activations["dynamic"]
     stored = {"input_scale": dynamic is False, "input_global_scale": dynamic == "local", "input_zero_point": False}
     for suffix, wanted in stored.items():

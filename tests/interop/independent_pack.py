@@ -38,7 +38,7 @@ DTYPES = {"F8_E4M3": "<u1", "U8": "<u1", "I8": "<i1", "F32": "<f4", "F16": "<f2"
 
 
 class Checkpoint:
-    """The tensors of all safetensors files of a directory, by name; floats come as f32."""
+    """The tensors of all safetensors files in a directory, by name; floats are converted to f32."""
 
     def __init__(self, directory):
         self.directory = Path(directory)
@@ -65,7 +65,7 @@ class Checkpoint:
         return values.reshape(entry["shape"])
 
     def packed_modules(self):
-        # Every quantized module has scales, whatever its codes are called.
+        # Every quantized module has scales, whatever the name of its codes.
         suffix = ".weight_scale"
         return sorted(name.removesuffix(suffix) for name in self.places if name.endswith(suffix))
 
@@ -77,7 +77,7 @@ def matches(module, target):
     return target == module
 
 
-# Tables of rows, which are no linears.
+# Lookup tables, which are not linears.
 EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "tok_embeddings", ".wte", ".wpe")
 
 
@@ -95,7 +95,7 @@ def scheme_of(module, quantization):
 
 
 def check_plain_layers(checkpoint, quantization):
-    """Every linear layer left in float must be ignored, or readers expect it to be packed."""
+    """Every linear layer left in float must be ignored; otherwise readers expect it to be packed."""
     quantized = set(checkpoint.packed_modules())
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
@@ -119,7 +119,7 @@ def expect(what, found, wanted):
 
 
 def check_input(checkpoint, module, activations):
-    """What is stored of the input must be what the group says of it."""
+    """The stored tensors of the input must match the group's description of it."""
     if activations is not None and activations["type"] == "float":
         independent_floats.check_input(checkpoint, module, activations)
         return

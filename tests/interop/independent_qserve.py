@@ -38,7 +38,7 @@ def codes(stored):
 
 
 def by_output(stored):
-    """int8 [K/128, N] as a kernel's lanes see it -> uint8 as int32 [N, K/128]."""
+    """int8 [K/128, N] in the order of a kernel's lanes -> uint8 as int32 [N, K/128]."""
     outputs = numpy.arange(stored.shape[1])
     place = outputs - outputs % 32 + 4 * (outputs % 8) + outputs % 32 // 8
     return numpy.ascontiguousarray(stored).view(numpy.uint8).astype(numpy.int32)[:, place].T
@@ -58,7 +58,7 @@ def of_groups(checkpoint, module):
         raise ValueError(f"{module}.s2_scales: from {scales.min()} to {scales.max()}, not 1 to 16")
     product = q.reshape(outputs, -1, GROUP) * scales
     integers = (product + zeros & 255).astype(numpy.uint8).view(numpy.int8).astype(numpy.int32)
-    # No byte wrapped that should not have: zero * scale is what the byte of the zero says, 0 to 240.
+    # No byte may wrap unexpectedly: zero * scale must equal the stored byte of the zero, 0 to 240.
     if not numpy.array_equal(integers, product - (-zeros & 255)):
         raise ValueError(f"{module}: an integer does not fit 8 bits")
     return integers.reshape(outputs, inputs).astype(numpy.float32) * s1.astype(numpy.float32)[:, None]
@@ -79,7 +79,7 @@ def of_bytes(checkpoint, module):
 
 
 def check_manifest(directory, config):
-    """The file beside the configuration says what these formulas say."""
+    """The file beside the configuration must agree with these formulas."""
     manifest = json.loads((Path(directory) / config["manifest"]).read_text())
     weights = manifest["weights"]
     found = [manifest["schema"], weights["bits"], weights["group_size"], weights.get("s2_order"),

@@ -1,7 +1,7 @@
 """Rounds a float checkpoint to nearest and writes it as compressed-tensors `pack-quantized`.
 
-A fixture: it gives the readers of this folder something to read that the program under test has
-not written. Decoder linears are packed; embeddings, norms and lm_head are copied.
+A fixture: it gives the readers in this directory input that the program under test has not written. Decoder linears are
+packed; embeddings, norms and lm_head are copied.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def pack(levels, bits):
 
 
 def weight_arguments(bits, group, symmetric):
-    """The `weights` of a config group; group 0 means one scale a row."""
+    """The `weights` of a config group; group 0 means one scale per row."""
     shape = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     return {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False} | shape
 

@@ -1,7 +1,7 @@
-"""Makes a tiny random checkpoint of a family, to compare decoders on what small real models lack.
+"""Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128.
-The tokenizer maps every byte to one token and puts <s> first.
+Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128. The tokenizer maps
+every byte to one token and puts <s> first.
 """
 
 import argparse
@@ -27,7 +27,7 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 6, "num_e
              "moe_intermediate_size": 128}
 SMALL_GEMMA = {"sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32,
                "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-# What llama.cpp's graphs of families with experts, latent attention and delta nets compute.
+# The features that llama.cpp's graphs support for families with experts, latent attention and delta nets.
 LLAMA_CPP_GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64,
                      "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 24, "rope_parameters": {
                          "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -57,15 +57,15 @@ VARIANTS = {
     "head-dim": {"head_dim": 64},
     "sharded-bf16": {},
     "linear-rope": {"rope_parameters": LINEAR_ROPE | {"rope_theta": 10000.0}},
-    # The windows of the check are longer than this one.
+    # Shorter than the windows of the check.
     "mistral": {"model_type": "mistral", "sliding_window": 48},
     # transformers reads a `mistral` with `layer_types` by its class `ministral`.
     "mistral-layer-types": MIXED | {"model_type": "ministral", "head_dim": 32, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
-    # What llama.cpp's graphs of these families compute.
+    # The features that llama.cpp's graphs of these families support.
     "smollm3-fourth": {"model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "seed_oss-plain": {"model_type": "seed_oss", "attention_out_bias": False, "mlp_bias": False},
     "olmo2-plain": {"model_type": "olmo2"},
-    # llama.cpp knows a Phi-3 vocabulary by the name of the directory.
+    # llama.cpp recognizes a Phi-3 vocabulary by the name of the directory.
     "fused": {"model_type": "phi3", "pad_token_id": 0,
               "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "fused-longrope": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 256, "rope_parameters": {
@@ -80,12 +80,12 @@ VARIANTS = {
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
     "qwen3-unbiased": {"model_type": "qwen3", "head_dim": 64},
-    # Experts narrower than the block, a number of them that is no power of two, heads of another width.
+    # Experts narrower than the block, a number of them that is not a power of two, heads of another width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
                                     "attention_bias": True, "tie_word_embeddings": True},
-    # As llama.cpp's graphs have them: windows in fixed layers, scores by the width of heads.
+    # The fixed features of llama.cpp's graphs: windows in fixed layers, scores scaled by the width of heads.
     "gemma2-alternating": SMALL_GEMMA | {"model_type": "gemma2", "num_hidden_layers": 4, "attn_logit_softcapping": 1.5,
                                          "final_logit_softcapping": 2.0, "layer_types": [SLIDING, FULL] * 2},
     "gemma3-sixth": SMALL_GEMMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": {
@@ -138,8 +138,9 @@ def rope(**parameters):
     return {"rope_parameters": {"rope_theta": 10000.0} | parameters}
 
 
-# Families, small, with every feature switched on and numbers that make it show. The check runs windows of 24 and of 112
-# tokens, and decodes from the 56th on: all windows of attention, and all lengths at which a rotation changes, lie between.
+# Small models of each family, with every feature enabled and numbers that make it show. The check runs windows of 24
+# and of 112 tokens and decodes from the 56th on. All attention windows, and all lengths at which a rotation changes,
+# are in between.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -151,12 +152,12 @@ GEMMA4 = LAYERS | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0
 ALTERNATING = {"layer_types": [SLIDING, FULL, FULL, SLIDING]}
 HEAD = 24
 LINEAR = "linear_attention"
-# More value heads than key heads, of another width.
+# More value heads than key heads, with another width.
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
-# Groups of heads, states narrower than heads. transformers bounds steps from below in whole windows alone, by
-# `time_step_min`, and engines do not.
+# Groups of heads, states narrower than heads. transformers applies the lower bound `time_step_min` only when it
+# processes whole windows; engines never apply it.
 NEMOTRON = {"model_type": "nemotron_h", "num_hidden_layers": 4, "ssm_state_size": 16, "mamba_num_heads": 8,
             "mamba_head_dim": 12, "n_groups": 2, "chunk_size": 32, "time_step_min": 1e-9,
             "layers_block_type": [LINEAR, "mlp", FULL, LINEAR]}
@@ -209,7 +210,7 @@ FAMILIES = {
         SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
     "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4-values": GEMMA4 | {"attention_bias": True, "final_logit_softcapping": None, "tie_word_embeddings": False},
-    # As E2B and E4B: inputs of blocks, and blocks that read the keys and values of an earlier one.
+    # Like E2B and E4B: per-layer inputs, and blocks that reuse the keys and values of an earlier block.
     "gemma4-small": GEMMA4 | {"num_hidden_layers": 6, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 3,
                               "vocab_size_per_layer_input": VOCABULARY, "use_double_wide_mlp": True,
                               "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, FULL]},
@@ -258,11 +259,11 @@ FAMILIES = {
     "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
                                   "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
     "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
-    # The first block has an MLP. Experts one by one, as published.
+    # The first block has an MLP. Experts are stored singly, as published.
     "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
     "qwen3_next-unnormalized": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "decoder_sparse_step": 2,
                                                          "norm_topk_prob": False},
-    # As transformers saves it, and as published: all experts of a block together.
+    # As saved by transformers, and as published: all experts of a block together.
     "qwen3_5_moe": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text"},
     "qwen3_5_moe-published": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_5_moe_text", "attention_bias": True},
     "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "num_experts": 6, "moe_intermediate_size": 64,
@@ -279,7 +280,7 @@ FAMILIES = {
     "glm4_moe-ungrouped": DEEPSEEK | {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
                                       "routed_scaling_factor": 0.5},
     "deepseek_v3": DEEPSEEK | LATENT | {"model_type": "deepseek_v3"} | rope(**yarn(mscale=1.0, mscale_all_dim=0.7)),
-    # Stored in 8 bits: blocks are cut off, and no width divides by 128, so that inputs are not rounded.
+    # Stored in 8 bits: blocks are cut off at the edges, and 128 divides no width, so that inputs are not rounded.
     "deepseek_v3-fp8": DEEPSEEK | LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 2,
                                               "n_shared_experts": 3},
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
@@ -293,7 +294,7 @@ FAMILIES = {
     "glm4_moe_lite": DEEPSEEK | LATENT | {"model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1},
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5, "intermediate_size": 64, "num_hidden_layers": 4,
                           "sliding_window": WINDOW, "swiglu_limit": 1.5} | rope(**yarn(truncate=False)),
-    # As published, and the same numbers as floats.
+    # As published, and with the same numbers as floats.
     "gpt_oss-mxfp4": GPT_OSS,
     "gpt_oss-floats": GPT_OSS,
     "minimax_m2": EXPERTS | {"model_type": "minimax_m2", "num_local_experts": 6, "intermediate_size": 64} | rope(
@@ -312,12 +313,12 @@ FAMILIES = {
     # As published: the decoder's names lack their first part, and masks are stored.
     "gpt2-bare": {"model_type": "gpt2", "n_inner": None},
     "bloom": {"model_type": "bloom"},
-    # Slopes of two series; keys and names as published.
+    # Slopes from two series; keys and names as published.
     "bloom-bare": {"model_type": "bloom", "num_attention_heads": 6},
     "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True,
                   "max_position_embeddings": ORIGINAL} | rope(rope_type="dynamic", factor=6.0),
     "internlm3-published": {"model_type": "internlm3", "num_key_value_heads": 1},
-    # transformers has no class for it: made from Llama's, and read as such.
+    # transformers has no class for it, so it is built from Llama's class and read as such.
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
     # No longer than the original length, beyond which readers differ.
@@ -353,17 +354,17 @@ FAMILIES = {
                                "router_scaling_factor": 0.6, "attention_bias": True,
                                "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
-# What is made from another family's class.
+# Variants that are built from another family's class.
 BUILT_AS_LLAMA = ("internlm2", "internlm2-plain", "internlm2-128")
 
-# Families in widths that engines have kernels for: multiples of 32, and heads of 32 or 64 channels.
+# Families in widths for which engines have kernels: multiples of 32, and heads of 32 or 64 channels.
 WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 32, "tie_word_embeddings": True,
                "layer_types": [SLIDING, FULL], "sliding_window": 48} | {
                    key: GEMMA4[key] for key in ("model_type", "final_logit_softcapping", "rope_parameters")}
 ENGINES = {
     "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
                     "residual_multiplier": 0.6, "logits_scaling": 2.5},
-    # Within the original positions: vLLM scales queries by position by another configuration.
+    # Within the original positions, because vLLM takes the scaling of queries by position from another configuration.
     "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
         **yarn(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256), llama_4_scaling_beta=0.7,
         max_position_embeddings=512),
@@ -413,15 +414,15 @@ ENGINES = {
                                       "prefix_dense_intermediate_size": 256, "num_hidden_layers": 4},
     "llama4-128": LLAMA4 | {"head_dim": 64, "intermediate_size": 128, "intermediate_size_mlp": 256,
                             "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
-    # Latent vectors of the only width that vLLM's latent attention has a kernel for on a CPU.
+    # Latent vectors of the only width that vLLM's CPU kernel for latent attention supports.
     "deepseek_v3-128": DEEPSEEK | {
         "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512,
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "topk_method": "noaux_tc",
         "scoring_func": "sigmoid"},
 }
-# Without such fields.
+# Families whose configurations lack these fields.
 WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")
-# transformers names the width of heads by the hidden size in these.
+# For these, transformers derives the head dimension from the hidden size.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
                     "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
                     "ernie4_5_moe", "granitemoe", "granitemoehybrid"}
@@ -455,7 +456,7 @@ def make_model(variant, seed):
             options.pop("num_key_value_heads")
         if options["model_type"] in FOUR_TIMES_AS_WIDE:
             options.pop("intermediate_size")
-    # Weights of these families' norms are what is added to 1, but for those of gated delta nets.
+    # In these families, 1 is added to the norm weights, except in gated delta nets.
     centered = options["model_type"].startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     model_type = options.pop("model_type")
     config = AutoConfig.for_model(model_type, **options)
@@ -470,18 +471,18 @@ def make_model(variant, seed):
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif name.endswith(".A_log"):
-                # So slow that a state holds many tokens.
+                # A slow decay, so that a state holds many tokens.
                 parameter.copy_(-2.5 + 0.5 * noise)
             elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
-                # Scores that are not scaled would be so large that single precision decides which key is looked at.
+                # Unscaled scores would be so large that single precision decides which key wins.
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
             else:
-                # transformers holds all experts of a block in one parameter.
+                # transformers stores all experts of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
-        # What is stored beside parameters, such as a correction of each expert's score.
+        # Stored tensors that are not parameters, such as a correction of each expert's score.
         parameters = dict(model.named_parameters())
         for name, buffer in model.state_dict().items():
             if name not in parameters and name != "lm_head.weight":
@@ -493,8 +494,8 @@ def make_model(variant, seed):
 
 
 def mxfp4_experts(model):
-    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same for
-    every model of these sizes."""
+    """Codes and scales of all experts' weights, `[experts, out, in / 32, 16]` and `[experts, out, in / 32]`: the same
+    for every model of these sizes."""
     generator = torch.Generator().manual_seed(4)
     experts = {}
     for name, parameter in model.named_parameters():
@@ -507,7 +508,7 @@ def mxfp4_experts(model):
 
 
 def mxfp4_values(codes, scales):
-    """What they stand for, `[experts, out, in]`."""
+    """Their values, `[experts, out, in]`."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat([magnitudes, -magnitudes])
     pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1)
@@ -516,7 +517,7 @@ def mxfp4_values(codes, scales):
 
 
 def store_as_mxfp4(model, out):
-    """Puts codes and scales in the place of float experts."""
+    """Replaces float experts by codes and scales."""
     path = out / "model.safetensors"
     tensors = load_file(path)
     for name, (codes, scales) in mxfp4_experts(model).items():
@@ -528,7 +529,7 @@ def store_as_mxfp4(model, out):
 
 
 def store_as_fp8(out):
-    """Rounds linears of blocks to E4M3, with a scale for each block of 128 x 128, as DeepSeek-V3 is published."""
+    """Rounds linears of blocks to E4M3, with one scale per 128 x 128 block, as DeepSeek-V3 is published."""
     path, tensors = out / "model.safetensors", {}
     for name, weight in load_file(path).items():
         if not name.startswith("model.layers.") or weight.ndim != 2 or name.endswith(".mlp.gate.weight"):
@@ -548,7 +549,7 @@ def store_as_fp8(out):
 
 
 def join_experts(out):
-    """Puts all experts of a block in two tensors: gates and then ups, and downs."""
+    """Joins all experts of a block in two tensors: gates and then ups, and downs."""
     path, singles = out / "model.safetensors", {}
     tensors = load_file(path)
     for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
@@ -563,7 +564,7 @@ def join_experts(out):
 
 
 def store_as_internlm2(out):
-    """Joins queries, keys and values of every key head, and takes InternLM2's names: what its own code reads."""
+    """Joins queries, keys and values of every key head, and uses InternLM2's names, as its own code expects."""
     path = out / "model.safetensors"
     tensors, config = load_file(path), json.loads((out / "config.json").read_text())
     width = config["head_dim"]
@@ -598,8 +599,8 @@ def store_as_internlm2(out):
 
 
 def store_without_prefix(out):
-    """Takes the names of a model that was saved without its head, with a mask as older checkpoints have one, and the
-    published keys of Bloom."""
+    """Uses the names of a model that was saved without its head, with a mask as in older checkpoints, and the published
+    keys of Bloom."""
     path = out / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     if "wpe.weight" in tensors:
@@ -632,7 +633,7 @@ def make_tokenizer():
 
 
 def save_without_head(model, out):
-    """Writes the decoder alone, but says of it what the whole model says."""
+    """Writes only the decoder, but with the configuration of the whole model."""
     model.model.save_pretrained(out)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(out)
@@ -686,7 +687,7 @@ def main():
     if arguments.variant in BUILT_AS_LLAMA:
         store_as_internlm2(arguments.out)
     if arguments.variant == "lfm2-128":
-        # transformers takes the published key for the width and does not write it; engines read it.
+        # transformers interprets the published key as the width and does not write it back; engines read it.
         edit_config(arguments.out / "config.json", lambda config: config.update(block_ff_dim=384))
     if arguments.variant in ("gpt2-bare", "bloom-bare"):
         store_without_prefix(arguments.out)
@@ -697,7 +698,7 @@ def main():
         names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         edit_config(arguments.out / "config.json", lambda config: config.update(names))
     if arguments.variant == "qwen2-max-window-layers":
-        # transformers writes the list that follows from the number: published checkpoints lack it.
+        # transformers writes the list derived from the number; published checkpoints lack it.
         edit_config(arguments.out / "config.json", lambda config: config.pop("layer_types"))
     if arguments.variant == "gemma3-older-keys":
         edit_config(arguments.out / "config.json", use_older_gemma3_keys)

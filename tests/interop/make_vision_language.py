@@ -1,8 +1,8 @@
 """Makes a tiny random vision-language model, to compare the text tower of each class with transformers'.
 
-As make_tiny.py, of which it has the vocabulary and the tokenizer. Names are those that transformers saves; a variant
-with `modules` has the names of transformers' modules instead, and one with `flat` the fields of the text model at the top
-level of config.json, as the published Qwen2-VL models have them.
+Shares the vocabulary and the tokenizer of make_tiny.py. Names are those that transformers saves. A variant with
+`modules` has the names of transformers' modules instead, and one with `flat` has the fields of the text model at the
+top level of config.json, like the published Qwen2-VL models.
 """
 
 import argparse
@@ -21,7 +21,7 @@ TEXT = {"vocab_size": make_tiny.VOCABULARY, "hidden_size": 128, "intermediate_si
         "eos_token_id": 1}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 6, 6]}}
-# Beyond what the tokenizer gives.
+# Beyond the tokenizer's vocabulary.
 QWEN_TOKENS = {"image_token_id": 268, "video_token_id": 269, "vision_start_token_id": 270, "vision_end_token_id": 271}
 QWEN2_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
@@ -45,7 +45,7 @@ QWEN3_5 = {"model_type": "qwen3_5", "vision_config": {key: value for key, value 
                            "linear_value_head_dim": 32, "rope_parameters": ROPE | {
                                "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
                                "mrope_interleaved": True}}} | QWEN_TOKENS
-# In widths that vLLM has a kernel for.
+# In widths for which vLLM has a kernel.
 QWEN3_5_WIDE = QWEN3_5 | {"text_config": QWEN3_5["text_config"] | {
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128}}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe", "text_config": QWEN3_5["text_config"] | {
@@ -57,7 +57,7 @@ MISTRAL3 = {"model_type": "mistral3", "vision_config": PIXTRAL, "image_token_ind
             "text_config": {"model_type": "mistral", "sliding_window": None, "head_dim": 64}}
 
 
-# Published configurations leave most fields of the text model to the class, but for these widths.
+# Published configurations leave most fields of the text model to the class's defaults, except these widths.
 GEMMA3 = {"model_type": "gemma3", "vision_config": TOWER | {"model_type": "siglip_vision_model"}, "image_token_index": 268,
           "boi_token_index": 269, "eoi_token_index": 270, "mm_tokens_per_image": 4,
           "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 40, "sliding_window": 48,
@@ -85,7 +85,7 @@ GEMMA4 = {"model_type": "gemma4", "audio_config": None, "image_token_id": 268, "
                               "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                                  "rope_theta": 50000.0},
                               "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}}
-# Inputs of each block, and one that reads the keys and values of another.
+# Per-layer inputs, and a block that reuses the keys and values of another.
 GEMMA4_SMALL = GEMMA4 | {"text_config": GEMMA4["text_config"] | {
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": make_tiny.VOCABULARY, "num_kv_shared_layers": 1,
     "attention_k_eq_v": False, "num_global_key_value_heads": None, "use_double_wide_mlp": True}}
@@ -130,13 +130,13 @@ VARIANTS = {
     "llama4-vl": LLAMA4,
     "mistral3-mistral4": MISTRAL3 | {"text_config": MISTRAL4},
 }
-# In widths that vLLM has kernels for, and with the fields of published configurations that it asks for: of check_vllm.py.
+# For check_vllm.py: in widths for which vLLM has kernels, and with the published configuration fields that it requires.
 ENGINES = {
     "qwen3.5-128": QWEN3_5_WIDE,
     "qwen3-vl-moe-normed": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {"norm_topk_prob": True}},
     "gemma3-vl-64": GEMMA3 | {"text_config": GEMMA3["text_config"] | {"head_dim": 64}},
     "gemma4-vl-64": GEMMA4 | {"text_config": GEMMA4["text_config"] | {"head_dim": 64, "final_logit_softcapping": 2.0}},
-    # Its tables of yarn end at the original positions times the factor.
+    # Its yarn tables end at the original positions times the factor.
     "mistral3-ministral3-512": MISTRAL3 | {"text_config": MINISTRAL3["text_config"] | {
         "rope_parameters": MINISTRAL3["text_config"]["rope_parameters"] | {"original_max_position_embeddings": 512}}},
 }
@@ -157,14 +157,14 @@ def make_model(variant, seed):
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif variant == "gemma4-vl-64" and "language_model" in name and name.endswith("q_norm.weight"):
-                # Scores that are not scaled would be so large that rounding to bfloat16 decides which key is looked at.
+                # Unscaled scores would be so large that rounding to bfloat16 decides which key wins.
                 parameter.copy_(0.15 + 0.05 * noise)
             elif variant == "qwen3-vl-moe-normed" and name.endswith("mlp.gate.weight"):
-                # So decided that rounding to bfloat16 changes few choices.
+                # So decisive that rounding to bfloat16 changes few choices.
                 parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)
             elif parameter.ndim == 1:
-                # Weights of Gemma's norms are what is added to 1.
-                # Those of Qwen3.5 too, but for gated delta nets, where `A_log` is so small that a state holds many tokens.
+                # In Gemma, 1 is added to the norm weights. In Qwen3.5 too, except in gated delta nets, where `A_log` is
+                # so small that a state holds many tokens.
                 outside = ("vision_tower", "visual", "linear_attn")
                 centered = variant.startswith(("gemma3", "qwen3.5")) and not any(part in name for part in outside)
                 center = 0 if centered else -2.5 if name.endswith("A_log") else 1

@@ -1,8 +1,8 @@
 """Conversations as transformers renders and tokenizes them: MODEL CHATS.jsonl OUT.json
 
-Writes, of every line, the text of `apply_chat_template`, its tokens, and which of them are the
-assistant's: by transformers' own mask where the template has generation blocks, and otherwise by
-rendering up to each answer, with an answer asked for, and with it.
+Writes, for every line, the text of `apply_chat_template`, its tokens, and which of them are the assistant's: by
+transformers' own mask if the template has generation blocks, and otherwise by rendering up to each answer, with the
+generation prompt, and including the answer.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def load(model):
 
 
 def spans(tokenizer, messages, options):
-    """Characters that the assistant wrote."""
+    """The character spans that the assistant wrote."""
     found = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":

@@ -1,15 +1,15 @@
-"""Prints what llama.cpp's own `llama-perplexity` gives for a text, as one line of JSON.
+"""Prints the results of llama.cpp's own `llama-perplexity` for a text, as one line of JSON.
 
-The model goes through llama.cpp's converter into a GGUF file with f32 weights; the program then
-tokenizes the text itself and cuts and scores it, with a cache in f32. `perplexities` are the
-numbers that it prints on its way, one a chunk over all chunks so far, `token_standard_error` is
-what it prints after `+/-`, `tokens` are its own tokens of the chunks before BOS overwrites any.
+llama.cpp's converter turns the model into a GGUF file with f32 weights; the program then tokenizes the text itself and
+cuts and scores it, with a cache in f32. `perplexities` are the numbers that it prints along the way, one per chunk over
+all chunks so far; `token_standard_error` is the number after `+/-`; `tokens` are its own tokens of the chunks before
+BOS overwrites any.
 
-llama.cpp recognizes the pre-tokenizer of a BPE vocabulary by a hash that it knows of published
-models; of any other model it must be told: --pre-tokenizer names one of llama.cpp's own.
+llama.cpp recognizes the pre-tokenizer of a BPE vocabulary by a hash, which it knows for published models. For any other
+model, --pre-tokenizer names one of llama.cpp's own.
 
-The program drops one newline at the end of a file, and does not read special tokens that a text
-spells out. Its escapes of backslashes are switched off.
+The program drops one newline at the end of a file, and does not parse special tokens in a text. Its processing of
+backslash escapes is switched off.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import numpy
 
 
 def convert(llama_cpp, model_dir, pre_tokenizer, out):
-    """Runs llama.cpp's converter, told the two things that it cannot recognize in this model."""
+    """Runs llama.cpp's converter, and tells it the two things that it cannot recognize in this model."""
     source = llama_cpp / "source"
     for path in (source / "gguf-py", source):
         if str(path) not in sys.path:
@@ -36,7 +36,7 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
     from conversion.base import TextModel
 
     argv = ["convert_hf_to_gguf", str(model_dir), "--outtype", "f32", "--outfile", str(out)]
-    # Of these it expects blocks that predict further tokens unless it is told.
+    # For these, the converter expects blocks for multi-token prediction unless told otherwise.
     if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
         argv.append("--no-mtp")
     with contextlib.ExitStack() as stack:
@@ -44,23 +44,23 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(TextModel, "get_vocab_base_pre",
                                               lambda _model, _tokenizer: pre_tokenizer))
-        # Of a Llama model it tries sentencepiece first, a package that byte-level BPE does without.
+        # For a Llama model, the converter first tries the package sentencepiece, which byte-level BPE does not need.
         stack.enter_context(mock.patch.object(TextModel, "_set_vocab_sentencepiece",
                                               TextModel._set_vocab_gpt2))
-        # It would set up logging for the whole process.
+        # The converter would set up logging for the whole process.
         stack.enter_context(mock.patch.object(logging, "basicConfig"))
         convert_hf_to_gguf.main()
 
 
 def read_tokens(file, length, chunks):
-    """Tokens from the head of the program's file of logits, i32 [chunks, length]."""
+    """Tokens from the header of the program's logits file, i32 [chunks, length]."""
     magic, head = file[:8], numpy.frombuffer(file[8:20], dtype="<i4")
     if magic != b"_logits_" or (head[0], head[2]) != (length, chunks):
         raise SystemExit(f"error: unexpected head of the file of logits: {magic} {head}")
     return numpy.frombuffer(file[20:20 + 4 * length * chunks], dtype="<i4").reshape(chunks, length)
 
 
-# Its output is written by a thread of its own, and has been seen to end before the last lines.
+# The program writes its output on a separate thread, and sometimes ends before the last lines.
 ATTEMPTS = 3
 
 
@@ -74,7 +74,7 @@ def measure(llama_cpp, gguf, text, length, chunks, directory):
     for _ in range(ATTEMPTS):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-        # It exits with 0 also after most failures, so what it printed decides.
+        # It exits with 0 even after most failures, so its output decides.
         final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
         running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
         if final:

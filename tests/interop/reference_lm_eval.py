@@ -1,11 +1,11 @@
-"""Prints what lm-evaluation-harness gives for the documents of a file, as one line of JSON.
+"""Prints the results of lm-evaluation-harness for the documents of a file, as one line of JSON.
 
-Its own code tokenizes, cuts, scores, counts words and bytes, and aggregates; only the model is
-loaded by reference_model.py, which refuses a load that is not perfect. A .jsonl file holds one
-document a line, in `text`; any other file is one document.
+Its own code tokenizes, cuts, scores, counts words and bytes, and aggregates; only the model is loaded by
+reference_model.py, which refuses a load that is not perfect. A .jsonl file contains one document per line, in `text`;
+any other file is one document.
 
-The harness asks for packages that load data sets and compute BLEU. Neither is done here, so empty
-modules stand in for them while it is imported.
+The harness imports packages that load data sets and compute BLEU. Neither is done here, so empty modules stand in for
+them during the import.
 """
 
 import argparse
@@ -25,7 +25,7 @@ STAND_INS = ["datasets", "sacrebleu"]
 
 @contextlib.contextmanager
 def stand_ins():
-    """Empty modules that any attribute can be read from, as annotations and subclasses need."""
+    """Empty modules from which any attribute can be read, as annotations and subclasses need."""
     for name in STAND_INS:
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -44,7 +44,7 @@ with stand_ins():
 
 
 class Documents(PerplexityTask):
-    """A perplexity task over documents at hand."""
+    """A perplexity task over given documents."""
 
     VERSION = 0
 
@@ -70,7 +70,7 @@ def measure(model_dir, documents, length):
                  max_length=length, batch_size=1)
     task = Documents()
     requests = [task.construct_requests(document, "") for document in documents]
-    # It draws a progress bar for every window whatever it is asked.
+    # It draws a progress bar for every window regardless of the options.
     with contextlib.redirect_stderr(io.StringIO()):
         likelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     results = [task.process_results(document, (likelihood,))

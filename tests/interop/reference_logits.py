@@ -1,7 +1,7 @@
 """Writes the logits that transformers gives for some token windows.
 
-The output holds one tensor, `logits`, f32 [windows, length, vocab]. Exits with 1 if the checkpoint
-does not load perfectly (see reference_model.py) or a logit is not finite.
+The output contains one tensor, `logits`, f32 [windows, length, vocab]. Exits with 1 if the checkpoint does not load
+perfectly (see reference_model.py) or a logit is not finite.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Loads a checkpoint with Hugging Face transformers and refuses any load that is not perfect.
 
-A load that does not raise proves nothing: transformers replaces a missing tensor by random values
-and goes on. `load` therefore fails on every key in the loading report and checks that a checkpoint
-that says it is quantized really was read through compressed-tensors.
+A load that does not raise proves nothing: transformers replaces a missing tensor by random values and continues. So
+`load` fails on every key in the loading report, and checks that a checkpoint that claims to be quantized really was
+read through compressed-tensors.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4Config, Mistral4ForCausalLM)
 
-# transformers has the class and does not list it.
+# transformers has the class but does not list it.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
@@ -42,9 +42,9 @@ def stop_on_error():
 def load(model_dir, dequantize=False):
     """Returns the model on the CPU in float32 with eager attention, in evaluation mode.
 
-    `dequantize` widens the weights while loading instead of at the first forward pass: the only
-    way in which compressed-tensors 0.18 to 0.20 reads asymmetric weights. It multiplies in the
-    dtype of the stored scales, so they are handed over in f32 to be as exact as the other way.
+    `dequantize` dequantizes the weights while loading instead of at the first forward pass: the only way in which
+    compressed-tensors 0.18 to 0.20 reads asymmetric weights. It multiplies in the dtype of the stored scales, so they
+    are passed in f32 to be as exact as the other way.
     """
     model_dir = Path(model_dir)
     config = json.loads((model_dir / "config.json").read_text())
@@ -58,7 +58,7 @@ def load(model_dir, dequantize=False):
     with tempfile.TemporaryDirectory() as directory:
         source = write_for_dequantizing(model_dir, Path(directory)) if dequantize else model_dir
         try:
-            # gptqmodel greets on stdout, which is for results.
+            # gptqmodel prints a greeting to stdout, which is for results.
             with contextlib.redirect_stdout(sys.stderr):
                 model, report = kind.from_pretrained(
                     source, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
@@ -74,11 +74,11 @@ def load(model_dir, dequantize=False):
 
 
 def packed_attribute(quantization):
-    """What a module's packed codes are called."""
+    """The name of a module's packed codes."""
     if quantization is None:
         return "weight_packed"
     in_columns = quantization.get("quant_method") in ("awq", "gptq")
-    # Bytes are called as the float weight is: what tells them apart is that they have scales.
+    # Tensors of bytes have the name of the float weight; only their scales distinguish them.
     bytes_too = quantization.get("format") != "pack-quantized"
     return "qweight" if in_columns else "weight_scale" if bytes_too else "weight_packed"
 
@@ -93,7 +93,7 @@ def logits(model, tokens, dtype=torch.float32):
 
 
 def decoded_logits(model, tokens, dtype=torch.float32):
-    """The same from a cache: of the first half of the window's last token, then token by token."""
+    """The same logits from a cache: the first half of the window at once, then token by token."""
     half = len(tokens) // 2
     pieces, cache = [tokens[:half], *([token] for token in tokens[half:])], None
     rows = []
@@ -118,7 +118,7 @@ def tensor_names(model_dir):
 
 
 def module_name(name):
-    """What transformers calls the module of a tensor that it saves under `name`; other names are modules' already."""
+    """The name of transformers' module for a tensor saved under `name`; other names are already those of modules."""
     for saved, module in (("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head"),
                           ("vision_tower.", "model.vision_tower."), ("visual.", "model.visual."),
                           ("multi_modal_projector.", "model.multi_modal_projector."),
@@ -131,7 +131,7 @@ def module_name(name):
 
 
 def write_for_dequantizing(model_dir, directory):
-    """Writes the checkpoint anew with `dequantize` set and the scales in f32."""
+    """Rewrites the checkpoint with `dequantize` set and the scales in f32."""
     config = json.loads((model_dir / "config.json").read_text())
     config["quantization_config"]["dequantize"] = True
     (directory / "config.json").write_text(json.dumps(config))
@@ -169,13 +169,13 @@ def check_config(quantization, packed, dequantize):
 def check_modules(model, packed, attribute, dequantize):
     """The modules that hold packed weights must be exactly those that the checkpoint packs.
 
-    Experts are no modules in transformers, but slices of one parameter, and are dequantized while they load. That
-    all of them were read is checked by the loading report, and that they were read well by the logits.
+    In transformers, experts are not modules but slices of one parameter, and are dequantized while they load. The
+    loading report shows that all of them were read, and the logits show that they were read correctly.
     """
     modules = dict(model.named_modules())
     if "vision_config" in model.config.to_dict():
         packed = {module_name(name) for name in packed}
-    # Nemotron-H is published under another name than its module has.
+    # Nemotron-H is published under a name that differs from its module's.
     packed = {re.sub(r"^backbone\.", "model.", name) for name in packed}
     if model.config.model_type == "hy_v3":
         packed = {name.replace(".mlp.shared_mlp.", ".mlp.shared_experts.") for name in packed}

@@ -1,23 +1,23 @@
 """Prints what a profile of `quant eval` should measure, computed with transformers, as JSON.
 
-Profiles, L and S in tokens; a window is scored in one forward pass without a cache:
+Profiles, with L and S in tokens; a window is scored in one forward pass without a cache:
 
-  gptq-L          whole text once, windows of L side by side, a remainder dropped, every token but
+  gptq-L          whole text at once, adjacent windows of L, a remainder dropped, every token except
                   the first of each window scored
   hf-stride-L-S   the rule of the transformers guide on perplexity: windows begin at 0, S, 2S, ...
-                  and end after L tokens or at the end of the text, where the last one stops;
-                  scored is what no window before scored, and never a token without context
-  lmeval-rolling-L   each document by itself after its prefix token (BOS, or else EOS, of
+                  and end after L tokens or at the end of the text, which ends the last one;
+                  tokens that no earlier window scored are scored, but never one without context
+  lmeval-rolling-L   each document separately after its prefix token (BOS, or else EOS, of
                   tokenizer_config.json), in windows of L predictions; see `rolling`
-  llamacpp-L      chunks of L side by side; where the tokenizer adds BOS, the first token of each
-                  chunk is overwritten by it; tokens L/2+1 .. L-1 (L/2 rounded down) scored
+  llamacpp-L      adjacent chunks of L; if the tokenizer adds BOS, it overwrites the first token of
+                  each chunk; tokens L/2+1 .. L-1 (L/2 rounded down) scored
 
-`wt2-gptq-2048` and `wt2-llamacpp-512` are the same rules; the first makes rows of wiki.test.raw as the
-`datasets` library does, and joins them by an empty line. Perplexity is exp(mean negative
-log-likelihood of all scored tokens); log-softmax in f32, sums in f64.
+`wt2-gptq-2048` and `wt2-llamacpp-512` are the same rules; the first splits wiki.test.raw into rows like the `datasets`
+library, and joins them by an empty line. Perplexity is exp(mean negative log-likelihood of all scored tokens);
+log-softmax in f32, sums in f64.
 
-The guide's own loop weighs windows by one token less than they score, except the first, because it
-supposes that every window loses a token to the shift. `docs_perplexity` is that number.
+The guide's own loop weights windows by one token less than they score, except the first, because it assumes that every
+window loses a token to the shift. `docs_perplexity` is that number.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 
 class Text:
-    """Documents of a file, and the tokenizer of a model."""
+    """The documents of a file, and the tokenizer of a model."""
 
     def __init__(self, model_dir, file):
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -54,7 +54,7 @@ class Text:
         return empty[0] if empty else None
 
     def prefix(self):
-        """What the first token of a document is conditioned on: BOS, or else EOS."""
+        """The token that the first token of a document is conditioned on: BOS, or else EOS."""
         for name in ("bos_token", "eos_token"):
             token = self.config.get(name)
             if token is not None:
@@ -63,7 +63,7 @@ class Text:
         raise SystemExit("error: tokenizer_config.json names neither bos_token nor eos_token")
 
 
-# Each rule gives windows as (tokens, index of the first one that is scored).
+# Each rule returns windows as (tokens, index of the first scored token).
 
 def gptq(tokens, length):
     return [(tokens[i:i + length], 1) for i in range(0, len(tokens) - length + 1, length)]
@@ -79,8 +79,8 @@ def hf_stride(tokens, length, stride):
 
 
 def rolling(tokens, prefix, length):
-    """L predictions a window, from one token of context; the last window of a document predicts
-    what is left, and its context reaches back as far as L tokens of input allow."""
+    """L predictions per window, from one token of context; the last window of a document predicts the remainder, and
+    its context extends back as far as L tokens of input allow."""
     stream = [prefix, *tokens]
     windows = []
     for begin in range(0, len(tokens), length):

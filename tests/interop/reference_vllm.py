@@ -1,9 +1,10 @@
-"""Writes what vLLM on a CPU makes of token windows, as JSON: the log-probability of every token but each window's first.
+"""Writes the results of vLLM on a CPU for token windows, as JSON: the log-probability of every token except each
+window's first.
 
-Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, one after the other in one
-process, since a start takes longer than a small model; of vision-language models the language model alone is run. For a
-model in the directory NAME, OUT has NAME.json, or NAME.error, which says why it does not load. Nothing is run after that,
-because the engine leaves things behind; where its compiled code ends the process, there is neither.
+Run with the Python of setup_vllm.sh. Models are loaded in bfloat16, without a tokenizer, in sequence in one process,
+because a start takes longer than a small model; for vision-language models only the language model is run. For a model
+in the directory NAME, OUT contains NAME.json, or NAME.error with the reason why it does not load. Nothing is run after
+an error, because the engine leaves state behind. If its compiled code ends the process, there is neither file.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main():
             (arguments.out / f"{path.name}.json").write_text(json.dumps(found))
         except Exception as error:  # whatever the engine raises: it does not load
             lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-            # Of a failed validation the first line counts the errors, and the second is one.
+            # After a failed validation, the first line counts the errors, and the second is the first error.
             (arguments.out / f"{path.name}.error").write_text(f"{type(error).__name__}: {' '.join(lines[:2])}"[:400])
             return
         cleanup_dist_env_and_memory()

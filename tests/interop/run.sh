@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The interop check: what we write, read by programs that nobody here wrote. See README.md.
+# The interop check: independent readers load our output. See README.md.
 #
-# Makes the environment it needs, builds what it runs, and needs nothing else. Real models are
-# taken from ../shared/data where that exists; without it the parts that need them are SKIPPED.
+# Creates the environment and builds the programs it needs; nothing else is required. Real models are taken from
+# ../shared/data if that exists; otherwise the parts that need them are SKIPPED.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,16 +11,16 @@ bash tests/interop/setup_venv.sh "$venv"
 llama_cpp=${QUANT_INTEROP_LLAMA_CPP:-target/interop-llama-cpp}
 status=0
 bash tests/interop/setup_llama_cpp.sh "$llama_cpp" || status=$?
-# 3: it cannot be made on this machine, and a line that says SKIPPED has told why.
+# 3: it cannot be created on this machine, and a line with SKIPPED has said why.
 ((status == 0 || status == 3)) || exit "$status"
 status=0
 bash tests/interop/setup_chromium.sh >target/interop-chromium || status=$?
 if ((status == 3)); then cat target/interop-chromium; elif ((status)); then exit "$status"; fi
 chromium=$(tail -n 1 target/interop-chromium)
-# Tests of the packages that have the two programs, for which cargo builds these; and of the whole workspace, so that
-# dependencies are taken as its tests have them.
+# cargo builds the two programs for the tests of their packages. The whole workspace is named so that the dependencies
+# built for its tests are reused.
 cargo test --quiet --locked --workspace --no-run --test starts --test containers
-# Else glibc maps and unmaps torch's large tensors again and again: long windows then take thrice as long.
+# Otherwise glibc maps and unmaps torch's large tensors repeatedly, and long windows take three times as long.
 export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
 programs=${CARGO_TARGET_DIR:-target}/debug
 if [[ "$*" != "--only fewbits" ]]; then
@@ -28,7 +28,7 @@ if [[ "$*" != "--only fewbits" ]]; then
         --llama-cpp "$llama_cpp" --chromium "$chromium" "$@"
 fi
 
-# The Python package, which `cargo xtask python` unpacks. Whoever asks for one kind of check gets that alone.
+# The Python package, unpacked by `cargo xtask python`. If one kind of check is requested, only that one runs.
 package=${CARGO_TARGET_DIR:-target}/python/package
 if (($# == 0)) || [[ "$*" == "--only fewbits" ]]; then
     if [[ -d $package/fewbits ]]; then

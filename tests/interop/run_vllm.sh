@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The check against vLLM on a CPU: see check_vllm.py. Makes the environments it needs and builds what it runs.
+# The check against vLLM on a CPU; see check_vllm.py. Creates the environments and builds the programs it needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -8,7 +8,7 @@ bash tests/interop/setup_venv.sh "$venv"
 vllm=${QUANT_INTEROP_VLLM:-target/interop-vllm}
 status=0
 bash tests/interop/setup_vllm.sh "$vllm" || status=$?
-# 3: it cannot be made on this machine, and a line that says SKIPPED has told why.
+# 3: it cannot be created on this machine, and a line with SKIPPED has said why.
 ((status == 3)) && exit 0
 ((status == 0)) || exit "$status"
 cargo test --quiet --locked --workspace --no-run --test starts --test containers

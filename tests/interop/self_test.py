@@ -1,10 +1,10 @@
 """Tests of the checks themselves: run `python self_test.py` in the interop environment.
 
-Every scheme is packed by make_packed.py, read once by transformers and once by independent_pack.py,
-and both must give the same logits; then a file is damaged in every way that matters and the checks
-must refuse it. The checks of profiles get an evaluator that follows the rule, and must pass, and then
-some that follow a rule nearly like it. llama.cpp takes part where target/interop-llama-cpp exists.
-Workflows are broken in ways that YAML allows, and pages in ways that a browser shows.
+Every scheme is packed by make_packed.py, and read once by transformers and once by independent_pack.py; both must give
+the same logits. Then a file is damaged in every way that matters, and the checks must refuse it. The checks of profiles
+get an evaluator that follows the rule, and must pass, and then some that follow slightly different rules. llama.cpp
+takes part if target/interop-llama-cpp exists. Workflows are broken in ways that YAML allows, and pages in ways that a
+browser shows.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 
 def run(script, *arguments):
-    """Runs a script of this folder in this process; returns its exit code and standard output."""
+    """Runs a script of this directory in this process; returns its exit code and standard output."""
     output = io.StringIO()
     argv = [script, *map(str, arguments)]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(output):
@@ -157,7 +157,7 @@ class Interop(unittest.TestCase):
 
 
 class Profiles(unittest.TestCase):
-    """check_profiles.py with reference_profiles.py, told a wrong rule, in the place of `quant eval`."""
+    """check_profiles.py with reference_profiles.py, given a wrong rule, in place of `quant eval`."""
 
     @classmethod
     def setUpClass(cls):
@@ -165,8 +165,8 @@ class Profiles(unittest.TestCase):
         cls.addClassCleanup(cls.directory.cleanup)
 
     def verdict(self, profile, wrong=None, change=None):
-        """Failures and output of the cases of a profile on the demo model; `wrong` replaces a rule
-        of reference_profiles.py for our side only, `change` edits what we print."""
+        """Failures and output of the cases of a profile on the demo model; `wrong` replaces a rule of
+        reference_profiles.py on our side only, `change` edits our output."""
         rules = importlib.import_module("reference_profiles")
 
         def evaluate(_check, _name, _command, *options):
@@ -206,7 +206,7 @@ class Profiles(unittest.TestCase):
         gptq, llama_cpp = rules.gptq, rules.llama_cpp
 
         def side_by_side(tokens, prefix, length):
-            """The last window with one token of context, like the others."""
+            """The last window has one token of context, like the others."""
             stream = [prefix, *tokens]
             return [(stream[i:i + length + 1], 1) for i in range(0, len(tokens), length)]
 
@@ -241,7 +241,7 @@ class Profiles(unittest.TestCase):
                 self.assertGreater(failures, 0, output)
 
     def test_programs_notice_a_wrong_rule_themselves(self):
-        """Without the rule computed with transformers, which is ours too."""
+        """Without the rule computed with transformers, which our side also uses."""
         profiles = importlib.import_module("check_profiles")
         rules = importlib.import_module("reference_profiles")
         with mock.patch.object(profiles.Comparison, "rule", lambda *_: None):
@@ -323,7 +323,7 @@ class Workflows(unittest.TestCase):
 
 
 class Pages(unittest.TestCase):
-    """What `look` finds wrong with a page, whatever it shows."""
+    """The faults that `look` finds in a page, whatever it shows."""
 
     PAGE = """<!doctype html><html><head><title>a</title><style>:root { color-scheme: light dark }
       body { background: Canvas; color: CanvasText; width: 90% }</style></head><body><h1>a</h1>

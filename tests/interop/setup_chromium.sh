@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Finds Chromium, in which the reports are opened, or installs Debian's package of it.
+# Finds Chromium, which opens the reports, or installs Debian's package of it.
 #
-# Says on its last line of output which program it is. Exits with 3, and a line that starts with SKIPPED,
-# where there is none and none can be installed: another system than Debian's, or not as root.
+# The last line of output is the path of the program. Exits with 3 and a line that starts with SKIPPED if there is none
+# and none can be installed: on a system other than Debian, or without root.
 set -euo pipefail
 
 find_browser() {
@@ -19,7 +19,7 @@ fi
 SECONDS=0
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq >/dev/null
-# Without a font there would be nothing to see.
+# Without a font, pages would show no text.
 apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
 echo "chromium installed in ${SECONDS} s" >&2
 find_browser

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Makes llama.cpp's own `llama-perplexity` and `llama-quantize`, and its converter: setup_llama_cpp.sh [DIR]
+# Builds llama.cpp's own `llama-perplexity` and `llama-quantize`, and its converter: setup_llama_cpp.sh [DIR]
 #
-# DIR defaults to target/interop-llama-cpp under the repository root. We found no package of the
-# program itself, but node-llama-cpp publishes llama.cpp's libraries built for Linux x86-64, and
-# beside them the sources they were built from. Only the programs' own files are compiled here
-# (some seconds) and linked with those libraries.
+# DIR defaults to target/interop-llama-cpp under the repository root. We found no package of the program itself, but
+# node-llama-cpp publishes llama.cpp's libraries built for Linux x86-64, together with their sources. Only the programs'
+# own files are compiled here (some seconds) and linked with those libraries.
 #
-# Exits with 3, and a line that starts with SKIPPED, where that cannot work: another platform, or
-# no npm, git or g++. A finished folder carries a stamp; with the same stamp nothing is done.
+# Exits with 3 and a line that starts with SKIPPED if this cannot work: another platform, or no npm, git or g++. A
+# finished directory contains a stamp; if the stamp matches, nothing is done.
 set -euo pipefail
 
 version=3.22.1
@@ -62,7 +61,7 @@ git -C "$work/source.git" archive HEAD \
     | tar -x -C "$directory/source"
 rm -rf "$work"
 
-# The libraries look for each other, and for the code of this processor, beside the program.
+# The libraries look for each other, and for the code of this processor, in the program's directory.
 source=$directory/source
 for program in perplexity quantize; do
     g++ -std=c++17 -O1 -DNDEBUG \

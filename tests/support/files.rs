@@ -1,11 +1,11 @@
-//! Directories as the tests compare them: every file, byte for byte.
+//! Directories in the form in which tests compare them: every file, byte for byte.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-/// The contents of every file below a directory, by relative path; directories have none.
+/// The contents of every file below a directory, by relative path; directories have no entry.
 ///
 /// # Panics
 /// When something cannot be read.
@@ -33,7 +33,7 @@ fn collect(directory: &Path, prefix: &str, found: &mut BTreeMap<String, Option<V
     }
 }
 
-/// The SHA-256 of every file of a directory.
+/// The SHA-256 of every file in a directory.
 ///
 /// # Panics
 /// When something cannot be read.

@@ -1,8 +1,8 @@
-//! What tests across the crates share: where models and texts lie, and how a test skips aloud.
+//! Code that tests of several crates share: the location of models and texts, and how a test reports that it is
+//! skipped.
 //!
-//! Large models and real texts are not part of the repository. Where they exist they lie in
-//! `../shared/data` beside the checkout; a test that needs them asks [`shared_data`] and returns
-//! early without them:
+//! Large models and real texts are not part of the repository. If they exist, they are in `../shared/data` beside the
+//! checkout. A test that needs them calls [`shared_data`] and returns early without them:
 //!
 //! ```no_run
 //! let Some(data) = quant_tests::shared_data() else { return };
@@ -20,7 +20,7 @@ use std::io::Write;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 
-/// The environment variable that names the file in which skipped tests are noted.
+/// The environment variable that names the file in which skipped tests are recorded.
 pub const SKIP_LOG: &str = "QUANT_SKIP_LOG";
 
 /// The workspace's root directory.
@@ -34,8 +34,7 @@ pub fn demo_model() -> PathBuf {
     workspace_root().join("calibration-data/demo-model")
 }
 
-/// Real models (`models/`) and texts (`text/`) beside the checkout; without them the caller's skip
-/// is noted.
+/// Real models (`models/`) and texts (`text/`) beside the checkout. If they are missing, the caller's skip is recorded.
 #[track_caller]
 pub fn shared_data() -> Option<PathBuf> {
     let dir = workspace_root().join("../shared/data");
@@ -46,11 +45,11 @@ pub fn shared_data() -> Option<PathBuf> {
     None
 }
 
-/// Notes that the calling test leaves something out: a line on stderr, and one in the file that
-/// `QUANT_SKIP_LOG` names, from which the checks of a change tell a gap from a pass.
+/// Records that the calling test skips something: one line on stderr, and one in the file that `QUANT_SKIP_LOG` names.
+/// With that file, CI distinguishes a gap from a pass.
 ///
 /// # Panics
-/// When that file cannot be written: a skip must not go unseen.
+/// When that file cannot be written: a skip must not go unnoticed.
 #[track_caller]
 pub fn skip(why: &str) {
     let line = skip_line(why, Location::caller());

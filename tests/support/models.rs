@@ -1,5 +1,5 @@
-//! Models made on the fly: small enough to be written anew for every case, and raw enough to be
-//! broken in any way. Nothing here shares code with the reader under test.
+//! Models made on the fly: small enough to be written for every case, and raw enough to be broken in any way. Nothing
+//! here shares code with the reader under test.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use serde_json::{Map, Value, json};
 pub struct RawTensor {
     /// Its name.
     pub name: String,
-    /// `F16`, `I32` …
+    /// For example `F16` or `I32`.
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// Its bytes, little-endian.
+    /// The data, little-endian.
     pub data: Vec<u8>,
 }
 
@@ -33,7 +33,7 @@ impl RawTensor {
     }
 }
 
-/// A safetensors file of these tensors.
+/// A safetensors file with these tensors.
 pub fn safetensors(tensors: &[RawTensor]) -> Vec<u8> {
     let mut header = Map::new();
     let mut data = Vec::new();
@@ -47,7 +47,7 @@ pub fn safetensors(tensors: &[RawTensor]) -> Vec<u8> {
     safetensors_with_header(&Value::Object(header).to_string(), &data)
 }
 
-/// A safetensors file with this header, right or wrong.
+/// A safetensors file with this header, valid or not.
 pub fn safetensors_with_header(header: &str, data: &[u8]) -> Vec<u8> {
     let padded = header.len().next_multiple_of(8);
     let mut file = (padded as u64).to_le_bytes().to_vec();
@@ -60,7 +60,7 @@ pub fn safetensors_with_header(header: &str, data: &[u8]) -> Vec<u8> {
 /// The tensors of a well-formed safetensors file, in the order of their data.
 ///
 /// # Panics
-/// When it is not well-formed.
+/// If it is not well-formed.
 #[track_caller]
 pub fn read_safetensors(path: &Path) -> Vec<RawTensor> {
     let file = std::fs::read(path).expect("the file can be read");
@@ -84,7 +84,7 @@ pub fn read_safetensors(path: &Path) -> Vec<RawTensor> {
     tensors.into_iter().map(|(_, tensor)| tensor).collect()
 }
 
-/// A Llama with random weights in float16 and one token a byte.
+/// A Llama with random weights in float16 and one token per byte.
 #[derive(Debug, Clone, Copy)]
 pub struct TinyLlama {
     /// Width of the residual stream.
@@ -106,7 +106,7 @@ pub struct TinyLlama {
 }
 
 impl Default for TinyLlama {
-    /// Groups of 32 divide everything; groups of 64 do not divide the 96 of `down_proj`.
+    /// Groups of 32 divide all widths; groups of 64 do not divide the 96 of `down_proj`.
     fn default() -> Self {
         Self {
             hidden: 64,
@@ -143,7 +143,7 @@ impl TinyLlama {
         })
     }
 
-    /// Its tensors; the same for the same sizes. A tied head has none.
+    /// Its tensors, which depend only on the sizes. A tied head has no tensor.
     pub fn tensors(&self) -> Vec<RawTensor> {
         let mut random = Random(0x5eed);
         let mut matrix = |name: String, rows: u64, columns: u64| {
@@ -191,7 +191,7 @@ impl TinyLlama {
         self.write_with(directory, &self.tensors());
     }
 
-    /// Writes it with other tensors.
+    /// Writes it with these tensors instead of its own.
     ///
     /// # Panics
     /// When a file cannot be written.
@@ -201,7 +201,7 @@ impl TinyLlama {
     }
 }
 
-/// Writes a model directory with a tokenizer of one token a byte.
+/// Writes a model directory with a tokenizer that has one token per byte.
 ///
 /// # Panics
 /// When a file cannot be written.
@@ -217,7 +217,7 @@ pub fn write_model(directory: &Path, config: &Value, tensors: &[RawTensor]) {
     write("model.safetensors", &safetensors(tensors));
 }
 
-/// Changes `config.json`: each key gets a value, or is removed for `null`.
+/// Changes `config.json`: sets each key to its value, or removes it if the value is `null`.
 ///
 /// # Panics
 /// When it cannot be read or written.
@@ -235,7 +235,7 @@ pub fn edit_config(directory: &Path, changes: &Value) {
     std::fs::write(path, config.to_string()).expect("config.json can be written");
 }
 
-/// The demo model with its first blocks only.
+/// Writes the demo model cut to its first blocks.
 ///
 /// # Panics
 /// When it cannot be read or written.
@@ -254,7 +254,7 @@ pub fn write_cut_demo_model(directory: &Path, layers: u64) {
     edit_config(directory, &json!({ "num_hidden_layers": layers }));
 }
 
-/// A tokenizer that gives each byte of a text its own value as token.
+/// A tokenizer whose token for each byte is the byte's value.
 pub fn byte_tokenizer() -> Value {
     // The printable stand-ins for bytes that byte-level tokenizers share.
     let mut stand_in = 256u32;
@@ -279,11 +279,11 @@ pub fn byte_tokenizer() -> Value {
     })
 }
 
-/// Steele, Lea and Flood's SplitMix64: weights need to be arbitrary, not good.
+/// Steele, Lea and Flood's SplitMix64: weights only need to be arbitrary.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// From −1 to 1.
+    /// In the range from −1 to 1.
     pub(crate) fn signed(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

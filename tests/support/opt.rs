@@ -1,4 +1,4 @@
-//! An OPT on the fly, as [`TinyLlama`](crate::models::TinyLlama) is a Llama.
+//! An OPT made on the fly, as [`TinyLlama`](crate::models::TinyLlama) is a Llama.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::models::{Random, RawTensor, write_model};
 
-/// An OPT with random weights in float16, one token a byte, and its head tied to the embedding.
+/// An OPT with random weights in float16, one token per byte, and its head tied to the embedding.
 #[derive(Debug, Clone, Copy)]
 pub struct TinyOpt {
     /// Width of the residual stream.
@@ -17,7 +17,7 @@ pub struct TinyOpt {
     pub heads: u64,
     /// Blocks.
     pub layers: u64,
-    /// Positions that it has learned.
+    /// Learned positions.
     pub positions: u64,
 }
 
@@ -48,7 +48,7 @@ impl TinyOpt {
         })
     }
 
-    /// Its tensors; the same for the same sizes.
+    /// Its tensors, which depend only on the sizes.
     pub fn tensors(&self) -> Vec<RawTensor> {
         let mut random = Random(0x0b7);
         let mut tensor = |name: String, shape: &[u64], mean: f32, spread: f32| {

@@ -14,14 +14,14 @@ use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
 
-/// No run of a test takes longer: one that does hangs.
+/// No test run takes longer; one that does hangs.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The `quant` binary of the same profile as the tests, of the sources as they are.
+/// The `quant` binary, built from the current sources with the same profile as the tests.
 ///
-/// It belongs to another package, so cargo does not promise that it is there. It is asked for as `cargo test --workspace`
-/// makes it, for other choices of packages give dependencies other features and have them compiled once more; where it is
-/// there already, that takes a moment.
+/// It belongs to another package, so cargo does not guarantee that it exists. It is built with the same choice of
+/// packages as `cargo test --workspace`, because another choice would give dependencies other features and compile them
+/// again. If it is already built, this takes only a moment.
 ///
 /// # Panics
 /// When it cannot be built.
@@ -41,7 +41,7 @@ pub fn program() -> &'static Path {
 fn build(folder: &Path) {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
-    // A test of quant-cli, for which cargo builds the program.
+    // A test of quant-cli, for which cargo also builds the program.
     command.args(["test", "--quiet", "--workspace", "--no-run", "--test", "starts"]);
     command.current_dir(crate::workspace_root());
     match folder.file_name().and_then(OsStr::to_str) {
@@ -57,7 +57,7 @@ fn build(folder: &Path) {
     assert!(status.success(), "cargo could not build quant-cli");
 }
 
-/// How a run of the program ended, and what it said.
+/// The result of a run: how it ended, and its output.
 #[derive(Debug, Clone)]
 pub struct Run {
     /// The arguments, for messages.
@@ -71,15 +71,15 @@ pub struct Run {
 }
 
 impl Run {
-    /// The exit code; a run that a signal ended has none.
+    /// The exit code; `None` if a signal ended the run.
     pub fn code(&self) -> Option<i32> {
         self.status.code()
     }
 
-    /// Itself, if it ended with 0.
+    /// Returns the run itself if it exited with 0.
     ///
     /// # Panics
-    /// When it ended otherwise.
+    /// If it ended otherwise.
     #[track_caller]
     pub fn succeeded(self) -> Self {
         assert_eq!(self.code(), Some(0), "{self}");
@@ -89,7 +89,7 @@ impl Run {
     /// Its stdout as JSON.
     ///
     /// # Panics
-    /// When it failed or printed something else.
+    /// If it failed or printed something else.
     #[track_caller]
     pub fn json(self) -> serde_json::Value {
         let run = self.succeeded();
@@ -111,7 +111,7 @@ impl std::fmt::Display for Run {
     }
 }
 
-/// Arguments of different kinds in one list.
+/// A list of arguments of different types.
 ///
 /// ```
 /// let model = std::path::Path::new("m");
@@ -125,13 +125,13 @@ macro_rules! args {
     };
 }
 
-/// The program with these arguments, without what the environment could change in it.
+/// A command for the program with these arguments, unaffected by the environment.
 pub fn command<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
     without_environment(Command::new(program()), arguments)
 }
 
-/// The same with the default handling of a hangup: programs under `nohup`, as CI may run its tests, ignore it, and
-/// pass that on to what they start.
+/// Like [`command`], with the default handling of a hangup. Programs under `nohup`, as CI may run its tests, ignore
+/// hangups, and so do their child processes.
 pub fn command_that_hangs_up<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Command {
     let mut env = Command::new("env");
     env.arg("--default-signal=HUP").arg(program());
@@ -144,9 +144,9 @@ fn without_environment<A: AsRef<OsStr>>(
 ) -> Command {
     command.args(arguments).stdin(Stdio::null());
     command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
-    // Whatever features the binary was built with, no test reaches for the network.
+    // Whatever features the binary was built with, no test uses the network.
     command.env("HF_HUB_OFFLINE", "1");
-    // The gate tells of itself where it is a step of GitHub Actions, which a test may be too.
+    // The gate writes annotations when it runs in GitHub Actions, where tests may run too.
     command.env_remove("GITHUB_ACTIONS").env_remove("GITHUB_STEP_SUMMARY");
     command
 }
@@ -154,13 +154,13 @@ fn without_environment<A: AsRef<OsStr>>(
 /// Runs the program to its end.
 ///
 /// # Panics
-/// When it cannot be started, or takes longer than a test may.
+/// When it cannot be started, or exceeds the time limit of a test.
 #[track_caller]
 pub fn quant<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
     Running::start(command(arguments)).wait()
 }
 
-/// A run that goes on while the test does something else.
+/// A run that continues while the test does something else.
 #[derive(Debug)]
 pub struct Running {
     arguments: String,
@@ -202,15 +202,15 @@ impl Running {
     /// Whether it has ended.
     ///
     /// # Panics
-    /// When the system does not tell.
+    /// If the system does not report it.
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().expect("a child can be waited for").is_some()
     }
 
-    /// Waits until something is so; false when the run ends before.
+    /// Waits until a condition holds; returns false if the run ends first.
     ///
     /// # Panics
-    /// When it takes longer than a test may.
+    /// When it exceeds the time limit of a test.
     #[track_caller]
     pub fn wait_until(&mut self, mut is_so: impl FnMut() -> bool) -> bool {
         loop {
@@ -228,7 +228,7 @@ impl Running {
     /// Waits for its end.
     ///
     /// # Panics
-    /// When it takes longer than a test may.
+    /// When it exceeds the time limit of a test.
     #[track_caller]
     pub fn wait(mut self) -> Run {
         let status = loop {
@@ -261,20 +261,20 @@ fn drain(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-/// Whether another file system can be mounted here, as a test needs that fills a disk.
+/// Whether a file system can be mounted here, as tests that fill a disk require.
 pub fn can_mount() -> bool {
     let Ok(point) = tempfile::tempdir() else { return false };
     SmallDisk::mount(point.path(), 1 << 20).is_some()
 }
 
-/// A file system of its own, in memory; unmounted when dropped.
+/// A file system in memory; unmounted when dropped.
 #[derive(Debug)]
 pub struct SmallDisk {
     point: PathBuf,
 }
 
 impl SmallDisk {
-    /// Mounts one of so many bytes, if the system lets us.
+    /// Mounts a file system of this many bytes, if the system allows it.
     pub fn mount(point: &Path, bytes: u64) -> Option<Self> {
         let size = format!("size={bytes}");
         let mut command = Command::new("mount");
@@ -283,20 +283,20 @@ impl SmallDisk {
         mounted.then(|| Self { point: point.to_owned() })
     }
 
-    /// Where it is.
+    /// Its mount point.
     pub fn path(&self) -> &Path {
         &self.point
     }
 
-    /// Takes all room that is left, until the file is removed; its path.
+    /// Fills the remaining space until the returned file is removed.
     ///
     /// # Panics
-    /// When the file cannot be made.
+    /// When the file cannot be created.
     pub fn fill(&self) -> PathBuf {
         use std::io::Write;
         let path = self.point.join("filler");
         let mut file = File::create(&path).expect("the filler can be created");
-        // Larger pieces first, then what is left of a page.
+        // Larger pieces first, then the rest of a page.
         for piece in [vec![1u8; 1 << 16], vec![1; 512], vec![1]] {
             while file.write_all(&piece).is_ok() {}
         }

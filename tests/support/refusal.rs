@@ -1,5 +1,5 @@
-//! What every refusal of the program must be: the right exit code, a message that says what, where
-//! and what next, nothing at the target, and what was there untouched.
+//! The requirements on every refusal of the program: the right exit code, a message that says what is wrong, where, and
+//! what to do, no output, and existing files unchanged.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use serde_json::json;
 use crate::files::snapshot;
 use crate::program::{Run, quant};
 
-/// Checks how a run told of its refusal.
+/// Checks the exit code and message of a refused run.
 ///
 /// # Panics
-/// When it did not as it should.
+/// If the run does not meet the requirements.
 #[track_caller]
 pub fn check_message(case: &str, run: &Run, code: i32, says: &[&str]) {
     assert_eq!(run.code(), Some(code), "{case}: {run}");
@@ -26,11 +26,11 @@ pub fn check_message(case: &str, run: &Run, code: i32, says: &[&str]) {
     }
 }
 
-/// Runs `quant quantize MODEL -o OUT` with more options, expecting a refusal, twice: where nothing
-/// is, and with `--force` where something is. Neither leaves a trace.
+/// Runs `quant quantize MODEL -o OUT` with more options and expects a refusal, twice: with no OUT, and with `--force`
+/// and an existing one. Neither run may change anything.
 ///
 /// # Panics
-/// When one of them does anything else.
+/// If one of them does anything else.
 #[track_caller]
 pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32, says: &[&str]) {
     let scratch = tempfile::tempdir().expect("a directory");
@@ -48,8 +48,8 @@ pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32
     assert_eq!(snapshot(scratch.path()), before, "{case}: what was there has changed");
 }
 
-/// Puts something at a target that must survive: its manifest says that it was written by this
-/// program, so that `--force` would replace it.
+/// Writes an existing output that must survive. Its manifest says that this program wrote it, so `--force` would
+/// replace it.
 ///
 /// # Panics
 /// When it cannot be written.
@@ -69,7 +69,7 @@ pub fn old_checkpoint(at: &Path) {
     }
 }
 
-/// Where a run prepares its output.
+/// The directory in which a run prepares its output.
 pub fn job_of(out: &Path) -> PathBuf {
     let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(".job");

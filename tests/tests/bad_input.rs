@@ -1,5 +1,5 @@
-//! Broken, hostile and unsupported model directories: each gives its exit code and a message that
-//! names file and field, and leaves nothing behind.
+//! Broken, hostile and unsupported model directories: each gives its exit code and a message that names file and field,
+//! and leaves nothing behind.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,10 +18,10 @@ const INDEX: &str = "model.safetensors.index.json";
 const RTN: [&str; 4] = ["--method", "rtn", "--scheme", "w4a16-g32"];
 const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
 
-/// A fault, and what is said of it.
+/// A fault, and the expected message.
 type Fault = (&'static str, fn(&Path), &'static [&'static str]);
 
-/// A fresh model with a fault in it.
+/// A fresh model with a fault.
 fn broken(fault: fn(&Path)) -> TempDir {
     let directory = tempfile::tempdir().unwrap();
     TinyLlama::default().write(directory.path());
@@ -29,7 +29,7 @@ fn broken(fault: fn(&Path)) -> TempDir {
     directory
 }
 
-/// Faults that show in headers and configuration: every verb refuses them alike.
+/// Faults that show in headers and configuration: every command refuses them alike.
 fn refused_by_all_verbs(faults: &[Fault]) {
     for (case, fault, says) in faults {
         let model = broken(*fault);
@@ -56,13 +56,13 @@ fn overwrite(model: &Path, name: &str, bytes: impl AsRef<[u8]>) {
     std::fs::write(model.join(name), bytes).unwrap();
 }
 
-/// A file of one tensor with this description.
+/// A file with one tensor with this description.
 fn described_as(model: &Path, entry: Value, data: &[u8]) {
     let header = json!({ "model.norm.weight": entry }).to_string();
     overwrite(model, WEIGHTS, safetensors_with_header(&header, data));
 }
 
-/// Divides the model into two shards with an index.
+/// Splits the model into two shards with an index.
 fn shard(model: &Path, edit_map: fn(&mut serde_json::Map<String, Value>)) {
     let tensors = TinyLlama::default().tensors();
     let (first, second) = tensors.split_at(tensors.len() / 2);
@@ -327,7 +327,7 @@ fn configuration() {
     ]);
 }
 
-/// A tensor that has the name of what would be written for another.
+/// A tensor whose name would be written for another one.
 #[test]
 fn names_that_are_taken() {
     let model = broken(|m| {
@@ -344,7 +344,7 @@ fn names_that_are_taken() {
     check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
 }
 
-/// Numbers that leave all range are an error, not an infinite perplexity.
+/// Values that overflow are an error, not an infinite perplexity.
 #[test]
 fn a_perplexity_beyond_all_numbers() {
     let model = broken(|m| {
@@ -358,7 +358,7 @@ fn a_perplexity_beyond_all_numbers() {
     check_message("overflow", &run, 6, &["nats per token"]);
 }
 
-/// A configuration that counts fewer blocks than there are would leave weights out.
+/// A configuration that declares fewer blocks than exist would leave weights out.
 #[test]
 fn blocks_that_are_not_counted() {
     let model = broken(|m| edit_config(m, &json!({ "num_hidden_layers": 1 })));
@@ -367,8 +367,7 @@ fn blocks_that_are_not_counted() {
     check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
 }
 
-/// Where embedding and head are said to be one and two different ones are stored, both are used, as
-/// other readers do.
+/// If embedding and head are declared tied but two different ones are stored, both are used, as in other readers.
 #[test]
 fn tied_heads_that_differ() {
     let perplexity = |tied: bool, head: bool| {

@@ -1,5 +1,5 @@
-//! Requests that make no sense, and texts that are no texts: refused before anything is computed,
-//! with what to ask for instead.
+//! Invalid requests, and texts that cannot be read: refused before anything is computed, with advice on what to request
+//! instead.
 
 use std::io::Read;
 use std::path::Path;
@@ -18,7 +18,7 @@ fn model() -> TempDir {
     directory
 }
 
-/// What is asked for, and what is said of it; refused by `plan` and `quantize` alike.
+/// Requests and the expected messages; refused by `plan` and `quantize` alike.
 #[test]
 fn recipes() {
     let model = model();
@@ -156,10 +156,10 @@ fn recipes() {
         let plan = args!["plan", model.path()].into_iter().chain(options.iter().map(Into::into));
         check_message(&case, &quant(plan), 2, says);
     }
-    // The advice that one of them gives is good.
+    // The advice in one of the messages works.
     let advice = "down_proj=w4a16-channel";
     quant(args!["plan", model.path(), "--group-size", "64", "--override", advice]).succeeded();
-    // What the head gets anyway may be asked for.
+    // Requesting the head's default explicitly is allowed.
     quant(args!["plan", model.path(), "--group-size", "32", "--ignore", "lm_head"]).succeeded();
     let options = ["--method", "rtn", "--group-size", "32", "--calibration", "builtin"];
     refuses_to_quantize(
@@ -171,7 +171,7 @@ fn recipes() {
     );
 }
 
-/// A recipe file does what the same options do, and says where it is wrong.
+/// A recipe file is equivalent to the same options, and its errors name the line.
 #[test]
 fn recipe_files() {
     let model = model();
@@ -192,10 +192,10 @@ fn recipe_files() {
         ["--scheme", "w3a16-g32", "--ignore", "o_proj", "--override", "up_proj=w8a16", "--samples", "4"];
     let same = plan(&options.map(AsRef::as_ref)).succeeded();
     assert_eq!(plan(recipe).succeeded().stdout, same.stdout);
-    // Options refine it.
+    // Options refine the recipe.
     let refined = plan(&[recipe, &["--override".as_ref(), "v_proj=w8a16".as_ref()]].concat()).succeeded();
     assert_eq!(refined.json()["selectors"].as_array().unwrap().len(), 3);
-    // A method that reads no text leaves what the file says of it without effect.
+    // With a method that reads no text, the file's calibration settings have no effect.
     let rounded = plan(&[recipe, &["--method".as_ref(), "rtn".as_ref()]].concat());
     check_message("rtn", &rounded, 2, &["[calibration] of ", "mine.toml has no effect"]);
     let printed = quant(args!["plan", "--print-recipe", "rtn-w8a16"]).succeeded();
@@ -206,7 +206,7 @@ fn recipe_files() {
 
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nbits = 4\n").unwrap();
     check_message("a key", &plan(recipe), 2, &["mine.toml: line 3: unknown field `bits`", "--print-recipe"]);
-    // What is said of it is what the same options say.
+    // The error is the same as for the equivalent options.
     std::fs::write(
         &file,
         "[[transform]]\nkind = \"reorder\"\n[[transform]]\nkind = \"rotate\"\n[quantize]\nscheme = \"w4a16\"\n",
@@ -220,7 +220,7 @@ fn recipe_files() {
     check_message("no model", &quant(args!["plan"]), 2, &["<MODEL>"]);
 }
 
-/// What the argument parser itself refuses.
+/// Errors of the argument parser itself.
 #[test]
 fn arguments() {
     let model = model();
@@ -249,7 +249,7 @@ fn arguments() {
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
         (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
-        (args!["bench", "kernels", "--only", "w9a9"], "no kernel that is measured has `w9a9` in its name"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
     ];
     for (arguments, says) in cases {
         check_message(says, &quant(arguments), 2, &[says]);
@@ -269,7 +269,7 @@ fn help_and_version_are_no_errors() {
     assert_eq!(run.stdout.trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));
 }
 
-/// Numbers beyond all reason end in a message, not in an overflow.
+/// Absurd numbers end in a message, not in an overflow.
 #[test]
 fn absurd_numbers() {
     let model = model();
@@ -301,7 +301,7 @@ fn absurd_numbers() {
     check_message("group size", &run, 2, &["14 tensor(s)", &most]);
 }
 
-/// Texts for calibration and evaluation.
+/// Calibration and evaluation texts.
 #[test]
 fn texts() {
     let model = model();
@@ -347,7 +347,7 @@ fn texts() {
     );
 }
 
-/// A model that is named, not lying here: this program downloads only when it is built so.
+/// A model name without a local directory: only a build with the feature `hub` downloads it.
 #[test]
 fn models_of_a_hub() {
     let says =
@@ -367,14 +367,14 @@ fn models_of_a_hub() {
     }
 }
 
-/// Where the output may not be.
+/// Places where the output must not be.
 #[test]
 fn outputs() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let model = at("models/tiny");
     TinyLlama::default().write(&model);
-    // Somebody else's model, and an output that somebody added to.
+    // Someone else's model, and an output that someone added files to.
     TinyLlama::default().write(&at("models/other"));
     old_checkpoint(&at("visited"));
     std::fs::write(at("visited/notes.txt"), "which of these is the good one?").unwrap();
@@ -419,13 +419,13 @@ fn outputs() {
     check_message("/", &run, 2, &["/ cannot be an output directory"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
-    // Told before the evaluation, not after it.
+    // Reported before the evaluation, not after it.
     let nowhere = format!("--json={}", at("nowhere/x.json").display());
     let run = quant(args!["eval", &model, "--text", "no such text", &nowhere]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     assert_eq!(snapshot(scratch.path()), before);
 
-    // What may be replaced is replaced, whole.
+    // An output that may be replaced is replaced as a whole.
     for output in ["there", "empty"] {
         let out = at(output);
         let options = ["--method", "rtn", "--group-size", "32", "--force"].map(std::ffi::OsString::from);
@@ -435,8 +435,7 @@ fn outputs() {
     }
 }
 
-/// A reader that has seen enough (`| head -1`) is no failure.
-/// No output takes the place of what is read.
+/// No output replaces an input.
 #[test]
 fn outputs_over_inputs() {
     let model = model();
@@ -476,7 +475,7 @@ fn outputs_over_inputs() {
     assert_eq!(std::fs::read_to_string(&prompt).unwrap(), "Once upon a time");
     assert_eq!(snapshot(model.path()), before);
     assert!(!out.exists());
-    // What is no file is written to as it is.
+    // A path that is not a regular file is written to directly.
     let run = quant(args!["inspect", model.path(), "--json=/dev/null"]).succeeded();
     assert!(run.stdout.contains("tensors"), "{run}");
 }
@@ -500,7 +499,7 @@ fn a_closed_stdout_ends_quietly() {
         child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""), "{arguments:?}");
     }
-    // A full disk behind it is one.
+    // A full disk behind it is a failure.
     let mut command = command(args!["inspect", &demo]);
     command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
     let output = command.spawn().unwrap().wait_with_output().unwrap();
@@ -508,7 +507,7 @@ fn a_closed_stdout_ends_quietly() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
 }
 
-/// Nobody reads what is told about the work: the work goes on.
+/// If nobody reads the progress, the work goes on.
 #[test]
 fn a_closed_or_full_stderr_stops_nothing() {
     let scratch = tempfile::tempdir().unwrap();
@@ -527,7 +526,7 @@ fn a_closed_or_full_stderr_stops_nothing() {
     run("full", std::fs::File::create("/dev/full").unwrap().into());
 }
 
-/// `--quiet` and `--json` keep to their streams.
+/// `--quiet` and `--json` affect only their own streams.
 #[test]
 fn streams() {
     let scratch = tempfile::tempdir().unwrap();
@@ -539,7 +538,7 @@ fn streams() {
     assert!(silent.stdout.contains("written to "), "the result is no progress: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/2");
-    // With a file, both: the table on stdout, the JSON beside it.
+    // With a file, both are written: the table to stdout, the JSON to the file.
     let report = scratch.path().join("report.json");
     let run = quant(args!["inspect", &model, format!("--json={}", report.display())]).succeeded();
     assert!(run.stdout.contains("llama: 2 blocks"), "{run}");

@@ -1,14 +1,14 @@
-//! The pages of the site: all are listed, and their links lead somewhere.
+//! The pages of the site: all are listed, and their links are valid.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use quant_tests::workspace_root;
 
-/// Directories without documents of ours.
+/// Directories without project documents.
 const SKIPPED: [&str; 2] = ["target", ".git"];
 
-/// All Markdown below a directory, by its path from the root.
+/// All Markdown files below a directory, by path from the root.
 fn documents(directory: &Path, found: &mut BTreeMap<PathBuf, String>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -24,7 +24,7 @@ fn documents(directory: &Path, found: &mut BTreeMap<PathBuf, String>) {
     }
 }
 
-/// A page without its code: blocks are left out, and spans inside lines.
+/// A page without its code blocks and code spans.
 fn prose(text: &str) -> String {
     let mut out = String::new();
     let mut is_code = false;
@@ -51,7 +51,7 @@ fn links(text: &str) -> Vec<String> {
     found
 }
 
-/// The anchors that renderers give a page's headings.
+/// The anchors that renderers generate for a page's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let mut anchors = BTreeSet::new();
     for line in prose(text).lines().filter(|line| line.starts_with('#')) {
@@ -81,7 +81,7 @@ fn normal(path: &Path) -> PathBuf {
     parts
 }
 
-/// What is wrong with the links of these pages.
+/// The errors in the links of these pages.
 fn broken(pages: &BTreeMap<PathBuf, String>) -> Vec<String> {
     let mut broken = Vec::new();
     for (page, text) in pages {
@@ -118,7 +118,7 @@ fn a_broken_link_is_found() {
     assert_eq!(broken(&pages), ["d/a.md: b.md#gone", "d/a.md: #gone"]);
 }
 
-/// Records are listed by the program that builds the site, all other documents by hand.
+/// The program that builds the site lists the records; all other documents are listed by hand.
 #[test]
 fn every_page_is_in_the_summary_once() {
     let mut pages = BTreeMap::new();

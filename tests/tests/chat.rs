@@ -1,5 +1,5 @@
-//! Calibration on conversations: rendered by the model's own template, prompts masked, documents that
-//! share windows without seeing each other; and what is wrong with such data, told with its place.
+//! Calibration on conversations: rendered by the model's own template, with prompts masked, and packed as documents
+//! that share windows without attending to each other. Errors in such data are reported with their location.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -58,7 +58,7 @@ impl Bench {
         std::fs::write(self.at(name), text).unwrap();
     }
 
-    /// Quantizes on the conversations; what was said.
+    /// Quantizes on the conversations and returns the run.
     fn quantize(&self, out: &str, options: &[&str]) -> Run {
         let chats = self.chats();
         let options = [&AWQ[..], &["--calibration", &chats], options].concat();
@@ -103,7 +103,7 @@ fn masked_conversations() {
     assert!(run.stdout.contains(&told), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template goes along");
 
-    // The same bytes on other threads and by a recipe; other ones without the mask, or as a stream.
+    // The same bytes with other threads and from a recipe; different ones without the mask, or as a stream.
     let masked = hashes(&bench.at("masked"));
     bench.quantize("again", &["--mask", "prompts", "--threads", "2"]);
     assert_eq!(masked, hashes(&bench.at("again")));
@@ -134,7 +134,7 @@ fn masked_conversations() {
     assert_ne!(weights("masked"), weights("whole"));
 }
 
-/// The template may stand in either file, and alone or with others; the tokens are the same.
+/// The template may be in either file, alone or with others; the tokens are the same.
 #[test]
 fn every_place_of_a_template() {
     let bench = Bench::new();
@@ -242,12 +242,12 @@ fn packed_texts() {
     assert_eq!(stream, auto);
     assert_eq!(hashes(&bench.at("stream")), hashes(&bench.at("auto")));
     assert!(auto["layout_sha256"].is_null() && auto["tokens"] == json!(288));
-    // What is printed as a recipe has every key.
+    // A printed recipe contains every key.
     let recipe = quant(args!["plan", "--print-recipe", "awq-w4a16"]).succeeded().stdout;
     for key in ["packing = \"auto\"", "mask = \"none\""] {
         assert!(recipe.contains(key), "{recipe}");
     }
-    // What a mask and documents take is part of the plan.
+    // The plan includes the memory for a mask and for documents.
     let memory = |options: &[&str]| {
         let arguments = args!["plan", bench.model(), "--group-size", "32", "--json"];
         let plan = quant(arguments.into_iter().chain(options.iter().map(OsString::from))).json();

@@ -1,5 +1,5 @@
-//! Several formats from one run, and quantized checkpoints written once more in another: seen from
-//! outside, files and exit codes.
+//! Several formats from one run, and quantized checkpoints converted to another format: checked by files and exit
+//! codes.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn one_run_writes_what_each_format_would_get_alone() {
         assert_eq!(single.json()["outputs"][0]["bytes_after"], output["bytes_after"]);
         assert_eq!(hashes(&both.join(format)), hashes(&alone), "{format}");
     }
-    // Neither is overwritten without being asked for, and then the two together.
+    // Neither is overwritten without `--force`, and with it both are replaced together.
     let before = snapshot(&both);
     let run = quant(quantize(&model, &both, &options));
     check_message("they exist", &run, 2, &["compressed-tensors exists already", "--force"]);
@@ -83,7 +83,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
         assert_eq!(hashes(&out.join(format)), hashes(&at("whole").join(format)), "{format}");
     }
     assert_eq!(names(&out), ["awq", "compressed-tensors"]);
-    // What a run that died between the two would leave: one is there.
+    // The state that a run leaves behind if it dies between the two: one is there.
     std::fs::remove_dir_all(out.join("awq")).unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat()));
     check_message("one of two", &run, 2, &["compressed-tensors exists already", "add --force"]);
@@ -105,7 +105,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     std::fs::remove_file(out.join("letter.txt")).unwrap();
     quant(quantize(&model, &out, &options)).succeeded();
 
-    // What one format cannot hold stops both, before anything is written.
+    // If one format cannot represent the request, nothing is written in either.
     let other = scratch.path().join("other");
     let three = [&BOTH[..], &["--method", "rtn", "--scheme", "w3a16-g32"]].concat();
     let run = quant(quantize(&model, &other, &three));
@@ -138,10 +138,10 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
     let weights = |name: &str| hashes(&at(name))["model.safetensors"].clone();
     assert_eq!(weights("back"), weights("awq"));
     assert_eq!(config(&at("back")), config(&at("awq")));
-    // Both at once, too.
+    // Both formats at once.
     quant(quantize(&at("awq"), &at("both"), &BOTH)).succeeded();
     assert_eq!(hashes(&at("both").join("compressed-tensors")), hashes(&at("ct")));
-    // The same numbers: the same perplexity, to the last digit.
+    // The same numbers give the same perplexity, to the last digit.
     let eval = |name: &str| {
         let text = args!["--text", "builtin-heldout", "--window", "64", "--windows", "2", "--json"];
         quant(args!["eval", at(name)].into_iter().chain(text)).json()["window_nll"].clone()
@@ -163,7 +163,7 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
     check_message("a text", &run, 2, &["--calibration builtin has no effect"]);
 }
 
-/// What the target cannot hold is refused, and nothing is left behind.
+/// A model that the target format cannot represent is refused, and nothing is left behind.
 #[test]
 fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
@@ -175,7 +175,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     quant(quantize(&model, &at("mixed"), &[&rtn[..], &override_].concat())).succeeded();
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
     check_message("8 bits", &run, 2, &["down_proj", "packs 4 bits, not 8", "original float checkpoint"]);
-    // A scale that F16 cannot hold, in a file that says BF16.
+    // A scale that F16 cannot represent, in a BF16 file.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
     let run = quant(quantize(&at("head"), &at("no"), &["--format", "awq"]));
@@ -186,7 +186,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     assert!(!at("no").exists());
 }
 
-/// The table of engines says what it rests on, and its reasons name the linear.
+/// The table of engines states its evidence, and its reasons name the linear.
 #[test]
 fn plan_tells_which_engines_load_it() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `--device cuda`: quantized linears on a GPU, or on the library that stands in for its driver (`cargo xtask cuda`).
+//! `--device cuda`: quantized linears on a GPU, or on the stand-in for its driver library (`cargo xtask cuda`).
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -10,19 +10,19 @@ use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 use serde_json::Value;
 
-/// Names a directory with a library in the driver's place.
+/// Names a directory with a stand-in for the driver's library.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
-/// Set where that and the compiler must be there.
+/// Set if the stand-in and the compiler must be available.
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 
 const TEXT: [&str; 8] =
     ["--text", "builtin-heldout", "--window", "24", "--windows", "1", "--execution", "kernels"];
 
-/// The program as it finds the stand-in; `None`, said aloud, where there is none.
+/// The command, set up to find the stand-in; `None`, with a message, if there is none.
 fn on_stand_in(arguments: Vec<OsString>, images: &Path) -> Option<Command> {
     let Some(directory) = std::env::var_os(STAND_IN).filter(|path| !path.is_empty()) else {
         assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {STAND_IN} is not");
-        // Not among what a machine with all models should not leave out: it belongs to a step of CI of its own.
+        // Not recorded as skipped, because a machine with all models may lack it: a separate CI step provides it.
         eprintln!("SKIPPED: {STAND_IN} names no library in the driver's place");
         return None;
     };
@@ -56,7 +56,7 @@ fn a_model_is_evaluated_on_the_device() {
         let isa = there["tool"]["isa"].as_str().unwrap();
         assert!(isa.contains("kernels cuda on PTX interpreter"), "{isa}");
         let (there, here) = (perplexity(&there), perplexity(&here));
-        // Inputs on a grid of few numbers fall to one side or the other by the last bits of what comes before.
+        // On a coarse grid, the last bits of earlier results decide to which side an input is rounded.
         let most = if matches!(scheme, "fp8" | "nvfp4") { 0.03 } else { 5e-4 };
         assert!((there / here - 1.0).abs() < most, "{scheme}: {there} on the device, {here} here");
     }
@@ -108,7 +108,8 @@ fn kernels_are_measured_on_the_device() {
         assert!(shown.contains(kernel["kernel"].as_str().unwrap()), "{shown}");
         assert_eq!((&kernel["shape"], &kernel["tokens"]), (&"4096".into(), &1.into()));
         assert_eq!(kernel["all_seconds"].as_array().unwrap().len(), 5);
-        // Any two events are a second apart there, so times say nothing; how numbers follow from each other does.
+        // On the stand-in any two events are one second apart, so times mean nothing; the relations between the numbers
+        // do.
         assert_eq!(kernel["bound"], "bytes");
         let floor = number("gb_per_second") / measured["ceilings"]["copy_gb_per_second"].as_f64().unwrap();
         assert!((number("share") / floor - 1.0).abs() < 1e-9, "{kernel}");
@@ -125,7 +126,7 @@ fn kernels_are_measured_on_the_device() {
 
 fn refused(arguments: Vec<OsString>) -> Run {
     let mut command = command(arguments);
-    // Whatever this machine has is not found.
+    // Hides any GPU of this machine.
     command.env("CUDA_VISIBLE_DEVICES", "");
     Running::start(command).wait()
 }

@@ -1,5 +1,5 @@
-//! The main job, seen from outside: what `plan` predicts is written, what is written is what was
-//! asked for, reads back, and is worth about what the float model is worth.
+//! The main task as a user sees it: the output is what `plan` predicts and what was requested, can be read back, and is
+//! about as accurate as the float model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -16,9 +16,9 @@ use quant_tests::program::quant;
 use quant_tests::{args, demo_model};
 use serde_json::{Value, json};
 
-/// A short search: what is tested here does not depend on how good it is.
+/// A short search, because these tests do not depend on its quality.
 const SHORT: [&str; 4] = ["--samples", "4", "--seq-len", "128"];
-/// What every quantized checkpoint of the demo model consists of.
+/// The files of every quantized checkpoint of the demo model.
 const FILES: [&str; 7] = [
     "README.md",
     "config.json",
@@ -42,7 +42,7 @@ fn texts(list: &Value, key: &str) -> Vec<String> {
     list.as_array().unwrap().iter().map(|v| v[key].as_str().unwrap().to_owned()).collect()
 }
 
-/// Quantizes the demo model and holds every account of the result against the others.
+/// Quantizes the demo model and checks that all descriptions of the result agree.
 fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     let model = demo_model();
     let plan =
@@ -52,7 +52,7 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     let report = read_json(out.join("quant_report.json"));
     let case = options.join(" ");
 
-    // The tensors in the file are those of the plan, and take the bytes it said.
+    // The tensors in the file are those of the plan, with the predicted sizes.
     let written = read_safetensors(&out.join("model.safetensors"));
     let found: BTreeMap<&str, Value> =
         written.iter().map(|t| (t.name.as_str(), json!([t.dtype, t.shape]))).collect();
@@ -72,7 +72,7 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         assert_eq!(told.as_u64(), Some(bytes), "{case}: {account}");
     }
 
-    // Every linear is stored as it was asked for.
+    // Every linear is stored as requested.
     assert_eq!(inspected["quant_method"], "compressed-tensors");
     let linears = inspected["linears"].as_array().unwrap();
     assert_eq!(linears.len(), 6 * 7);
@@ -81,7 +81,7 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         assert_eq!(linear["stored"], scheme_of(module), "{case}: {module}");
     }
 
-    // The report names every tensor of the input, with its bytes before and after.
+    // The report lists every tensor of the input, with its bytes before and after.
     assert_eq!(report["schema"], "quant-report/1");
     let names: BTreeSet<String> = texts(&report["tensors"], "tensor").into_iter().collect();
     let input = read_safetensors(&model.join("model.safetensors"));
@@ -98,7 +98,7 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         );
     }
 
-    // The directory is complete, and the manifest knows it by heart.
+    // The directory is complete, and the manifest lists its files.
     let files = hashes(out);
     assert_eq!(files.keys().collect::<Vec<_>>(), FILES, "{case}");
     let manifest = read_json(out.join("quant_manifest.json"));
@@ -121,8 +121,8 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     }
 }
 
-/// Perplexity of a quantized demo model over the float one's, on held-out text; checked to be
-/// within `most`.
+/// Ratio of the perplexity of a quantized demo model to the float one's on held-out text; checks that it is at most
+/// `most`.
 fn check_quality(out: &Path, case: &str, most: f64) {
     let arguments = args![
         "eval",
@@ -216,7 +216,7 @@ fn overrides_and_ignored_linears() {
         assert!(ignored.contains(&"lm_head") && ignored.contains(&"model.layers.0.self_attn.q_proj"));
         assert!(ignored.contains(&"model.layers.0.self_attn.qkv_proj"), "engines fuse three of them");
         assert_eq!(ignored.len(), 6, "{ignored:?}");
-        // What is ignored and not rescaled is copied, bit for bit.
+        // Linears that are ignored and not rescaled are copied bit for bit.
         let embedding = |dir: &Path| {
             let tensors = read_safetensors(&dir.join("model.safetensors"));
             tensors.into_iter().find(|t| t.name == "model.embed_tokens.weight").unwrap()
@@ -225,7 +225,7 @@ fn overrides_and_ignored_linears() {
     }
 }
 
-/// The same bytes for one thread, for two, and once more.
+/// The same bytes with one thread, with two, and on a second run.
 #[test]
 fn equal_bytes_on_every_run() {
     let scratch = tempfile::tempdir().unwrap();
@@ -246,7 +246,7 @@ fn equal_bytes_on_every_run() {
     }
 }
 
-/// A model in shards gives what it gives in one file; a result in shards reads as one in one file.
+/// A sharded model gives the same result as a single file; a sharded result reads like a single file.
 #[test]
 fn shards_on_both_sides() {
     let scratch = tempfile::tempdir().unwrap();
@@ -267,7 +267,7 @@ fn shards_on_both_sides() {
     quantize(&at("sharded"), &at("from-shards"), &rtn);
     assert_eq!(hashes(&at("one")), hashes(&at("from-shards")));
 
-    // The command line has no option for the size of shards; the library has.
+    // The command line has no option for the shard size, but the library does.
     let directory = ModelDirectory::open(&demo_model()).unwrap();
     let model = Model::open(&directory).unwrap();
     let recipe = Recipe::preset("rtn-w4a16").unwrap();
@@ -301,8 +301,7 @@ fn shards_on_both_sides() {
     assert_eq!(contents(&at("many")), contents(&at("one")));
 }
 
-/// Some tied checkpoints hold the shared matrix only under the head's name.
-/// A snapshot in a Hugging Face cache consists of links, the files that go along included.
+/// A snapshot in a Hugging Face cache consists of links, including the companion files.
 #[test]
 fn a_cache_is_read_through_its_links() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `quant eval`: what it refuses, and what its pages show. Verdicts on its results are in `gate.rs`.
+//! `quant eval`: refused requests, and the contents of its pages. Verdicts on its results are in `gate.rs`.
 
 use quant_tests::files::copy_files;
 use quant_tests::program::{command, quant};
@@ -26,7 +26,7 @@ fn rules_that_score_nothing_are_refused() {
     }
 }
 
-/// A last window of one token scores nothing, and is none.
+/// A last window of one token would score nothing, so it is dropped.
 #[test]
 fn strides_as_long_as_windows_end_well() {
     let scratch = tempfile::tempdir().unwrap();
@@ -40,7 +40,7 @@ fn strides_as_long_as_windows_end_well() {
     }
 }
 
-/// Pages hold the numbers, and names that are markup stay names.
+/// Pages contain the numbers, and names that look like markup are escaped.
 #[test]
 fn reports_show_what_was_measured() {
     let scratch = tempfile::tempdir().unwrap();
@@ -81,7 +81,7 @@ fn reports_show_what_was_measured() {
     ] {
         assert!(page.contains(part), "no {part}");
     }
-    // A report of other weights is none of these.
+    // A report about other weights does not count.
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
     for (broken, says) in [
@@ -104,7 +104,7 @@ fn reports_show_what_was_measured() {
     let page = std::fs::read_to_string(at("rounded.html")).unwrap();
     assert!(page.contains("model.layers.0.self_attn.q_proj.weight") && page.contains("Bit map"));
 
-    // The gate's page has the checks, and says which failed.
+    // The gate's page contains the checks, and says which failed.
     let result = at("result.json");
     let json = format!("--json={}", result.display());
     let eval = args!["eval", at("w3"), "--reference", demo_model(), "--text", &text, "--window", "64", json];
@@ -122,7 +122,7 @@ fn reports_show_what_was_measured() {
     assert!(page.contains("kl_p99") && page.contains("class=\"fail\""));
 }
 
-/// Outputs go neither into a model nor into a pipe, and pages do not mix references.
+/// Outputs are not written into a model or a pipe, and pages do not mix references.
 #[test]
 fn outputs_and_comparisons_that_make_no_sense() {
     let scratch = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn outputs_and_comparisons_that_make_no_sense() {
     let run = eval(args!["--report", at("pipe")]);
     assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
 
-    // The same model measured alone, and against another.
+    // The same model, evaluated alone and against another one.
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =
         eval(args!["--reference", demo_model(), "--report", at("page.html"), "--compare", at("alone.json")]);
@@ -175,7 +175,7 @@ fn a_larger_tokenizer_is_refused() {
     check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has 4096 rows"]);
 }
 
-/// A stride of one makes each token a window: what is not wanted is not made, and too much is refused.
+/// A stride of one makes every token a window: only the requested windows are built, and too many are refused.
 #[test]
 fn small_strides_do_not_take_the_memory() {
     let scratch = tempfile::tempdir().unwrap();
@@ -192,7 +192,7 @@ fn small_strides_do_not_take_the_memory() {
     assert!(run.stderr.contains("to read; at most"), "{run}");
 }
 
-/// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine has.
+/// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine supports.
 #[test]
 fn kernels_agree_with_dequantized_weights() {
     let scratch = tempfile::tempdir().unwrap();

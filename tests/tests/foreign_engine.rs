@@ -1,4 +1,4 @@
-//! A model that an engine runs is scored as ours are: the same windows, sums and statistics from its logits.
+//! A model that another engine runs is scored like ours: the same windows, sums and statistics from its logits.
 
 use std::cell::Cell;
 
@@ -15,7 +15,7 @@ use quant_tests::models::write_cut_demo_model;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// An engine of somebody else: here a decoder of ours that gives all logits of a window.
+/// A third-party engine: here one of our decoders that returns all logits of a window.
 struct Foreign<'a> {
     decoder: &'a Decoder,
     asked: Cell<usize>,
@@ -35,7 +35,7 @@ impl LogitsModel for Foreign<'_> {
     }
 }
 
-/// An engine that does something wrong.
+/// A faulty engine.
 struct Broken(usize, fn(&mut Vec<f32>) -> Result<(), Failure>);
 
 impl LogitsModel for Broken {
@@ -78,7 +78,7 @@ fn an_engine_is_scored_as_a_decoder_is() {
     let expected = perplexity(&cut, &text, &mut ours, &Silent, &cancel).unwrap();
     let scores = perplexity(&engine as &dyn LogitsModel, &text, &mut theirs, &Silent, &cancel).unwrap();
     assert_eq!(engine.asked.get(), 6);
-    // Only the order in which products of the head are added is another.
+    // Only the order of the additions in the head's products differs.
     let near = |a: f64, b: f64| assert!((a - b).abs() <= 1e-6 * b.abs().max(1e-3), "{a} and {b}");
     near(scores.nll.mean, expected.nll.mean);
     near(scores.nll.standard_error.unwrap(), expected.nll.standard_error.unwrap());

@@ -1,4 +1,5 @@
-//! Keys and values cached in FP8: their scales calibrated, written where engines look for them, read back, and obeyed.
+//! Keys and values cached in FP8: their scales are calibrated, written where engines look for them, read back, and
+//! applied.
 
 use std::path::Path;
 
@@ -51,8 +52,8 @@ fn f16(tensor: &RawTensor) -> Vec<f64> {
     tensor.data.chunks_exact(2).map(value).collect()
 }
 
-/// The largest key, after rotary embedding, and the largest value of the first block, from the definition and in double
-/// precision.
+/// The largest key after rotary embedding, and the largest value, of the first block, computed from the definition in
+/// double precision.
 fn largest(tiny: &TinyLlama, tensors: &[RawTensor], text: &[u8]) -> [f64; 2] {
     let of = |name: &str| f16(tensors.iter().find(|t| t.name == format!("model.{name}.weight")).unwrap());
     let [embedding, norm] = ["embed_tokens", "layers.0.input_layernorm"].map(of);
@@ -89,7 +90,7 @@ fn scales_are_those_of_the_largest_key_and_value() {
     let at = |name: &str| scratch.path().join(name);
     let tiny = wide();
     tiny.write(&at("model"));
-    // As many bytes, which are tokens, as the batch takes.
+    // As many bytes, and so tokens, as the batch has.
     let text = std::fs::read(quant_tests::workspace_root().join(TEXT)).unwrap()[..64].to_vec();
     std::fs::write(at("text.txt"), &text).unwrap();
     let path = at("text.txt").display().to_string();
@@ -112,7 +113,7 @@ fn scales_are_those_of_the_largest_key_and_value() {
             let name = format!("model.layers.0.self_attn.{part}_scale");
             let found = number(&written, &name);
             assert_eq!(written.iter().find(|t| t.name == name).unwrap().shape, [1]);
-            // Rounded to BF16, of what was computed in f32.
+            // Computed in f32 and rounded to BF16.
             assert!((f64::from(found) / expected - 1.0).abs() < 2.0_f64.powi(-8), "{found}, not {expected}");
             assert_eq!(half::bf16::from_f32(found).to_f32(), found);
             assert!(number(&written, &format!("model.layers.1.self_attn.{part}_scale")) > 0.0);
@@ -127,12 +128,12 @@ fn scales_are_those_of_the_largest_key_and_value() {
     }
 }
 
-/// What a step folds into keys and values is in the scales: AWQ divides the rows of values by its scales.
+/// The scales include what a step folds into keys and values: AWQ divides the rows of values by its scales.
 #[test]
 fn scales_are_of_the_block_as_it_is_written() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
-    // As many heads of values as of queries, so that values are folded; some of them are large.
+    // As many value heads as query heads, so that values are folded; some of them are large.
     let tiny = TinyLlama { kv_heads: 4, ..wide() };
     let mut weights = tiny.tensors();
     for tensor in weights.iter_mut().filter(|t| t.name.ends_with("v_proj.weight")) {
@@ -142,7 +143,7 @@ fn scales_are_of_the_block_as_it_is_written() {
     tiny.write_with(&at("model"), &weights);
     let options = ["--scheme", "w4a16kvf8-g32", "--method", "awq"];
     quantize(&at("model"), &at("out"), &[&options[..], &BATCH].concat()).succeeded();
-    // The same scales come of the checkpoint's own keys and values: of 4 bits, with the folds undone nowhere.
+    // The checkpoint's own keys and values, in 4 bits and with the folds still applied, give the same scales.
     let again = ["--scheme", "w8a16kvf8-g32", "--method", "rtn", "--requantize"];
     quantize(&at("out"), &at("again"), &[&again[..], &BATCH].concat()).succeeded();
     let plain = ["--scheme", "w8a16kvf8-g32", "--method", "rtn"];
@@ -184,7 +185,7 @@ fn files_are_obeyed_and_restated() {
     let scheme = &json_of(&at("modelopt").join("config.json"))["quantization_config"]["kv_cache_scheme"];
     assert_eq!(*scheme, json!({ "dynamic": false, "num_bits": 8, "type": "float" }));
 
-    // Directly and by way of the other layout: the same.
+    // The direct conversion, and the one through the other layout, give the same.
     quantize(&at("model"), &at("direct"), &[&options[..], &BATCH, &["--format", "modelopt"]].concat())
         .succeeded();
     assert_eq!(scale(&tensors(&at("direct")), "k_proj.k_scale"), scale(&before, "k_scale"));
@@ -199,18 +200,18 @@ fn files_are_obeyed_and_restated() {
     let mean = |result: &Value| result["perplexity"]["mean"].as_f64().unwrap();
     let moved = (mean(&obeyed) / mean(&floats) - 1.0).abs();
     assert!(moved > 0.0 && moved < 0.02, "{moved}");
-    // Queries stay as they are, and so does all else that the kernels do.
+    // Queries are unchanged, and so is everything else that the kernels do.
     let kernels = eval(&at("ct"), &["--execution", "kernels"]).succeeded();
     assert!(kernels.stdout.contains("keys and values in kvf8"), "{kernels}");
     let inspected = quant(args!["inspect", at("ct"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
 
-    // A model without scales caches as engines do then, with 1.
+    // A model without scales caches with a scale of 1, as engines do.
     let without = result(&at("model"), &["--kv", "fp8"]);
     assert_eq!(without["model"]["kv_cache"], "kvf8");
     assert_ne!(without["window_nll"], result(&at("model"), &[])["window_nll"]);
 
-    // What is rounded once more leaves its scales behind.
+    // Requantizing drops the scales.
     quantize(&at("ct"), &at("rounded"), &["--requantize", "--scheme", "w8a16-g32", "--method", "rtn"])
         .succeeded();
     assert!(!tensors(&at("rounded")).iter().any(|t| t.name.ends_with("k_scale")));
@@ -234,7 +235,7 @@ fn models_are_generated_from_with_such_a_cache() {
     assert!(!generate(&["--kv", "16"]).stderr.contains("simulated"));
 }
 
-/// Saturation: a scale far too small cuts keys off, which is simulated and not an error.
+/// Saturation: a scale that is far too small clips keys, which is simulated and not an error.
 #[test]
 fn keys_beyond_the_scale_saturate() {
     let scratch = tempfile::tempdir().unwrap();

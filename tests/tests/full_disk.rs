@@ -1,4 +1,4 @@
-//! A full disk ends a run with 5, says where and how much, and harms nothing that was there.
+//! A full disk ends a run with exit code 5, reports the path and the sizes, and damages no existing files.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -37,7 +37,7 @@ fn too_small_a_disk_is_told_before_anything_is_written() {
         let out = disk.path().join(name);
         let run = quant(quantize(&demo_model(), &out, options));
         check_message(name, &run, 5, &[&out.display().to_string(), "needs ", " bytes, ", " are free"]);
-        // In numbers that can be acted on: 6.6 MB of weights, the companions, 2 %; and less is free.
+        // Numbers that the user can act on: 6.6 MB of weights, the companion files, and 2 %; and less is free.
         let numbers: Vec<u64> = run.stderr.split([' ', ',']).filter_map(|w| w.parse().ok()).collect();
         let [needed, free] = numbers[..] else { panic!("{run}") };
         assert!((6_900_000..7_700_000).contains(&needed) && free < 4 << 20, "{run}");
@@ -45,7 +45,7 @@ fn too_small_a_disk_is_told_before_anything_is_written() {
     }
 }
 
-/// Room for the weights alone: that tokenizer and report will not fit is known at the start too.
+/// Room for only the weights: that tokenizer and report do not fit is also detected at the start.
 #[test]
 fn companions_are_counted() {
     if !can_mount() {
@@ -63,8 +63,8 @@ fn companions_are_counted() {
     assert_eq!(snapshot(disk.path()), before);
 }
 
-/// The disk fills up while the search runs. What was finished is kept, and with room again the run
-/// goes on to the same bytes as one that was never disturbed.
+/// The disk fills up during the search. Finished work is kept, and once there is room again, the resumed run gives the
+/// same bytes as an undisturbed one.
 #[test]
 fn a_disk_that_fills_up_meanwhile() {
     if !can_mount() {
@@ -98,7 +98,7 @@ fn a_disk_that_fills_up_meanwhile() {
     );
     assert_eq!(hashes(&old), before);
 
-    // Still full: the same again, and still nothing is lost.
+    // While the disk is still full, the run fails again, and nothing is lost.
     let run = quant(quantize(&model, &old, &[&forced[..], &["--resume"]].concat()));
     assert_eq!(run.code(), Some(5), "{run}");
     assert_eq!(hashes(&old), before);
@@ -110,7 +110,7 @@ fn a_disk_that_fills_up_meanwhile() {
     assert!(!job_of(&old).exists());
 }
 
-/// A file beside the output that cannot be written fails the command, which says that the output is there.
+/// If a file beside the output cannot be written, the command fails and says that the output exists.
 #[test]
 fn a_report_that_finds_no_room() {
     let scratch = tempfile::tempdir().unwrap();
@@ -122,7 +122,7 @@ fn a_report_that_finds_no_room() {
     quant([OsString::from("inspect"), out.into()]).succeeded();
 }
 
-/// A limit on the size of files (`ulimit -f`) kills a program that does not look out for it.
+/// A limit on file sizes (`ulimit -f`) kills a program that does not handle the signal.
 #[test]
 fn a_limit_on_file_sizes() {
     let scratch = tempfile::tempdir().unwrap();

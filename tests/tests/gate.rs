@@ -1,5 +1,5 @@
-//! The evaluator and the gate, seen from outside: the same numbers however they are computed, every
-//! outcome by its exit code, and nothing that is missing or broken passes.
+//! The evaluator and the gate as a user sees them: the numbers do not depend on how they are computed, every outcome
+//! has its exit code, and missing or broken input never passes.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -30,8 +30,7 @@ metric = "kl_p99"
 at_most = 1.0
 "#;
 
-/// Results of the demo model rounded to 8, 4 and 3 bits, each named `held.json`, and a baseline of that
-/// at 4 bits.
+/// Results of the demo model rounded to 8, 4 and 3 bits, each named `held.json`, and a baseline from the 4-bit result.
 struct Bench {
     scratch: TempDir,
 }
@@ -82,7 +81,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// What does not depend on how long it took.
+/// The fields that do not depend on the run time.
 fn numbers(mut result: Value) -> Value {
     for key in ["seconds", "tokens_per_second"] {
         result.as_object_mut().unwrap().remove(key).unwrap();
@@ -90,7 +89,7 @@ fn numbers(mut result: Value) -> Value {
     result
 }
 
-/// Gives a changed result the SHA-256 that it would have if it had been measured so.
+/// Recomputes the SHA-256 of a changed result, as if it had been measured so.
 fn seal(result: &mut Value) {
     let fields = result.as_object_mut().unwrap();
     let kept: Vec<_> = ["seconds", "tokens_per_second", "sha256"]
@@ -122,7 +121,7 @@ fn what_is_told_agrees_with_itself() {
     let number = |path: &str| result.pointer(path).unwrap().as_f64().unwrap();
     assert_eq!((number("/windows"), number("/tokens_scored")), (24.0, 24.0 * 63.0));
     assert_eq!(result["profile"], "gptq-64");
-    // The demo model's tokenizer puts one token at the start of a text.
+    // The demo model's tokenizer adds one token at the start of a text.
     assert_eq!(result["bos"]["policy"], "text");
     let ratio = number("/perplexity/mean") / number("/comparison/reference/perplexity/mean");
     assert!((ratio / number("/comparison/perplexity_ratio/mean") - 1.0).abs() < 1e-12);
@@ -136,7 +135,7 @@ fn what_is_told_agrees_with_itself() {
     let buckets = result["comparison"]["kl_by_confidence"].as_array().unwrap();
     let positions: u64 = buckets.iter().map(|b| b["positions"].as_u64().unwrap()).sum();
     assert_eq!(positions, 24 * 63);
-    // Rounding to 3 bits is no rounding noise of sums.
+    // The effect of rounding to 3 bits is far above the rounding noise of sums.
     let floor = number("/comparison/noise_floor/kl/mean");
     assert!(floor > 0.0 && floor < 1e-2 * number("/comparison/kl/mean"), "{floor}");
     assert_eq!(result["comparison"]["at_noise_floor"], false);
@@ -150,7 +149,7 @@ fn what_is_told_agrees_with_itself() {
     assert_eq!(result["model"]["schemes"], json!([{ "scheme": "w3a16-g64-sym", "linears": 42 }]));
 }
 
-/// A model and itself: no divergence, and everything agrees.
+/// A model compared with itself: no divergence, and full agreement.
 #[test]
 fn a_model_is_not_far_from_itself() {
     let mut arguments = args!["eval", demo_model(), "--reference", demo_model(), "--json"];
@@ -168,13 +167,13 @@ fn every_outcome_has_its_exit_code() {
     let gate = bench.at("gate.toml");
     let pass = bench.judge(&bench.result("4"), &gate).succeeded();
     assert!(pass.stdout.contains("to the last bit"), "{pass}");
-    // Better is no regression.
+    // An improvement is not a regression.
     bench.judge(&bench.result("8"), &gate).succeeded();
     let fail = bench.judge(&bench.result("3"), &gate);
     assert_eq!(fail.code(), Some(1), "{fail}");
     assert!(fail.stdout.contains("fail          held  kl against the baseline: +"), "{fail}");
 
-    // A margin where the degradation is: nobody can tell.
+    // With a margin equal to the degradation, the result is inconclusive.
     let rise = |bits: &str| read(&bench.result(bits)).pointer("/nll/mean").unwrap().as_f64().unwrap();
     let margin = (rise("3") - rise("4")).exp_m1();
     let open = POLICY
@@ -264,7 +263,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         &["gate.toml: compares with a baseline", "--baseline"],
     );
 
-    // Results. Each keeps its name, by which the baseline knows it.
+    // Broken results. Each keeps its name, which links it to the baseline.
     let broken = |case: &str, change: &dyn Fn(&mut Value), says: &[&str]| {
         let mut result = read(&good);
         change(&mut result);
@@ -283,7 +282,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["another reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
-    // JSON has no NaN: what writes one writes null, or a text.
+    // JSON has no NaN: writers use null or a string instead.
     broken("an invalid number", &set("/nll/mean", Value::Null), &["is no evaluation"]);
     broken("an invalid window", &set("/window_nll/3", Value::Null), &["is no evaluation"]);
     broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
@@ -324,7 +323,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["reference"]["sha256"] = json!(r["reference"]["sha256"].as_str().unwrap().to_uppercase())
     };
     broken("a hash in capitals", &shout, &["invalid SHA-256"]);
-    // What no other number contradicts, edited by somebody who did not mean to deceive.
+    // Accidental edits that contradict no other number.
     for (path, value) in [
         ("/comparison/kl_quantiles/p99/value", json!(0.05)),
         ("/comparison/top5_overlap/mean", json!(0.99)),
@@ -380,7 +379,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     let both = args!["gate", &good, at("other.json"), "--policy", &policy, "--baseline", &baseline];
     check_message("more than the baseline has", &quant(both), 4, &["holds no result `other`"]);
 
-    // A broken result makes no baseline, and the old one stays.
+    // A broken result cannot become the baseline, and the old one stays.
     std::fs::write(at("held.json"), &text[..100]).unwrap();
     std::fs::copy(&baseline, at("kept.json")).unwrap();
     let update = args!["gate", at("held.json"), "--baseline", at("kept.json"), "--update"];
@@ -391,7 +390,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline is replaced"]);
     assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
 
-    // Compared with itself, nothing is far from its reference; without a baseline nobody else would notice.
+    // A model compared with itself is never far from its reference; without a baseline nothing else would detect this.
     std::fs::write(
         at("caps.toml"),
         POLICY.split("[[non_inf").next().unwrap().to_owned()
@@ -410,7 +409,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     let run = quant(args!["gate", at("own.json"), "--policy", at("caps.toml")]);
     check_message("compared with itself", &run, 4, &["caps.toml:3", "compared with itself"]);
     quant(args!["gate", &good, "--policy", at("caps.toml")]).succeeded();
-    // An outcome of an earlier run is not left where this one has none.
+    // The report of an earlier run is removed if this run has no outcome.
     std::fs::write(at("old.xml"), "<old/>").unwrap();
     quant(args!["gate", at("own.json"), "--policy", at("caps.toml"), "--junit", at("old.xml")]);
     assert!(!at("old.xml").exists());
@@ -438,7 +437,7 @@ fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
     );
 }
 
-/// Stopped and resumed, an evaluation gives the numbers of one that was not.
+/// An evaluation that was stopped and resumed gives the same numbers as an uninterrupted one.
 #[test]
 fn a_stopped_evaluation_goes_on() {
     let bench = Bench::get();
@@ -458,16 +457,16 @@ fn a_stopped_evaluation_goes_on() {
     check_message("interrupted", &run.wait(), 75, &["interrupted", "--journal"]);
     assert!(lines() > 4);
 
-    // Another evaluation does not take over what this one has measured.
+    // A different evaluation does not reuse these measurements.
     check_message("another evaluation", &quant(arguments("8")), 2, &["another evaluation", "remove it"]);
     let resumed = quant(arguments("24")).succeeded();
-    assert!(resumed.stderr.contains("of 24 windows are known already"), "{resumed}");
+    assert!(resumed.stderr.contains("of 24 windows have already been measured"), "{resumed}");
     assert!(!journal.exists());
     let whole = quant(arguments("24")).json();
     assert_eq!(numbers(resumed.json()), numbers(whole));
 }
 
-/// A verdict does not depend on whether somebody reads it.
+/// A verdict does not depend on whether anyone reads it.
 #[test]
 fn a_failing_gate_fails_into_a_closed_pipe() {
     let bench = Bench::get();
@@ -485,7 +484,7 @@ fn a_failing_gate_fails_into_a_closed_pipe() {
     assert_eq!(status.code(), Some(1));
 }
 
-/// More tests beside one that fails do not make it pass.
+/// Additional tests do not turn a failure into a pass.
 #[test]
 fn harmless_tests_do_not_disarm_others() {
     let bench = Bench::get();
@@ -498,7 +497,7 @@ fn harmless_tests_do_not_disarm_others() {
         std::fs::write(&path, format!("{head}{test}{margin}\n{more}")).unwrap();
         bench.judge(&bench.result("3"), &path).code()
     };
-    // So near to what is measured that the test alone just fails.
+    // A margin so close to the measured value that the test alone just fails.
     let (mean, before) = (kl("/comparison/kl/mean"), read(&bench.result("4")));
     let before = before.pointer("/comparison/kl/mean").unwrap().as_f64().unwrap();
     let margin = (0..400)
@@ -512,7 +511,7 @@ fn harmless_tests_do_not_disarm_others() {
     assert_eq!(policy(0.0, &others.concat()), Some(1));
 }
 
-/// What no check is of does not pass, and no name is taken for a command of the system that runs the gate.
+/// A result that no check covers does not pass, and no name can be mistaken for a command of the CI system.
 #[test]
 fn a_result_that_nothing_checks_is_no_pass() {
     let bench = Bench::get();
@@ -546,7 +545,7 @@ fn a_result_that_nothing_checks_is_no_pass() {
     let run = judge(&some);
     check_message("a result without a check", &run, 4, &["checks nothing of the result"]);
 
-    // A baseline behind a link is written where it is.
+    // A baseline behind a symbolic link is written to the link's target.
     std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();
     quant(args!["gate", &results[0], "--baseline", at("link.json"), "--update"]).succeeded();
     assert!(at("link.json").is_symlink());

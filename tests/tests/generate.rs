@@ -1,5 +1,5 @@
-//! `quant generate` and `quant chat`: what is written, what ends it, that a seed gives the same text, and what is said
-//! where nothing can be written.
+//! `quant generate` and `quant chat`: the generated text, the reasons to stop, reproducibility by seed, and the error
+//! messages.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -75,22 +75,22 @@ fn greedy_text_is_that_of_the_definition() {
     assert_eq!(greedy["end"], "length");
     assert_eq!(greedy["prompt_tokens"], json!([79, 110, 99, 101]));
     assert!(logprobs(&greedy, "sampling_logprob").iter().all(|p| *p == 0.0));
-    // The most probable token has at least the share of a uniform one.
+    // The most probable token is at least as probable as under a uniform distribution.
     assert!(logprobs(&greedy, "logprob").iter().all(|p| *p <= 0.0 && *p >= -(256.0_f64).ln()));
-    // One thread or more, the same.
+    // The number of threads does not matter.
     let one = bench.report(&["--max-new-tokens", "24", "--ignore-eos", "--threads", "1"]);
     assert_eq!(one["tokens"], greedy["tokens"]);
-    // The text alone goes to standard output, and rates to the other.
+    // Only the text goes to stdout; the rates go to stderr.
     let run = bench.generate(&["--max-new-tokens", "24", "--ignore-eos"]).succeeded();
     assert_eq!(run.stdout.trim_end_matches('\n'), greedy["text"].as_str().unwrap().trim_end_matches('\n'));
     assert!(run.stderr.contains("4 prompt tokens") && run.stderr.contains("24 new tokens"), "{}", run.stderr);
 }
 
-/// Read at once, what was written has the same continuation: a cache that loses nothing.
+/// If the generated text is read as a prompt, it has the same continuation, so the cache loses nothing.
 #[test]
 fn what_was_written_is_continued_the_same() {
     let bench = Bench::new();
-    // Text, and no other bytes.
+    // Only ASCII bytes.
     bench.configure(&json!({ "suppress_tokens": (128..256).collect::<Vec<_>>() }));
     let whole = ids(&bench.report(&["--max-new-tokens", "24"]));
     let half: String = whole[..12].iter().map(|id| char::from(*id as u8)).collect();
@@ -118,7 +118,7 @@ fn a_seed_gives_the_same_text() {
     let first = drawn("7", "1");
     assert_eq!(first["tokens"], drawn("7", "2")["tokens"]);
     assert_ne!(ids(&first), ids(&drawn("8", "2")));
-    // Without settings that change it, what is drawn from is the model's own distribution.
+    // Without settings that change it, tokens are sampled from the model's own distribution.
     for (own, drawn) in logprobs(&first, "logprob").iter().zip(logprobs(&first, "sampling_logprob")) {
         assert!((own - drawn).abs() < 1e-9, "{own} and {drawn}");
     }
@@ -132,7 +132,7 @@ fn a_seed_gives_the_same_text() {
 fn settings_come_from_the_model_and_the_command_line() {
     let bench = Bench::new();
     let greedy = ids(&bench.report(&["--max-new-tokens", "8", "--ignore-eos"]));
-    // The third token ends the text, unless it came before.
+    // The third token is made the end token, so the text ends at its first occurrence.
     let at = greedy.iter().position(|id| *id == greedy[2]).unwrap();
     bench.configure(&json!({ "eos_token_id": [greedy[2], 255], "max_new_tokens": 5 }));
     let report = bench.report(&[]);
@@ -146,7 +146,7 @@ fn settings_come_from_the_model_and_the_command_line() {
     assert_eq!((&settings["do_sample"], &settings["top_k"]), (&json!(true), &json!(50)));
     let settings = bench.report(&["--greedy", "--max-new-tokens", "3"])["settings"].clone();
     assert_eq!(settings["do_sample"], false);
-    // Of a model that says nothing, the end is that of its configuration.
+    // Without generation_config.json, the end token comes from the model's configuration.
     std::fs::remove_file(bench.at("model/generation_config.json")).unwrap();
     edit_config(&bench.model(), &json!({ "eos_token_id": greedy[0] }));
     let report = bench.report(&[]);
@@ -210,7 +210,7 @@ fn what_cannot_be_done_is_refused() {
         (&["--top-p", "0"], "`top_p` is 0"),
         (&["--min-p", "nan"], "`min_p` is NaN"),
         (&["--repetition-penalty", "0"], "`repetition_penalty` is 0"),
-        (&["--max-new-tokens", "0"], "nothing to write"),
+        (&["--max-new-tokens", "0"], "nothing to generate"),
         (&["--max-new-tokens", "99999999999"], "positions"),
         (&["--greedy", "--top-k", "3"], "cannot be used with"),
         (&["--system", "x"], "--chat"),
@@ -238,16 +238,16 @@ fn a_conversation_goes_on() {
     let options = ["chat", "--system", "S", "--max-new-tokens", "6", "--ignore-eos"];
     let run = bench.with_input(&options, b"Once\nand then\n").succeeded();
     assert!(run.stdout.starts_with(answer), "{run:?}");
-    // The second turn reads what the first added, not all of it again.
+    // The second turn processes only the new tokens, not the whole conversation.
     let rates: Vec<&str> = run.stderr.lines().filter(|line| line.contains("prompt tokens")).collect();
     assert!(rates[0].starts_with("[16 prompt tokens"), "{rates:?}");
     assert_eq!(rates.len(), 2);
-    // A new conversation begins as the first did, and a retry takes the last answer back.
+    // A new conversation begins like the first, and a retry removes the last answer.
     let run = bench.with_input(&options, b"Once\n/new\nOnce\n/retry\n/nonsense\n/exit\nnever\n").succeeded();
     let rates = run.stderr.lines().filter(|line| line.starts_with("[16 prompt tokens")).count();
     assert_eq!(rates, 3, "{}", run.stderr);
     assert!(run.stderr.contains("no command /nonsense"), "{}", run.stderr);
-    // What does not fit is said, and the next conversation goes on.
+    // A message that does not fit is reported, and the next conversation works.
     let long = [b"x".repeat(300), b"\n/new\nOnce\n".to_vec()].concat();
     let run = bench.with_input(&[&options[..], &["--context", "64"]].concat(), &long).succeeded();
     assert!(run.stderr.contains("the context 64"), "{}", run.stderr);

@@ -1,4 +1,4 @@
-//! GGUF files, seen from outside: what the program writes, reads, and refuses.
+//! GGUF files as a user sees them: what the program writes, reads and refuses.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -44,7 +44,7 @@ fn a_file_is_written_and_read_back() {
     let model = demo_model();
     let float = perplexity(&model);
     quant(quantize(&model, &at("f16.gguf"), &["--scheme", "f16"])).succeeded();
-    // Tensors of 16 bits, the tokenizer and the configuration come back as they were.
+    // 16-bit tensors, the tokenizer and the configuration come back unchanged.
     assert_eq!(perplexity(&at("f16.gguf")), float);
     let summary = quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m", "--json"])).json();
     assert_eq!(summary["mixture"], "Q4_K_M");
@@ -52,7 +52,7 @@ fn a_file_is_written_and_read_back() {
     assert_eq!(summary["replaced"].as_array().map(Vec::len), Some(0));
     let four = perplexity(&at("q4.gguf"));
     assert!(four > float * 0.99 && four < float * 1.1, "{float} became {four}");
-    // Into a directory it goes with its report, and the file is the same.
+    // In a directory the file comes with its report, and is the same.
     quant(quantize(&model, &at("out"), &["--scheme", "q4_k_m"])).succeeded();
     assert_eq!(digest(&at("out").join("model.gguf")), digest(&at("q4.gguf")));
     let report: Value =
@@ -73,7 +73,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     let says = ["is quantized already: it holds blocks of Q6_K, Q4_K", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &says);
-    // A float mixture with one tensor of blocks rounds that one again.
+    // A float mixture with one tensor in a block type would round that tensor again.
     let run =
         quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
     check_message("an override", &run, 2, &says);
@@ -92,7 +92,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
         quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
     assert!(run.stderr.contains("rounded once more, and loses twice"), "{run}");
     other("quantize", &[&packed[..], &["--requantize"]].concat()).succeeded();
-    // As floats, and from floats, nothing is lost that was not before.
+    // Writing floats, or rounding from floats, loses nothing more.
     quant(quantize(&at("q4.gguf"), &at("f32.gguf"), &["--scheme", "f32"])).succeeded();
     assert_eq!(perplexity(&at("f32.gguf")), perplexity(&at("q4.gguf")));
     quant(quantize(&at("bf16.gguf"), &at("from-floats.gguf"), &["--scheme", "q8_0"])).succeeded();
@@ -100,7 +100,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     check_message("nothing to requantize", &run, 2, &["the model is not quantized"]);
 }
 
-/// The search, and GPTQ after it, leave less of the divergence than the reference search with the same importance.
+/// The search, and GPTQ after it, leave less divergence than the reference search with the same importance.
 #[test]
 fn searches_and_gptq_cost_less_than_the_reference() {
     let scratch = tempfile::tempdir().unwrap();
@@ -157,13 +157,13 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // With other types the job is another one.
+    // Other types make it a different job.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["other inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
     assert!(run.stderr.contains("resumed: "), "{run}");
     assert_eq!(digest(&out), digest(&at("whole.gguf")));
-    // It is not overwritten unasked, and what somebody else wrote never.
+    // It is not overwritten without `--force`, and a file that someone else wrote never is.
     let run = quant(quantize(&model, &out, &["--scheme", "q8_0"]));
     check_message("exists", &run, 2, &["out.gguf exists already"]);
     quant(quantize(&model, &out, &["--scheme", "q8_0", "--force"])).succeeded();
@@ -215,7 +215,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let replaced = summary["replaced"].as_array().unwrap();
     let down = replaced.iter().find(|r| r["tensor"] == "blk.2.ffn_down.weight").unwrap();
     assert_eq!((&down["wanted"], &down["got"]), (&"Q6_K".into(), &"F16".into()));
-    // A SentencePiece vocabulary comes back from scores.
+    // A SentencePiece vocabulary is rebuilt from scores.
     let [a, b] = [&model, &at("out.gguf")].map(|m| perplexity(m));
     assert!((a / b - 1.0).abs() < 0.2, "{a} and {b}");
 }
@@ -232,7 +232,7 @@ fn codes_of_symmetric_checkpoints_are_kept() {
         quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", scheme]).succeeded();
         let summary = quant(quantize(&packed, &file, &["--json"])).json();
         assert_eq!(summary["types"][kind], 14, "{scheme}");
-        // The very same weights, in products of another order.
+        // Exactly the same weights, with products in another order.
         let ratio = perplexity(&packed) / perplexity(&file);
         assert!((ratio - 1.0).abs() < 1e-6, "{scheme}: {ratio}");
     }
@@ -265,9 +265,9 @@ fn importance_matrices_are_gathered_written_and_read() {
     let size = |name: &str| std::fs::metadata(at(name)).unwrap().len();
     assert!(size("one.gguf").abs_diff(size("plain.gguf")) < 1024);
     assert_ne!(perplexity(&at("one.gguf")), perplexity(&at("plain.gguf")));
-    // Gathered or read: the same file, but for the names of the text and of the file.
+    // Gathered or read, the importance gives the same file, except for the names of the text and of the file.
     assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
-    // Of another model.
+    // Importance of another model.
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
@@ -338,14 +338,14 @@ fn models_are_written_in_parts_and_read_again() {
     let due: Vec<String> = (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
     assert_eq!(names, due);
     let part = |n: usize| at("parts").join(&names[n]);
-    // The largest tensor may have a file of its own that is larger.
+    // The largest tensor may get a larger file of its own.
     let sizes: Vec<u64> = (0..count).map(|n| std::fs::metadata(part(n)).unwrap().len()).collect();
     assert!(sizes.iter().sum::<u64>() < whole + 4096 * count as u64, "{sizes:?}");
     assert_eq!(perplexity(&part(0)), perplexity(&at("whole.gguf")));
     let inspected = |path: &Path| quant(args!["inspect", path, "--json"]).json();
     let (joined, one) = (inspected(&part(0)), inspected(&at("whole.gguf")));
     assert_eq!((&joined["layers"], &joined["family"]), (&one["layers"], &one["family"]));
-    // A limit that nothing reaches leaves one file.
+    // A limit that is not reached gives one file.
     quant(quantize(&model, &at("one"), &["--scheme", "q8_0", "--split-max-size", "4G"])).succeeded();
     assert!(at("one").join("model.gguf").exists());
 

@@ -1,10 +1,11 @@
-//! Bytes that must not change unless someone means it: hashes of what rounding to nearest makes of
-//! the demo model, and of what `plan` says of it, kept in `tests/goldens/`.
+//! Bytes that must not change unintentionally: hashes of the demo model rounded to nearest, and of the output of `plan`
+//! for it, kept in `tests/goldens/`.
 //!
-//! A change that means to alter them runs `QUANT_BLESS=1 cargo test -p quant-tests --test goldens`
-//! and commits the difference. What looks at a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) has no goldens: it
-//! runs in `f32`, whose sums differ in the last bits between instruction sets; that bytes do not depend on threads or
-//! runs is checked in `end_to_end.rs`, `smoothquant.rs`, `gptq.rs` and `qoq.rs`. Rounding to nearest is exact everywhere.
+//! After an intentional change, run `QUANT_BLESS=1 cargo test -p quant-tests --test goldens` and commit the difference.
+//! Methods that read a text (AWQ, SmoothQuant, GPTQ, QoQ, static activations) have no goldens, because they run in
+//! `f32`, whose sums differ in the last bits between instruction sets. That their bytes do not depend on threads or
+//! runs is checked in `end_to_end.rs`, `smoothquant.rs`, `gptq.rs` and `qoq.rs`. Rounding to nearest is exact
+//! everywhere.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ use quant_tests::files::{hashes, sha256};
 use quant_tests::program::quant;
 use quant_tests::{args, demo_model, workspace_root};
 
-/// Set to anything, it makes the tests write their goldens instead of comparing them.
+/// If this is set, the tests write their goldens instead of comparing them.
 const BLESS: &str = "QUANT_BLESS";
 
 fn golden_path(name: &str) -> PathBuf {
@@ -89,7 +90,7 @@ fn plans() {
     check("plans", &lines.concat());
 }
 
-/// The hashes above say that something changed, not what: these numbers say whether it matters.
+/// The hashes above show that something changed, but not whether it matters; these numbers do.
 #[test]
 fn sizes() {
     let mut found = String::new();

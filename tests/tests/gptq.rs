@@ -1,5 +1,5 @@
-//! GPTQ from outside: what is written and reads back, what is refused before any work, what a run that was
-//! interrupted goes on from, and that it is worth its time.
+//! GPTQ as a user sees it: the output and reading it back, requests that are refused before any work, resuming an
+//! interrupted run, and an accuracy gain that is worth the time.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -39,7 +39,7 @@ fn each_container_holds_the_same_numbers() {
         let options = |format| [&GPTQ[..], &["--scheme", scheme, "--format", format]].concat();
         let out = at(&format!("gptq {scheme}"));
         quant(quantize(&model, &out, &options("gptq"))).succeeded();
-        // What the other container gets is that, packed otherwise: once from a run, once repacked.
+        // The other format holds the same weights in another packing, whether written by a run or repacked.
         let other = at(&format!("other {scheme}"));
         quant(quantize(&model, &other, &options("compressed-tensors"))).succeeded();
         let again = at(&format!("again {scheme}"));
@@ -143,7 +143,7 @@ fn an_interrupted_run_goes_on_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // Another damping is another job.
+        // Another damping makes it a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "fingerprint.gptq.damping: was 0.01, is 0.5";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);
@@ -159,7 +159,7 @@ fn several_formats_get_what_each_would_get_alone() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
     write_cut_demo_model(&model, 2);
-    // AWQ's grids are asymmetric: what comes out of its blocks is another thing.
+    // AWQ's grids are asymmetric, so the outputs of its blocks differ.
     let formats = ["compressed-tensors", "awq", "gptq"];
     let all = formats.map(|f| ["--format", f]).concat();
     quant(quantize(&model, &at("all"), &[&GPTQ[..], &all].concat())).succeeded();
@@ -226,7 +226,7 @@ fn dead_norms_and_two_tokens_are_defined() {
     let (model, text) = (scratch.path().join("model"), scratch.path().join("text.txt"));
     let tiny = TinyLlama::default();
     let mut tensors = tiny.tensors();
-    // Dead inputs: all of one norm's, and some of another's.
+    // Dead inputs: all outputs of one norm, and some of another.
     for (name, every) in
         [("model.layers.0.input_layernorm.weight", 1), ("post_attention_layernorm.weight", 5)]
     {
@@ -261,7 +261,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
     let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
     let tiny = TinyLlama::default();
     let mut tensors = tiny.tensors();
-    // gate · up leaves the range in which it can be squared: weights are finite, sums are not.
+    // The square of gate · up overflows: weights are finite, sums are not.
     for tensor in &mut tensors {
         let value = if tensor.name.contains("norm") { 60000.0 } else { 20000.0 };
         if ["norm", "up_proj", "gate_proj"].iter().any(|name| tensor.name.contains(name)) {
@@ -282,7 +282,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
     }
 }
 
-/// KL of a checkpoint against the float model, and its perplexity.
+/// KL of a checkpoint relative to the float model, and its perplexity.
 fn divergence(model: &Path, checkpoint: &Path, text: &Path, windows: &str, length: &str) -> f64 {
     let run = quant(args![
         "eval",

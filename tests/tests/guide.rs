@@ -1,4 +1,4 @@
-//! The guide's commands are run, page by page, and the messages that it explains are compared with the program's.
+//! Runs the guide's commands page by page, and compares the messages that it explains with the program's.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ mod packed_linear;
 
 /// Layers of the built-in model that the commands run on.
 const LAYERS: u64 = 2;
-/// Windows that evaluations are cut to.
+/// Maximum number of evaluation windows.
 const WINDOWS: &str = "3";
 
 fn page(name: &str) -> String {
     std::fs::read_to_string(workspace_root().join("docs/guide").join(name)).unwrap()
 }
 
-/// The commands of a page: those that are run here, and those that are marked `not-run`.
+/// The commands of a page: those to run here, and those marked `not-run`.
 fn commands(text: &str) -> [Vec<&str>; 2] {
     let mut found = [Vec::new(), Vec::new()];
     let mut block = None;
@@ -39,7 +39,7 @@ fn commands(text: &str) -> [Vec<&str>; 2] {
     found
 }
 
-/// The words of a command line, of which some may be quoted.
+/// The words of a command line, some of which may be quoted.
 fn words(line: &str) -> Vec<String> {
     let mut words = Vec::new();
     for (i, part) in line.split(['"', '\'']).enumerate() {
@@ -57,14 +57,14 @@ fn run_in<A: AsRef<std::ffi::OsStr>>(directory: &Path, arguments: impl IntoItera
     Running::start(command).wait()
 }
 
-/// Where the placeholders of the pages lie.
+/// The paths behind the pages' placeholders.
 fn prepare(scratch: &Path) {
     write_cut_demo_model(&scratch.join("MODEL"), LAYERS);
     std::fs::write(scratch.join("FILE"), "Rain in the morning, and sun in the afternoon. ".repeat(600))
         .unwrap();
     let gate = page("gate.md");
     std::fs::write(scratch.join("gate.toml"), block(&gate, "toml")).unwrap();
-    // The page's conversations, as many as a short calibration takes, and a template that renders them.
+    // The page's conversations, repeated for a short calibration, and a template that renders them.
     let chats = page("chats.md");
     std::fs::write(scratch.join("chats.jsonl"), block(&chats, "jsonl").repeat(40)).unwrap();
     let template = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}\
@@ -75,13 +75,13 @@ fn prepare(scratch: &Path) {
     std::fs::write(scratch.join("held-out.jsonl"), line.repeat(20)).unwrap();
 }
 
-/// The first block of a page with this language.
+/// The first code block of a page in this language.
 fn block<'a>(text: &'a str, language: &str) -> &'a str {
     let (_, after) = text.split_once(&format!("```{language}\n")).unwrap();
     after.split("```").next().unwrap()
 }
 
-/// Runs the commands of a page in a directory of its own, and gives the files that they left there.
+/// Runs the commands of a page in a new directory, and returns the files that they leave there.
 fn run_page(name: &str) -> BTreeSet<String> {
     let scratch = tempfile::tempdir().unwrap();
     prepare(scratch.path());
@@ -139,7 +139,7 @@ fn coming_from_another_quantizer() {
     assert!(run_page("coming-from.md").contains("out-w8a8"));
 }
 
-/// These pages go on from the `OUT` of another.
+/// These pages continue with the `OUT` of another one.
 #[test]
 fn evaluation_gate_and_kernels() {
     let scratch = tempfile::tempdir().unwrap();
@@ -156,7 +156,7 @@ fn evaluation_gate_and_kernels() {
     }
     assert!(scratch.path().join("baseline.json").is_file());
 
-    // The page's Rust, from the checkpoint to a product, against the weights that the reader gives.
+    // The page's Rust code, from the checkpoint to a product, compared with the weights that the reader returns.
     let out = scratch.path().join("OUT");
     let (module, shape) = ("model.layers.1.mlp.down_proj", [256, 768]);
     let linear = packed_linear::load(&out, module).unwrap();
@@ -178,7 +178,7 @@ fn evaluation_gate_and_kernels() {
     assert!(packed_linear::load(&out, "lm_head").is_err());
 }
 
-/// The programs on the page about kernels are those of the examples.
+/// The programs on the page about kernels match the examples.
 #[test]
 fn programs_are_those_of_the_examples() {
     let read = |path: &str| std::fs::read_to_string(workspace_root().join(path)).unwrap();
@@ -187,7 +187,7 @@ fn programs_are_those_of_the_examples() {
     assert_eq!(block(&text, "c"), read("kernels-c/examples/hello.c"));
 }
 
-/// Every page is run above, or has no commands but those of other programs; the README lists all.
+/// Every page either is run above or only has commands of other programs; the README lists all pages.
 #[test]
 fn no_page_is_forgotten() {
     let readme = std::fs::read_to_string(workspace_root().join("README.md")).unwrap();
@@ -221,7 +221,7 @@ fn no_page_is_forgotten() {
     assert!(listed.contains(&not_run), "docs/guide/tested.md should list\n{not_run}");
 }
 
-/// All sources below a directory, one after the other.
+/// All sources below a directory, concatenated.
 fn sources(directory: &Path, text: &mut String) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path: PathBuf = entry.unwrap().path();
@@ -245,7 +245,7 @@ fn messages_that_are_explained_exist() {
     let quoted: Vec<&str> = rows.iter().flat_map(|row| row.split('`').skip(1).step_by(2)).collect();
     assert!(quoted.len() >= 8, "{quoted:?}");
     for message in quoted {
-        // What stands for a value is left out of the comparison.
+        // Placeholders are left out of the comparison.
         let parts = message.split('…').map(str::trim);
         for part in parts {
             assert!(source.contains(part), "no message contains `{part}`");

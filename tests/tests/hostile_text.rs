@@ -1,6 +1,6 @@
-//! Chat templates and tokenizers that recurse, grow or never end: they run in a process of their own, so that each is
-//! an error of its file with a code, whatever it does there; and what is asked of that process is what was asked of the
-//! libraries before.
+//! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that each is an
+//! error of its file with an exit code, whatever it does there. For valid files, that process gives the same answers as
+//! the libraries did before.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -49,7 +49,7 @@ impl Bench {
         path
     }
 
-    /// A question through the chat template, of which only the template matters.
+    /// A question through the chat template, where only the template matters.
     fn chat(&self) -> Command {
         command(args!["generate", self.model(), "--chat", "--prompt", "Hello", "--max-new-tokens", "1"])
     }
@@ -63,12 +63,12 @@ fn run(command: Command) -> Run {
     Running::start(command).wait()
 }
 
-/// Some text so many times.
+/// Repeats a text.
 fn times(count: usize, text: &str) -> String {
     text.repeat(count)
 }
 
-/// Limits of the shell, such as `-v 4000000`, around the program.
+/// Runs the program under shell limits such as `-v 4000000`.
 fn limited(limit: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("ulimit {limit} && exec \"$@\""), "sh"]).arg(command.get_program());
@@ -102,7 +102,7 @@ fn templates_that_overflow_the_stack() {
         bench.write(TEMPLATE, &template);
         check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put another one"]);
     }
-    // And where conversations are calibrated on.
+    // The same in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
     let chats = bench.scratch.path().join("chats.jsonl");
     let line =
@@ -173,7 +173,7 @@ fn tokenizers_that_grow() {
     quantize.args(awq);
     check_message("quantize", &run(quantize), 4, &[TOKENIZER, "MiB of memory"]);
     assert!(!out.exists());
-    // A decoder that grows stops a text that is being written.
+    // A decoder that grows stops the generation of a text.
     bench.tokenizer("decoder", replace("", &times(10_000_000, "e")));
     let generate =
         command(args!["generate", bench.model(), "--prompt", times(900, "e"), "--max-new-tokens", "900"]);
@@ -181,7 +181,7 @@ fn tokenizers_that_grow() {
     assert!(matches!(run.code(), Some(0 | 4)), "{run}");
 }
 
-/// An expression that never ends: the first interrupt ends the run.
+/// A regular expression that never ends: the first interrupt ends the run.
 #[test]
 fn an_interrupt_ends_what_a_file_never_does() {
     let endless = |bench: &Bench| {
@@ -204,7 +204,7 @@ fn an_interrupt_ends_what_a_file_never_does() {
         assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
         assert!(ended(&workers), "a worker goes on");
     }
-    // Killed, the run leaves no worker behind either.
+    // A killed run leaves no worker behind either.
     let mut run = Running::start(bench.eval(&text));
     let pid = run.id();
     assert!(run.wait_until(|| !children(pid).is_empty()), "no worker was started");
@@ -214,19 +214,19 @@ fn an_interrupt_ends_what_a_file_never_does() {
     assert!(ended(&workers), "a worker outlives the run");
 }
 
-/// The processes that a process has started.
+/// The child processes of a process.
 fn children(pid: u32) -> Vec<u32> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let lists = tasks.flatten().filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
     lists.flat_map(|l| l.split_whitespace().filter_map(|p| p.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// Whether processes are no more, or soon are.
+/// Whether these processes have ended, or end soon.
 fn ended(pids: &[u32]) -> bool {
     let started = Instant::now();
     let alive = |pid: &u32| {
         let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // Whoever they were left to may not have noticed yet.
+        // A zombie has ended; its new parent may not have reaped it yet.
         state.rsplit(')').next().and_then(|s| s.split_whitespace().next()).is_some_and(|s| s != "Z")
     };
     while pids.iter().any(alive) {
@@ -238,7 +238,7 @@ fn ended(pids: &[u32]) -> bool {
     true
 }
 
-/// A long text without a place to cut takes much memory; what has no room is told so.
+/// A long text without a place to split needs much memory; running out of it is reported.
 #[test]
 fn a_text_that_has_no_room() {
     let bench = Bench::new();
@@ -251,7 +251,7 @@ fn a_text_that_has_no_room() {
     check_message("a long line", &run, 5, &["memory", TOKENIZER]);
 }
 
-/// Where no process can be started, the program says that it does without, and gives the same.
+/// If no process can be started, the program says that it runs without one, and gives the same results.
 #[test]
 fn without_processes_the_answers_are_the_same() {
     let bench = Bench::new();
@@ -273,7 +273,7 @@ fn without_processes_the_answers_are_the_same() {
     assert!(table(&run).len() > 3 && table(&run) == table(&expected), "{run}");
 }
 
-/// A limit on processes is no bug, with threads and with workers.
+/// A limit on processes is not a bug, for threads and for workers.
 #[test]
 fn too_few_processes() {
     let bench = Bench::new();
@@ -284,7 +284,7 @@ fn too_few_processes() {
     }
     let plan = args!["plan", bench.model(), "--threads", "8", "--scheme", "w4a16-g32"];
     let as_nobody = |most: u32, arguments: &[std::ffi::OsString]| {
-        // A number of its own, of which nobody else has processes.
+        // A user id that no other process has.
         let mut command = Command::new("setpriv");
         command.args(["--reuid=64321", "--regid=64321", "--clear-groups", "prlimit"]);
         command.arg(format!("--nproc={most}")).arg(program()).args(arguments).env("RUST_BACKTRACE", "0");
@@ -322,7 +322,7 @@ fn too_few_processes() {
     }
 }
 
-/// Questions and answers of the program itself: nobody is served by hand.
+/// The protocol is internal to the program: the worker does not serve a user.
 #[test]
 fn a_worker_without_a_program_ends() {
     let run = quant(args!["__text-worker"]);

@@ -1,5 +1,5 @@
-//! Signals, kills and rivals: the target is absent or what it was, and what was finished is used by
-//! `--resume`, to the same bytes as a run that nothing disturbed.
+//! Signals, kills and concurrent runs: the target is absent or unchanged, and `--resume` uses the finished work and
+//! gives the same bytes as an undisturbed run.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 /// A search that lasts seconds, block by block.
 const AWQ: [&str; 4] = ["--samples", "2", "--seq-len", "128"];
 
-/// A model of three blocks, and room for what becomes of it; each test has its own.
+/// A model with three blocks, and a directory for its outputs; each test has its own.
 struct Bench {
     scratch: TempDir,
     model: PathBuf,
@@ -36,7 +36,7 @@ impl Bench {
         self.scratch.path().join(name)
     }
 
-    /// A run that has finished a block and works on the next one.
+    /// A run that has finished a block and is working on the next one.
     fn midway(&self, out: &Path, options: &[&str]) -> Running {
         let mut run = Running::start(command_that_hangs_up(quantize(&self.model, out, options)));
         let journal = job_of(out).join("journal.jsonl");
@@ -66,7 +66,7 @@ impl Bench {
     }
 }
 
-/// The files that such a model becomes when nothing disturbs.
+/// The output files of an undisturbed run on this model.
 fn undisturbed() -> &'static BTreeMap<String, String> {
     static ONCE: OnceLock<BTreeMap<String, String>> = OnceLock::new();
     ONCE.get_or_init(|| {
@@ -101,7 +101,7 @@ fn each_signal_stops_where_nothing_is_lost() {
             continue;
         }
 
-        // A run that asks for something else does not take over what this one has done.
+        // A different job does not reuse the work of this one.
         let left = hashes(&job_of(&out));
         for (other, differs) in [
             (["--seed", "7"], vec!["fingerprint.calibration.seed: was 0, is 7"]),
@@ -136,8 +136,7 @@ fn each_signal_stops_where_nothing_is_lost() {
     }
 }
 
-/// The bytes of one program and instruction set are promised; a job that two of them share would have the bytes of
-/// neither.
+/// Bytes are guaranteed for one program and instruction set; a job shared by two would have the bytes of neither.
 #[test]
 fn another_program_or_instruction_set_does_not_resume() {
     let bench = Bench::new();
@@ -153,10 +152,10 @@ fn another_program_or_instruction_set_does_not_resume() {
         (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
     };
 
-    // Every processor has this path, and none has it for its default.
+    // Every processor has this path, and it is nobody's default.
     let mut narrow = Command::new(program());
     narrow.env("QUANT_ISA", "scalar");
-    // Trailing bytes do not change what an executable does.
+    // Trailing bytes do not change the behavior of an executable.
     let copy = bench.at("quant");
     std::fs::copy(program(), &copy).unwrap();
     std::fs::OpenOptions::new().append(true).open(&copy).unwrap().write_all(b"\n").unwrap();
@@ -178,7 +177,7 @@ fn a_second_signal_ends_it_at_once() {
     let bench = Bench::new();
     let out = bench.at("out");
     let run = bench.midway(&out, &AWQ);
-    // Held up while they are sent, it finds two at once, and no time to stop because of the first.
+    // Paused while both signals are sent, it receives two at once, and has no time to stop after the first.
     run.signal(Signal::STOP);
     run.signal(Signal::INT);
     run.signal(Signal::TERM);
@@ -199,7 +198,7 @@ fn killed_midway() {
         assert_eq!(run.wait().code(), None);
         assert!(!out.exists() && job_of(&out).exists());
         if name == "resumed" {
-            // Even if the last line of the journal was torn.
+            // Also if the last line of the journal is incomplete.
             let journal = job_of(&out).join("journal.jsonl");
             let mut text = std::fs::read_to_string(&journal).unwrap();
             text.push_str("{\"tensor\":\"model.la");
@@ -214,7 +213,7 @@ fn killed_midway() {
     }
 }
 
-/// What was damaged between the runs is noticed and made again.
+/// Damage between the runs is detected, and the tensors are recomputed.
 #[test]
 fn a_job_that_was_damaged_meanwhile() {
     let bench = Bench::new();
@@ -225,11 +224,11 @@ fn a_job_that_was_damaged_meanwhile() {
     let weights = job_of(&out).join("out/model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    // The finished tensors hold something else than zeros; turn one byte of them.
+    // Flips one bit in the finished tensors, which are the parts that are not zero.
     let place = header + bytes[header..].iter().position(|b| *b != 0).unwrap();
     bytes[place] ^= 1;
     std::fs::write(weights, bytes).unwrap();
-    // And what was noted of one of them makes no sense any more.
+    // And the journal entry of one of them becomes invalid.
     let journal = job_of(&out).join("journal.jsonl");
     let notes = std::fs::read_to_string(&journal).unwrap();
     let damaged = notes.replacen("\"relative_rms\":", "\"relative_rms\":\"much\",\"was\":", 1);
@@ -246,20 +245,20 @@ fn two_runs_on_one_output() {
     let out = bench.at("out");
     let first = bench.midway(&out, &AWQ);
     let holder = format!("process {}", first.id());
-    // Held up, so that it does not finish meanwhile.
+    // Paused, so that it does not finish in the meantime.
     first.signal(Signal::STOP);
     for options in [&AWQ[..], &["--method", "rtn"], &["--method", "rtn", "--force"]] {
         let run = quant(quantize(&bench.model, &out, options));
         check_message("the second", &run, 5, &["out.job", "another process", &holder]);
     }
     first.signal(Signal::CONT);
-    // The first one never noticed.
+    // The first one did not notice.
     let run = first.wait().succeeded();
     assert!(run.stderr.is_empty() || !run.stderr.contains("error"), "{run}");
     assert_eq!(&hashes(&out), undisturbed());
 }
 
-/// Without a block to finish, a run ends soon after its signal all the same.
+/// Commands without blocks to finish also end soon after a signal.
 #[test]
 fn evaluation_and_measurement_stop_too() {
     let bench = Bench::new();
@@ -271,7 +270,7 @@ fn evaluation_and_measurement_stop_too() {
         args!["bench", model, "--prefill", "64", "--decode", "100000"],
     ] {
         let run = Running::start(command(arguments));
-        // Enough for the handlers to be there, not for the work.
+        // Long enough for the handlers to be installed, but not for the work.
         std::thread::sleep(std::time::Duration::from_millis(700));
         run.signal(Signal::INT);
         let run = run.wait();

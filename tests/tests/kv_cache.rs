@@ -1,5 +1,4 @@
-//! A cache of keys and values in 4 or 8 bits: what `eval` and `bench` make of it, and of a configuration that asks
-//! for it.
+//! A KV cache in 4 or 8 bits: its effect in `eval` and `bench`, and configurations that request it.
 
 use std::path::Path;
 
@@ -27,7 +26,7 @@ fn perplexity(result: &Value) -> f64 {
     result["perplexity"]["mean"].as_f64().unwrap()
 }
 
-/// What a checkpoint for a cache of so many bits says.
+/// The configuration of a checkpoint for a cache with this many bits.
 fn setting(bits: u64) -> Value {
     json!({ "bits": bits, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" })
 }
@@ -58,7 +57,7 @@ fn the_configuration_is_followed_unless_told_otherwise() {
         assert_eq!(floats["window_nll"], plain["window_nll"]);
         asked
     });
-    // Coarser grids are further away.
+    // Coarser grids diverge more.
     let away = asked.each_ref().map(|r| (perplexity(r) / perplexity(&plain) - 1.0).abs());
     assert!(away[0] > 1e-4 && away[0] < 0.05 && away[1] < 2e-3 && away[1] < away[0], "{away:?}");
     let shown = eval(&scratch.path().join("4"), &[]).succeeded();
@@ -67,7 +66,7 @@ fn the_configuration_is_followed_unless_told_otherwise() {
     assert_eq!(inspected["kv_cache"], "kv4");
 }
 
-/// A reference caches as its own configuration says: so the cost of the cache alone can be told.
+/// A reference caches as its own configuration says, so that the loss due to the cache alone can be measured.
 #[test]
 fn a_model_is_compared_with_itself_on_floats() {
     let scratch = tempfile::tempdir().unwrap();
@@ -86,7 +85,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     let page = std::fs::read_to_string(at("page.html")).unwrap();
     assert!(page.contains("keys and values cached in 4 bits") && page.contains("kv4, a scale and a zero"));
 
-    // The gate takes it for what it is: another model than its reference, and than one that caches otherwise.
+    // To the gate, it is a different model from its reference, and from one with another cache.
     std::fs::write(
         at("gate.toml"),
         "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"kl\"\nat_most = 1.0\n",
@@ -103,7 +102,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     let says = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
     check_message("another cache", &gate("eight.json"), 4, &says);
 
-    // A result whose cache was edited is not believed.
+    // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv8\"")).unwrap();
     check_message("an edited cache", &gate("eight.json"), 4, &["was changed since"]);
@@ -111,7 +110,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     check_message("no cache", &gate("eight.json"), 4, &["is no evaluation"]);
 }
 
-/// The kernels' pages give what is simulated: queries of 8 bits are what they differ by.
+/// The kernels' pages agree with the simulation; they differ only by the 8-bit queries.
 #[test]
 fn pages_agree_with_what_is_simulated() {
     let scratch = tempfile::tempdir().unwrap();
@@ -134,7 +133,7 @@ fn pages_agree_with_what_is_simulated() {
     }
 }
 
-/// Heads that the kernels do not hold are simulated, and that is said.
+/// Head sizes that the kernels do not support are simulated, with a note.
 #[test]
 fn heads_that_kernels_do_not_hold_are_simulated() {
     let scratch = tempfile::tempdir().unwrap();
@@ -185,7 +184,7 @@ fn what_a_cache_cannot_hold_is_told_with_the_block() {
     let model = scratch.path().join("model");
     let tiny = TinyLlama::default();
     let mut tensors = tiny.tensors();
-    // Keys of the second block beyond what scales in F16 reach, finite in f32.
+    // Keys of the second block beyond the range of F16 scales, but finite in f32.
     for tensor in &mut tensors {
         if matches!(
             &*tensor.name,
@@ -241,13 +240,13 @@ fn what_makes_no_sense_is_refused() {
     }
 }
 
-/// What was kept of another cache is not gone on from.
+/// A journal for another cache is not continued.
 #[test]
 fn journals_of_another_cache_are_refused() {
     let scratch = tempfile::tempdir().unwrap();
     let journal = scratch.path().join("journal");
     let path = journal.display().to_string();
-    // A page that cannot be written in the end leaves the journal behind.
+    // If the page cannot be written at the end, the journal is kept.
     let page = scratch.path().join("page.html");
     let mut arguments = args!["eval", demo_model(), "--kv", "4", "--journal", &journal, "--report", &page];
     arguments.extend(TEXT.map(Into::into));

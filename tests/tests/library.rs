@@ -1,5 +1,5 @@
-//! A program of another makes a whole run with the library: its own observer, texts and cancel token, and the bytes of `quant
-//! quantize`.
+//! A third-party program makes a whole run with the library, with its own observer, texts and cancel token, and gets
+//! the bytes of `quant quantize`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ impl Observer for Recorder<'_> {
     }
 }
 
-/// Knows the text by a name of its own.
+/// Provides the text under a custom name.
 struct Shelf;
 
 impl Catalog for Shelf {
@@ -185,7 +185,7 @@ fn messages_name_settings_and_no_options() {
     );
 }
 
-/// What stands in a library's sources, comments and the model card (a file about the program) apart.
+/// The sources of a library, without comments and the model card (a file about the program).
 fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -223,7 +223,7 @@ fn no_source_of_a_library_names_an_option() {
                     && !text[..at].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '-')
             };
             let named = text.match_indices(option.as_str()).any(is_whole);
-            // The test of the spelling itself is about them.
+            // The spelling test itself is about options.
             assert!(!named || path.ends_with("wording.rs"), "{} names {option}", path.display());
         }
     }

@@ -1,5 +1,5 @@
-//! Limits of the environment, and what stands where files should: each ends in its code, with a message that can be
-//! acted on; what was being written stays as it was, and can be resumed.
+//! Limits of the environment, and special files in place of regular ones: each ends with its exit code and a message
+//! that the user can act on. Existing outputs stay unchanged, and the run can be resumed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -41,7 +41,7 @@ fn run(command: Command) -> Run {
     Running::start(command).wait()
 }
 
-/// The command under a limit of the shell.
+/// The command under a shell limit.
 fn limited(limit: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell
@@ -57,7 +57,8 @@ fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// From too little to begin with to enough: done, or too little memory, and no trace of a crash between.
+/// From too little memory to start up to enough: the run either succeeds or reports too little memory, with no sign of
+/// a crash in between.
 #[test]
 fn too_little_memory() {
     let bench = Bench::new();
@@ -76,7 +77,7 @@ fn too_little_memory() {
             let run = run(limited(&format!("-v {kib}"), &bench.quantize("out", &options)));
             (run.code(), run)
         };
-        // 20 steps from less than the executable takes up to what is enough for the model, and one with room to spare.
+        // 20 steps from less than the executable needs up to enough for the model, and one with room to spare.
         let mut spoken = false;
         for kib in (1..=20).map(|i| 12_000 * i).chain([4_000_000]) {
             let out = bench.at("out");
@@ -85,7 +86,7 @@ fn too_little_memory() {
                     (done, spoken) = (done + 1, true);
                     assert_eq!(hashes(&out), hashes(&bench.at("whole")), "{method} at {kib} KiB: {run}");
                 }
-                // Whoever loads the program found no room for it; with more there is some.
+                // The program could not be loaded. Once it has been loaded, this must not happen with more memory.
                 (None | Some(126 | 127), run) if !spoken && !run.stderr.contains("error: ") => {}
                 (_, run) => {
                     (short, spoken) = (short + 1, true);
@@ -108,7 +109,7 @@ fn too_little_memory() {
     }
 }
 
-/// A small stack of the system is none of ours.
+/// A small stack limit of the system does not affect the program.
 #[test]
 fn a_small_stack() {
     let bench = Bench::new();
@@ -116,7 +117,7 @@ fn a_small_stack() {
     run(limited("-s 128", &quantize)).succeeded();
 }
 
-/// A pipe in the place of a file is refused where nobody could be at its other end; none is waited for.
+/// A pipe in place of a file is refused if nobody can be at its other end; the program never waits for one.
 #[test]
 fn pipes_in_the_place_of_files() {
     let bench = Bench::new();
@@ -126,18 +127,18 @@ fn pipes_in_the_place_of_files() {
     quantize.arg(&recipe);
     check_message("a recipe", &run(quantize), 2, &["recipe.toml", "not a regular file"]);
 
-    // Files of a job that was interrupted.
+    // Files of an interrupted job.
     let (mut done, job) = (0, job_of(&bench.at("out")));
     for name in ["job.json", "journal.jsonl", "lock"] {
         let mut awq = Running::start(bench.quantize("out", &SEARCH));
-        // Before both are there, nothing is left to resume.
+        // Before both exist, there is nothing to resume.
         let begun = ["job.json", "journal.jsonl"].map(|file| job.join(file));
         if awq.wait_until(|| begun.iter().all(|file| file.metadata().is_ok_and(|m| m.len() > 0))) {
             awq.signal(Signal::KILL);
         }
         let _ = awq.wait();
         if !job.exists() {
-            // It was done before the signal came.
+            // The run finished before the signal arrived.
             std::fs::remove_dir_all(bench.at("out")).unwrap();
             continue;
         }
@@ -153,7 +154,7 @@ fn pipes_in_the_place_of_files() {
     assert!(done > 0, "every run was done before it could be killed");
 }
 
-/// Files that go along with the weights are copied within reason.
+/// Companion files are copied only up to a limit.
 #[test]
 fn companions_of_any_size() {
     let bench = Bench::new();
@@ -168,7 +169,7 @@ fn companions_of_any_size() {
     assert!(!bench.at("out").exists());
 }
 
-/// What somebody else prepares is not written into.
+/// Nothing is written into the job directory of another run.
 #[test]
 fn an_output_in_the_job_of_another_run() {
     let bench = Bench::new();
@@ -189,13 +190,13 @@ fn an_output_in_the_job_of_another_run() {
         }
     }
     assert_eq!(snapshot(&job), before);
-    // A directory of that name which is nobody's job holds what one likes.
+    // A directory of that name that is not a job directory may contain anything.
     std::fs::create_dir(bench.at("mine.job")).unwrap();
     std::fs::write(bench.at("mine.job/lock"), "of my door").unwrap();
     run(bench.quantize("mine.job/out", &["--method", "rtn", "--scheme", "w4a16-g32"])).succeeded();
 }
 
-/// Under `nohup` a hangup changes nothing; without, it ends the run.
+/// Under `nohup` a hangup has no effect; otherwise it ends the run.
 #[test]
 fn a_hangup_that_is_ignored() {
     let bench = Bench::new();
@@ -215,7 +216,7 @@ fn a_hangup_that_is_ignored() {
     assert!(matches!(without.code(), Some(0 | 75)), "{without}");
 }
 
-/// What steers a terminal is escaped, wherever it comes from.
+/// Terminal control characters are escaped, wherever they come from.
 #[test]
 fn paths_that_steer_a_terminal() {
     let bench = Bench::new();

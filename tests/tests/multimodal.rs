@@ -1,4 +1,4 @@
-//! A vision-language model from outside: every verb on it, every file of it, and what is said of unknown ones.
+//! A vision-language model as a user sees it: every command on it, every file of it, and the errors for unknown ones.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const SIDECARS: [&str; 5] = [
     "tekken.json",
 ];
 
-/// Beside the text model: a type that weights may have, one that they may not, and a shape of its own.
+/// The tensors beside the text model: a type that weights may have, one that they may not, and an unusual shape.
 fn beside() -> Vec<RawTensor> {
     let raw = |name: &str, dtype: &str, shape: &[u64], bytes: usize| RawTensor {
         name: name.into(),
@@ -81,7 +81,7 @@ fn every_verb_works_on_it() {
     let plan = run("plan", model, &[&SHORT[..], &["--json"]].concat()).json();
     assert_eq!(plan["carried"], carried);
     let seen = run("plan", model, &SHORT).succeeded().stdout.clone();
-    for part in ["text tower of LlavaForConditionalGeneration; the 4 tensors beside it", "not checked"] {
+    for part in ["text tower of LlavaForConditionalGeneration; the 4 other tensors", "not checked"] {
         assert!(seen.contains(part), "{seen}");
     }
     let engine = |name: &str| {
@@ -123,7 +123,7 @@ fn every_verb_works_on_it() {
     let kl = eval["comparison"]["kl"]["mean"].as_f64().unwrap();
     assert!((0.0..0.2).contains(&kl), "{kl}");
 
-    // Once more, in another container.
+    // Converted to another format.
     let again = scratch.path().join("again");
     quant(args!["quantize", &out, "-o", &again, "--format", "gptq"]).succeeded();
     let tensors = read_safetensors(&again.join("model.safetensors"));
@@ -132,7 +132,7 @@ fn every_verb_works_on_it() {
     assert!(other["comparison"]["kl"]["mean"].as_f64().unwrap() < 1e-4);
 }
 
-/// A head that is parted from the embedding is told at both levels.
+/// A head that is separated from the embedding is recorded at both levels of the configuration.
 #[test]
 fn a_quantized_head() {
     let (model, scratch) = (llava(true), tempfile::tempdir().unwrap());
@@ -159,7 +159,7 @@ fn what_is_refused() {
     edit_config(model.path(), &json!({ "text_config": "elsewhere" }));
     check_message("no object", &run("inspect", model.path(), &[]), 4, &["config.json", "`text_config`"]);
 
-    // An unknown class is held against those that are known.
+    // The error for an unknown class lists the known ones.
     let unknown = llava(false);
     edit_config(
         unknown.path(),

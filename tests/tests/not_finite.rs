@@ -1,4 +1,4 @@
-//! NaN and infinity in a checkpoint: exit code 6, and tensor, count and first position are named.
+//! NaN and infinity in a checkpoint: exit code 6, and a message with the tensor, the count and the first position.
 
 use quant_tests::args;
 use quant_tests::models::{RawTensor, TinyLlama};
@@ -9,8 +9,8 @@ const WEIGHTS: &str = "model.safetensors";
 const RTN: [&str; 4] = ["--method", "rtn", "--scheme", "w4a16-g32"];
 const AWQ: [&str; 8] = ["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
 
-/// Values that are not finite: tensor, count and first position are named, in quantizing with and
-/// without a forward pass.
+/// Values that are not finite are reported with the tensor, the count and the first position, with and without a
+/// forward pass.
 #[test]
 fn values_that_are_not_finite() {
     let poisoned = |name: &str, places: &[(usize, f32)]| {
@@ -39,7 +39,7 @@ fn values_that_are_not_finite() {
             "2 non-finite value(s), the first at index 5",
         ),
         ("model.norm.weight", vec![(63, nan)], "1 non-finite value(s), the first at index 63"),
-        // Row 32, the space, stands in every text; row 255 in none.
+        // Row 32, the space, occurs in every text; row 255 in none.
         (
             "model.embed_tokens.weight",
             vec![(32 * 64 + 7, nan), (255 * 64, inf)],
@@ -62,12 +62,12 @@ fn values_that_are_not_finite() {
             "1"
         ]);
         check_message(name, &run, 6, &says);
-        // Headers alone cannot tell.
+        // Headers alone do not show it.
         quant(args!["plan", model.path(), "--group-size", "32"]).succeeded();
     }
 }
 
-/// The count is the whole tensor's, also where the tensor is streamed in pieces.
+/// The count covers the whole tensor, even if the tensor is streamed in pieces.
 #[test]
 fn values_that_are_not_finite_in_a_large_tensor() {
     let large = TinyLlama { vocab: 80_000, layers: 1, ..TinyLlama::default() };

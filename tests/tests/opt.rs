@@ -1,4 +1,4 @@
-//! OPT from outside: every verb on it, both containers, and what is refused.
+//! OPT as a user sees it: every command on it, both formats, and refused requests.
 
 use std::path::Path;
 
@@ -49,7 +49,7 @@ fn every_verb_works_on_it() {
         quantize(model, &again, &[options, search, &["--threads", "1"]].concat());
         assert_eq!(hashes(&out), hashes(&again), "{name}");
 
-        // What is written, read back, is near the model; KL is against the reference.
+        // The output, read back, is close to the model; KL is relative to the reference.
         let window =
             ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json", "--reference"];
         let eval = run("eval", &out, &[&window[..], &[model.to_str().unwrap()]].concat()).json();
@@ -59,7 +59,7 @@ fn every_verb_works_on_it() {
         assert_eq!(bench.json()["schema"], "quant-bench/2");
     }
 
-    // The head is the embedding, and stays so; positions are not touched; names of engines' matrices.
+    // The head stays tied to the embedding, positions are unchanged, and names follow the engines' fused matrices.
     let written = read_safetensors(&scratch.path().join("awq/model.safetensors"));
     assert!(written.iter().all(|t| !t.name.starts_with("lm_head")));
     let positions = |tensors: &[quant_tests::models::RawTensor]| {
@@ -76,7 +76,7 @@ fn every_verb_works_on_it() {
     }
 }
 
-/// Names as a class without a head has saved them.
+/// Names as saved by a class without a head.
 #[test]
 fn short_names_are_written_out() {
     let (long, short) = (model(), model());

@@ -1,5 +1,5 @@
-//! QoQ from the command line: what is written is read back by both executions to the same numbers, steps are left out
-//! and refused, and the ablation is a table.
+//! QoQ on the command line: both executions read the output back to the same numbers, steps can be left out or are
+//! refused, and the ablation prints a table.
 
 use quant_tests::files::snapshot;
 use quant_tests::models::TinyLlama;
@@ -49,12 +49,12 @@ fn what_is_written_is_read_back_by_both_executions() {
             serde_json::from_slice(&std::fs::read(out.join("quant_report.json")).unwrap()).unwrap();
         let steps = report["steps"].as_array().unwrap();
         assert_eq!(steps.contains(&"rotate".into()), name != "unrotated", "{name}");
-        // Simulated, and through the kernels' integers and pages.
+        // Simulated, and with the kernels' integers and cache pages.
         let (fake, kernels) = (perplexity(&out, &[]), perplexity(&out, &["--execution", "kernels"]));
         assert!((kernels / fake - 1.0).abs() < 0.01, "{name}: {kernels} and {fake}");
         let lost = fake / float - 1.0;
         assert!(lost.abs() < if bits == 8 { 0.01 } else { 0.1 }, "{name}: {fake} after {float}");
-        // The same bytes every time, whatever the threads.
+        // The same bytes every time, whatever the number of threads.
         let again = scratch.path().join("again");
         arguments[3] = again.clone().into();
         arguments.extend(args!["--threads", "1"]);
@@ -116,7 +116,7 @@ fn the_ablation_is_a_table_of_paired_rows() {
         let change = row["kl_change"]["mean"].as_f64().unwrap();
         assert!((kl(i) - kl(i - 1) - change).abs() < 1e-9, "{}", row["step"]);
     }
-    // 8 bits cost least, and so does a cache of floats.
+    // 8 bits lose least, and so does a float cache.
     assert!((1..10).all(|i| kl(0) < kl(i)) && kl(4) < kl(5), "{rows:?}");
     assert_eq!(rows[9]["scheme"], "w4a8kv4-g32-sym-progressive");
     assert_eq!(rows[9]["kv_cache"], "kv4");
@@ -127,7 +127,7 @@ fn the_ablation_is_a_table_of_paired_rows() {
     assert_eq!(refused.code(), Some(2), "{refused}");
 }
 
-/// What cannot be said of activations is lost, and told; the weights are the same in all.
+/// What a format cannot represent of the activations is lost and reported; the weights are the same in all formats.
 #[test]
 fn one_run_writes_what_engines_read_with_and_without_activations() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! QServe's container from outside: what is written, what is said of it and of what others lose, that it runs, and what is
-//! refused before any work.
+//! QServe's format as a user sees it: the output, the reported losses of it and of others, running it, and requests
+//! that are refused before any work.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -73,14 +73,14 @@ fn what_is_written_is_described_runs_and_is_written_again() {
         assert_eq!(inspected["loses"].as_array().unwrap().len(), usize::from(scheme == "w4a8-channel-asym"));
         assert!(inspected["linears"].as_array().unwrap().iter().all(|l| l["stored"] == scheme), "{scheme}");
 
-        // Integers inside are the same; sums of floats round otherwise, and now and then an input falls to the
-        // other side of the middle between two codes.
+        // The integers inside are the same. Float sums round differently, and occasionally an input falls on the other
+        // side of the midpoint between two codes.
         let perplexity =
             |options: &[&str]| eval(&out, options).succeeded().json()["perplexity"]["mean"].as_f64().unwrap();
         let (fake, kernels) = (perplexity(&["--execution", "fake"]), perplexity(&["--execution", "kernels"]));
         assert!((kernels / fake - 1.0).abs() < 5e-4, "{scheme}: {kernels}, not {fake}");
 
-        // The same numbers in the other container, and back where its scales are F16.
+        // The same numbers in the other format, and back if its scales are F16.
         let other = at(&format!("{scheme} other"));
         let again = |from: &Path, to: &Path, format: &str| {
             quant(args!["quantize", from, "-o", to, "--format", format]).succeeded()
@@ -99,7 +99,7 @@ fn what_is_written_is_described_runs_and_is_written_again() {
     }
 }
 
-/// One run in three containers: the same codes and zeros, and scales as far as each can say them.
+/// One run in three formats: the same codes and zeros, and scales as precise as each format allows.
 #[test]
 fn what_other_containers_lose_is_said_and_is_all() {
     let scratch = tempfile::tempdir().unwrap();
@@ -129,7 +129,7 @@ fn what_other_containers_lose_is_said_and_is_all() {
             assert!((once / exact - 1.0).abs() <= 2.0_f32.powi(-11), "{once}, not {exact}");
             rounded += usize::from(once != exact);
             assert_eq!((flat[o * groups + g], theirs[g * n + o]), (once, once), "({o}, {g})");
-            // Bits 4j of a word are of output (0, 2, 4, 6, 1, 3, 5, 7)[j].
+            // Bits 4j of a word belong to output (0, 2, 4, 6, 1, 3, 5, 7)[j].
             let nibble = [0, 4, 1, 5, 2, 6, 3, 7][o % 8];
             let zero = (zeros[g * (n / 8) + o / 8] >> (4 * nibble)) as u8 & 15;
             assert_eq!(group(&negated, o, g).wrapping_neg(), zero * group(&scales, o, g), "({o}, {g})");
@@ -137,7 +137,7 @@ fn what_other_containers_lose_is_said_and_is_all() {
     }
     assert!(rounded > 0, "something is lost");
 
-    // Before and after, in both ways of saying it.
+    // Reported before and after the run, as text and as JSON.
     let said = "the two levels of scales become one, their product in F16: up to 2^-11 of it off";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
@@ -162,7 +162,7 @@ fn what_other_containers_lose_is_said_and_is_all() {
     edit_config(&qserve, &json!({ "kv_cache_quantization": cache }));
     let text = quant(args!["inspect", &qserve]).succeeded().stdout;
     assert!(text.contains("kept: both levels of scales\n") && !text.contains("lost:"), "{text}");
-    assert!(text.contains("cache of keys and values: kv4\n"), "{text}");
+    assert!(text.contains("KV cache: kv4\n"), "{text}");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
     }
 }
 
-/// One byte of one tensor, and a key of the configuration: told with file, tensor and what to do.
+/// A changed byte of a tensor, and a changed key of the configuration: the error names file and tensor, and what to do.
 #[test]
 fn what_is_broken_is_told_by_its_name() {
     let scratch = tempfile::tempdir().unwrap();

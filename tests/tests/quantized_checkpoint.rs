@@ -1,5 +1,5 @@
-//! Quantized checkpoints as an engine reads them, without a model: the linears that the pipeline wrote, with the weights
-//! that the pipeline reads back.
+//! Quantized checkpoints as an engine reads them, without a model: the linears that the pipeline wrote, compared with
+//! the weights that it reads back.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ fn quantize(model: &Path, out: &Path, format: &str, scheme: &str) -> QuantizedCh
     QuantizedCheckpoint::open(out).unwrap()
 }
 
-/// Two rows through the packed weight and through its floats.
+/// Multiplies two rows by the packed weight and by its floats.
 fn check_product(checkpoint: &QuantizedCheckpoint, linear: &QuantizedLinear, weight: &[f32]) {
     let [n, k] = linear.shape;
     let packed = checkpoint.read(&linear.name).unwrap().pack(None, &Serial).unwrap();
@@ -43,7 +43,8 @@ fn check_product(checkpoint: &QuantizedCheckpoint, linear: &QuantizedLinear, wei
             let terms = || weight.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
             let (exact, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
             let off = (f64::from(out[row * n + o]) - exact).abs();
-            // Codes are stored around the middle of their bits: what is rounded is up to 16 times the products' size.
+            // Codes are stored relative to the midpoint, so rounding applies to values up to 16 times the size of the
+            // products.
             assert!(off <= 16.0 * 2.0_f64.powi(-15) * size + 1e-6, "{}: {off} of {size}", linear.name);
         }
     }
@@ -117,7 +118,7 @@ fn what_is_not_a_quantized_checkpoint_is_refused() {
     let ends = |tensor: &RawTensor, with: &str| tensor.name.ends_with(with);
     damaged(&|tensor| !ends(tensor, "up_proj.weight_shape"), "up_proj.weight_shape");
     damaged(&|tensor| !ends(tensor, "up_proj.weight_scale"), "up_proj.weight_scale");
-    // A shape that no codes of such a size have, and one that is none.
+    // Shapes that do not fit the codes, or are invalid.
     for stated in [i64::MAX, -1, 0] {
         let change = |tensor: &mut RawTensor| {
             if ends(tensor, "up_proj.weight_shape") {

@@ -1,5 +1,5 @@
-//! The documents' commands are run, and their options compared with the program's, so that neither
-//! can drift from the other.
+//! Runs the documents' commands and compares their options with the program's, so that neither can drift from the
+//! other.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +12,7 @@ fn document(name: &str) -> String {
     std::fs::read_to_string(workspace_root().join(name)).unwrap()
 }
 
-/// The commands of a document's `console` blocks, without prompt and comment.
+/// The commands in a document's `console` blocks, without prompt and comment.
 fn commands(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut in_block = false;
@@ -26,7 +26,7 @@ fn commands(text: &str) -> Vec<String> {
     found
 }
 
-/// What stands behind a placeholder of the documents in a test.
+/// The value that a test substitutes for a placeholder.
 fn substitute(word: &str, scratch: &Path) -> String {
     let name = match word {
         "MODEL" => "model",
@@ -41,7 +41,7 @@ fn substitute(word: &str, scratch: &Path) -> String {
     scratch.join(name).to_string_lossy().into_owned()
 }
 
-/// A model that the default scheme fits, and a text that fills the default window.
+/// A model that fits the default scheme, and a text that fills the default window.
 fn prepare(scratch: &Path) {
     let model = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
     model.write(&scratch.join("model"));
@@ -62,7 +62,7 @@ fn the_readme_s_commands_run() {
         let words: Vec<String> = command.split(' ').map(|w| substitute(w, scratch.path())).collect();
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         match words[..] {
-            // The program that `cargo run` would run, on fewer windows.
+            // Runs the program that `cargo run` would run, on fewer windows.
             ["cargo", "run", "--release", "--", "demo"] => {
                 let run = quant(args!["demo", "--quick"]).succeeded();
                 for row in ["float (f16)", "rtn ", "awq "] {
@@ -70,7 +70,7 @@ fn the_readme_s_commands_run() {
                 }
                 verbs.insert("demo".to_owned());
             }
-            // This very run.
+            // This test run itself.
             ["cargo", "test", "--workspace"] => {}
             ["quant", verb, ..] => {
                 let run = quant(&words[1..]).succeeded();
@@ -94,7 +94,7 @@ fn flags(text: &str) -> BTreeSet<String> {
     words.filter(is_flag).map(str::to_owned).collect()
 }
 
-/// The flags that begin a line of `quant VERB --help`.
+/// The flags at the start of lines in `quant COMMAND --help`.
 fn flags_of(verb: &str) -> BTreeSet<String> {
     let help = quant(args![verb, "--help"]).succeeded().stdout;
     let own = help.lines().filter(|l| l.trim_start().starts_with('-'));
@@ -103,7 +103,7 @@ fn flags_of(verb: &str) -> BTreeSet<String> {
     long.collect()
 }
 
-/// The flags that every verb takes stand in a section of their own.
+/// The flags that every command takes have their own section.
 #[test]
 fn the_options_of_every_verb_are_documented() {
     let text = document("docs/cli.md");
@@ -121,7 +121,7 @@ fn the_options_of_every_verb_are_documented() {
         let usage = body.split("```").nth(1).unwrap_or_else(|| panic!("no usage of `{verb}`"));
         let documented: BTreeSet<String> = flags(usage).union(&common).cloned().collect();
         assert_eq!(documented, flags_of(verb), "docs/cli.md and `quant {verb} --help` differ");
-        // Nor does the text speak of what there is not.
+        // The text does not mention flags that do not exist.
         let unknown: Vec<_> = flags(&body).difference(&documented).cloned().collect();
         assert!(unknown.is_empty(), "docs/cli.md, {verb}: {unknown:?}");
     }
@@ -134,7 +134,7 @@ fn the_options_in_the_readme_exist() {
     let table: String = text.lines().filter(|l| l.starts_with("| `--")).collect();
     let named = flags(&table);
     assert!(named.len() >= 6 && named.is_subset(&all), "{named:?}");
-    // And so do the values that it gives them.
+    // The values that it gives them exist too.
     let model = tempfile::tempdir().unwrap();
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, ..TinyLlama::default() }.write(model.path());
     for line in text.lines().filter(|l| l.starts_with("| `--") && !l.contains("`--ignore`")) {
@@ -142,11 +142,12 @@ fn the_options_in_the_readme_exist() {
         let option = cells[1].trim_matches('`');
         for value in cells[2].split('`').skip(1).step_by(2) {
             let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
-            // Containers with schemes of their own.
+            // Formats that need a scheme of their own.
             let scheme: &[&str] = match &value[..] {
                 "qserve" => &["--scheme", "w4a8-g128-progressive"],
                 "modelopt" => &["--scheme", "nvfp4a16"],
-                // Rows of this model are shorter than a block of the default, and its tokenizer is nobody's.
+                // Rows of this model are shorter than a block of the default type, and its tokenizer is not a known
+                // one.
                 "gguf" => &["--scheme", "q8_0", "--pre", "gpt-2"],
                 _ => &[],
             };
@@ -156,7 +157,7 @@ fn the_options_in_the_readme_exist() {
     }
 }
 
-/// Exit codes are promised in two places.
+/// Exit codes are documented in two places.
 #[test]
 fn the_exit_codes_agree() {
     let first_number = |cell: &str| cell.trim().parse::<u8>().ok();
@@ -171,7 +172,7 @@ fn the_exit_codes_agree() {
     assert_eq!(documented, told);
 }
 
-/// The schema in the documentation is the one that the program prints.
+/// The schema in the documentation matches the one that the program prints.
 #[test]
 fn the_schema_of_recipes_is_the_programs() {
     let printed = quant(args!["plan", "--print-recipe-schema"]).succeeded().stdout;

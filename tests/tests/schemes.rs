@@ -1,5 +1,5 @@
-//! Schemes that not every container and kernel knows, and types of tensors that are only copied: seen from outside,
-//! files and exit codes.
+//! Schemes that only some formats and kernels support, and tensor types that are only copied: checked by files and exit
+//! codes.
 
 use std::path::Path;
 
@@ -97,7 +97,7 @@ fn containers_refuse_what_they_cannot_hold() {
     }
 }
 
-/// A model whose widths are those that blocks and groups ask for.
+/// A model whose widths fit the blocks and groups.
 fn wide(directory: &Path) {
     let tiny = TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() };
     tiny.write(directory);
@@ -151,7 +151,7 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
                 "{scheme} {name}"
             );
         }
-        // One scale for what engines run as one.
+        // Linears that engines fuse share one scale.
         for scale in ["weight_scale", "weight_global_scale", "input_scale", "input_global_scale"] {
             let of = |part: &str| {
                 let name = format!("model.layers.1.{part}.{scale}");
@@ -167,7 +167,7 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
         let dense = quant(eval.clone()).json()["perplexity"]["mean"].as_f64().unwrap();
         let kernels = quant(eval.into_iter().chain(["--execution", "kernels"].iter().map(Into::into)));
         let kernels = kernels.json()["perplexity"]["mean"].as_f64().unwrap();
-        // An input that lies between two codes may become the other.
+        // An input near the midpoint between two codes may be rounded to either.
         assert!(dense > 1.0 && (kernels / dense - 1.0).abs() < 1e-2, "{scheme}: {kernels}, not {dense}");
         let shown = quant(args!["inspect", &out]).succeeded().stdout;
         let whole = written_scheme(scheme);
@@ -175,7 +175,7 @@ fn every_floating_point_scheme_is_written_and_evaluated() {
     }
 }
 
-/// The whole name of a scheme.
+/// The full name of a scheme.
 fn written_scheme(name: &str) -> &str {
     match name {
         "fp8" => "wf8af8-channel",
@@ -227,7 +227,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
         check_message(scheme, &run, 2, &["down_proj.weight", expected]);
         assert!(!out.exists(), "{scheme} was begun");
     }
-    // Weights alone may end inside a block.
+    // With quantized weights alone, a width may end inside a block.
     quantize(&narrow, &scratch.path().join("blocks"), "wf8a16-b128", &["--method", "rtn"]).succeeded();
 }
 
@@ -252,7 +252,7 @@ fn runs_of_scale_searches_differ_and_are_not_resumed_as_another() {
     quantize(&model, &out, "nvfp4a16", &["--method", "rtn"]).succeeded();
     let of = |name: &str| std::fs::read(scratch.path().join(name).join("model.safetensors")).unwrap();
     assert_eq!(of("default"), of("sweep"));
-    // What a recipe prints, it reads.
+    // A recipe selects the same search as the option.
     let recipe = scratch.path().join("recipe.toml");
     std::fs::write(&recipe, "[quantize]\nscheme = \"nvfp4a16\"\nscale_search = \"four-over-six\"\n").unwrap();
     let out = scratch.path().join("by-recipe");
@@ -322,8 +322,8 @@ fn unknown_types_of_tensors_are_copied() {
     assert!(listed.contains("\"C64\"") && listed.contains("\"F8_E4M3FNUZ\""), "{listed}");
 }
 
-/// Several formats in one checkpoint: groups are disjoint, by exact names and those of fused linears, whatever engines
-/// look at first; what is read is what was written.
+/// Several formats in one checkpoint. Groups are disjoint, by exact names and those of fused linears, in whatever order
+/// engines look them up; reading gives back what was written.
 #[test]
 fn attention_in_fp8_and_mlps_in_nvfp4() {
     let scratch = tempfile::tempdir().unwrap();
@@ -342,7 +342,7 @@ fn attention_in_fp8_and_mlps_in_nvfp4() {
         let targets = of(format)["targets"].as_array().unwrap().iter();
         targets.map(|target| target.as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    // A class swallows fused linears in some engines: those of other groups are named as well.
+    // In some engines a class also matches fused linears, so those of other groups are named as well.
     let (fp8, four) = (targets("float-quantized"), targets("pack-quantized"));
     for layer in 0..2 {
         for part in ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"] {
@@ -376,12 +376,12 @@ fn attention_in_fp8_and_mlps_in_nvfp4() {
     }
 }
 
-/// NVFP4 in ModelOpt's layout is that of compressed-tensors in other words: each becomes the other, byte for byte.
+/// NVFP4 in ModelOpt's layout is equivalent to that of compressed-tensors: each converts to the other, byte for byte.
 #[test]
 fn nvfp4_goes_from_layout_to_layout() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
-    // Of F16: the largest magnitudes of F32 weights have no exact reciprocal.
+    // An F16 model: the largest magnitudes of F32 weights have no exact reciprocal.
     wide(&at("model"));
     for (scheme, algorithm) in [("nvfp4", "NVFP4"), ("nvfp4a16", "W4A16_NVFP4")] {
         let of = |name: &str| at(&format!("{name}-{scheme}"));
@@ -406,7 +406,7 @@ fn nvfp4_goes_from_layout_to_layout() {
             assert_eq!(one.len(), other.len());
             for (one, other) in one.iter().zip(&other) {
                 assert_eq!((&one.name, &one.dtype, &one.shape), (&other.name, &other.dtype, &other.shape));
-                // Inputs are F32, and the reciprocal of their scale may be a unit or two off.
+                // Inputs are F32, and the reciprocal of their scale may be off by a unit or two in the last place.
                 if one.name.ends_with(".input_scale") || one.name.ends_with(".input_global_scale") {
                     let [one, other] =
                         [one, other].map(|t| u32::from_le_bytes(t.data[..].try_into().unwrap()));

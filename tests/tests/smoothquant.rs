@@ -1,5 +1,5 @@
-//! SmoothQuant from the command line: every option changes what is written, the same bytes come back with any threads and
-//! after an interruption, kept maxima stand for the text, and what they cannot stand for is refused.
+//! SmoothQuant on the command line: every option changes the output; the bytes do not depend on threads or
+//! interruptions; and stored channel maxima replace the text, or are refused where they cannot.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -44,7 +44,7 @@ fn every_option_changes_what_is_written() {
         let text = if options.contains(&"rtn") { &[][..] } else { &TEXT[..] };
         quantize(&demo_model(), &out, &[options, text].concat()).succeeded();
         assert!(seen.insert(weights(&out)), "{options:?} changes nothing");
-        // Read back by both executions, close to each other.
+        // Read back by both executions, with results close to each other.
         let perplexity = |execution: &str| {
             let window = ["--text", "builtin-heldout", "--window", "96", "--windows", "4", "--json"];
             let start = args!["eval", &out, "--execution", execution];
@@ -70,7 +70,7 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
     run("kept", &[&preset[..], &["--channel-maxima", kept_text]].concat()).succeeded();
     assert_eq!(weights(&at("first")), weights(&at("kept")));
 
-    // Of a model that another step has changed first they say nothing.
+    // They do not apply to a model that another step has changed first.
     for first in ["rotate", "fold-norms", "reorder"] {
         let method = format!("{first},smoothquant");
         let options = ["--method", &method, "--scheme", "w8a8", "--channel-maxima", kept_text];
@@ -79,13 +79,13 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
         let plan = args!["plan", demo_model()].into_iter().chain(options.iter().map(OsString::from));
         check_message(first, &quant(plan), 2, &says);
     }
-    // Those of another model are refused before anything is computed, also by `plan`.
+    // Maxima of another model are refused before anything is computed, also by `plan`.
     let other = at("other");
     TinyLlama { hidden: 32, ..TinyLlama::default() }.write(&other);
     let options = [&preset[..], &["--channel-maxima", kept_text]].concat();
     let plan = args!["plan", &other].into_iter().chain(options.iter().map(OsString::from));
     check_message("another model", &quant(plan), 4, &["maxima.safetensors", "q_proj", "of the same model"]);
-    // Nor do they lie where a checkpoint is to appear.
+    // They cannot be written inside the output directory either.
     let inside = at("refused").join("maxima.safetensors");
     let options = [&preset[..], &TEXT, &["--save-channel-maxima", inside.to_str().unwrap()]].concat();
     assert_eq!(run("refused", &options).code(), Some(2));
@@ -120,7 +120,7 @@ fn opt_is_smoothed_by_every_method_that_its_norms_allow() {
             quantize(&model, &scratch.path().join("no"), &["--method", &method, "--scheme", "w8a8"]);
         check_message(step, &refused, 2, &["of the family `opt`", &format!("--skip {step}")]);
     }
-    // A key that it does not know is told, and nothing is written.
+    // An unknown key is reported, and nothing is written.
     edit_config(&model, &json!({ "activation_function": "gelu" }));
     let refused = quantize(&model, &scratch.path().join("no"), &["--preset", "smoothquant-w8a8"]);
     assert_eq!(refused.code(), Some(4), "{refused}");

@@ -1,4 +1,4 @@
-//! Quantized checkpoints as sources: read, restated in another container, and rounded once more on request.
+//! Quantized checkpoints as sources: read, converted to another format, and requantized on request.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 const TEXT: &str = "calibration-data/heldout/narrative.txt";
 
-/// What a code of E4M3 stands for.
+/// The value of an E4M3 code.
 fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match exponent {
@@ -27,7 +27,7 @@ enum Scales {
     Tensor(&'static str),
 }
 
-/// A model of which every linear of the blocks is FP8, some sizes no multiples of 128; and the same in F32.
+/// A model whose block linears are all FP8, with some sizes that are not multiples of 128; and the same model in F32.
 fn fp8_models(native: &Path, float: &Path, scales: Scales) {
     let tiny = TinyLlama { hidden: 192, intermediate: 320, heads: 6, kv_heads: 3, ..TinyLlama::default() };
     let (mut stored, mut wide) = (Vec::new(), Vec::new());
@@ -43,7 +43,7 @@ fn fp8_models(native: &Path, float: &Path, scales: Scales) {
             continue;
         };
         let [n, k] = [tensor.shape[0] as usize, tensor.shape[1] as usize];
-        // Every code but the two that are no numbers, the small exponents more often.
+        // Every code except the two NaNs, with small exponents more often.
         let codes: Vec<u8> = (0..n * k)
             .map(|_| match random() {
                 r if r % 7 == 0 => (r >> 8) as u8,
@@ -60,7 +60,7 @@ fn fp8_models(native: &Path, float: &Path, scales: Scales) {
             Scales::Blocks(name, dtype) => (name, dtype),
             Scales::Tensor(dtype) => ("weight_scale", dtype),
         };
-        // Odd numbers where the type holds them.
+        // Values that are not powers of two, if the type can represent them.
         let values: Vec<f32> = (exponents.iter().enumerate())
             .map(|(i, e)| {
                 let power = 2.0_f32.powi(i32::from(*e) - 127);
@@ -174,8 +174,8 @@ fn fp8_is_evaluated_and_restated_without_loss() {
     }
 }
 
-/// Experts of DeepSeek-V4 beside its FP8: I8 of two FP4 codes each, exponents of 32 columns. They are MXFP4, restated as such
-/// with the same bytes, and mean the floats that the definition says.
+/// Experts of DeepSeek-V4 beside its FP8: I8 bytes with two FP4 codes each, and one exponent per 32 columns. They are
+/// MXFP4: converted to it with the same bytes, and equal to the floats of its definition.
 #[test]
 fn fp4_beside_fp8_is_mxfp4() {
     let scratch = tempfile::tempdir().unwrap();
@@ -246,7 +246,7 @@ fn fp4_beside_fp8_is_mxfp4() {
             );
         }
     }
-    // Of what does not fit it is said which tensor: another type, another grid, an exponent that is no number.
+    // Errors name the tensor: another type, another grid, an invalid exponent.
     let config: Value =
         serde_json::from_slice(&std::fs::read(at("fp4").join("config.json")).unwrap()).unwrap();
     let stored = read_safetensors(&at("fp4").join("model.safetensors"));
@@ -271,7 +271,7 @@ fn fp4_beside_fp8_is_mxfp4() {
     }
 }
 
-/// ModelOpt's FP8: the same tensors under its configuration, beside scales of inputs and of cached keys and values.
+/// ModelOpt's FP8: the same tensors under its configuration, with scales of inputs and of cached keys and values.
 #[test]
 fn fp8_of_modelopt_is_read() {
     let scratch = tempfile::tempdir().unwrap();
@@ -309,7 +309,7 @@ fn fp8_of_modelopt_is_read() {
     assert!(read("out") == read("expected"));
     let inspected = quant(args!["inspect", at("native"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
-    // Restated for other readers, the scales of the cache are where those look.
+    // After conversion for other readers, the cache scales are where those look for them.
     quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"])
         .succeeded();
     let restated = read_safetensors(&at("ct").join("model.safetensors"));
@@ -334,7 +334,7 @@ fn fp8_of_modelopt_is_read() {
     }
 }
 
-/// MXFP4 becomes NVFP4 with the same codes, and scales that are the same powers of two.
+/// MXFP4 converts to NVFP4 with the same codes and the same powers of two as scales.
 #[test]
 fn mxfp4_is_restated_as_nvfp4_without_loss() {
     let scratch = tempfile::tempdir().unwrap();
@@ -384,7 +384,7 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     };
     assert_eq!((windows("nv"), windows("again")), (windows("mx"), windows("mx")));
 
-    // Scales further apart than E4M3 has powers of two are refused, with the weight's name.
+    // Scales that span a wider range than E4M3's powers of two are refused, with the weight's name.
     let mut apart = mx.clone();
     let name = "model.layers.1.mlp.up_proj.weight_scale";
     apart.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
@@ -392,7 +392,7 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
     check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
     assert!(!at("refused").exists());
-    // A float model is not written so: NVFP4 of its own is more exact.
+    // A float model is not written this way: quantizing it to NVFP4 directly is more accurate.
     let fresh = quant(args![
         "quantize",
         at("model"),
@@ -465,7 +465,7 @@ fn every_container_can_be_rounded_once_more() {
     let at = |name: &str| scratch.path().join(name);
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
         .write(&at("model"));
-    // Powers of two are found again; another scale of the tensor moves all numbers a little.
+    // Power-of-two scales are found again exactly; another global scale changes all values slightly.
     for (scheme, format, most) in [
         ("nvfp4a16", "compressed-tensors", 0.09),
         ("mxfp4a16", "compressed-tensors", 0.0),

@@ -1,4 +1,5 @@
-//! `quant eval --save-reference`: what was kept of a model stands for it to the last bit, and nothing else is believed.
+//! `quant eval --save-reference`: a stored reference gives bit-identical results to the model, and damaged or unrelated
+//! files are rejected.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use serde_json::{Value, json};
 
 const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "64", "--windows", "20"];
 
-/// A quantized model and what was kept of the one it was made from.
+/// A quantized model, and the stored reference of its float source.
 struct Bench {
     scratch: tempfile::TempDir,
     alone: Value,
@@ -43,7 +44,7 @@ impl Bench {
     }
 }
 
-/// A result without what a run took and how the reference was given.
+/// A result without its timing and without the way in which the reference was given.
 fn numbers(mut result: Value) -> Value {
     for key in ["seconds", "tokens_per_second", "sha256"] {
         result.as_object_mut().unwrap().remove(key);
@@ -60,7 +61,7 @@ fn what_was_kept_stands_for_the_model_to_the_last_bit() {
     assert_eq!(kept, model);
     assert!(kept["comparison"]["kl"]["mean"].as_f64().unwrap() > 1e-3);
     assert_eq!(kept["comparison"]["noise_floor"]["windows"], 8);
-    // The scores that were reported when it was saved are those of a comparison, and of the model alone.
+    // The scores reported when it was saved equal those of a comparison and of the model alone.
     let fields = ["perplexity", "nll", "bits_per_byte", "window_nll"];
     let alone = quant(args!["eval", demo_model(), "--json"].into_iter().chain(TEXT.map(Into::into))).json();
     for field in fields {
@@ -68,7 +69,7 @@ fn what_was_kept_stands_for_the_model_to_the_last_bit() {
         assert_eq!(bench.alone[field], alone[field], "{field}");
     }
     assert_eq!(bench.alone["comparison"], json!(null));
-    // The head is 4096 × 256 in F16; of each scored token the hidden state.
+    // The head is 4096 × 256 in F16; the rest is one hidden state per scored token.
     let bytes = std::fs::metadata(bench.at("kept")).unwrap().len();
     let parts = 4096 * 256 * 2 + 20 * 63 * 256 * 4;
     assert!((parts..parts + 10_000).contains(&bytes), "{bytes}");
@@ -89,7 +90,7 @@ fn one_of_another_text_rule_or_model_is_refused() {
     ] {
         check_message(says, &bench.compare(&kept, &options), 2, &[says, "--save-reference"]);
     }
-    // Another tokenizer that makes the same tokens of this text is another still.
+    // A different tokenizer file is rejected even if it gives the same tokens for this text.
     let model = bench.at("tokenizer");
     copy_files(&bench.at("w3"), &model);
     let path = model.join("tokenizer.json");
@@ -98,7 +99,7 @@ fn one_of_another_text_rule_or_model_is_refused() {
     let eval = args!["eval", &model, "--reference", &kept].into_iter().chain(TEXT.map(Into::into));
     check_message("tokenizer", &quant(eval), 2, &["with another tokenizer"]);
 
-    // What the reference is computed with is not for options to choose.
+    // Options cannot change how the reference is computed.
     for option in [["--reference", "x"], ["--kv", "4"], ["--execution", "kernels"], ["--journal", "x"]] {
         let save = args!["eval", demo_model(), "--save-reference", bench.at("never")];
         let run = quant(save.into_iter().chain(TEXT.map(Into::into)).chain(option.map(Into::into)));
@@ -107,7 +108,7 @@ fn one_of_another_text_rule_or_model_is_refused() {
     assert!(!bench.at("never").exists());
 }
 
-/// Bytes that a header promises are not there, or others: none is believed, and none allocated for.
+/// Bytes that a header declares are missing or changed: such files are rejected, without allocating for them.
 #[test]
 fn cut_changed_and_hostile_files_are_refused() {
     let bench = Bench::get();
@@ -139,7 +140,7 @@ fn cut_changed_and_hostile_files_are_refused() {
     endless[16..24].copy_from_slice(&(1_u64 << 25).to_le_bytes());
     refused("a header beyond the end", &endless, "was cut");
 
-    // Headers that were sealed again.
+    // Changed headers with a recomputed hash.
     let sealed = |edit: &dyn Fn(&mut Value)| {
         let mut header = header.clone();
         edit(&mut header);
@@ -159,17 +160,17 @@ fn cut_changed_and_hostile_files_are_refused() {
     refused("a bias that is not there", &set("head_bias", json!(true)), "bytes before its header");
     refused("windows of nothing", &set("window_tokens", json!([])), "fit no model");
     refused("endless windows", &set("window_tokens", json!(vec![u64::MAX / 8; 20])), "fit no model");
-    // As many bytes, in windows of other lengths.
+    // The same number of bytes, in windows of other lengths.
     let mut shifted = vec![63; 20];
     (shifted[0], shifted[1]) = (62, 64);
     std::fs::write(&path, set("window_tokens", json!(shifted))).unwrap();
     check_message("other windows", &bench.compare(&path, &TEXT), 2, &["on other tokens"]);
-    // The unchanged header, sealed by the same hand, is good.
+    // The unchanged header with a recomputed hash is accepted.
     std::fs::write(&path, sealed(&|_| {})).unwrap();
     bench.compare(&path, &TEXT).succeeded();
 }
 
-/// A model with fewer positions than 2048 is measured on windows of its own length, one with more on 2048.
+/// A model with fewer than 2048 positions is evaluated on windows of its own length, one with more on 2048.
 #[test]
 fn the_default_window_is_one_that_the_model_was_made_for() {
     let scratch = tempfile::tempdir().unwrap();
@@ -181,7 +182,7 @@ fn the_default_window_is_one_that_the_model_was_made_for() {
         assert!(!run.stderr.contains("longer than"), "{run}");
         assert_eq!(run.json()["profile"], profile);
     }
-    // A name without a length means the model's positions as before.
+    // A profile name without a length uses the model's positions, as before.
     edit_config(&model, &json!({ "max_position_embeddings": 3000 }));
     let run = quant(args![
         "eval",

@@ -1,10 +1,11 @@
-//! Phrases that `docs/style.md` replaces are counted: their number may fall and not rise.
+//! Counts phrases that `docs/style.md` replaces: their number may fall, but not rise.
 
 use std::path::{Path, PathBuf};
 
 use quant_tests::workspace_root;
 
-/// A phrase in lower case, and how often it may stand in documents and in sources. Lower a limit when its count has fallen.
+/// A phrase in lower case, and how often it may occur in documents and in sources. Lower a limit when its count has
+/// fallen.
 const LIMITS: &[(&str, usize, usize)] = &[
     ("whole numbers", 0, 0),
     ("second cache", 0, 0),
@@ -20,7 +21,7 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("at the most", 0, 2),
 ];
 
-/// Files of the project with one of these endings; records and generated files apart.
+/// The project's files with one of these endings, without records and generated files.
 fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -37,8 +38,8 @@ fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     }
 }
 
-/// How often a phrase stands in a text, between characters that belong to no word. Line ends count as spaces, also
-/// inside comments.
+/// How often a phrase occurs in a text, delimited by characters that are not part of a word. Line ends count as spaces,
+/// also inside comments.
 fn count(text: &str, phrase: &str) -> usize {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let at = |(start, _): &(usize, &str)| {

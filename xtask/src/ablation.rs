@@ -1,7 +1,7 @@
-//! `cargo xtask ablation`: what each step of QoQ gives on the real models, by `quant eval --ablation`.
+//! `cargo xtask ablation`: what each step of QoQ contributes on the real models, by `quant eval --ablation`.
 //!
-//! Changes of the KL from row to row are paired by windows. Steps that add bits back or only rewrite should not raise
-//! it; where one does by more than twice the error of its change, the record says so.
+//! Changes of the KL from row to row are paired by window. Steps that add bits back, or only rewrite the model, should
+//! not raise it; where one does by more than twice the error of its change, the record says so.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,9 +14,9 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::texts;
 use crate::support::shell::{output, shared_dir};
 
-/// Standard errors beyond which a change is one.
+/// A change counts only beyond this many standard errors.
 const ERRORS: f64 = 2.0;
-/// Rows that take something away: there the KL is to rise.
+/// Rows with fewer bits than the row above, where the KL is expected to rise.
 const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 
 /// What to measure.
@@ -28,13 +28,13 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     samples: usize,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
 }
 
-/// Models, and the group size where groups come in: one that is not a whole row of any linear, so that groups differ from
-/// a scale per row. The third model's 172 columns divide by none.
+/// The models, each with the group size of the grouped rows. It must be smaller than the width of every linear, so that
+/// groups differ from one scale per row. The third model is left out: no group size divides its 172 columns.
 const GROUPS: [(&str, &str); 2] = [("books-7m", "128"), ("tinystories-656k", "64")];
 
 /// Measures and writes the record.

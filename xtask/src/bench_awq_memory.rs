@@ -10,7 +10,7 @@ use crate::support::measure::{self, Usage};
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 
-/// How much more the deeper model may take: buffers of names and statistics, not weights.
+/// Additional bytes allowed for the deeper model: buffers of names and statistics, not weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// What to measure.
@@ -22,16 +22,16 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     pub samples: usize,
-    /// Tokens of a window
+    /// Tokens per window
     #[arg(long, default_value_t = 512)]
     pub seq_len: usize,
     /// Threads of the program
     #[arg(long, default_value_t = 2)]
     pub threads: usize,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     pub quant: Option<PathBuf>,
-    /// Fail when a promise is broken (1.2 GB, flat in the number of layers)
+    /// Fail if a limit is exceeded (1.2 GB, constant in the number of layers)
     #[arg(long)]
     pub check: bool,
 }

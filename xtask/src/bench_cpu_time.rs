@@ -1,8 +1,8 @@
-//! `cargo xtask bench-cpu-time`: CPU time of RTN, AWQ and GPTQ, ours against an earlier revision's.
+//! `cargo xtask bench-cpu-time`: CPU time of RTN, AWQ and GPTQ, compared with an earlier revision.
 //!
 //! Both programs quantize the same synthetic model in pairs, in alternating order, on one thread. CPU time is less
-//! noisy than wall time on a shared machine, and a pair shares what noise remains; so each pair gives a ratio, and the
-//! record holds the median of the ratios with a 95 % interval that assumes nothing of their distribution.
+//! noisy than wall time on a shared machine, and both runs of a pair see the same noise. So each pair gives a ratio,
+//! and the record holds the median ratio with a distribution-free 95 % interval.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,9 +17,9 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 use crate::synth;
 
-/// What the interval of the median ratio must stay below.
+/// Upper limit for the interval of the median ratio.
 const RATIO_LIMIT: f64 = 1.05;
-/// Pairs without which a promise cannot be judged.
+/// The minimum number of pairs for a verdict.
 const LEAST_PAIRS: usize = 15;
 
 /// What to measure.
@@ -28,18 +28,18 @@ pub struct Args {
     #[command(flatten)]
     /// The two programs
     pub programs: Pair,
-    /// Pairs of runs of each method
+    /// Pairs of runs per method
     #[arg(long, default_value_t = LEAST_PAIRS)]
     pub pairs: usize,
     /// Methods to measure
     #[arg(long, value_delimiter = ',', default_values_t = METHODS.map(|method| method.name.to_owned()))]
     pub only: Vec<String>,
-    /// Fail where the interval of a method does not end below 1.05, or there are fewer than 15 pairs
+    /// Fail if the interval of a method does not end below 1.05, or if there are fewer than 15 pairs
     #[arg(long)]
     pub check: bool,
 }
 
-/// A method, and a model on which it takes a few seconds.
+/// A method, with a model on which it takes a few seconds.
 #[derive(Debug, Clone, Copy)]
 struct Method {
     name: &'static str,
@@ -83,7 +83,7 @@ impl Times {
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When a program cannot be built or fails, or `--check` was given and a promise is broken.
+/// When a program cannot be built or fails, or when `--check` is given and a limit is exceeded.
 pub fn run(args: &Args) -> Result<()> {
     let chosen: Vec<Method> =
         METHODS.into_iter().filter(|m| args.only.iter().any(|name| name == m.name)).collect();
@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> Result<()> {
     for method in &chosen {
         let model = method.model()?;
         let run = |program: &Path| method.cpu_seconds(program, &model);
-        // One run of each that does not count: it fills the page cache.
+        // One warm-up run of each, not counted: it fills the page cache.
         run(&programs.base)?;
         run(&programs.ours)?;
         let mut pairs = Vec::new();
@@ -122,7 +122,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 impl Method {
-    /// The synthetic model, made now or earlier.
+    /// The synthetic model, created now or earlier.
     fn model(&self) -> Result<PathBuf> {
         let Self { layers, hidden, intermediate, .. } = *self;
         let directory = target_dir().join("synth");
@@ -215,7 +215,7 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
     )
 }
 
-/// What is said of a method whose interval does not end below the limit.
+/// The message for a method whose interval does not end below the limit.
 fn broken_promise(method: &str, pairs: usize, interval: Option<[f64; 2]>) -> Option<String> {
     match interval {
         _ if pairs < LEAST_PAIRS => Some(format!("{method}: {pairs} pairs, at least {LEAST_PAIRS}")),

@@ -1,5 +1,5 @@
-//! `cargo xtask bench-eval`: the evaluator on layers in the shape of Llama 3.2 1B with the whole head, alone, against a
-//! model, and against what was kept of it, beside transformers in float32 on the same windows, in turns.
+//! `cargo xtask bench-eval`: the evaluator on layers in the shape of Llama 3.2 1B with the full head: alone, against a
+//! model, and against a stored reference. It is compared with transformers in float32 on the same windows, in turns.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,9 +12,9 @@ use crate::support::measure::median;
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, root, target_dir};
 
-/// Any text will do: the synthetic model's tokens are bytes.
+/// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";
-/// Products of a token in a block and in the head, in the shape of the synthetic model: two operations each.
+/// Multiply-adds per token in a block and in the head, for the shape of the synthetic model: two operations each.
 const BLOCK: f64 = (2048.0 * (2048.0 + 2.0 * 512.0 + 2048.0)) + 3.0 * 2048.0 * 8192.0;
 const HEAD: f64 = 2048.0 * 128_256.0;
 
@@ -24,22 +24,22 @@ pub struct Args {
     /// Decoder blocks; the model has 16
     #[arg(long, default_value_t = 2)]
     layers: usize,
-    /// Tokens of a window
+    /// Tokens per window
     #[arg(long, default_value_t = 512)]
     window: usize,
     /// Windows
     #[arg(long, default_value_t = 8)]
     windows: usize,
-    /// Threads of both
+    /// Threads of each program
     #[arg(long, default_value_t = 2)]
     threads: usize,
     /// Rounds
     #[arg(long, default_value_t = 5)]
     repeat: usize,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
-    /// Measure an earlier program too
+    /// Also measure an earlier program
     #[arg(long)]
     before: Option<PathBuf>,
 }
@@ -135,7 +135,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of measuring, and the mean negative log-likelihood.
+/// Seconds of the evaluation, and the mean negative log-likelihood.
 fn evaluate(args: &Args, quant: &Path, model: &Path, more: &[&std::ffi::OsStr]) -> Result<(f64, f64)> {
     let mut command = Command::new(quant);
     command.arg("eval").arg(model).arg("--text").arg(root().join(TEXT)).args(more);

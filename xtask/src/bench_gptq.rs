@@ -1,11 +1,12 @@
-//! `cargo xtask bench-gptq`: one solve and one Hessian of GPTQ beside what faer takes for the products in them.
+//! `cargo xtask bench-gptq`: one solve and one Hessian of GPTQ, compared with faer's time for the matrix products in
+//! them.
 
 use anyhow::{Context, Result, ensure};
 
 use crate::support::record::{Record, typed_command};
 use crate::support::shell::{cargo, output};
 
-/// What a solve may take, in times of faer's Cholesky chain and the blocked update at 60 % of faer's rate.
+/// Time limit of a solve, as a multiple of faer's Cholesky chain plus the blocked update at 60 % of faer's rate.
 const SOLVE_LIMIT: f64 = 2.0;
 /// The share of the rate of faer's triangular product that the Hessian must reach.
 const HESSIAN_LIMIT: f64 = 0.7;
@@ -19,10 +20,10 @@ pub struct Args {
     /// Inputs and outputs of the weight
     #[arg(long, default_value_t = 4096)]
     pub side: usize,
-    /// Tokens of the batch
+    /// Tokens per batch
     #[arg(long, default_value_t = 32 * 512)]
     pub tokens: usize,
-    /// Fail when one thread is slower than promised
+    /// Fail if one thread exceeds a limit
     #[arg(long)]
     pub check: bool,
 }
@@ -30,7 +31,7 @@ pub struct Args {
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When the example cannot be built or fails, or a promise that was to be checked is broken.
+/// When the example cannot be built or fails, or when `--check` is given and a limit is exceeded.
 pub fn run(args: &Args) -> Result<()> {
     let mut body = String::new();
     let header = "threads,side,tokens,product_seconds,hessian_seconds,triangle_seconds,chain_seconds,factor_seconds,solve_seconds";
@@ -54,7 +55,7 @@ pub fn run(args: &Args) -> Result<()> {
         let (numbers, lines): (Vec<&str>, Vec<&str>) = text.lines().partition(|l| l.starts_with("csv: "));
         ensure!(numbers.len() == 1, "the example prints another form");
         let line = numbers[0].trim_start_matches("csv: ");
-        // faer runs on one thread: with more the ratios are no promise.
+        // faer runs on one thread, so the limits do not apply to more threads.
         if *threads == 1 {
             broken.extend(broken_promises(line)?);
         }
@@ -72,7 +73,7 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(args.check, &broken)
 }
 
-/// Which promises a line of the table breaks.
+/// The limits that a line of the table exceeds.
 fn broken_promises(line: &str) -> Result<Vec<String>> {
     let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let [_, _, _, product, hessian, triangle, chain, factor, solve] =
@@ -101,7 +102,7 @@ mod tests {
 
     #[test]
     fn promises_can_be_broken() {
-        // 2 s of update and 1 s of chain: a solve may take 6 s.
+        // The update takes 2 s and the chain 1 s, so a solve may take 6 s.
         let of = |hessian: f64, solve: f64| {
             broken_promises(&format!("1,4096,16384,2.4,{hessian},7,1,1,{solve}")).unwrap().len()
         };

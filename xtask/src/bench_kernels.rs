@@ -1,4 +1,4 @@
-//! `cargo xtask bench-kernels`: how near the kernels come to what the machine can do, as a record.
+//! `cargo xtask bench-kernels`: records how close the kernels come to the limits of the machine.
 
 use std::process::Command;
 
@@ -15,7 +15,7 @@ pub struct Args {
     /// Numbers of threads
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     pub threads: Vec<usize>,
-    /// The program, if it was built before
+    /// The program, if it has already been built
     #[arg(long, value_name = "PATH")]
     pub quant: Option<std::path::PathBuf>,
 }
@@ -91,7 +91,7 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
     ))
 }
 
-/// What every path of the processor reaches in registers, and what is wrong with the choice among them.
+/// The rates of each path of the processor in registers, and the warnings about the default path.
 fn peaks(report: &Value) -> Option<String> {
     let rows = report["peaks"].as_array()?.iter().map(|peak| {
         let tops = |key: &str| Some(format!("{:.2}", peak[key].as_f64()?));
@@ -105,7 +105,7 @@ fn peaks(report: &Value) -> Option<String> {
     Some(format!("{}{warnings}", table(&header, &rows)))
 }
 
-/// The caches: decoding beside memory and f16, prefill, and what appending takes.
+/// The caches: decoding as a share of memory bandwidth and relative to f16, prefill, and the cost of appending.
 fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String> {
     let mut rows: Vec<Vec<String>> = Vec::new();
     let cases = report["attention"].as_array()?;

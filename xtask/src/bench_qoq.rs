@@ -1,5 +1,5 @@
-//! `cargo xtask bench-qoq`: QoQ of a whole model in the shape of Llama 3.2 1B: the time of every step, and the peak of
-//! memory beside what `quant plan` says of it.
+//! `cargo xtask bench-qoq`: QoQ on a whole model in the shape of Llama 3.2 1B: the time of each step, and the peak
+//! memory compared with the prediction of `quant plan`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use crate::support::measure;
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, root, target_dir};
 
-/// Any text will do: the synthetic model's tokens are bytes.
+/// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";
 const PRESET: &str = "qoq-w4a8kv4";
 
@@ -25,21 +25,21 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     samples: usize,
-    /// Tokens of a window
+    /// Tokens per window
     #[arg(long, default_value_t = 512)]
     seq_len: usize,
     /// Threads of the program
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
-    /// Fail when memory grows with the layers, or beyond what the plan says
+    /// Fail if memory grows with the number of layers, or exceeds the prediction of the plan
     #[arg(long)]
     check: bool,
 }
 
-/// How much more the deeper model may take: buffers of names and statistics, not weights.
+/// Additional bytes allowed for the deeper model: buffers of names and statistics, not weights.
 const GROWTH_LIMIT: f64 = 1.05;
 
 /// One run.
@@ -48,7 +48,7 @@ struct Run {
     seconds: f64,
     peak: u64,
     planned: u64,
-    /// Name and seconds of every step.
+    /// Name and seconds of each step.
     steps: Vec<(String, f64)>,
 }
 
@@ -143,7 +143,7 @@ fn measure(args: &Args, quant: &Path, layers: usize) -> Result<Run> {
     command.arg("--calibration").arg(root().join(TEXT));
     let (usage, printed) = measure::run_with_output(&mut command)?;
     remove_dir(&out)?;
-    // Warnings may stand before it.
+    // Warnings may precede it.
     let json = printed.find("\n{").map_or(0, |at| at + 1);
     let summary: Value = serde_json::from_str(&printed[json..]).context("the summary is no JSON")?;
     let steps = summary["steps"].as_array().context("the summary tells no steps")?;

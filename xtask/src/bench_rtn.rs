@@ -1,10 +1,10 @@
-//! `cargo xtask bench-rtn`: how close RTN of a synthetic checkpoint comes to the disk's own work.
+//! `cargo xtask bench-rtn`: how close RTN of a synthetic checkpoint comes to the speed of the disk.
 //!
-//! Baseline and program alternate within one run: read, hash and write the same number of bytes
-//! with fsync on one thread; then `quant quantize --method rtn`. The record holds medians, their
-//! ratio and the program's peak memory, for each thread count asked for, and the arithmetic alone:
-//! rounding and packing in memory, by the example `rtn_throughput`. With `--scheme` another scheme is
-//! written, and the baseline reads back what it wrote, as the program does.
+//! Baseline and program alternate within one run. The baseline reads, hashes and writes the same number of bytes with
+//! fsync on one thread; the program is `quant quantize --method rtn`. The record holds medians, their ratio and the
+//! program's peak memory for each requested thread count. It also holds the arithmetic alone: rounding and packing in
+//! memory, by the example `rtn_throughput`. With `--scheme` another scheme is written, and the baseline reads its
+//! output back, as the program does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,11 +18,11 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{self, cargo, directory_bytes, output, remove_dir, target_dir};
 use crate::synth;
 
-/// Wall time over the baseline's that the project promises not to exceed.
+/// Maximum ratio of the program's wall time to the baseline's.
 const RATIO_LIMIT: f64 = 1.5;
-/// The same of floating-point schemes, over the baseline that reads back what it wrote.
+/// The same for floating-point schemes, whose baseline reads its output back.
 const FLOAT_RATIO_LIMIT: f64 = 1.3;
-/// Peak resident memory that the project promises not to exceed, in bytes.
+/// Maximum peak resident memory, in bytes.
 pub const PEAK_LIMIT: u64 = 1_200_000_000;
 
 /// What to measure.
@@ -37,13 +37,13 @@ pub struct Args {
     /// Thread counts to measure
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
     pub threads: Vec<usize>,
-    /// Write this scheme, whose baseline reads back what it wrote (record `rtn-floats`), not 4 bits
+    /// Write this scheme instead of 4 bits; the baseline then reads back its output (record `rtn-floats`)
     #[arg(long)]
     pub scheme: Option<String>,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     pub quant: Option<PathBuf>,
-    /// Fail when a promise is broken (time ratio 1.5, with `--scheme` 1.3; memory 1.2 GB)
+    /// Fail if a limit is exceeded (time ratio 1.5, with `--scheme` 1.3; memory 1.2 GB)
     #[arg(long)]
     pub check: bool,
 }
@@ -65,7 +65,7 @@ pub fn run(args: &Args) -> Result<()> {
     let out = scratch.join("rtn-out");
 
     let input_bytes = weight_bytes(&model)?;
-    // One run to learn the output's size; it also warms the page cache for both sides.
+    // One run to learn the output's size; it also warms the page cache for both programs.
     let scheme = args.scheme.as_deref();
     quantize(&quant, &model, &out, args.threads[0], scheme)?;
     let output_bytes = directory_bytes(&out)?;
@@ -183,7 +183,7 @@ fn csv(layers: usize, runs: &[Run]) -> Vec<String> {
     lines
 }
 
-/// The synthetic model of so many layers in 1B shape, made now or earlier.
+/// The synthetic model with this many layers in the shape of a 1B Llama, created now or earlier.
 pub fn synthetic_model(layers: usize) -> Result<PathBuf> {
     let out = target_dir().join("synth").join(format!("llama-{layers}l-bf16"));
     if !out.is_dir() {
@@ -204,7 +204,7 @@ pub fn synthetic_model(layers: usize) -> Result<PathBuf> {
     Ok(out)
 }
 
-/// The program to measure: the one given, or ours in release.
+/// The program to measure: the given one, or the release build.
 pub fn quant_binary(given: Option<&Path>) -> Result<PathBuf> {
     if let Some(path) = given {
         return Ok(std::path::absolute(path)?);

@@ -1,8 +1,8 @@
-//! `cargo xtask book`: the documentation as a site, made by mdBook of the Markdown that is there.
+//! `cargo xtask book`: builds the documentation site with mdBook from the existing Markdown.
 //!
-//! Pages link to each other as they lie in the repository, and some link out of `docs/`: to records, to sources. So all
-//! documents are copied with their places, `docs/SUMMARY.md` is written anew from their common root, records are added to
-//! it, and what a page links to is copied too. Links of the finished site are followed.
+//! Pages link to each other by their paths in the repository, and some link out of `docs/`, to records or sources. So
+//! all documents are copied with their paths, `docs/SUMMARY.md` is rewritten relative to the common root with the
+//! records added, and the targets of links are copied too. Finally, the links of the finished site are checked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -13,13 +13,13 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::support::shell::{output, remove_dir, root, run as execute, target_dir, tool};
 
 const MDBOOK: &str = "0.5.4";
-/// Where records lie.
+/// The directory of records.
 const RECORDS: &str = "benchmarks/record";
 
-/// Builds the site into `target/book/html` and follows its links.
+/// Builds the site into `target/book/html` and checks its links.
 ///
 /// # Errors
-/// When mdBook cannot be had or fails, or a link leads nowhere.
+/// When mdBook cannot be installed or fails, or a link is broken.
 pub fn run() -> Result<()> {
     let book = target_dir().join("book");
     if book.exists() {
@@ -33,13 +33,13 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Files of the repository below a directory, by `git`.
+/// Files of the repository below a directory, listed by `git`.
 fn tracked(pattern: &str) -> Result<Vec<PathBuf>> {
     let list = output(Command::new("git").current_dir(root()).args(["ls-files", "--", pattern]))?;
     Ok(list.lines().map(PathBuf::from).collect())
 }
 
-/// Copies what the book is made of.
+/// Copies the sources of the book.
 fn stage(book: &Path) -> Result<()> {
     let source = book.join("src");
     std::fs::create_dir_all(&source)?;
@@ -60,7 +60,7 @@ fn stage(book: &Path) -> Result<()> {
     write(&source.join("SUMMARY.md"), &summary(&pages)?)
 }
 
-/// The summary seen from the root, with a line for every record.
+/// The summary relative to the root, with a line for every record.
 fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     let text = read(&root().join("docs/SUMMARY.md"))?;
     let mut text = with_links(&text, |link| {
@@ -75,7 +75,7 @@ fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     }
     let mut lines = String::new();
     for (kind, mut records) in by_kind {
-        // The newest first.
+        // Newest first.
         records.reverse();
         for record in records {
             let day: String = record
@@ -91,7 +91,8 @@ fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     Ok(text)
 }
 
-/// What a link of a page becomes. Directories of records become their newest; files of other kinds are copied.
+/// Rewrites a link of a page. A link to a directory of records becomes a link to its newest record; files of other
+/// kinds are copied.
 fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) -> Result<String> {
     if link.contains("://") || link.starts_with('#') || link.starts_with("mailto:") {
         return Ok(link.to_owned());
@@ -100,7 +101,7 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     let base = page.parent().unwrap_or(Path::new(""));
     let target = normal(&base.join(path)).with_context(|| format!("{link} leaves the repository"))?;
     if pages.contains(&target) {
-        // So mdBook names them.
+        // mdBook uses this name.
         return Ok(link.replace("README.md", "index.md"));
     }
     let on_disk = root().join(&target);
@@ -110,7 +111,7 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
         let within = |p: &&PathBuf| p.parent() == Some(&target) && p.extension().is_some_and(|e| e == "md");
         return match pages.iter().rfind(within) {
             Some(newest) => Ok(format!("{back}{}{anchor}", newest.display())),
-            // Of a directory of sources the page of its name in a file browser would be shown: there is none here.
+            // A file browser would show a page for a directory of sources; the site has none.
             None => Ok(String::new()),
         };
     }
@@ -121,10 +122,10 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     Ok(link.to_owned())
 }
 
-/// A text whose links, outside of code, are replaced; where nothing takes a link's place, its words stay alone.
+/// A text with all links outside code replaced; an empty replacement leaves only the link's text.
 fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(text.len());
-    // Marks of `code` in the paragraph, which may go on in the next line: inside there are no links.
+    // Backticks in the paragraph so far. A code span may continue on the next line, and contains no links.
     let (mut is_code, mut marks) = (false, 0);
     for line in text.split_inclusive('\n') {
         let is_fence = line.trim_start().starts_with("```");
@@ -165,7 +166,7 @@ fn with_links(text: &str, mut replace: impl FnMut(&str) -> Result<String>) -> Re
     Ok(out)
 }
 
-/// A path without `.` and `..`; nothing where it leaves the root.
+/// A path without `.` and `..`; `None` if it leaves the root.
 fn normal(path: &Path) -> Option<PathBuf> {
     let mut parts = Vec::new();
     for part in path.components() {
@@ -188,13 +189,13 @@ fn write(path: &Path, text: &str) -> Result<()> {
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Follows every link of a site within it; how many there are.
+/// Checks every link within a site and returns their number.
 fn follow(html: &Path) -> Result<usize> {
     let mut pages = BTreeMap::new();
     collect(html, html, &mut pages)?;
     let (mut followed, mut broken) = (0, Vec::new());
     for (page, text) in &pages {
-        // What mdBook adds around a page for printers and old browsers is left out.
+        // The pages that mdBook adds for printing and old browsers are skipped.
         if page.ends_with("print.html") || page.ends_with("404.html") || page.ends_with("toc.html") {
             continue;
         }

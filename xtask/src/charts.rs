@@ -1,6 +1,7 @@
-//! `cargo xtask charts`: the pictures of the documentation, drawn from records.
+//! `cargo xtask charts`: draws the documentation's charts from records.
 //!
-//! SVG with a background of its own, so that a page may be light or dark. A test draws them again and compares.
+//! The SVG files have their own background, so that they fit light and dark pages. A test draws them again and
+//! compares.
 
 mod svg;
 
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use self::svg::{Bars, Point, Scatter, Series};
 use crate::support::shell::root;
 
-/// Where pictures lie.
+/// The directory of the charts.
 const IMAGES: &str = "docs/images";
 const QUALITY: &str = "benchmarks/record/quality/2026-11-22-amd-epyc-2cpu.csv";
 const FLOATS: &str = "benchmarks/record/floats/2026-11-25-amd-epyc-2cpu.csv";
@@ -21,10 +22,10 @@ const MODELS: &str = "benchmarks/record/peers-models/2026-11-23-amd-epyc-2cpu.cs
 const AWQ_SPEED: &str = "benchmarks/record/peers-awq-speed/2026-11-22-amd-epyc-2cpu.csv";
 const GPTQ_SPEED: &str = "benchmarks/record/peers-gptq-speed/2026-11-23-amd-epyc-2cpu.csv";
 
-/// Draws all pictures.
+/// Draws all charts.
 ///
 /// # Errors
-/// When a record lacks something, or a picture cannot be written.
+/// When a record lacks a value, or a chart cannot be written.
 pub fn run() -> Result<()> {
     let images = root().join(IMAGES);
     std::fs::create_dir_all(&images).with_context(|| format!("cannot make {}", images.display()))?;
@@ -36,7 +37,7 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Every picture by its file's name.
+/// Every chart by its file name.
 fn pictures() -> Result<Vec<(&'static str, String)>> {
     Ok(vec![
         ("kl-by-size.svg", kl_by_size()?),
@@ -45,7 +46,7 @@ fn pictures() -> Result<Vec<(&'static str, String)>> {
     ])
 }
 
-/// The rows of a record that `keep` lets through, each by its columns' names.
+/// The rows of a record that pass `keep`, each as a map from column names.
 fn rows(record: &str, keep: &[(&str, &str)]) -> Result<Vec<BTreeMap<String, String>>> {
     let path = root().join(record);
     read(&path, keep).with_context(|| format!("{} is not as this program reads it", path.display()))
@@ -166,7 +167,7 @@ fn tokens_per_second() -> Result<String> {
     .draw())
 }
 
-/// Seconds that quantizing takes.
+/// Quantization time in seconds.
 fn time_to_quantize() -> Result<String> {
     let mut awq = Vec::new();
     for (who, label) in

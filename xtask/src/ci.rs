@@ -1,7 +1,7 @@
-//! `cargo xtask ci`: everything that must hold before a change is merged, each step timed.
+//! `cargo xtask ci`: everything that must pass before a change is merged, with the time of each step.
 //!
-//! One profile for everything that is compiled, so the dependencies are built once for the tests
-//! and once as metadata for clippy and the documentation.
+//! Everything is compiled with one profile, so the dependencies are built once for the tests, and once as metadata for
+//! clippy and the documentation.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,15 +12,15 @@ use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool}
 use crate::support::steps::Steps;
 use crate::{cuda, interop, outside, python, sanitize};
 
-/// The README's second command, word for word.
+/// The README's second command, verbatim.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
-/// The environment variable through which tests are told where to note what they skip.
+/// The environment variable that names the file in which tests record what they skip.
 const SKIP_LOG: &str = "QUANT_SKIP_LOG";
 /// The feature that fetches models and texts from a hub.
 const HUB: &str = "quant-cli/hub";
 const CARGO_DENY: &str = "0.20.2";
 
-/// Which steps.
+/// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Run these steps only: test, fmt, clippy, doc, deny, python, interop, outside, sanitize, cuda
@@ -28,10 +28,10 @@ pub struct Args {
     pub only: Vec<String>,
 }
 
-/// Runs the steps in order and prints what each took.
+/// Runs the steps in order and prints the time of each.
 ///
 /// # Errors
-/// When a step failed; the others ran nonetheless.
+/// When a step failed; the other steps still ran.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
     let fetched = args.only.is_empty().then(|| std::thread::spawn(fetch));
@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
         let _ = fetched.join();
     }
     steps.step("python", python::run);
-    // Its readers compute on one core for most of their time.
+    // Its readers compute on one core most of the time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.beside("interop", interop.arg("interop"), |steps| {
         steps.step("outside", outside::run);
@@ -56,24 +56,24 @@ pub fn run(args: &Args) -> Result<()> {
     steps.finish()
 }
 
-/// Downloads what later steps need, while the first compiles. What cannot be had is fetched again, and its failure
-/// reported, by the step that needs it.
+/// Downloads what later steps need while the first step compiles. A failed download is repeated by the step that needs
+/// it, which then reports the failure.
 fn fetch() {
     interop::fetch();
     let _ = cuda::fetch();
     python::fetch();
 }
 
-/// The program with the feature `hub`, tested against a hub of its own. Its client takes minutes to compile, and seldom
-/// changes: every change is only linted with it.
+/// Tests the program with the feature `hub` against a local hub. The hub client takes minutes to compile and seldom
+/// changes, so ordinary changes are only linted with it.
 ///
-/// The whole workspace is named so that what it shares with the tests before is taken as built
-/// (`tests/Cargo.toml` sees to it); only the client and its dependencies are new.
+/// The command names the whole workspace so that the artifacts of the earlier tests are reused (`tests/Cargo.toml`
+/// ensures this); only the client and its dependencies are compiled.
 pub fn hub() -> Result<()> {
     execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]))
 }
 
-/// Everything without the features that are off and, the client's metadata added, with them.
+/// Lints everything without the optional features, and then with them, which adds the client's metadata.
 fn clippy() -> Result<()> {
     let lint = |features: &[&str]| {
         let all = ["clippy", "--workspace", "--all-targets"];
@@ -82,7 +82,7 @@ fn clippy() -> Result<()> {
     lint(&[]).and(lint(&["--features", HUB, "--features", cuda::C_FEATURE]))
 }
 
-/// The workspace's tests; fails also when some were skipped although what they need is there.
+/// Runs the workspace's tests; also fails if some were skipped although their requirements are available.
 pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     let log = target_dir().join("xtask/skipped-tests.log");
     std::fs::create_dir_all(log.parent().context("the log has a directory")?)?;
@@ -97,10 +97,10 @@ pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     outcome
 }
 
-/// Prints what was skipped.
+/// Prints the skipped tests.
 ///
 /// # Errors
-/// When something was, although the shared models and texts are there.
+/// When a test was skipped although the shared models and texts are available.
 pub fn judge_skips(skipped: &str, shared: Option<PathBuf>) -> Result<()> {
     let lines: Vec<&str> = skipped.lines().filter(|l| l.starts_with("SKIPPED")).collect();
     for line in &lines {
@@ -121,7 +121,7 @@ pub fn judge_skips(skipped: &str, shared: Option<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// cargo-deny on the whole tree.
+/// Runs cargo-deny on the whole tree.
 pub fn deny(checks: &[&str]) -> Result<()> {
     let mut command = Command::new(tool("cargo-deny", CARGO_DENY)?);
     command.current_dir(crate::support::shell::root());

@@ -1,9 +1,10 @@
-//! `cargo xtask cuda`: the CUDA kernels without a GPU, compiled for every architecture and held to registers and instructions.
+//! `cargo xtask cuda`: tests the CUDA kernels without a GPU. They are compiled for every architecture and checked
+//! against their budgets of registers and instructions.
 //!
-//! The run-time compiler and the disassembler come from PyPI, into an environment of their own under `target/`; they are
-//! under NVIDIA's licence and no part of what is shipped. The workspace's tests of these kernels run once more with
-//! them, and what they leave out then is a failure; then those of their C interface, with the feature that it is.
-//! `cargo xtask nightly` compiles all variants, and the adapter of candle, for which nvcc is installed beside them.
+//! The run-time compiler and the disassembler come from PyPI and are installed into their own environment under
+//! `target/`. They are under NVIDIA's license and not part of any release. The workspace's tests of these kernels run
+//! once more with them, and a skipped test is now a failure. The tests of the C interface follow, with its CUDA feature
+//! enabled. `cargo xtask nightly` compiles all variants and the candle adapter, for which nvcc is installed as well.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,40 +14,40 @@ use anyhow::{Context, Result, ensure};
 use crate::ci::TEST_COMMAND;
 use crate::support::shell::{cargo, output, remove_dir, root, run as execute, run_both, target_dir};
 
-/// What is installed: the compiler with its own parts, the newest disassemblers that read its code.
+/// The installed packages: the compiler with its parts, and the newest disassemblers that read its code.
 const PACKAGES: [&str; 3] =
     ["cuda-toolkit[nvrtc]==13.0.2", "nvidia-cuda-cuobjdump==13.2.78", "nvidia-cuda-nvdisasm==13.2.78"];
-/// nvcc with its own parts, and the headers that candle's kernels are built with.
+/// nvcc with its parts, and the headers that candle's kernels need.
 const NVCC_PACKAGES: [&str; 1] = ["cuda-toolkit[nvcc,nvvm,crt,cudart,cccl,nvrtc]==13.0.2"];
-/// What candle's build is told about where CUDA is.
+/// The variables that tell candle's build where CUDA is.
 const NVCC_PLACES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// Where tests find the disassembler.
+/// The variable that tells tests where the disassembler is.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
-/// Where tests find a library in the place of the driver's.
+/// The variable that tells tests where a stand-in for the driver's library is.
 const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
-/// With this set, tests fail where the compiler is missing.
+/// If this variable is set, tests fail when the compiler is missing.
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
-/// Where the run-time compiler is looked for.
+/// The variable that names the directory of the run-time compiler.
 const COMPILER: &str = "QUANT_NVRTC";
-/// With this set, all variants are compiled for all architectures.
+/// If this variable is set, all variants are compiled for all architectures.
 const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The test of the program with `--device cuda`.
 const PROGRAM_TEST: &str = "cuda";
-/// Those among them that take as long as all others together.
+/// The tests that take as long as all others together.
 const LINEAR_TESTS: &str = "linear";
-/// Those among them that need candle's CUDA.
+/// The tests that need candle's CUDA.
 const CANDLE_TESTS: &str = "candle";
-/// The feature of the C library by which it has these kernels, and its tests.
+/// The feature of the C library that enables these kernels and their tests.
 pub const C_FEATURE: &str = "quant-kernels-c/cuda";
 const C_TESTS: &str = "cuda_interface";
-/// What the C library is built to, with the feature and without.
+/// The files that the C library is built into, with and without the feature.
 const C_LIBRARY: [&str; 3] = ["libquant_kernels.a", "libquant_kernels.so", "libquant_kernels.rlib"];
 
 /// Downloads the compiler.
 ///
 /// # Errors
-/// When it cannot be had.
+/// When the download fails.
 pub fn fetch() -> Result<()> {
     toolkit().map(drop)
 }
@@ -54,9 +55,9 @@ pub fn fetch() -> Result<()> {
 /// Runs the tests.
 ///
 /// # Errors
-/// When the compiler cannot be had, or a test fails.
+/// When the compiler is not available, or a test fails.
 pub fn run() -> Result<()> {
-    // The whole workspace is named so that what the tests before have built is taken.
+    // The command names the whole workspace so that the artifacts of the earlier tests are reused.
     let suites = |chosen: &[&str], arguments: &[&str]| {
         let mut command = cargo(&TEST_COMMAND);
         for name in chosen {
@@ -66,12 +67,12 @@ pub fn run() -> Result<()> {
         command
     };
     let names = test_names(&root().join(TESTS))?;
-    // Cargo refuses to be asked for tests whose feature is off.
+    // Cargo rejects the names of tests whose feature is disabled.
     let names = names.iter().map(String::as_str).filter(|name| *name != CANDLE_TESTS);
     let names: Vec<&str> = names.chain([PROGRAM_TEST]).collect();
     let stand_in = stand_in()?;
     execute(&mut suites(&names, &["--no-run"]))?;
-    // The compiler takes one program at a time within a process, so two processes use two cores.
+    // Within a process, the compiler handles one program at a time, so two processes use two cores.
     let (long, others): (Vec<&str>, Vec<&str>) = names.into_iter().partition(|name| *name == LINEAR_TESTS);
     let (mut long, mut others) = (suites(&long, &[]), suites(&others, &[]));
     for command in [&mut long, &mut others] {
@@ -79,7 +80,7 @@ pub fn run() -> Result<()> {
     }
     run_both(&mut others, &mut long)?;
 
-    // Cargo takes the library as it finds it for the one that it built last with these features.
+    // Cargo assumes that an existing library was built with these features, so it is removed.
     for name in C_LIBRARY {
         let built = target_dir().join("debug/deps").join(name);
         if built.exists() {
@@ -91,10 +92,10 @@ pub fn run() -> Result<()> {
     execute(with_toolkit(&mut command)?.env(STAND_IN, &stand_in))
 }
 
-/// Compiles all listed variants for all architectures, which the tests deal out.
+/// Compiles all listed variants for all architectures; the tests share them out.
 ///
 /// # Errors
-/// When one does not compile as it must.
+/// When a variant does not compile as required.
 pub fn every_variant() -> Result<()> {
     let mut command = cargo(&TEST_COMMAND);
     command.args(["--test", "compile"]);
@@ -102,11 +103,11 @@ pub fn every_variant() -> Result<()> {
     execute(&mut command)
 }
 
-/// Compiles the adapter of candle, and candle's own CUDA with it, as far as that goes without a driver: nothing is linked.
-/// It has a target directory of its own, so that no other build meets candle's feature.
+/// Compiles the candle adapter, with candle's own CUDA code, as far as possible without a driver: nothing is linked. It
+/// uses its own target directory, so that candle's feature does not affect any other build.
 ///
 /// # Errors
-/// When nvcc cannot be had, or the adapter does not compile without a warning.
+/// When nvcc is not available, or the adapter does not compile without warnings.
 pub fn candle() -> Result<()> {
     let toolkit = installed("cuda-nvcc-venv", &NVCC_PACKAGES, &["bin/nvcc", "include", "lib"])?;
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -114,7 +115,7 @@ pub fn candle() -> Result<()> {
         .context("a path cannot be put in PATH")?;
     let mut command = cargo(&["clippy", "-p", "quant-kernels-cuda", "--features", "candle", "--all-targets"]);
     command.arg("--target-dir").arg(target_dir().join("xtask/candle-cuda")).args(["--", "-D", "warnings"]);
-    // For which device candle's kernels are made is asked of one where this does not say.
+    // Without this variable, candle's build queries a device for the architecture of its kernels.
     command.env("PATH", path).env("CUDA_COMPUTE_CAP", "80");
     for place in NVCC_PLACES {
         command.env(place, &toolkit);
@@ -122,7 +123,7 @@ pub fn candle() -> Result<()> {
     execute(&mut command)
 }
 
-/// A directory with a library in the place of the driver's.
+/// A directory with a stand-in for the driver's library.
 fn stand_in() -> Result<PathBuf> {
     execute(&mut cargo(&["build", "-p", "quant-cuda-stand-in"]))?;
     let directory = target_dir().join("xtask/cuda-stand-in");
@@ -133,16 +134,16 @@ fn stand_in() -> Result<PathBuf> {
     Ok(std::path::absolute(directory)?)
 }
 
-/// A command that finds the compiler and the disassembler, and whose tests do not do without.
+/// Lets a command find the compiler and the disassembler, and makes its tests require them.
 ///
 /// # Errors
-/// When they cannot be had.
+/// When they are not available.
 pub fn with_toolkit(command: &mut Command) -> Result<&mut Command> {
     let toolkit = toolkit()?;
     Ok(command.env(COMPILER, toolkit.join("lib")).env(PROGRAMS, toolkit.join("bin")).env(REQUIRED, "1"))
 }
 
-/// Cargo's names of the integration tests in a directory.
+/// The cargo names of the integration tests in a directory.
 fn test_names(directory: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     let list =
@@ -163,12 +164,13 @@ fn test_names(directory: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The directory with `lib` and `bin`, installed unless it is there.
+/// The directory with `lib` and `bin`, installed if it is missing.
 fn toolkit() -> Result<PathBuf> {
     installed("cuda-venv", &PACKAGES, &["lib", "bin/nvdisasm"])
 }
 
-/// The directory of CUDA's packages in an environment of that name, installed unless they are there; it must have these parts.
+/// The directory of CUDA's packages in the environment of this name, installed if it is missing. It must contain these
+/// parts.
 fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(name);
     let python = directory.join("bin/python");
@@ -188,7 +190,7 @@ fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
     for part in parts {
         ensure!(toolkit.join(part).exists(), "the packages of CUDA have no {part}");
     }
-    // Only now is it finished.
+    // The name appears only when the installation is complete.
     std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;
     Ok(std::path::absolute(toolkit)?)
 }

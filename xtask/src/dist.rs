@@ -1,7 +1,7 @@
-//! `cargo xtask dist`: one binary that runs on a bare Linux, tried where there is nothing else.
+//! `cargo xtask dist`: one binary that runs on a bare Linux system, tested in an empty root.
 //!
-//! Linked statically against glibc. What static glibc cannot do without shared libraries at run
-//! time (name services such as host look-ups) must not be needed by what the binary does.
+//! It is linked statically against glibc. A few functions of static glibc need shared libraries at run time (name
+//! services such as host look-ups); the binary must not use them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,24 +10,24 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{self, cargo, display, output, succeeds, target_dir};
 
-/// How to build.
+/// Build options.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Try the binary of an earlier build
+    /// Test the binary of an earlier build
     #[arg(long)]
     pub no_build: bool,
 }
 
-/// Builds, tries and describes the binary.
+/// Builds, tests and describes the binary.
 ///
 /// # Errors
 /// When it cannot be built, is linked dynamically, or fails in the empty root.
 pub fn run(args: &Args) -> Result<()> {
     let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     if !args.no_build {
-        // With an explicit --target the flags spare build scripts and procedural macros.
+        // With an explicit --target, the flags do not apply to build scripts and procedural macros.
         let mut build = cargo(&["build", "--release", "--locked", "-p", "quant-cli", "--target", &target]);
-        // Random seeds come from the system call alone: an empty root has no /dev/urandom to fall back on.
+        // Random seeds come from the system call alone: an empty root has no /dev/urandom as a fallback.
         let flags = "-C target-feature=+crt-static --cfg getrandom_backend=\"linux_getrandom\"";
         shell::run(build.env("RUSTFLAGS", flags))?;
     }
@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
     println!("{version}");
     let help = in_empty_root(root.path(), &["--help"])?;
     if help.lines().any(|l| l.trim_start().starts_with("demo")) {
-        // The demonstration writes its checkpoints to the directory for temporary files.
+        // The demo writes its checkpoints to the directory for temporary files.
         std::fs::create_dir(root.path().join("tmp"))?;
         let quick = in_empty_root(root.path(), &["demo", "--help"])?.contains("--quick");
         let demo: &[&str] = if quick { &["demo", "--quick"] } else { &["demo"] };
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Whether the binary asks for no interpreter; prints what the system's tools say of it.
+/// Checks that the binary requests no interpreter, and prints the output of the system's tools about it.
 fn is_static(binary: &Path) -> Result<bool> {
     for tool in ["file", "ldd"] {
         if let Ok(said) = Command::new(tool).arg(binary).output() {
@@ -85,11 +85,11 @@ fn has_interpreter(elf: &[u8]) -> Option<bool> {
     Some(found)
 }
 
-/// Runs `/quant` with `root` as the whole file system.
+/// Runs `/quant` with `root` as the root directory.
 fn in_empty_root(root: &Path, args: &[&str]) -> Result<String> {
     let chroot = ["/usr/sbin/chroot", "/sbin/chroot", "/usr/bin/chroot"].iter().map(PathBuf::from);
     let chroot = chroot.into_iter().find(|p| p.is_file()).context("chroot is not installed")?;
-    // Root may change its root; others may in a user namespace of their own.
+    // Root may change its root directory; other users can in a user namespace.
     let mut command = if succeeds(Command::new(&chroot).arg("/").arg("/bin/true")) {
         Command::new(&chroot)
     } else {

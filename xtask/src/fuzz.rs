@@ -1,7 +1,7 @@
-//! `cargo xtask fuzz`: the targets of `fuzz/` under libFuzzer and AddressSanitizer.
+//! `cargo xtask fuzz`: runs the targets of `fuzz/` under libFuzzer and AddressSanitizer.
 //!
-//! What is found lies in `target/fuzz/artifacts`; an input worth keeping goes to `fuzz/corpus/TARGET`, where the
-//! tests on stable Rust take it.
+//! Findings are written to `target/fuzz/artifacts`. Inputs worth keeping go to `fuzz/corpus/TARGET`, where the tests on
+//! stable Rust read them.
 
 use anyhow::{Context, Result};
 
@@ -9,21 +9,21 @@ use crate::support::shell::{root, run as execute, target_dir, tool};
 
 const CARGO_FUZZ: &str = "0.13.2";
 
-/// Which targets, and how long.
+/// The targets, and how long to run them.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Run these targets only
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
-    /// Seconds of each
+    /// Seconds per target
     #[arg(long, default_value_t = 60)]
     pub seconds: u32,
 }
 
-/// Runs the targets one after another.
+/// Runs the targets in sequence.
 ///
 /// # Errors
-/// When one finds something, or cannot be built.
+/// When a target finds something, or cannot be built.
 pub fn run(args: &Args) -> Result<()> {
     let program = tool("cargo-fuzz", CARGO_FUZZ)?;
     let made = target_dir().join("fuzz");
@@ -34,20 +34,20 @@ pub fn run(args: &Args) -> Result<()> {
         }
         let mut command = std::process::Command::new(&program);
         command.current_dir(root()).args(["fuzz", "run", "--fuzz-dir", "fuzz/libfuzzer", target]).arg(grown);
-        // Inputs that are kept in the repository, where there are any.
+        // Inputs kept in the repository, if any.
         let kept = root().join("fuzz/corpus").join(target);
         command.args(Some(kept).filter(|dir| dir.is_dir()));
         command.args(["--", "-max_len=1024", "-timeout=20", "-print_final_stats=1"]);
         command.arg(format!("-max_total_time={}", args.seconds));
         command.arg(format!("-artifact_prefix={}/", artifacts.display()));
-        // The sanitizer and the counters of coverage are flags of nightly's.
+        // The sanitizer and the coverage counters need nightly flags.
         command.env("RUSTC_BOOTSTRAP", "1").env("CARGO_TARGET_DIR", &made);
         execute(&mut command)?;
     }
     Ok(())
 }
 
-/// Their names: a file each.
+/// The names of the targets: one file each.
 fn targets() -> Result<Vec<String>> {
     let folder = root().join("fuzz/libfuzzer/fuzz_targets");
     let files = std::fs::read_dir(&folder).with_context(|| format!("cannot list {}", folder.display()))?;

@@ -1,4 +1,4 @@
-//! `cargo xtask gate-trials`: how often the accuracy gate errs on a real model.
+//! `cargo xtask gate-trials`: measures the error rates of the accuracy gate on a real model.
 
 use std::process::Command;
 
@@ -8,21 +8,21 @@ use serde_json::Value;
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{output, root, shared_dir};
 
-/// Of trials with a planted regression the gate must fail this share at least.
+/// The gate must fail at least this share of the trials with a planted regression.
 const POWER: f64 = 0.8;
-/// Of trials without one it may fail this share at most.
+/// The gate may fail at most this share of the trials without one.
 const FALSE_FAILURES: f64 = 0.05;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Model, of those beside the project
+    /// Model, from those beside the checkout
     #[arg(long, default_value = "books-7m")]
     model: String,
-    /// Text, of those beside the project
+    /// Text, from those beside the checkout
     #[arg(long, default_value = "books_valid.txt")]
     text: String,
-    /// Fail when the gate errs more often than promised
+    /// Fail if an error rate exceeds its limit
     #[arg(long)]
     check: bool,
 }

@@ -1,8 +1,9 @@
-//! `cargo xtask gpu`: one directory that is carried to a machine with a GPU and without Rust, and proves and measures there.
+//! `cargo xtask gpu`: makes a directory to carry to a machine that has a GPU but no Rust, and to test and benchmark the
+//! kernels there.
 //!
-//! The tests of the kernels are programs already: their launches go to the interpreter here and to the GPU there. So they
-//! are run here first, which fills a directory with the PTX that the interpreter ran; machine code for what is measured
-//! is compiled beside it. `benchmarks/gpu/run.sh` is what is called there.
+//! The tests of the kernels are ordinary programs: their launches go to the interpreter here and to the GPU there. They
+//! run here first, which fills a directory with the PTX that the interpreter executed; machine code for the benchmarked
+//! kernels is compiled next to it. On the other machine, call `benchmarks/gpu/run.sh`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,22 +17,22 @@ use crate::support::shell::{
     cargo, directory_bytes, output, remove_dir, root, run as execute, succeeds, target_dir,
 };
 
-/// Where the directory is made, and for what.
+/// Where to make the directory, and for which architectures.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// The directory, which must not hold anything else [default: target/gpu]
+    /// The directory, which must not contain anything else [default: target/gpu]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Architectures that measured kernels are compiled for
+    /// Architectures to compile the benchmarked kernels for
     #[arg(long, value_delimiter = ',', default_value = "sm_80,sm_86,sm_89,sm_90,sm_120")]
     pub architectures: Vec<String>,
 }
 
-/// A test program, and what of it needs the interpreter: counters, chosen orders, faults told apart.
+/// A test program, and the tests in it that need the interpreter: counters, chosen orders, distinguished faults.
 struct Test {
     name: &'static str,
     skips: &'static [&'static str],
-    /// What compute-sanitizer looks at, for it is slow.
+    /// The tests to run under compute-sanitizer, which is slow.
     sanitized: &'static [&'static str],
 }
 
@@ -59,21 +60,22 @@ const TESTS: [Test; 5] = [
     },
     Test { name: "device", skips: &["on_a_stand_in"], sanitized: &["calls_of_linears_are_launched"] },
 ];
-/// What measures, of which package, and what compiles kernels for it ahead.
+/// The package and program of the benchmark, and the program that precompiles kernels for it.
 const BENCH: [&str; 2] = ["quant-cli", "quant"];
 const IMAGES: &str = "measure_images";
 const PACKAGE: &str = "quant-kernels-cuda";
-/// Beside the images: they are taken before a compiler is asked (`quant_kernels_cuda::image_cache::ANY_COMPILER`).
+/// A file beside the images: they are used without asking for a compiler
+/// (`quant_kernels_cuda::image_cache::ANY_COMPILER`).
 const ANY_COMPILER: &str = "any-compiler";
-/// What is copied from here.
+/// The directory of the scripts to copy.
 const SCRIPTS: &str = "benchmarks/gpu";
-/// A directory with this in it was made by us.
+/// A directory that contains this file was made by this command.
 const MARK: &str = "run.sh";
 
 /// Makes the directory.
 ///
 /// # Errors
-/// When something cannot be built, a test fails here, or the directory holds something else.
+/// When something cannot be built, a test fails here, or the directory contains something else.
 pub fn run(args: &Args) -> Result<()> {
     let out = args.out.clone().unwrap_or_else(|| target_dir().join("gpu"));
     let is_ours = out.join(MARK).is_file();
@@ -115,7 +117,7 @@ pub fn run(args: &Args) -> Result<()> {
         test.sanitized.iter().map(|one| format!("{} {one}\n", test.name)).collect()
     };
     fs::write(out.join("tests/sanitized.txt"), TESTS.iter().map(lines).collect::<String>())?;
-    // What was compiled here is what is looked at there, whatever compiler that machine has.
+    // The other machine uses the kernels compiled here, whichever compiler it has.
     fs::write(images.join(ANY_COMPILER), "")?;
     for file in ["README.md", "bench_torch.py", MARK] {
         let from = root().join(SCRIPTS).join(file);
@@ -131,14 +133,14 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs a build, and returns what cargo says of the programs that it made.
+/// Runs a build, and returns cargo's messages about the executables that it made.
 fn executables(command: &mut Command) -> Result<Vec<Value>> {
     let told = output(command.args(["--message-format", "json-render-diagnostics", "--quiet"]))?;
     let messages = told.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     Ok(messages.filter(|message| message["executable"].is_string()).collect())
 }
 
-/// Copies a program that was built, without what debuggers read where that can be removed.
+/// Copies a built program, stripped of debug information if possible.
 fn place(built: &[Value], name: &str, to: &Path) -> Result<PathBuf> {
     let found = built.iter().find(|message| message["target"]["name"] == name);
     let from = found.and_then(|message| message["executable"].as_str());

@@ -1,8 +1,8 @@
-//! `cargo xtask interop`: what we write, loaded by readers that nobody here wrote.
+//! `cargo xtask interop`: loads our output with independent readers.
 //!
-//! The check itself is `tests/interop/run.sh`, which makes the virtual environment it needs. Here
-//! its output is passed on and watched: a line that starts with `SKIPPED` counts as a failure
-//! wherever the shared models and texts exist.
+//! The check itself is `tests/interop/run.sh`, which creates the virtual environment it needs. This command passes on
+//! its output and watches it: a line that starts with `SKIPPED` counts as a failure if the shared models and texts
+//! exist.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -13,11 +13,11 @@ use crate::ci::judge_skips;
 use crate::support::shell::{output, root, shared_dir};
 
 const SCRIPT: &str = "tests/interop/run.sh";
-/// What it calls first, with the places of their own.
+/// The setup scripts that it calls first, in their default directories.
 const SETUP: [&str; 3] =
     ["tests/interop/setup_chromium.sh", "tests/interop/setup_llama_cpp.sh", "tests/interop/setup_venv.sh"];
 
-/// Downloads and builds what the check needs beside our programs, as far as it can be had here.
+/// Downloads and builds the other requirements of the check, as far as this machine allows.
 pub fn fetch() {
     for script in SETUP {
         let _ = output(Command::new("bash").arg(script).current_dir(root()));
@@ -27,15 +27,15 @@ pub fn fetch() {
 /// Runs the check with these arguments.
 ///
 /// # Errors
-/// When the script is missing, fails, or skipped something without a reason.
+/// When the script is missing or fails, or skipped something although the shared models and texts are available.
 pub fn run(arguments: &[&str]) -> Result<()> {
     script(SCRIPT, arguments)
 }
 
-/// Runs a script of the repository that fetches what it needs, and says so where it cannot.
+/// Runs a script of the repository that downloads what it needs and reports when it cannot.
 ///
 /// # Errors
-/// As [`run`].
+/// Same as [`run`].
 pub fn script(script: &str, arguments: &[&str]) -> Result<()> {
     ensure!(root().join(script).is_file(), "{script} is missing");
     let (ok, skipped) = watch(Command::new("bash").arg(script).args(arguments).current_dir(root()))?;
@@ -44,13 +44,13 @@ pub fn script(script: &str, arguments: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command, prints its output as it comes (stderr joins stdout), and collects the lines
-/// that say something was skipped.
+/// Runs a command, prints its output as it arrives (stderr joined to stdout), and collects the lines that report
+/// something skipped.
 fn watch(command: &mut Command) -> Result<(bool, String)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdout(writer.try_clone()?).stderr(writer).stdin(Stdio::null());
     let mut child = command.spawn().context("cannot start bash")?;
-    // The command holds the pipe's other end; only without it does the output end with the child.
+    // The command holds the writing end of the pipe; it must be dropped for the output to end with the child.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut skipped = String::new();
     for line in BufReader::new(reader).split(b'\n') {

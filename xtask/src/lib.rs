@@ -1,7 +1,6 @@
-//! Development commands behind `cargo xtask`: one module a command, their shared parts in
-//! [`support`].
+//! Development commands behind `cargo xtask`: one module per command, with shared parts in [`support`].
 //!
-//! A library beside the program, so that tests can call [`synth`] and [`plant`] directly.
+//! A separate library, so that tests can call [`synth`] and [`plant`] directly.
 #![forbid(unsafe_code)]
 
 pub mod ablation;

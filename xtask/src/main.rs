@@ -1,4 +1,4 @@
-//! `cargo xtask`: the one entry for checks, test models and benchmarks, on a laptop and in CI.
+//! `cargo xtask`: the single entry point for checks, test models and benchmarks, on a laptop and in CI.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
@@ -20,59 +20,59 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Everything CI checks, each step timed
+    /// Run everything CI checks, with the time of each step
     Ci(ci::Args),
-    /// What takes too long for CI: advisories, wide property tests, benchmarks
+    /// Run what takes too long for CI: advisories, wide property tests, benchmarks
     Nightly(nightly::Args),
-    /// Load what we write with readers that nobody here wrote
+    /// Load our output with independent readers
     Interop,
     /// Run the kernels' tests under AddressSanitizer
     Sanitize,
     /// Compile the CUDA kernels for every architecture and test them without a GPU
     Cuda,
-    /// Make a directory that proves and measures the CUDA kernels on a machine with a GPU
+    /// Make a directory that tests and benchmarks the CUDA kernels on a machine with a GPU
     Gpu(gpu::Args),
     /// Build the Python package and test it in a fresh virtual environment
     Python,
     /// Build and run programs outside the workspace that link the crates, and count their dependencies
     Outside,
-    /// Build the documentation as a site and follow its links
+    /// Build the documentation site and check its links
     Book,
-    /// Draw the pictures of the documentation from records
+    /// Draw the documentation's charts from records
     Charts,
     /// Run the fuzz targets under libFuzzer
     Fuzz(fuzz::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
-    /// Prove that existing recipes give the same bytes as an earlier revision does
+    /// Prove that existing recipes give the same bytes as an earlier revision
     SameBytes(same_bytes::Args),
     /// Write a random Llama checkpoint of any size
     Synth(synth::Args),
     /// Plant outlier channels in a real Llama checkpoint without changing its logits
     Plant(plant::Args),
-    /// Measure what each method costs on the real models, plain and with planted outliers
+    /// Measure the accuracy loss of each method on the real models, plain and with planted outliers
     Quality(quality::Args),
-    /// QoQ on the real models, as they are and with planted outliers, against its claims
+    /// Check the claims of QoQ on the real models, as they are and with planted outliers
     #[command(name = "quality-qoq")]
     QualityQoq(quality::Args),
-    /// What each step of QoQ gives on the real models
+    /// Measure what each step of QoQ contributes on the real models
     Ablation(ablation::Args),
-    /// What activations of 8 bits cost on real models, with SmoothQuant and without
+    /// Measure the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant
     #[command(name = "quality-w8a8")]
     QualityW8a8(quality::Args),
-    /// What floating-point weights cost on real models, beside integers of as many bits
+    /// Measure the accuracy loss of floating-point weights on the real models, compared with integers of the same width
     #[command(name = "quality-floats")]
     QualityFloats(quality::Args),
     /// Compare our floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
     PeersFloats(quality::Args),
-    /// What GGUF types cost on the real model by llama-quantize, by our search and by GPTQ
+    /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by our search and by GPTQ
     #[command(name = "quality-gguf")]
     QualityGguf(quality::Args),
-    /// Count how often the accuracy gate errs on a real model
+    /// Measure the error rates of the accuracy gate on a real model
     GateTrials(gate_trials::Args),
-    /// Measure the kernels beside the limits of the machine, and write a record
+    /// Measure the kernels against the limits of the machine, and write a record
     BenchKernels(bench_kernels::Args),
-    /// Compare AWQ's fast search with the reference: choices, their cost, time
+    /// Compare AWQ's fast search with the reference: choices, regret, time
     SearchAgreement(search_agreement::Args),
     /// Compare our AWQ with llm-compressor's, on the same calibration tokens
     PeersAwq(peers_quantizers::Args),
@@ -89,13 +89,13 @@ enum Command {
     PeersModels(peers_models::Args),
     /// Time one solve and one Hessian of GPTQ against the products in them
     BenchGptq(bench_gptq::Args),
-    /// Time the steps of QoQ on a whole synthetic model, and its memory
+    /// Time the steps of QoQ on a whole synthetic model, and measure its memory
     BenchQoq(bench_qoq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the CPU time of RTN, AWQ and GPTQ with that of an earlier revision, in pairs
     BenchCpuTime(bench_cpu_time::Args),
-    /// Time the evaluator in 1B shape beside transformers, in turns
+    /// Time the evaluator in 1B shape against transformers, in turns
     BenchEval(bench_eval::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
@@ -144,7 +144,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The chain of reasons; a backtrace would say nothing that it does not.
+            // The chain of causes; a backtrace would add nothing.
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }

@@ -1,34 +1,34 @@
-//! `cargo xtask nightly`: what takes too long, or needs too much of the network, for every change.
+//! `cargo xtask nightly`: checks that take too long, or need the network too much, to run for every change.
 
 use anyhow::Result;
 
 use crate::support::steps::Steps;
 use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, sanitize};
 
-/// Which steps.
+/// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Run these steps only: advisories, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
-    /// Cases of each property test
+    /// Cases per property test
     #[arg(long, default_value_t = 4096)]
     pub cases: u32,
 }
 
-/// Runs the steps in order and prints what each took.
+/// Runs the steps in order and prints the time of each.
 ///
 /// # Errors
-/// When a step failed; the others ran nonetheless.
+/// When a step failed; the other steps still ran.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
-    // The advisory database is a git repository that has to be fetched.
+    // The advisory database is a git repository that must be fetched.
     steps.step("advisories", || ci::deny(&["advisories"]));
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);
     steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
-    // A compiler of its own, its own builds of a few crates, and emulated processors.
+    // This step needs another compiler, separate builds of a few crates, and emulated processors.
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);

@@ -1,7 +1,7 @@
-//! `cargo xtask outside`: programs as an engine's author would write them, outside the workspace, built and run.
+//! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
-//! `read` links the leaf crates alone, and what it depends on is counted; `drive` and `score` link the pipeline and the
-//! evaluator. They are built with the versions of the workspace's lock file.
+//! `read` links only the leaf crates, and its dependencies are counted; `drive` and `score` link the pipeline and the
+//! evaluator. They are built with the versions in the workspace's lock file.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,10 +10,11 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
-/// Crates that an engine takes on with `quant-formats` and `quant-kernels-cpu`, these two included.
+/// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
+/// two.
 const MOST_DEPENDENCIES: usize = 40;
 
-/// How the model is written that the first program reads.
+/// The formats and schemes of the checkpoints that the first program reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
     ("awq", "w4a16-g32-asym"),
     ("gptq", "w4a16-g32-sym"),
@@ -22,10 +23,10 @@ const CHECKPOINTS: [(&str, &str); 5] = [
     ("qserve", "w4a8-g128-asym-progressive"),
 ];
 
-/// Builds and runs them.
+/// Builds and runs the programs.
 ///
 /// # Errors
-/// When one does not build, prints something else than it should, or has too many dependencies.
+/// When a program does not build, prints unexpected output, or has too many dependencies.
 pub fn run() -> Result<()> {
     let scratch = target_dir().join("outside-run");
     if scratch.exists() {
@@ -36,7 +37,7 @@ pub fn run() -> Result<()> {
     let pipeline = build("pipeline")?;
     count("read")?;
 
-    // The program that the tests have built.
+    // The program that the tests have already built.
     execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
     let quant = target_dir().join("debug/quant");
     let model = scratch.join("model");
@@ -53,7 +54,7 @@ pub fn run() -> Result<()> {
         let said = output(Command::new(&read).arg(&out))?;
         let linears = outputs(&said)?;
         ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{said}", linears.len());
-        // All are of the same model: what they give differs by rounding alone.
+        // All checkpoints come from the same model, so their outputs differ only by rounding.
         match first.is_empty() {
             true => first = linears,
             false => agree(format, &first, &linears)?,
@@ -68,7 +69,7 @@ pub fn run() -> Result<()> {
     let text = root().join("calibration-data/heldout/narrative.txt");
     let said = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
     let perplexity: f64 = said.trim().parse().with_context(|| said.clone())?;
-    // Below that of one that knows nothing, which is the size of the vocabulary.
+    // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
     ensure!((2.0..4000.0).contains(&perplexity), "a perplexity of {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
@@ -78,7 +79,7 @@ fn directory(package: &str) -> PathBuf {
     root().join("tests/outside").join(package)
 }
 
-/// Cargo in a package, with the workspace's versions.
+/// Cargo in this package, with the workspace's versions.
 fn cargo_in(package: &str, args: &[&str]) -> Result<Command> {
     let directory = directory(package);
     std::fs::copy(root().join("Cargo.lock"), directory.join("Cargo.lock"))?;
@@ -87,7 +88,7 @@ fn cargo_in(package: &str, args: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// Builds a package; where its programs are.
+/// Builds a package and returns the directory of its programs.
 fn build(package: &str) -> Result<PathBuf> {
     execute(&mut cargo_in(package, &["build"])?)?;
     Ok(target_dir().join("outside/debug"))
@@ -140,7 +141,7 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     Ok(())
 }
 
-/// Lock files are copies, and what is built is elsewhere.
+/// Lock files are copies, and build outputs are elsewhere.
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,5 +1,5 @@
-//! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B, ours in one call, ours as single
-//! products, and llama.cpp's, in one run, in turns.
+//! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. Ours in one call, ours as single
+//! products, and llama.cpp's are measured in one run, in turns.
 //!
 //! Workers, turns and limits are those of [`peers_kernels`](crate::peers_kernels). All workers get the same routing.
 
@@ -14,17 +14,17 @@ use crate::support::host::clean_commit;
 use crate::support::measure::median;
 use crate::support::record::{Record, table, typed_command};
 
-/// Experts of a layer, experts of a token, features between an expert's linears, and of a token.
+/// Experts per layer, experts per token, width between an expert's linears, and width of a token.
 const EXPERTS: usize = 128;
 const TOP_K: usize = 8;
 const INNER: usize = 768;
 const HIDDEN: usize = 2048;
-/// A tenth of the experts, which take half of the slots where routing is skewed.
+/// A tenth of the experts, which take half of the slots under skewed routing.
 const HOT: usize = EXPERTS / 10;
-/// What an output may be off by, root mean square over root mean square: three products at 4 bits.
+/// Maximum error of an output, root mean square over root mean square, after three products at 4 bits.
 const ERROR: f64 = 0.35;
 const SETTLE: Duration = Duration::from_millis(8);
-/// Contestants that are compared with peers.
+/// The contestants of ours that are compared with peers.
 const OURS: [&str; 3] = ["w4a8-g128", "w4a8-g32", "w4a16-g128"];
 
 /// What to measure.
@@ -36,18 +36,18 @@ pub struct Args {
     /// Numbers of tokens
     #[arg(long, value_delimiter = ',', default_value = "1,16,512")]
     tokens: Vec<usize>,
-    /// Turns of every contestant
+    /// Turns per contestant
     #[arg(long, default_value_t = 7)]
     rounds: usize,
-    /// Milliseconds of a turn
+    /// Milliseconds per turn
     #[arg(long, default_value_t = 80)]
     milliseconds: usize,
-    /// Few rounds, short turns: whether everything works; writes no record
+    /// Few rounds and short turns, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
 }
 
-/// How tokens are spread over experts.
+/// The distribution of tokens over experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Spread {
     Uniform,
@@ -63,7 +63,7 @@ impl Spread {
     }
 }
 
-/// A contestant's turn.
+/// One turn of a contestant.
 #[derive(Debug, Clone)]
 struct Turn {
     threads: usize,
@@ -71,14 +71,14 @@ struct Turn {
     tokens: usize,
     round: usize,
     who: String,
-    /// Seconds of a call, and bytes of the experts that it touches.
+    /// Seconds per call, and bytes of the experts that it reads.
     seconds: f64,
     bytes: f64,
     limits: Limits,
 }
 
 impl Turn {
-    /// Of memory, and of dot products.
+    /// The shares of the memory bandwidth and of the dot-product rate.
     fn shares(&self) -> [f64; 2] {
         let operations = (self.tokens * TOP_K * 3 * 2 * INNER * HIDDEN) as f64;
         [
@@ -95,7 +95,7 @@ impl Turn {
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When a worker cannot be made or fails.
+/// When a worker cannot be built or fails.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     if args.quick {
@@ -149,7 +149,7 @@ fn described(args: &Args) -> String {
     )
 }
 
-/// The experts of calls of so many tokens, and how many different ones a call has.
+/// The experts of `calls` calls with `tokens` tokens each, and the mean number of distinct experts per call.
 fn routed(spread: Spread, tokens: usize, calls: usize) -> (Vec<u32>, f64) {
     let mut state = (tokens + calls) as u64;
     let mut below = |n: usize| {
@@ -165,7 +165,7 @@ fn routed(spread: Spread, tokens: usize, calls: usize) -> (Vec<u32>, f64) {
             while chosen.len() < TOP_K {
                 let hot = spread == Spread::Skewed && chosen.len() % 2 == 0;
                 let expert = match (spread, hot) {
-                    // As if shuffled anew: one token's calls go round all experts.
+                    // Calls with one token cycle through all experts, as if from a shuffled deck.
                     (Spread::Uniform, _) if tokens == 1 => match all.pop() {
                         Some(expert) => expert,
                         None => {
@@ -212,7 +212,7 @@ fn measure(
         let (experts, different) = routed(spread, tokens, calls);
         for (i, name, who, _) in &contestants {
             let error = workers[*i].route(name, [tokens, calls, TOP_K], &experts)?;
-            // What dense layers multiply is no token's.
+            // The output of the dense layers does not belong to any token, so it is not checked.
             ensure!(name.ends_with("dense") || error <= ERROR, "{who} is off by {error:.3}, at most {ERROR}");
         }
         for round in 0..args.rounds {
@@ -246,7 +246,7 @@ fn csv(turns: &[Turn]) -> Vec<String> {
     std::iter::once(head.to_owned()).chain(turns.iter().map(line)).collect()
 }
 
-/// A table for each number of threads and routing: milliseconds, shares of the limits, and ratios.
+/// One table per number of threads and routing: milliseconds, shares of the limits, and ratios.
 fn page(turns: &[Turn]) -> String {
     let mut cases: Vec<(usize, Spread)> = turns.iter().map(|t| (t.threads, t.spread)).collect();
     cases.dedup();
@@ -286,7 +286,7 @@ fn page(turns: &[Turn]) -> String {
     page
 }
 
-/// How many times as fast one of ours in one call is as the fastest peer, as single products, and as dense layers.
+/// Speedup of one of our contestants in one call over the fastest peer, over single products, and over dense layers.
 fn ratios(of: &[&Turn], tokens: usize, name: &str) -> String {
     let Some(ours) = name.strip_prefix("experts ").filter(|ours| OURS.contains(ours)) else {
         return String::new();
@@ -295,7 +295,7 @@ fn ratios(of: &[&Turn], tokens: usize, name: &str) -> String {
     let against = |who: &str| {
         let pairs = mine.iter().filter_map(|t| {
             let other = of.iter().find(|o| o.tokens == tokens && o.round == t.round && o.who == who)?;
-            // Dense layers multiply as many rows, rounded up to the same for each expert.
+            // Dense layers multiply the same number of rows, rounded up to an equal number per expert.
             Some(other.seconds / t.seconds)
         });
         let pairs: Vec<f64> = pairs.collect();

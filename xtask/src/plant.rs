@@ -1,17 +1,17 @@
-//! `cargo xtask plant`: outlier channels in a real Llama checkpoint, with unchanged logits.
+//! `cargo xtask plant`: plants outlier channels in a real Llama checkpoint without changing its logits.
 //!
-//! In every norm that feeds linears of its block (`input_layernorm`, `post_attention_layernorm`)
-//! some channels are multiplied by a power of two, and the columns of the linears that read them
-//! (`q/k/v_proj`, `gate/up_proj`) are divided by it. In f32 every product stays the same bit for
-//! bit, so the float logits do; but rounding to a grid now meets columns far smaller than their
-//! group, which is what outliers of large models do to it.
+//! In every norm that feeds linears of its block (`input_layernorm`, `post_attention_layernorm`), some channels are
+//! multiplied by a power of two, and the columns of the linears that read them (`q/k/v_proj`, `gate/up_proj`) are
+//! divided by it. In f32 every product stays bit-identical, and so do the float logits. But rounding to a grid now
+//! meets columns far smaller than the rest of their group, which is the effect of outliers in large models.
 //!
-//! `--keys N` plants in keys as well: in every key head N channels, each with the one that rotary embedding turns it
-//! into, have the rows of `k_proj` multiplied and the matching rows of `q_proj` divided, of all query heads that share the
-//! head. Scores stay the same, and a cache of few bits meets keys in which a few channels dwarf the others.
+//! `--keys N` also plants outliers in keys. In every key head, it selects N channels and the channels that rotary
+//! embedding pairs with them. The rows of `k_proj` for these channels are multiplied, and the matching rows of `q_proj`
+//! are divided, in all query heads that share the head. Scores stay the same, but a low-bit cache meets keys in which a
+//! few channels dwarf the others.
 //!
-//! Exactness is checked value by value. Where the file's type cannot hold a result as a normal
-//! number (f16 often cannot), all float tensors are written as F32 instead, and the run says so.
+//! Exactness is checked value by value. If the file's type cannot hold a result as a normal number (f16 often cannot),
+//! all float tensors are written as F32 instead, and the run reports it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,13 +33,13 @@ pub struct Args {
     /// Channels of every norm that become outliers
     #[arg(long, default_value_t = 4)]
     pub channels: usize,
-    /// What they are multiplied by: a power of two
+    /// Their factor, a power of two
     #[arg(long, default_value_t = 32)]
     pub factor: u32,
     /// Pairs of channels of every key head that become outliers
     #[arg(long, default_value_t = 0)]
     pub keys: usize,
-    /// What they are multiplied by: a power of two
+    /// Their factor, a power of two
     #[arg(long, default_value_t = 16)]
     pub key_factor: u32,
     /// Other seeds choose other channels
@@ -47,7 +47,7 @@ pub struct Args {
     pub seed: u64,
 }
 
-/// What was planted.
+/// The planted outliers.
 #[derive(Debug, PartialEq)]
 pub struct Planted {
     /// The channels of each norm, ascending.
@@ -56,7 +56,7 @@ pub struct Planted {
     pub widened: bool,
 }
 
-/// Plants and says what was planted.
+/// Plants the outliers and prints them.
 pub fn run(args: &Args) -> Result<()> {
     let planted = plant(args)?;
     println!(
@@ -75,7 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// Writes the rewritten model.
 ///
 /// # Errors
-/// When the input is no float Llama model, a result is not exact even in F32, or writing fails.
+/// When the input is not a float Llama model, a result is not exact even in F32, or writing fails.
 pub fn plant(args: &Args) -> Result<Planted> {
     for (option, factor) in [("--factor", args.factor), ("--key-factor", args.key_factor)] {
         ensure!(factor.is_power_of_two() && factor > 1, "{option} must be a power of two above 1");
@@ -116,7 +116,7 @@ struct Plan {
     channels: BTreeMap<String, Vec<usize>>,
     factor: f32,
     keys: Keys,
-    /// The original tensors by name, whatever the output's type.
+    /// The original tensors by name, whatever the output's type is.
     originals: BTreeMap<String, Entry>,
 }
 
@@ -134,7 +134,7 @@ impl Plan {
         Ok(Self { channels, factor: args.factor as f32, keys, originals })
     }
 
-    /// Whether every changed value fits the type its tensor has now.
+    /// Whether every changed value fits its tensor's current type.
     fn is_exact_in_place(&self, checkpoint: &Checkpoint) -> Result<bool> {
         for entry in checkpoint.entries().filter(|e| role(&e.name) != Role::Other) {
             let float = entry.float().with_context(|| format!("{} is {}", entry.name, entry.dtype))?;
@@ -147,7 +147,7 @@ impl Plan {
         Ok(true)
     }
 
-    /// The bytes of a tensor as the output describes it.
+    /// The bytes of a tensor in the output's type.
     fn rewritten(&self, checkpoint: &Checkpoint, output: &Entry) -> Result<Vec<u8>> {
         let original = &self.originals[&output.name];
         let bytes = checkpoint.read(original)?;
@@ -214,7 +214,7 @@ impl Keys {
         Ok(Self { count: args.keys, factor, head_dim, repeat, seed: args.seed })
     }
 
-    /// Multiplies rows of keys, divides rows of queries.
+    /// Multiplies rows of keys and divides rows of queries.
     fn plant(&self, entry: &Entry, width: usize, values: &mut [f32]) -> Result<()> {
         let d = self.head_dim;
         let (layer, by, repeat) = match entry.name.strip_suffix("k_proj.weight") {
@@ -238,7 +238,7 @@ impl Keys {
     }
 }
 
-/// A power of two changes only the exponent; past the normal range that is no longer so.
+/// A power of two changes only the exponent, unless the result leaves the normal range.
 fn exact(entry: &Entry, value: f32) -> Result<f32> {
     ensure!(
         value.is_finite() && Float::F32.holds_exactly(value),
@@ -248,7 +248,7 @@ fn exact(entry: &Entry, value: f32) -> Result<f32> {
     Ok(value)
 }
 
-/// `count` different numbers below `width`, ascending.
+/// `count` distinct numbers below `width`, ascending.
 fn choose(key: u64, width: usize, count: usize) -> Vec<usize> {
     let mut ranked: Vec<usize> = (0..width).collect();
     ranked.sort_by_key(|c| mix(key.wrapping_add(*c as u64)));
@@ -263,7 +263,7 @@ fn widen_entry(entry: &mut Entry) {
     }
 }
 
-/// Tokenizer and generation files, and whatever other small JSON lies beside the weights.
+/// Tokenizer and generation files, and any other small JSON files beside the weights.
 fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
     for file in std::fs::read_dir(from)? {
         let path = file?.path();
@@ -272,7 +272,7 @@ fn copy_side_files(from: &Path, to: &Path) -> Result<()> {
             && name != "config.json"
             && name != "model.safetensors.index.json";
         if is_side_file {
-            // Contents only: the source may be read-only, the copy should not be.
+            // Copies only the contents: the source may be read-only, but the copy should not be.
             std::fs::write(to.join(name), std::fs::read(&path)?)
                 .with_context(|| format!("cannot copy {}", path.display()))?;
         }
@@ -307,7 +307,7 @@ mod tests {
         entry.float().unwrap().widen(&checkpoint.read(entry).unwrap())
     }
 
-    /// The effective weight `linear · diag(norm)` is the same bit for bit, and channels did move.
+    /// The effective weight `linear · diag(norm)` stays bit-identical, and channels did change.
     fn assert_equivalent(before: &Path, after: &Path, planted: &Planted, factor: f32) {
         let (before, after) = (Checkpoint::open(before).unwrap(), Checkpoint::open(after).unwrap());
         let mut readers = 0;
@@ -386,7 +386,7 @@ mod tests {
             };
             let (keys, queries) = (rows("k", 16.0), rows("q", 1.0 / 16.0));
             assert_eq!(keys.len(), 2 * 4);
-            // Every query head has the channels of the key head that it reads, in pairs.
+            // Every query head has the same channels as the key head that it reads, in pairs.
             for head in 0..4 {
                 let of = |rows: &[usize], head: usize| -> Vec<usize> {
                     rows.iter().filter(|r| **r / d == head).map(|r| r % d).collect()

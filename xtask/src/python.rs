@@ -1,4 +1,5 @@
-//! `cargo xtask python`: the Python package as a user has it, a wheel in a fresh virtual environment, and its tests.
+//! `cargo xtask python`: builds the Python package as a wheel, installs it in a fresh virtual environment, and runs its
+//! tests there.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,18 +8,18 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{root, run as execute, succeeds, target_dir};
 
-/// What builds wheels.
+/// The package that builds wheels.
 const MATURIN: &str = "maturin==1.16.0";
-/// What the tests need beside the wheel.
+/// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
 
-/// Downloads what the step needs beside our own code. What cannot be had is fetched again by the step.
+/// Downloads the external requirements of this step. The step itself repeats failed downloads.
 pub fn fetch() {
     let _ = tools().and_then(|_| wheels());
 }
 
-/// Builds the wheel with the profile of the tests, whose dependencies are compiled already, installs it where nothing else
-/// is, and runs the tests there.
+/// Builds the wheel with the profile of the tests, whose dependencies are already compiled, installs it into an empty
+/// environment, and runs the tests there.
 ///
 /// # Errors
 /// When any of this fails.
@@ -42,7 +43,7 @@ pub fn run() -> Result<()> {
     let mut install = Command::new(&python);
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--find-links"]).arg(&wheels).arg("-r");
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
-    // Unpacked, for environments with other packages: the interoperability check has torch.
+    // An unpacked copy, for environments with other packages; for example, the interoperability check has torch.
     let package = directory().join("package");
     if package.exists() {
         std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
@@ -50,7 +51,7 @@ pub fn run() -> Result<()> {
     let mut unpack = Command::new(&python);
     unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
     execute(unpack.arg(&wheel))?;
-    // From there nothing of the package is imported from the checkout: what is tested is the wheel.
+    // In this directory nothing is imported from the checkout, so the tests use the wheel.
     let mut tests = Command::new(fresh.join("bin/pytest"));
     tests.current_dir(root().join("python/tests")).args(["-q", "-p", "no:cacheprovider", "--durations=5"]);
     execute(tests.env("FEWBITS_ROOT", root()).env("PYTHONDONTWRITEBYTECODE", "1"))
@@ -79,7 +80,8 @@ fn wheels() -> Result<PathBuf> {
     let record = wheels.join("requirements.txt");
     if std::fs::read(&record).ok() != Some(wanted.clone()) {
         let python = environment(&directory().join("tools"), false)?;
-        // Some are published as sources only: here they become wheels, which need nothing more to be installed.
+        // Some are published only as sources; they are built into wheels here, which install without further
+        // requirements.
         let mut download = Command::new(python);
         download.args(["-m", "pip", "wheel", "--quiet", "--wheel-dir"]).arg(&wheels).arg("-r");
         execute(download.arg(&requirements))?;
@@ -88,7 +90,7 @@ fn wheels() -> Result<PathBuf> {
     Ok(wheels)
 }
 
-/// The interpreter of a virtual environment, made anew or where it is missing.
+/// The interpreter of a virtual environment, created if it is missing, or recreated if `anew` is set.
 fn environment(place: &Path, anew: bool) -> Result<PathBuf> {
     let python = place.join("bin/python");
     if anew || !succeeds(Command::new(&python).arg("--version")) {

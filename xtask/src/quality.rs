@@ -1,12 +1,12 @@
-//! `cargo xtask quality`: what each method costs on the real models, plain and with planted outliers.
+//! `cargo xtask quality`: the accuracy loss of each method on the real models, plain and with planted outliers.
 //!
-//! Every row is a model, a calibration text, an evaluation text and a group size. Float, RTN and AWQ
-//! run on the same tokens, so differences are paired. Two claims are held:
+//! Each row is a model, a calibration text, an evaluation text and a group size. Float, RTN and AWQ run on the same
+//! tokens, so differences are paired. The checked claims are:
 //!
 //! * at 3 bits, AWQ's mean KL to float, pooled over the rows by tokens, is below RTN's;
 //! * on planted outliers at 4 bits, AWQ removes at least 40 % of the perplexity that RTN loses,
 //!   pooled over the rows;
-//! * on every row, no search ends with a larger error than no scaling and no clipping would leave.
+//! * on every row, no search ends with a larger error than that without scaling and clipping.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,16 +22,16 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 /// Share of RTN's loss on planted outliers that AWQ must remove.
 const REMOVED: f64 = 0.4;
 
-/// What to measure, of weights or of activations.
+/// The settings of a measurement of weights or activations.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Evaluation windows of a row
+    /// Evaluation windows per row
     #[arg(long, default_value_t = 60)]
     pub windows: usize,
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     pub samples: usize,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     pub quant: Option<PathBuf>,
     /// Fail when a claim does not hold
@@ -39,22 +39,22 @@ pub struct Args {
     pub check: bool,
 }
 
-/// What a method does to a row.
+/// The result of a method on a row.
 pub struct Outcome {
     /// Perplexity of the float model.
     pub float: f64,
-    /// Perplexity of the quantized one.
+    /// Perplexity of the quantized model.
     pub perplexity: f64,
     /// Mean KL to float, in nats per token.
     pub kl: f64,
     /// Its standard error over windows.
     pub kl_error: f64,
-    /// Tokens that were scored.
+    /// Scored tokens.
     pub tokens: f64,
 }
 
 impl Outcome {
-    /// Evaluates a checkpoint that was made of `model`, on the row's text.
+    /// Evaluates a checkpoint that was quantized from `model`, on the row's text.
     pub fn of(
         quant: &Path,
         data: &Path,
@@ -180,7 +180,7 @@ fn measure(
     Outcome::of(quant, data, row, model, out, args.windows)
 }
 
-/// Fails when a search of a written checkpoint ended worse than it began.
+/// Fails if a search in a written checkpoint ended with a larger error than it began with.
 fn searches_help(checkpoint: &Path) -> Result<()> {
     let report: Value = serde_json::from_slice(&std::fs::read(checkpoint.join("quant_report.json"))?)?;
     let tensors = report["tensors"].as_array().context("the report lists no tensors")?;

@@ -1,11 +1,11 @@
-//! `cargo xtask quality-gguf`: what GGUF types cost on the real model whose rows they fit, by `llama-quantize`, by our own
-//! search, and by GPTQ.
+//! `cargo xtask quality-gguf`: the accuracy loss of GGUF types on the real model whose rows they fit, by
+//! `llama-quantize`, by our search, and by GPTQ.
 //!
-//! All three have the same types and as many bytes, and the same importance matrix, which our calibration gathered; GPTQ
-//! reads the same text. They see the same windows, so differences are paired: their error is that of the differences of
-//! windows. What the search minimizes was chosen on calibration texts; claims are held on the evaluation texts: with
-//! Q4_K_M and IQ4_XS both cost less than `llama-quantize`, by more than two paired errors over all rows together, and in no
-//! row more.
+//! All three use the same types, the same number of bytes, and the same importance matrix, which our calibration
+//! gathered; GPTQ reads the same text. They see the same windows, so differences are paired, and their error is that of
+//! the differences between windows. The objective of the search was chosen on calibration texts; claims are checked on
+//! the evaluation texts. With Q4_K_M and IQ4_XS, both must lose less than `llama-quantize`, by more than two paired
+//! errors over all rows together, and must not lose more in any row.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,15 +22,16 @@ use crate::support::shell::{output, shared_dir, target_dir};
 
 /// The model whose widths are multiples of 256.
 const MODEL: &str = "books-7m";
-/// Mixtures, and whether claims are held to them.
+/// Mixtures, and whether claims are checked on them.
 const MIXTURES: [(&str, bool); 3] = [("Q4_K_M", true), ("IQ4_XS", true), ("Q4_0", false)];
 /// Names, and options of `quant quantize`; the first is `llama-quantize`.
 const METHODS: [(&str, &[&str]); 3] =
     [("llama-quantize", &[]), ("search", &[]), ("GPTQ", &["--method", "gptq"])];
-/// Windows of 512 tokens that are calibrated on.
+/// Calibration windows of 512 tokens.
 const SAMPLES: &str = "64";
 
-/// One file by one of the methods, of at most a block of metadata more or fewer bytes than by `llama-quantize`.
+/// Writes a file by one of the methods. Its size differs from that of `llama-quantize` by at most one block of
+/// metadata.
 fn write(
     quant: &Path,
     model: &Path,

@@ -1,12 +1,12 @@
 //! `cargo xtask quality-qoq`: QoQ on the real models, as they are and with planted outliers in activations and in keys.
 //!
-//! All run on the same tokens, so differences are paired. Claims that are held, pooled over the rows by tokens:
+//! All run on the same tokens, so differences are paired. The checked claims, pooled over the rows by tokens, are:
 //!
-//! * without KV4, QoQ's KL is above AWQ's with float activations by no more than what its own activations of 8 bits
-//!   cost, measured by leaving them float; and its perplexity by no more than 1.5 %;
-//! * planted outliers of activations widen QoQ's KL by at most a tenth of what they widen plain W4A8KV4's by;
-//! * with planted outliers of keys, SmoothAttention is no worse than without it, and takes back more than half of
-//!   what they cost.
+//! * without KV4, QoQ's KL exceeds that of AWQ with float activations by no more than the loss due to 8-bit
+//!   activations, measured by leaving them float; its perplexity exceeds AWQ's by no more than 1.5 %;
+//! * planted outliers in activations widen QoQ's KL by at most a tenth of the amount for plain W4A8KV4;
+//! * with planted outliers in keys, SmoothAttention is no worse than without it, and recovers more than half of
+//!   the loss that they cause.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,14 +19,14 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Perplexity that QoQ may lose to AWQ, as a share.
+/// Perplexity that QoQ may lose relative to AWQ, as a share.
 const PERPLEXITY: f64 = 0.015;
-/// Share of what planted outliers of activations add to plain W4A8KV4 that they may add to QoQ.
+/// Maximum effect of planted activation outliers on QoQ, as a share of their effect on plain W4A8KV4.
 const WIDENED: f64 = 0.1;
-/// Share of what planted outliers of keys cost that SmoothAttention must take back.
+/// Share of the loss due to planted key outliers that SmoothAttention must recover.
 const TAKEN_BACK: f64 = 0.5;
 
-/// A way to quantize: its name, the bits of scheme, whether groups are progressive, options.
+/// A way to quantize: its name, the bits of the scheme, whether groups are progressive, and options.
 struct Way {
     name: &'static str,
     scheme: &'static str,
@@ -51,7 +51,7 @@ const QOQ: Way = way("QoQ W4A8KV4", "w4a8kv4", true, &["--method", "qoq"]);
 const WITHOUT_SMOOTH_ATTENTION: Way =
     way("without SmoothAttention", "w4a8kv4", true, &["--method", "qoq", "--skip", "smooth-attention"]);
 
-/// A set of models, and the ways that are tried on it.
+/// A set of models, and the ways to quantize them.
 struct Set {
     title: &'static str,
     kind: &'static str,
@@ -72,7 +72,7 @@ const SETS: [Set; 3] = [
     },
 ];
 
-/// Pooled KL and log-perplexity lost of a way on a set.
+/// Pooled KL and loss of log-perplexity of a way on a set.
 #[derive(Clone, Copy, Default)]
 struct Pooled {
     kl: f64,
@@ -158,7 +158,7 @@ pub fn run(args: &Args) -> Result<()> {
     record.conclude(args.check, &broken)
 }
 
-/// What holds and what does not, as a list; and the latter alone.
+/// All claims with their verdicts as a list, and the violated ones alone.
 fn claims(pooled: &[Vec<Pooled>]) -> (String, Vec<String>) {
     let of = |kind: &str, way: &Way| {
         let set = SETS.iter().position(|s| s.kind == kind).unwrap_or_default();

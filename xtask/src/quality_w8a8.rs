@@ -1,10 +1,10 @@
-//! `cargo xtask quality-w8a8`: what activations of 8 bits cost on the real models, with SmoothQuant and without, plain and
-//! with planted outliers.
+//! `cargo xtask quality-w8a8`: the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant,
+//! plain and with planted outliers.
 //!
-//! All run on the same tokens, so differences are paired. Claims that are held, pooled over the rows by tokens:
+//! All run on the same tokens, so differences are paired. The checked claims, pooled over the rows by tokens, are:
 //!
 //! * per token, SmoothQuant's perplexity is within 0.5 % of float, on the models as they are;
-//! * on planted outliers with one symmetric static scale a linear, SmoothQuant recovers at least 90 % of the
+//! * on planted outliers with one symmetric static scale per linear, SmoothQuant recovers at least 90 % of the
 //!   log-perplexity that W8A8 loses without it.
 
 use anyhow::{Context, Result};
@@ -15,13 +15,13 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Log-perplexity that SmoothQuant may lose per token on the models as they are.
+/// Log-perplexity per token that SmoothQuant may lose on the models as they are.
 const LOST: f64 = 0.005;
-/// Share of what W8A8 loses on planted outliers that SmoothQuant must recover.
+/// Share of W8A8's loss on planted outliers that SmoothQuant must recover.
 const RECOVERED: f64 = 0.9;
 
 const SCHEMES: [&str; 3] = ["w8a8", "w8a8-static", "w8a8-static-asym"];
-/// What it is called, and options of `quant quantize`; the first has no smoothing.
+/// Names, and options of `quant quantize`; the first has no smoothing.
 const METHODS: [(&str, &[&str]); 4] = [
     ("none", &["--method", "rtn"]),
     ("family's α", &["--method", "smoothquant"]),

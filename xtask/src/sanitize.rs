@@ -1,8 +1,9 @@
-//! `cargo xtask sanitize`: the tests of all code that is unsafe under AddressSanitizer; nightly those of the fuzz targets too.
+//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; nightly also those of the fuzz
+//! targets.
 //!
-//! The compiler's flag is one of nightly's, but the runtime comes with the stable toolchain; standard library and
-//! dependencies' build scripts stay as they are. Tests that plant a fault for every instruction set, on the
-//! heap and past its end, fail where the sanitizer does not tell of it. The C examples are linked with the same runtime.
+//! The compiler flag is a nightly one, but the runtime comes with the stable toolchain. The standard library and the
+//! dependencies' build scripts are not instrumented. Tests plant a fault for every instruction set, within the heap and
+//! past its end, and fail if the sanitizer does not report it. The C examples are linked with the same runtime.
 
 use std::process::Command;
 
@@ -13,21 +14,21 @@ use crate::support::shell::{cargo, output, run as execute, shared_dir, target_di
 
 /// The packages with unsafe code.
 const UNSAFE: [&str; 2] = ["quant-kernels-cpu", "quant-kernels-c"];
-/// The package that feeds hostile files to safe code, and with it to our dependencies.
+/// The package that feeds hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
 /// Runs the tests of unsafe code.
 ///
 /// # Errors
-/// When a test fails, or was skipped without a reason.
+/// When a test fails, or is skipped although the shared models and texts are available.
 pub fn run() -> Result<()> {
     tests(&UNSAFE)
 }
 
-/// Runs the fuzz targets' tests too, for which all dependencies are compiled once more.
+/// Also runs the tests of the fuzz targets, for which all dependencies are compiled again.
 ///
 /// # Errors
-/// As [`run`].
+/// Same as [`run`].
 pub fn all() -> Result<()> {
     tests(&[&UNSAFE[..], &[FUZZ]].concat())
 }
@@ -42,7 +43,7 @@ fn tests(packages: &[&str]) -> Result<()> {
         return judge_skips("SKIPPED: the toolchain has no AddressSanitizer\n", shared_dir());
     }
     let host = output(Command::new("rustc").args(["--print", "host-tuple"]))?;
-    // Optimized for speed the kernels take minutes to compile with what is added to them.
+    // If they are optimized for speed, the instrumented kernels take minutes to compile.
     let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
     let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick, "--lib", "--tests"]);
     for package in packages {

@@ -1,9 +1,9 @@
-//! `cargo xtask search-agreement`: how often AWQ's fast search chooses what the reference search
-//! chooses, what the difference costs, and what it saves.
+//! `cargo xtask search-agreement`: how often AWQ's fast search makes the same choice as the reference search, and the
+//! accuracy and time of the fast search relative to the reference.
 //!
-//! Both run on the same calibration batch. The reference measures every candidate on all of it, so
-//! its report tells the whole-batch error of whatever the fast search chose: the regret is that
-//! error over the least, minus 1.
+//! Both run on the same calibration batch. The reference measures every candidate on the whole batch, so its report
+//! contains the whole-batch error of each choice of the fast search. The regret is that error divided by the minimum,
+//! minus 1.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::ROWS;
 use crate::support::shell::{remove_dir, shared_dir, target_dir};
 
-/// Mean regret that the project promises not to exceed.
+/// Maximum mean regret.
 const REGRET_LIMIT: f64 = 0.01;
 
 /// What to measure.
@@ -26,25 +26,25 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 64)]
     pub samples: usize,
-    /// Tokens of a window
+    /// Tokens per window
     #[arg(long, default_value_t = 512)]
     pub seq_len: usize,
-    /// Which sets of rows: 4 or 3 bits, or 4 bits with planted outliers
+    /// The sets of rows: 4 or 3 bits, or 4 bits with planted outliers
     #[arg(long, value_delimiter = ',', default_values = ["4", "3", "4-planted"])]
     pub sets: Vec<String>,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     pub quant: Option<PathBuf>,
-    /// Fail when the mean regret exceeds 1 %
+    /// Fail if the mean regret exceeds 1 %
     #[arg(long)]
     pub check: bool,
 }
 
-/// What one search chose for one fold group.
+/// The choice of one search for one fold group.
 struct Group {
     ratio: Option<f64>,
     error_before: f64,
-    /// Whole-batch error by ratio, where the search is the reference.
+    /// Whole-batch error by ratio, from the reference search.
     tried: Vec<(Option<f64>, f64, u64)>,
 }
 

@@ -1,8 +1,8 @@
 //! `cargo xtask synth`: a random Llama checkpoint of any size, streamed to disk.
 //!
-//! Weights are normal-like with a standard deviation of 0.02, norms lie around 1 (deviation 0.1,
-//! so that a forgotten norm shows). The same options give the same bytes; what a tensor holds
-//! depends on the seed and its name alone, so models of different depth share their first layers.
+//! Weights are approximately normal with a standard deviation of 0.02. Norms are around 1 (deviation 0.1, so that a
+//! forgotten norm shows). The same options give the same bytes. The content of a tensor depends only on the seed and
+//! its name, so models of different depth share their first layers.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,10 +16,10 @@ use crate::support::shards::{Entry, NewDir, ShardWriter, plan_shards, write_inde
 
 const WEIGHT_STD: f32 = 0.02;
 const NORM_STD: f32 = 0.1;
-/// Bytes made at a time.
+/// Bytes generated at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What to write.
+/// The model to write.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// The directory to create
@@ -38,7 +38,7 @@ pub struct Args {
     pub shard_bytes: u64,
 }
 
-/// Writes the checkpoint and says what was written.
+/// Writes the checkpoint and prints a summary.
 pub fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let bytes = write(args)?;
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<()> {
 /// Writes the checkpoint; returns the number of bytes in its tensors.
 ///
 /// # Errors
-/// When the sizes fit no Llama model, the directory exists, or writing fails.
+/// When the sizes do not form a Llama model, the directory exists, or writing fails.
 pub fn write(args: &Args) -> Result<u64> {
     args.shape.check()?;
     let contents = Contents {
@@ -74,11 +74,11 @@ pub fn write(args: &Args) -> Result<u64> {
 /// Standard deviations of random parameters. Matrices and biases have mean 0, norms mean 1.
 #[derive(Debug, Clone, Copy)]
 pub struct Spread {
-    /// Tensors of two dimensions.
+    /// For two-dimensional tensors.
     pub matrices: f32,
-    /// Tensors of one dimension.
+    /// For one-dimensional tensors.
     pub norms: f32,
-    /// Tensors of one dimension named `….bias`.
+    /// For one-dimensional tensors named `….bias`.
     pub biases: f32,
 }
 

@@ -9,7 +9,7 @@ use candle_core::{Device, Module, Tensor};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// The version that this was built with.
+/// The version that this program was built with.
 pub fn version() -> String {
     let lock = include_str!("../../../Cargo.lock").split_once("name = \"candle-core\"\nversion = \"");
     let version = lock.and_then(|(_, rest)| rest.split('"').next()).unwrap_or("?");

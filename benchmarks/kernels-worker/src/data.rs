@@ -1,30 +1,30 @@
-//! Weights and activations that are the same at every start, and what a product of them must be near.
+//! Weights and activations that are the same in every run, and the reference for their products.
 
-/// Rows of weights that differ; further rows repeat them, which no kernel looks at.
+/// Number of distinct weight rows. Further rows repeat them, which no kernel exploits.
 pub const BASE: usize = 128;
 
-/// `[BASE, k]`, close to normal, of a deviation of 0.02.
+/// `[BASE, k]`, approximately normal with a standard deviation of 0.02.
 pub fn weights(k: usize) -> Vec<f32> {
     noise(k as u64, BASE * k, 0.02)
 }
 
-/// `[m, k]`, close to normal, of a deviation of 1.
+/// `[m, k]`, approximately normal with a standard deviation of 1.
 pub fn activations(m: usize, k: usize) -> Vec<f32> {
     noise(1, m * k, 1.0)
 }
 
-/// Rows `[BASE, width]` over and over, up to `n` of them.
+/// Repeats the rows `[BASE, width]` up to `n` rows.
 pub fn repeated<T: Copy>(base: &[T], n: usize) -> Vec<T> {
     let mut all: Vec<T> = base.iter().copied().cycle().take(base.len() * n.div_ceil(BASE)).collect();
     all.truncate(base.len() / BASE * n);
     all
 }
 
-/// Sums of twelve uniform values: normal as far as six deviations.
+/// Sums of twelve uniform values: approximately normal, up to six standard deviations.
 fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {
-        // xorshift64*, of which the upper half is good.
+        // xorshift64*, whose upper half is good.
         state ^= state >> 12;
         state ^= state << 25;
         state ^= state >> 27;
@@ -33,7 +33,8 @@ fn noise(seed: u64, count: usize, deviation: f32) -> Vec<f32> {
     (0..count).map(|_| ((0..12).map(|_| uniform()).sum::<f32>() - 6.0) * deviation).collect()
 }
 
-/// Of some outputs of the first and the last token, against the product of the weights before they were quantized.
+/// Relative error of some outputs of the first and the last token, compared with the product of the unquantized
+/// weights.
 pub fn error(out: &[f32], x: &[f32], [n, k]: [usize; 2]) -> f64 {
     let (base, m) = (weights(k), x.len() / k);
     let (mut wrong, mut all) = (0.0, 0.0);

@@ -1,4 +1,4 @@
-//! The experts of a layer: in one call, and as single products, one after another.
+//! The experts of a layer: in one call, and as a sequence of single products.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::data::{BASE, activations, weights};
 use crate::ours::pack;
 use crate::passes;
 
-/// Weights of 4 bits, and how they are multiplied.
+/// A scheme of 4-bit weights, and how they are multiplied.
 #[derive(Debug, Clone, Copy)]
 pub struct Contestant {
     pub name: &'static str,
@@ -29,9 +29,10 @@ pub struct Contestant {
 enum How {
     /// One call.
     Grouped,
-    /// Single products of each expert that has rows: its rows gathered, three products, and the sum.
+    /// Single products for each expert that has rows: gather its rows, three products, and the sum.
     Loop,
-    /// The same of as many rows for every expert, without gathering and adding up: what dense layers of this shape do.
+    /// Single products with the same number of rows for every expert, without gathering and summing, like dense layers
+    /// of this shape.
     Dense,
 }
 
@@ -47,7 +48,7 @@ pub const CONTESTANTS: [Contestant; 7] = [
     Contestant { name: "w4a16-g128-dense", group_size: 128, rows: FLOAT, how: How::Dense },
 ];
 
-/// A layer, and what was last asked of it.
+/// A layer, with the state of the last request.
 pub struct Layer {
     of: Contestant,
     hidden: usize,
@@ -56,7 +57,7 @@ pub struct Layer {
     x: Vec<f32>,
     tokens: usize,
     top_k: usize,
-    /// Experts of each call.
+    /// The experts of each call.
     calls: Vec<Vec<u32>>,
     weights: Vec<f32>,
     workspace: ExpertsWorkspace,
@@ -64,7 +65,7 @@ pub struct Layer {
     out: Vec<f32>,
 }
 
-/// Rows of single products.
+/// Buffers of single products.
 #[derive(Default)]
 struct Rows {
     whole: Int8Rows,
@@ -119,7 +120,7 @@ impl Layer {
         ensure!(count > 0, "no experts");
         let reads = pack([inner, hidden], 4, of.group_size)?;
         let down = pack([hidden, inner], 4, of.group_size)?;
-        // Each has memory of its own.
+        // Each expert has its own memory.
         let experts = (0..count).map(|_| [reads.clone(), reads.clone(), down.clone()]).collect();
         Ok(Self {
             of,
@@ -190,7 +191,7 @@ impl Layer {
         Ok(())
     }
 
-    /// So many rows for every expert as there are in the middle.
+    /// Multiplies every expert by the mean number of rows per expert.
     fn dense(&mut self) -> Result<()> {
         let rows = (self.tokens * self.top_k).div_ceil(self.experts.len());
         self.rows.x.clear();
@@ -202,7 +203,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Of the first token, against the float weights: all experts are the same, and a token's weights add up to 1.
+    /// Error of the first token relative to the float weights: all experts are the same, and a token's weights add up
+    /// to 1.
     fn error(&self) -> f64 {
         let (reads, down) = (weights(self.hidden), weights(self.inner));
         let dot = |row: &[f32], x: &dyn Fn(usize) -> f64| -> f64 {
@@ -223,7 +225,7 @@ impl Layer {
 }
 
 impl Rows {
-    /// The three products of an expert with so many rows.
+    /// The three products of an expert with `m` rows.
     fn products(&mut self, rows: ExpertRows, [gate, up, down]: &[PackedLinear; 3], m: usize) -> Result<()> {
         let [reads, writes] = [gate, down].map(|of| RowLayout::of(of.layout()));
         let (inner, hidden) = (gate.layout().n(), down.layout().n());

@@ -1,25 +1,25 @@
 //! Our kernels, or candle's, as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle THREADS`; and the
-//! experts of a layer as one of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
+//! experts of a layer as a worker of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
 //!
-//! It reads requests from standard input, a line each, and answers each with a line of JSON. The workers of other
-//! peers (`benchmarks/peers/kernels_*`) speak the same:
+//! It reads requests from standard input, one per line, and answers each with a line of JSON. The workers of other
+//! peers (`benchmarks/peers/kernels_*`) use the same protocol:
 //!
 //! ```text
 //! at the start              {"name", "version", "contestants": [name…]}
-//! prepare NAME N K BYTES    weights [n, k], in copies of so many bytes together    {"bytes", "copies", "note"}
+//! prepare NAME N K BYTES    weights [n, k], in copies of BYTES bytes together      {"bytes", "copies", "note"}
 //! tokens NAME M 0|1         activations [m, k]; 1: every copy is read in turn      {"error"}
-//! run NAME MILLISECONDS     passes over the copies, for so long                    {"seconds": [of a product…]}
+//! run NAME MILLISECONDS     passes over the copies, for this long                  {"seconds": [of a product…]}
 //! drop NAME                                                                       {}
-//! limits                    ours alone: of memory and of dot products              {"memory", "streams", "tops"}
+//! limits                    ours only: of memory and of dot products               {"memory", "streams", "tops"}
 //! ```
 //!
-//! Of experts `prepare NAME INNER HIDDEN COUNT` makes those of a layer, and in place of `tokens` there is
-//! `route NAME M CALLS TOP_K`, followed by a line with the experts of all tokens of all calls; a pass makes all calls, and
-//! `bytes` are those of one expert.
+//! For experts, `prepare NAME INNER HIDDEN COUNT` makes those of a layer. Instead of `tokens` there is `route NAME M
+//! CALLS TOP_K`, followed by a line with the experts of all tokens of all calls. A pass makes all calls, and `bytes`
+//! are those of one expert.
 //!
-//! Whatever fails is answered with `{"failed": reason}`. `bytes` are those of one copy, packed; `error` is that of
-//! some outputs against the product of the weights before they were quantized, root mean square over root mean square.
-//! What a kernel does to activations is within its time, as it is within that of all peers.
+//! A failure is answered with `{"failed": reason}`. `bytes` are those of one packed copy. `error` compares some outputs
+//! with the product of the unquantized weights, as a root mean square over a root mean square. Processing of
+//! activations inside a kernel counts in its time, as for all peers.
 #![forbid(unsafe_code)]
 
 mod candle;
@@ -36,28 +36,28 @@ use serde_json::{Value, json};
 
 use crate::data::{activations, error};
 
-/// Weights of one contestant, ready to be multiplied.
+/// Weights of one contestant, ready for products.
 trait Case {
-    /// Bytes of a copy.
+    /// Bytes of one copy.
     fn bytes(&self) -> usize;
 
     /// Copies.
     fn copies(&self) -> usize;
 
-    /// What should be known of it beside the figures.
+    /// A note to be shown with the figures.
     fn note(&self) -> String;
 
-    /// Takes rows `[m, k]`.
+    /// Sets the input rows `[m, k]`.
     fn tokens(&mut self, x: &[f32], m: usize) -> Result<()>;
 
-    /// Multiplies them with the first so many copies in turn.
+    /// Multiplies them by the first `copies` copies in turn.
     fn pass(&mut self, copies: usize) -> Result<()>;
 
-    /// What the last product gave, `[m, n]`.
+    /// The output of the last product, `[m, n]`.
     fn out(&self) -> Result<Vec<f32>>;
 }
 
-/// A case with what was last asked of it.
+/// A case, with the state of the last request.
 struct Running {
     case: Box<dyn Case>,
     n: usize,
@@ -70,7 +70,7 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let (who, threads) = args.next().zip(args.next()).context(usage)?;
     let threads: usize = threads.parse().context(usage)?;
-    // Products are asked for from within the pool, as a program would that computes more than one.
+    // Products are called from within the pool, as in a program that computes more than one.
     rayon::ThreadPoolBuilder::new().num_threads(threads).build()?.install(|| serve(&who))
 }
 
@@ -130,7 +130,7 @@ fn serve_case(
             running.copies = if rotate == 1 { running.case.copies() } else { 1 };
             let x = activations(m, running.k);
             running.case.tokens(&x, m)?;
-            // Of all copies: some peers put weights into another order when they first see them.
+            // All copies are used once, because some peers reorder weights on first use.
             running.case.pass(running.copies)?;
             Ok(json!({"error": error(&running.case.out()?, &x, [running.n, running.k])}))
         }
@@ -147,8 +147,8 @@ fn serve_case(
     }
 }
 
-/// Seconds of each of so many things that a pass does, of as many passes as fit the time; the first one only warms up,
-/// unless it was long.
+/// Seconds per item of each pass, for as many passes as fit in the time. The first pass is a warm-up and is dropped,
+/// unless it is the only one.
 fn passes(milliseconds: usize, things: usize, pass: &mut dyn FnMut() -> Result<()>) -> Result<Vec<f64>> {
     let (started, mut taken) = (Instant::now(), Vec::new());
     while started.elapsed().as_millis() < milliseconds as u128 {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::Case;
 use crate::data::{BASE, repeated, weights};
 
-/// A scheme of weights, and what becomes of activations.
+/// A weight scheme, and the treatment of activations.
 #[derive(Debug, Clone, Copy)]
 pub struct Contestant {
     pub name: &'static str,
@@ -19,23 +19,23 @@ pub struct Contestant {
     rows: Rows,
 }
 
-/// What weights become.
+/// The type of the weight codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Codes {
-    /// Integers of so many bits.
+    /// Integers of this many bits.
     Int(u8),
     /// E2M1 with powers of two as scales.
     Mxfp4,
-    /// E2M1 with E4M3 scales below one float.
+    /// E2M1 with E4M3 scales below one global float.
     Nvfp4,
 }
 
-/// How activations reach the product.
+/// The form of the activations.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rows {
     /// Quantized in every product.
     Int8,
-    /// Quantized before: what several linears read is quantized once. No peer is measured so.
+    /// Quantized beforehand, as when several linears read the same input. No peer is measured this way.
     Int8Ready,
     /// As floats.
     Float,
@@ -60,14 +60,14 @@ pub fn version() -> String {
     format!("{}, {}", env!("CARGO_PKG_VERSION"), IsaToken::detect().isa().name())
 }
 
-/// Weights `[n, k]`, each group's largest magnitude at the end of the symmetric grid.
+/// Weights `[n, k]`, with each group's largest magnitude at the end of the symmetric grid.
 pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLinear> {
     let base = weights(k);
     let half = 1 << (bits - 1);
     let (mut codes, mut scales) = (Vec::with_capacity(BASE * k), Vec::new());
     for group in base.chunks_exact(group_size) {
         let largest = group.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-        // As a checkpoint stores it: bf16, rounded up.
+        // As stored in a checkpoint: bf16, rounded up.
         let scale = (largest / (half - 1) as f32).to_bits();
         let scale = f32::from_bits(scale.saturating_add(0xffff) & 0xffff_0000);
         let code = |w: &f32| ((w / scale).round() as i32).clamp(-half, half - 1) + half;
@@ -79,11 +79,12 @@ pub fn pack([n, k]: [usize; 2], bits: u8, group_size: usize) -> Result<PackedLin
     Ok(PackedLinear::pack(&view, None, false, &Rayon)?)
 }
 
-/// The same of E2M1 codes, each group's largest magnitude at the end of the format, or half a step of its scale from it.
+/// Weights `[n, k]` as E2M1 codes, with each group's largest magnitude at the end of the format, or half a step of its
+/// scale from it.
 fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<PackedLinear> {
     let (base, format) = (weights(k), FloatFormat::E2m1);
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
-    // As the formats' checkpoints have it.
+    // As in checkpoints of these formats.
     let global = FloatFormat::E4m3.largest() * format.largest() / largest(&base);
     let (mut all, mut groups, mut scales) = (Vec::with_capacity(BASE * k), Vec::new(), Vec::new());
     for group in base.chunks_exact(group_size) {
@@ -93,7 +94,7 @@ fn pack_fp4([n, k]: [usize; 2], codes: Codes, group_size: usize) -> Result<Packe
                 FloatFormat::E4m3.value(groups[groups.len() - 1]) / global
             }
             _ => {
-                // The exponent two below that of the largest; one more where its mantissa is 1.75 or above.
+                // The exponent of the largest magnitude minus two, plus one if its mantissa is at least 1.75.
                 let rounded = largest(group).to_bits() + (1 << 21);
                 f32::from_bits((rounded & 0x7f80_0000) - (2 << 23))
             }
@@ -182,18 +183,18 @@ impl Case for Linear {
     }
 }
 
-/// What the machine gives, between the rounds.
+/// The limits of the machine, measured between rounds.
 pub struct Limits {
     memory: Vec<u64>,
 }
 
 impl Limits {
-    /// More memory than any last cache holds.
+    /// More memory than any last-level cache holds.
     pub fn new() -> Self {
         Self { memory: vec![1; 32 << 20] }
     }
 
-    /// The best of all patterns of reading, and of several looks at dot products in registers.
+    /// The best of all read patterns, and of several probes of dot products in registers.
     pub fn look(&self) -> Value {
         let token = IsaToken::detect();
         let memory = read_limit(token, &self.memory, 1, &Rayon);

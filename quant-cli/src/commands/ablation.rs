@@ -1,7 +1,8 @@
-//! `quant eval MODEL --ablation`: QServe's table, what each step of QoQ gives, on a model and a text of the user's.
+//! `quant eval MODEL --ablation`: QServe's table of what each step of QoQ contributes, for the user's model and text.
 //!
-//! Every row is a whole quantization in memory with one step more than the row above it, read back from what would be
-//! written and compared with the float model on the same windows. So differences between rows are paired.
+//! Each row quantizes the whole model in memory with one step more than the row above. The model is read back from the
+//! bytes that would be written and compared with the float model on the same windows, so differences between rows are
+//! paired.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,15 +21,15 @@ use super::Session;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, duration, table};
 
-/// What a row does beyond the one above it.
+/// The difference between a row and the one above it.
 struct Step {
     name: &'static str,
-    /// The step of QoQ that it adds, where `--skip` can leave it out.
+    /// The step of QoQ that the row adds, if `--skip` can leave it out.
     adds: Option<&'static str>,
     method: &'static str,
-    /// The scheme; `GROUP` stands for the group size, `SYM` for the symmetry that is asked for.
+    /// The scheme; `GROUP` stands for the group size, `SYM` for the requested symmetry.
     scheme: &'static str,
-    /// The steps of the method that are done.
+    /// The enabled steps of the method.
     steps: &'static [&'static str],
 }
 
@@ -48,12 +49,12 @@ const fn step(
 
 /// Rows with fewer bits than the one above.
 const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
-/// What is done before reordering.
+/// The steps before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
-/// All that is done before weights are rounded.
+/// All steps before rounding.
 const ALL: &[&str] = &["rotate", "reorder", "smooth-attention", "smooth-outputs", "clip"];
 
-/// From 8 bits, whose loss is next to nothing, to 4 bits of weights and of the cache, and back up.
+/// From 8 bits, which lose almost nothing, to 4-bit weights and a 4-bit cache, and then back up step by step.
 const STEPS: &[Step] = &[
     step("W8A8", None, "rtn", "w8a8-channel-sym", &[]),
     step("W4A8, a scale per row", None, "rtn", ROW, &[]),
@@ -67,10 +68,10 @@ const STEPS: &[Step] = &[
     step("+ GPTQ", None, "qoq", GROUPS_KV4, ALL),
 ];
 
-/// How the rows are made.
+/// How the rows are computed.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct AblationOptions {
-    /// Quantize MODEL, a float one, with one step of QServe's QoQ after the other, in memory, and show what each gives
+    /// Quantize the float model MODEL in memory, adding one step of QServe's QoQ at a time, and show what each contributes
     #[arg(long, conflicts_with_all = ["reference", "save_reference", "journal", "report", "compare", "kv", "execution"])]
     pub ablation: bool,
     /// Calibration text of --ablation: a file or the name of a set [default: builtin]
@@ -82,14 +83,14 @@ pub struct AblationOptions {
     /// Tokens of a calibration window of --ablation [default: 512]
     #[arg(long, value_name = "L", requires = "ablation")]
     pub seq_len: Option<usize>,
-    /// Weights of a row that share a scale in the rows of --ablation that have groups [default: 128]
+    /// Group size of the rows of --ablation that have groups [default: 128]
     #[arg(long, value_name = "SIZE", requires = "ablation")]
     pub group_size: Option<usize>,
-    /// A step of QoQ that no row of --ablation has, such as rotate where the family does not allow it; several with
+    /// Step of QoQ to leave out of --ablation, such as rotate if the family does not allow it; separate several by
     /// commas
     #[arg(long, value_name = "STEP", value_delimiter = ',', requires = "ablation")]
     pub skip: Vec<String>,
-    /// Grids with a zero point in --ablation, as in QServe's own format; without it those that the preset writes
+    /// Use grids with a zero point in --ablation, as in QServe's own format, instead of those of the preset
     #[arg(long, requires = "ablation")]
     pub asymmetric: bool,
 }
@@ -114,15 +115,15 @@ struct Row {
     kv_cache: Option<KvScheme>,
     perplexity: Estimate,
     kl: Estimate,
-    /// Its KL less that of the row above, paired.
+    /// Paired difference between this row's KL and that of the row above.
     #[serde(skip_serializing_if = "Option::is_none")]
     kl_change: Option<Estimate>,
-    /// Whether it has fewer bits than the row above, so that its KL is to rise.
+    /// Whether this row has fewer bits than the row above, so that its KL is expected to rise.
     takes_away: bool,
     seconds: f64,
 }
 
-/// Makes and measures all rows.
+/// Quantizes and measures all rows.
 pub fn run(
     options: &AblationOptions,
     opened: &Opened,
@@ -135,10 +136,10 @@ pub fn run(
         let path = opened.directory.path().display();
         return Err(Error::usage(
             format!("{path} is quantized already, and --ablation quantizes a float model"),
-            "give the float checkpoint that it was made from",
+            "give the float checkpoint that it was quantized from",
         ));
     }
-    // Every row is planned before the first is made: what cannot be done is told now.
+    // Every row is planned before the first one is computed, so that errors are reported now.
     let steps = steps(options)?;
     for step in &steps {
         let recipe = step.recipe(options)?;
@@ -215,16 +216,16 @@ fn sampling(options: &AblationOptions) -> Sampling {
     }
 }
 
-/// The rows, without those that only add what is left out.
+/// The rows, without those that only add a skipped step.
 fn steps(options: &AblationOptions) -> Result<Vec<&'static Step>> {
-    // Says which steps there are.
+    // Its error lists the valid steps.
     method("qoq")?.without(&options.skip)?;
     let left_out = |step: &&Step| step.adds.is_some_and(|adds| options.skip.iter().any(|s| s == adds));
     Ok(STEPS.iter().filter(|step| !left_out(step)).collect())
 }
 
 impl Step {
-    /// The error of a row that cannot be made, with what there is to say to `quant eval`.
+    /// The error of a row that cannot be computed, with a remedy that fits `quant eval`.
     fn refused(&self, error: Error) -> Error {
         match error {
             Error::GroupSizeDoesNotDivide(_) => Error::usage(

@@ -15,21 +15,21 @@ use crate::generation::{self, DecodingOptions};
 use crate::inputs;
 use crate::output;
 
-/// Positions that a model is loaded for, if it has as many and no other number is given.
+/// Default context length, if the model has that many positions.
 const DEFAULT_CONTEXT: usize = 8192;
-/// Longer lines of standard input are refused.
+/// Longer lines of standard input are rejected.
 const LONGEST_LINE: usize = 1 << 20;
-/// New tokens of an answer, where neither the user nor the model says.
+/// Default maximum of new tokens per answer, if neither the user nor the model sets one.
 const DEFAULT_ANSWER: usize = 1024;
 
 const COMMANDS: &str = "\
-/new           forget the conversation
-/system TEXT   forget it, and begin with this message of the system; without TEXT, with none
-/retry         write the last answer anew, with another seed
+/new           start a new conversation
+/system TEXT   start a new one with this system message; without TEXT, with none
+/retry         generate the last answer again, with another seed
 /help          show this
 /exit          leave, as Ctrl-D does; Ctrl-C ends an answer";
 
-/// Whom to talk to.
+/// The model to talk to.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory with a chat template, float or quantized, or org/name or org/name@revision on a hub
@@ -61,7 +61,7 @@ impl Talk {
         self.messages.push(json!({ "role": role, "content": content }));
     }
 
-    /// Takes back the last message if it is of this role.
+    /// Removes the last message if it has this role.
     fn take_back(&mut self, role: &str) -> bool {
         let is_last = self.messages.last().is_some_and(|message| message["role"] == role);
         if is_last {
@@ -71,7 +71,7 @@ impl Talk {
     }
 }
 
-/// Talks until the input ends.
+/// Runs the conversation until the input ends.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let opened = inputs::open(&args.model, session)?;
     let template = ChatTemplate::open(&opened.directory)?;
@@ -84,7 +84,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let context = args.context.unwrap_or_else(|| positions.min(DEFAULT_CONTEXT));
     if !(2..=positions).contains(&context) {
         return Err(Error::usage(
-            format!("--context is {context}, and the model has {positions} positions"),
+            format!("--context is {context}, but the model has {positions} positions"),
             format!("give 2 to {positions}"),
         ));
     }
@@ -113,7 +113,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             }
             "/retry" => {
                 if !talk.take_back("assistant") {
-                    output::tell("there is no answer to write anew");
+                    output::tell("there is no answer to retry");
                     continue;
                 }
                 settings.seed = settings.seed.wrapping_add(1);
@@ -159,7 +159,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                     End::EndOfSequence | End::Stopped => {}
                 }
             }
-            // The user has read enough; what was written stays in the conversation.
+            // The user stopped the answer; the text so far stays in the conversation.
             Err(Error::Interrupted) if input.is_terminal() => {
                 session.cancel.reset();
                 session.progress.note("[interrupted]");
@@ -171,7 +171,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     Ok(())
 }
 
-/// Where the user's messages come from.
+/// The source of the user's messages.
 enum Input {
     Terminal(Box<DefaultEditor>),
     Lines(usize),
@@ -190,12 +190,12 @@ impl Input {
         matches!(self, Self::Terminal(_))
     }
 
-    /// The next message; nothing at the end, which Ctrl-C and Ctrl-D are on a terminal.
+    /// The next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
     fn line(&mut self) -> Result<Option<String>> {
         match self {
             Self::Terminal(editor) => match editor.readline("> ") {
                 Ok(line) => {
-                    // A history that is full or off is no reason to stop.
+                    // A full or disabled history is no reason to stop.
                     let _ = editor.add_history_entry(&line);
                     Ok(Some(line))
                 }

@@ -1,4 +1,4 @@
-//! `quant demo`: the main job on the model that comes with the program, with each method.
+//! `quant demo`: quantizes the built-in model with each method.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,18 +16,18 @@ use super::{Session, eval};
 use crate::inputs::{self, Opened};
 use crate::output::{self, JsonOption, bytes, duration, table};
 
-/// The built-in model was trained on windows of this length.
+/// The window length that the built-in model was trained on.
 const WINDOW: usize = 512;
-/// What each method is shown at: where the difference is small, and where it is large.
+/// The schemes to compare: one where the methods differ little, and one where they differ much.
 const SCHEMES: [&str; 2] = ["w4a16-g128-sym", "w3a16-g64-asym"];
 
-/// Calibration windows: fewer than usual, so that all of it takes well under two minutes.
+/// Fewer calibration windows than the default, so that the demo takes well under two minutes.
 const SAMPLES: usize = 16;
 
-/// How long it may take.
+/// How long the demo may take.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Fewer windows: a check that all works rather than a measurement
+    /// Use fewer windows: a check that everything works rather than a measurement
     #[arg(long)]
     pub quick: bool,
     /// Write the built-in model to DIR and stop: a checkpoint to try the other commands on
@@ -83,7 +83,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
-        // The others are for activations of 8 bits.
+        // The other methods need 8-bit activations.
         for method in
             METHODS.iter().rev().filter(|m| !m.steps().contains(&"smoothquant") && m.preparation.is_none())
         {
@@ -102,7 +102,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             });
         }
     }
-    // All go through the text together, so that the float model does so once.
+    // All models go through the text together, so that the float model runs only once.
     let float = eval::load(&opened, &text, session)?;
     let reference = Reference::Model { decoder: &float, floor: true };
     let models: Vec<Scored<'_>> = quantized.iter().map(Scored::from).collect();
@@ -129,7 +129,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.emit(&report, || show(&report))
 }
 
-/// Writes the built-in model; the directory appears with everything in it.
+/// Writes the built-in model; the directory appears only when it is complete.
 fn save(directory: &Path) -> Result<()> {
     if directory.symlink_metadata().is_ok() {
         return Err(Error::usage(
@@ -153,7 +153,7 @@ fn unpack(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Quantizes the model as the `quantize` verb does; returns the bytes of the written tensors.
+/// Quantizes the model as the `quantize` command does; returns the bytes of the written tensors.
 fn produce(
     opened: &Opened,
     name: &str,
@@ -191,7 +191,7 @@ fn produce(
 }
 
 impl Row {
-    /// Puts in what a comparison with the float model gave.
+    /// Fills in the results of the comparison with the float model.
     fn measured(&mut self, scores: &Scores, divergence: &Divergence) {
         self.perplexity = scores.perplexity.mean;
         self.perplexity_ratio = divergence.perplexity_ratio.mean;

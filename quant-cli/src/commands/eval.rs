@@ -1,4 +1,4 @@
-//! `quant eval MODEL --text FILE`: what a model is worth on a text.
+//! `quant eval MODEL --text FILE`: measures a model on a text.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -26,55 +26,55 @@ use crate::kv::KvBits;
 use crate::output::{self, JsonOption, bytes, table};
 use crate::provenance;
 
-/// What to evaluate on what.
+/// The model and the text to evaluate.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Compare with this model on the same tokens, such as the float one it was made from; or with what
-    /// --save-reference kept of one
+    /// Compare with this model on the same tokens, such as the float model it was quantized from; or with a
+    /// file of --save-reference
     #[arg(long, value_name = "MODEL|FILE")]
     pub reference: Option<PathBuf>,
-    /// Keep in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes for every feature of
-    /// the hidden states and scored token, and the output head
+    /// Store in FILE what a comparison with MODEL on this text needs, for --reference FILE: 4 bytes per hidden feature
+    /// and scored token, and the output head
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
     /// Evaluation text: a file, or the name of a set
     #[arg(long, value_name = "FILE|NAME")]
     pub text: String,
-    /// Rule of scoring: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
+    /// Scoring rule: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
     /// lmeval-rolling-L, with windows of L tokens [default: gptq-L, L being 2048 or the model's positions if those are
     /// fewer]
     #[arg(long)]
     pub profile: Option<String>,
-    /// The same rule with windows of L tokens
+    /// Use the rule with windows of L tokens
     #[arg(long, value_name = "L")]
     pub window: Option<usize>,
     /// Score only the first N windows
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub windows: Option<u64>,
-    /// How quantized linears are computed: fake dequantizes them and multiplies floats, kernels runs what
-    /// engines that link the kernels would
+    /// How quantized linears are computed: fake dequantizes them and multiplies floats; kernels runs the
+    /// packed kernels, as engines that link them do
     #[arg(long, value_enum, default_value_t, value_name = "HOW")]
     pub execution: Execution,
-    /// Where MODEL's quantized linears are computed, with --execution kernels: cuda is the first NVIDIA GPU; all
-    /// else stays on the processor, and so does a reference
+    /// Device for MODEL's quantized linears with --execution kernels: cuda is the first NVIDIA GPU. Everything
+    /// else, including a reference, runs on the processor
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     pub device: Device,
-    /// In how many bits MODEL caches keys and values: auto is what its config.json says, 16 means floats. A
-    /// reference always caches as its own config.json says
+    /// Precision of MODEL's KV cache: auto is that of its config.json, 16 means floats. A reference always uses
+    /// that of its own config.json
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     pub kv: KvBits,
-    /// Keep what is measured in FILE until all is, and go on from what a stopped run left there
+    /// Record measurements in FILE until the evaluation is complete, and continue a stopped run from FILE
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
-    /// Write a page that shows the result to FILE (HTML)
+    /// Write an HTML report of the result to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Show another result of the same text and profile on that page; can be repeated
+    /// Also show another result of the same text and profile in the report; can be repeated
     #[arg(long, value_name = "RESULT", requires = "report")]
     pub compare: Vec<PathBuf>,
-    // Not documentation, which would become part of the help.
+    // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
     #[command(flatten, next_help_heading = "Ablation")]
     pub ablation: AblationOptions,
@@ -86,25 +86,25 @@ pub struct Args {
 /// How quantized linears are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Execution {
-    /// Dequantized, tile by tile, and multiplied as floats.
+    /// Dequantized tile by tile and multiplied as floats.
     #[default]
     Fake,
-    /// By the kernels, from packed codes.
+    /// Multiplied by the kernels, from packed codes.
     Kernels,
 }
 
-/// The window of the default rule, where a model knows so many positions.
+/// The window of the default rule, if the model has this many positions.
 const DEFAULT_WINDOW: usize = 2048;
-/// Tokens of a window that a report shows.
+/// Tokens of a window that the report shows.
 const EXCERPT_TOKENS: usize = 48;
 
-/// What an evaluation gave.
+/// The result of an evaluation.
 pub struct Evaluated {
     /// The numbers.
     pub result: Evaluation,
-    /// The page, where one was asked for.
+    /// The page, if one was requested.
     pub page: Option<String>,
-    /// The journal, which is of no use once the result is safe.
+    /// The journal, which is no longer needed once the result is stored.
     journal: Option<PathBuf>,
 }
 
@@ -130,11 +130,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
     let done = evaluate(args, &text, args.report.is_some(), session)?;
     args.json.emit(&done.result, || show(&done.result))?;
-    // Only now is nothing lost with it.
+    // The result is stored now, so removing the journal loses nothing.
     done.finish()
 }
 
-/// What is measured, opened and cut into windows, before any computation.
+/// The inputs of a measurement, opened and cut into windows before any computation.
 struct Prepared {
     gpu: Option<CudaRunner>,
     others: Vec<(String, Evaluation)>,
@@ -149,7 +149,7 @@ impl Prepared {
     fn new(args: &Args, source: &Text, session: &Session) -> Result<Self> {
         check(args, source)?;
         let gpu = gpu(args)?;
-        // What is there and no file is for the journal to refuse.
+        // A path that exists but is not a file is rejected by the journal itself.
         let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
         for path in args.report.iter().chain(&args.save_reference).chain(kept) {
             output::check_writable(path)?;
@@ -167,7 +167,7 @@ impl Prepared {
     }
 }
 
-/// Fails where what is to be written would destroy what is read, or settings exclude each other.
+/// Fails if an output would overwrite an input, or if settings exclude each other.
 fn check(args: &Args, source: &Text) -> Result<()> {
     let outputs = [
         ("json", args.json.json.as_deref()),
@@ -192,17 +192,17 @@ fn check(args: &Args, source: &Text) -> Result<()> {
         if let Some((option, _)) = others.into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
                 format!("‹{option}› and ‹save_reference› exclude each other"),
-                "keep a reference in a run of its own",
+                "save the reference in a separate run",
             ));
         }
     }
     args.json.check()
 }
 
-/// Measures a model on a text, with a page about the result where `with_page` is set; [`Evaluated::finish`] ends it.
+/// Measures a model on a text, with a page about the result if `with_page` is set; [`Evaluated::finish`] completes it.
 ///
 /// # Errors
-/// As `quant eval`.
+/// Same as `quant eval`.
 pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) -> Result<Evaluated> {
     let prepared = Prepared::new(args, source, session)?;
     let Prepared { gpu, others, opened, quantization, reference, request, text } = prepared;
@@ -222,7 +222,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
         Execution::Fake => None,
     };
     if let Some(reason) = &simulated {
-        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+        session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
     let device = gpu.as_ref().map(CudaRunner::device);
     let tool = provenance::tool(args.execution, device, simulated.is_some(), session);
@@ -256,7 +256,7 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
                     seen = Some(anatomy(reference, &decoder, &text, &session.cancel)?);
                 }
                 (Some(_), None) => session.progress.note(
-                    "the page shows no errors of blocks: a stored reference has only what leaves the last one",
+                    "the page shows no block errors: a stored reference contains only the output of the last block",
                 ),
                 (None, _) => {}
             }
@@ -289,27 +289,27 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
     Ok(Evaluated { result, page, journal })
 }
 
-/// The GPU, where one is asked for; that there is none is better known before anything is read.
+/// The GPU, if one is requested. A missing GPU is reported before anything is read.
 fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
     match (args.device, args.execution) {
         (Device::Cpu, _) => Ok(None),
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
-            "‹device=cuda› is where the kernels run, and this evaluation runs none",
+            "‹device=cuda› requires kernels, but this evaluation does not use them",
             "add ‹execution=kernels›, or leave ‹device› out; an ablation runs on the processor",
         )),
     }
 }
 
-/// Results to show beside this one.
+/// Results to show next to this one.
 fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
     paths.iter().map(|path| Ok((Evaluation::name(path), Evaluation::read(path)?))).collect()
 }
 
-/// What quantizing did to the model, as the report beside its weights says.
+/// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
     QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
-        session.progress.note(&format!("warning: {error}; the page will not show errors of tensors"));
+        session.progress.note(&format!("warning: {error}; the page will not show tensor errors"));
         None
     })
 }
@@ -331,7 +331,10 @@ fn page(
             _ => continue,
         };
         return Err(Error::usage(
-            format!("`{}` was measured {differs}, and cannot be shown beside this", name.escape_default()),
+            format!(
+                "`{}` was measured {differs}, so it cannot be shown next to this result",
+                name.escape_default()
+            ),
             "compare results of one text, profile and reference",
         ));
     }
@@ -350,7 +353,7 @@ fn page(
     Ok(EvaluationReport { result, anatomy, linears: &linears, quantization, worst: &worst, others }.page())
 }
 
-/// The journal that was asked for, if one was.
+/// The journal, if one was requested.
 fn journal<T: Measured>(
     args: &Args,
     identity: &serde_json::Value,
@@ -362,7 +365,7 @@ fn journal<T: Measured>(
     let journal = Journal::open(path, identity, &tokens)?;
     if journal.windows() > 0 {
         session.progress.note(&format!(
-            "{} of {} windows are known already",
+            "{} of {} windows have already been measured",
             journal.windows(),
             tokens.len()
         ));
@@ -370,7 +373,7 @@ fn journal<T: Measured>(
     Ok(journal)
 }
 
-/// Tokenizes and cuts an evaluation text.
+/// Tokenizes an evaluation text and cuts it into windows.
 pub fn text(
     opened: &Opened,
     source: &Text,
@@ -398,7 +401,7 @@ pub fn text(
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }
-    // Of a larger tokenizer even the tokens that the embedding has may mean others.
+    // If the tokenizer is larger than the embedding, even the tokens that the embedding has may mean something else.
     if let Some(largest) = text.largest_token().max(tokenizer.largest_token()?) {
         opened.model.check_token(largest)?;
     }
@@ -463,7 +466,7 @@ fn show(result: &Evaluation) -> String {
     text
 }
 
-/// How the divergence is spread over positions.
+/// The distribution of the divergence over positions.
 fn spread(comparison: &Divergence) -> String {
     let row = |name: &str, q: &Quantile| {
         let interval = match (q.low, q.high) {

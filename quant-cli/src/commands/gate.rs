@@ -1,4 +1,4 @@
-//! `quant gate --policy FILE --baseline FILE RESULT…`: whether a model has become worse than it may.
+//! `quant gate --policy FILE --baseline FILE RESULT…`: checks whether a model has become worse than the policy allows.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,10 +14,10 @@ use quant_evaluator::report::gate_page;
 use super::Session;
 use crate::output::{self, JsonOption, table};
 
-/// What to judge by what.
+/// The results to judge, and the policy and baseline to judge them by.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Results of `quant eval --json=FILE`; each is known by its file name without the extension
+    /// Results of `quant eval --json=FILE`; each is identified by its file name without the extension
     #[arg(required = true, value_name = "RESULT")]
     results: Vec<PathBuf>,
     /// Policy (TOML)
@@ -39,7 +39,7 @@ pub struct Args {
     json: JsonOption,
 }
 
-/// Judges; the exit code says how it ended.
+/// Judges the results; the exit code is the verdict.
 pub fn run(args: &Args, session: &Session) -> Result<u8> {
     let inputs =
         args.results.iter().chain(&args.policy).chain(args.baseline.as_ref().filter(|_| !args.update));
@@ -53,7 +53,7 @@ pub fn run(args: &Args, session: &Session) -> Result<u8> {
     output::distinct(&outputs, &inputs)?;
     for path in outputs[..3].iter().filter_map(|(_, path)| path.filter(|p| *p != Path::new("-"))) {
         output::check_writable(path)?;
-        // What an earlier run decided must not be taken for what this one could not.
+        // A stale report from an earlier run must not pass for the result of this one if this one fails.
         if path.is_file() {
             std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
         }
@@ -91,7 +91,7 @@ fn judged(
         output::write_file(path, gate_page(&outcome, results).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
-        // Nobody reads on; the verdict stands.
+        // The reader has gone; the verdict stands.
         Err(error) if output::is_closed_pipe(&error) => {}
         told => told?,
     }
@@ -105,7 +105,7 @@ fn judged(
     })
 }
 
-/// What GitHub Actions shows beside the log, where this is one of its steps.
+/// Writes what GitHub Actions shows in addition to the log, if this runs as one of its steps.
 fn on_github(outcome: &Outcome) -> Result<()> {
     if std::env::var_os("GITHUB_ACTIONS").is_some_and(|v| v == "true") {
         // The runner reads commands from either stream; stdout may be JSON.
@@ -121,7 +121,7 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }
 
-/// A name without what could end a line.
+/// A name with its control characters escaped, so that it cannot end a line.
 fn printable(text: &str) -> String {
     text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
 }
@@ -130,7 +130,7 @@ fn show(outcome: &Outcome) -> String {
     let rows: Vec<Vec<String>> = outcome
         .checks
         .iter()
-        // The verdict first: no name may begin a line, which a CI system could take for a command.
+        // The verdict comes first: no name may begin a line, because a CI system could take it for a command.
         .map(|c| vec![c.verdict.name().to_owned(), printable(&c.result), printable(&c.message)])
         .collect();
     let widths = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
@@ -143,9 +143,9 @@ fn show(outcome: &Outcome) -> String {
     text
 }
 
-/// Writes a baseline and shows what it changes.
+/// Writes a baseline and shows the changes.
 fn update(path: &Path, results: &[(String, Evaluation)]) -> Result<u8> {
-    // What is no baseline is not replaced: it may be something else.
+    // A file that is not a baseline is not replaced: it may be something else.
     let before = match path.try_exists().map_err(|e| Error::io("read", path, e))? {
         true => Baseline::read(path).map_err(|e| not_replaced(path, e))?,
         false => Baseline { results: Default::default() },
@@ -169,7 +169,7 @@ fn not_replaced(path: &Path, error: Error) -> Error {
     }
 }
 
-/// Every number that is in both, or in one of them.
+/// All numbers of both files, or of only one.
 fn difference(before: &Baseline, after: &Baseline) -> String {
     const SHOWN: [Metric; 6] = [
         Metric::Perplexity,
@@ -205,6 +205,6 @@ fn difference(before: &Baseline, after: &Baseline) -> String {
             rows.push(vec![metric.name().to_owned(), printable(name), shown(old), shown(new), change]);
         }
     }
-    // No name begins a line.
+    // No line begins with a name.
     table(&["", "result", "before", "now", "change"], &rows)
 }

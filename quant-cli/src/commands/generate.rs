@@ -1,4 +1,4 @@
-//! `quant generate MODEL --prompt TEXT`: text after a prompt.
+//! `quant generate MODEL --prompt TEXT`: generates text after a prompt.
 
 use std::io::{IsTerminal, Read};
 use std::path::{Path, PathBuf};
@@ -15,15 +15,15 @@ use crate::generation::{self, DecodingOptions};
 use crate::inputs;
 use crate::output::{self, JsonOption};
 
-/// Longer prompts are refused before they are tokenized.
+/// Longer prompts are rejected before they are tokenized.
 const LONGEST_PROMPT: u64 = 16 << 20;
 
-/// What to write.
+/// The model and the prompt.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Prompt; standard input without it and --prompt-file
+    /// Prompt; without it and --prompt-file, standard input is read
     #[arg(long, short, value_name = "TEXT", conflicts_with = "prompt_file")]
     prompt: Option<String>,
     /// File with the prompt; - is standard input
@@ -45,12 +45,12 @@ pub struct Args {
 struct Report<'a> {
     schema: &'static str,
     model: String,
-    /// The path that quantized weights are multiplied by.
+    /// The kernel path that multiplies quantized weights.
     kernels: &'static str,
     settings: serde_json::Value,
     prompt_tokens: &'a [u32],
     text: &'a str,
-    /// Why it ended: `eos`, `length`, `context` or `stop`.
+    /// Why the generation ended: `eos`, `length`, `context` or `stop`.
     end: &'static str,
     tokens: Vec<Token>,
     prompt_seconds: f64,
@@ -60,9 +60,9 @@ struct Report<'a> {
 #[derive(Serialize)]
 struct Token {
     id: u32,
-    /// Of the model's own distribution.
+    /// Under the model's own distribution.
     logprob: f64,
-    /// Of the distribution that it was drawn from.
+    /// Under the distribution that the token was sampled from.
     sampling_logprob: f64,
 }
 
@@ -138,7 +138,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     }
 }
 
-/// The prompt, and where it comes from.
+/// The prompt and its source.
 fn prompt(args: &Args) -> Result<(String, PathBuf)> {
     let standard = || PathBuf::from("standard input");
     let (text, origin) = match (&args.prompt, args.prompt_file.as_deref()) {
@@ -152,7 +152,7 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
         }
         (None, _) => (bounded(&mut std::io::stdin().lock(), &standard())?, standard()),
     };
-    // The end of the last line is the editor's, not the prompt's.
+    // The final line break comes from the editor; it is not part of the prompt.
     let text =
         text.strip_suffix('\n').map_or(text.as_str(), |t| t.strip_suffix('\r').unwrap_or(t)).to_owned();
     Ok((text, origin))

@@ -1,4 +1,4 @@
-//! What `quant quantize` and `quant plan` say with `--format gguf`.
+//! The output of `quant quantize` and `quant plan` with `--format gguf`.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::Session;
 use crate::output::{JsonOption, bytes, duration, table};
 
-/// What was done, for people.
+/// The summary of a run as text.
 pub fn text(summary: &GgufSummary) -> String {
     let mut text = format!(
         "{}: {} as {}, {:.2} bits per weight; it was {}\n",
@@ -26,7 +26,7 @@ pub fn text(summary: &GgufSummary) -> String {
         text.push_str(&format!("replaced: {tensor} is {got}, its rows do not fit {wanted}\n"));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
-        text.push_str(&format!("largest relative error: {relative_rms:.4} of {tensor}\n"));
+        text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
     }
     text.push_str(&format!("took {}\n", duration(summary.seconds)));
     text
@@ -57,7 +57,7 @@ struct TensorJson<'a> {
     sources: Vec<&'a str>,
 }
 
-/// Shows what a GGUF file would hold.
+/// Prints the plan of a GGUF file.
 pub fn plan(
     model: &Path,
     settings: &RecipeSettings,
@@ -106,7 +106,7 @@ fn plan_text(plan: &GgufPlan, all: bool) -> String {
         };
         plan.tensors.iter().map(row).collect()
     } else {
-        // One line for a kind of tensor, whatever its block.
+        // One line per kind of tensor, whatever its block.
         let mut kinds: Vec<(String, &str, usize, u64)> = Vec::new();
         for t in &plan.tensors {
             let name: Vec<&str> = t.name.split('.').filter(|part| part.parse::<usize>().is_err()).collect();

@@ -1,4 +1,4 @@
-//! `quant inspect MODEL`: what a checkpoint holds.
+//! `quant inspect MODEL`: shows the contents of a checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::Session;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, bytes, table};
 
-/// What to look at.
+/// The model to inspect.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub
@@ -23,31 +23,32 @@ pub struct Args {
     json: JsonOption,
 }
 
-/// What a checkpoint holds, as JSON.
+/// The contents of a checkpoint, as JSON.
 #[derive(Serialize)]
 pub struct Report {
     schema: &'static str,
     family: &'static str,
     layers: usize,
     hidden_size: usize,
-    /// Of the first block, as are the next two.
+    /// Of the first block; the next two fields too.
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
-    /// Of each block in order: positions that a query sees, its own included; null where it sees all before it.
+    /// Per block, in order: the number of positions that a query attends to, including its own; null if it attends to
+    /// all positions before it.
     windows: Vec<Option<usize>>,
     vocab_size: usize,
     max_positions: usize,
     tied_embeddings: bool,
     quant_method: Option<String>,
-    /// How the model is meant to cache keys and values; none as floats.
+    /// The precision of the KV cache that the model asks for; `None` is floats.
     kv_cache: Option<KvScheme>,
-    /// What the container could not hold of what was asked for.
+    /// What the format could not represent of the requested quantization.
     loses: Vec<String>,
     /// Whether scales have two levels.
     keeps_levels: bool,
     bytes: u64,
-    /// What a vision-language model has beside its text tower; absent for other models.
+    /// What a vision-language model has in addition to its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     linears: Vec<LinearReport>,
@@ -70,14 +71,14 @@ struct TensorReport {
     file: String,
 }
 
-/// Prints what is there.
+/// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     args.json.check_beside(&args.model, &[])?;
     let report = report(&args.model, session)?;
     args.json.emit(&report, || show(&report))
 }
 
-/// What is there.
+/// The contents of a checkpoint.
 ///
 /// # Errors
 /// When the model cannot be opened.
@@ -141,8 +142,8 @@ pub fn report(path: &Path, session: &Session) -> Result<Report> {
     })
 }
 
-/// What the container could not hold: of what was asked for, where the report of the run lies beside the weights, and
-/// of what stands there otherwise.
+/// What the format could not represent. This compares the stored weights with the schemes in the run's report if it
+/// lies beside them, and otherwise describes the stored weights alone.
 fn losses<'a>(
     opened: &Opened,
     session: &Session,
@@ -188,7 +189,7 @@ fn show(report: &Report) -> String {
     }
     if let Some(Carried { class, tensors, bytes: size }) = &report.carried {
         text.push_str(&format!(
-            "text tower of {class}; beside it {tensors} tensors, {}, which quantize carries along\n",
+            "text tower of {class}; {tensors} other tensors, {}, which quantize copies unchanged\n",
             bytes(*size)
         ));
     }
@@ -203,7 +204,7 @@ fn show(report: &Report) -> String {
         text.push_str(&format!("lost: {said}\n"));
     }
     if let Some(kv) = report.kv_cache {
-        text.push_str(&format!("cache of keys and values: {kv}\n"));
+        text.push_str(&format!("KV cache: {kv}\n"));
     }
     text.push('\n');
     let mut stored: Vec<(String, u64, u64)> = Vec::new();

@@ -24,20 +24,20 @@ use quant_core::{CancelToken, Result};
 use crate::cli::Command;
 use crate::progress::Progress;
 
-/// What every command has at hand.
+/// The state that every command shares.
 pub struct Session {
     /// Where progress and notes go.
     pub progress: Progress,
-    /// Pulled by signals.
+    /// Cancelled by signals.
     pub cancel: CancelToken,
-    /// What runs the tokenizers and chat templates of models.
+    /// Runs the tokenizers and chat templates of models.
     pub text_workers: Arc<dyn TextWorkers>,
-    /// The file that holds this code, where that is not the executable.
+    /// The file that contains this code, if it is not the executable.
     pub code: Option<PathBuf>,
 }
 
 impl Session {
-    /// The same as the library takes it.
+    /// This session in the form that the library takes.
     pub fn host(&self) -> Host<'_> {
         Host {
             observer: &self.progress,
@@ -49,7 +49,7 @@ impl Session {
     }
 }
 
-/// Runs a command and gives its exit code; only the gate has several good ends.
+/// Runs a command and returns its exit code. Only the gate has more than one successful outcome.
 pub fn run(command: &Command, session: &Session) -> Result<u8> {
     let done = match command {
         Command::Gate(args) => return gate::run(args, session),

@@ -1,4 +1,4 @@
-//! `quant plan MODEL`: what would happen to every tensor.
+//! `quant plan MODEL`: shows what would happen to every tensor.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -47,7 +47,7 @@ struct PlanJson<'a> {
     smallest_budget_bytes: u64,
     /// The disk space for hidden states with that budget.
     scratch_bytes: u64,
-    /// What a vision-language model has beside its text tower; absent for other models.
+    /// What a vision-language model has in addition to its text tower; absent for other models.
     #[serde(skip_serializing_if = "Option::is_none")]
     carried: Option<Carried>,
     selectors: Vec<SelectorJson<'a>>,
@@ -60,7 +60,7 @@ struct FormatJson<'a> {
     output_bytes: u64,
     bits_per_quantized_weight: f64,
     warnings: Vec<String>,
-    /// What the container cannot hold of what is asked for.
+    /// What the format cannot represent of the requested quantization.
     loses: Vec<String>,
     engines: Vec<EngineJson>,
     tensors: Vec<TensorJson<'a>>,
@@ -70,13 +70,13 @@ struct FormatJson<'a> {
 struct EngineJson {
     engine: &'static str,
     version: &'static str,
-    /// When its sources were read.
+    /// The date on which the engine's sources were read.
     read: &'static str,
     family: FamilyJson,
     ranks: Vec<VerdictJson>,
 }
 
-/// How it is known that the engine has the model's family.
+/// The evidence that the engine supports the model's family.
 #[derive(Serialize)]
 struct FamilyJson {
     /// `run`, `read` or `not checked`.
@@ -143,10 +143,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .emit(&json(&planned, &CommandLine), || worded(&text(&planned, args.all), &CommandLine).into_owned())
 }
 
-/// A plan as JSON in a program's own words, and about how many seconds it will take, where that is known.
+/// A plan as JSON with the given wording, and the estimated seconds of a run if they are known.
 ///
 /// # Errors
-/// As `quant plan`.
+/// Same as `quant plan`.
 pub fn value(
     model: &Path,
     settings: &RecipeSettings,
@@ -163,7 +163,7 @@ pub fn value(
     Ok((value.map_err(|e| Error::Internal(e.to_string()))?, seconds))
 }
 
-/// Plans for all formats, and what a run will need, about.
+/// The plans for all formats, and the estimated resources of a run.
 struct Planned {
     plans: Vec<Plan>,
     outlines: Vec<Outline>,
@@ -194,7 +194,8 @@ impl Planned {
             smallest: (smallest, scratch),
             memory: Plan::peak_memory(&plans, &opened.model),
             outlines: plans.iter().map(|plan| Outline::new(plan, &opened.model)).collect(),
-            // The time rests on a measurement, so it is told to people and kept out of what machines compare.
+            // The time comes from a measurement, so it is shown to people but kept out of the JSON, which machines
+            // compare.
             seconds: Plan::seconds(&plans, &opened.model, Rates::measure()?),
             carried: opened.model.carried(),
             plans,
@@ -285,7 +286,7 @@ fn text(planned: &Planned, all: bool) -> String {
     let mut text = String::new();
     if let Some(Carried { class, tensors, bytes: size }) = carried {
         text.push_str(&format!(
-            "text tower of {class}; the {tensors} tensors beside it, {}, are carried along as they are\n\n",
+            "text tower of {class}; the {tensors} other tensors, {}, are copied unchanged\n\n",
             bytes(*size)
         ));
     }
@@ -321,9 +322,9 @@ fn text(planned: &Planned, all: bool) -> String {
     text
 }
 
-/// Which engines load it, on how many ranks, and why not.
+/// Which engines load the checkpoint, on how many ranks, and the reasons of those that do not.
 fn engines_text(outline: &Outline) -> String {
-    // Engines with one reason are named together, and a reason is told where it first applies.
+    // Engines with the same reason are grouped, and a reason is listed at the first rank count to which it applies.
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
     let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
@@ -344,7 +345,7 @@ fn engines_text(outline: &Outline) -> String {
         let known = engine.known(outline);
         row.push(known.basis.word().to_owned());
         rows.push(row);
-        // Of another version or day than the rest of the row.
+        // The family was checked in another version or on another day than the rest of the row.
         if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, READ) {
             let Known { basis, version, date } = known;
             dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
@@ -369,7 +370,7 @@ fn engines_text(outline: &Outline) -> String {
     text
 }
 
-/// The tensors of a plan, and what they come to.
+/// The tensors of a plan, and their totals.
 fn plan_text(plan: &Plan, all: bool) -> String {
     let header = ["tensor", "shape", "dtype", "gets", "bytes before", "after"];
     let row = |name: String, e: &PlanEntry, count: u64, before: u64, after: u64| {
@@ -384,7 +385,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
             bytes(after),
         ]
     };
-    // One line a kind, in the order in which the kinds first appear.
+    // One line per kind, in order of first appearance.
     let mut kinds: Vec<(String, &PlanEntry, u64, u64, u64)> = Vec::new();
     let mut places = HashMap::new();
     for entry in &plan.entries {

@@ -1,4 +1,4 @@
-//! `quant quantize MODEL -o OUT`: the main job.
+//! `quant quantize MODEL -o OUT`: quantizes a model.
 
 use std::path::{Path, PathBuf};
 
@@ -14,17 +14,17 @@ use crate::output::{self, bytes, duration};
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
-/// What to quantize, and where to write it.
+/// The model to quantize, and where to write the result.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Directory to write; it appears only when complete and verified
+    /// Output directory; it appears only when complete and verified
     ///
-    /// With several formats it holds one directory per format.
+    /// With several formats it contains one directory per format.
     #[arg(long, short)]
     pub output: PathBuf,
-    // Not documentation, which would become part of the help.
+    // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub recipe: RecipeOptions,
@@ -81,10 +81,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     })
 }
 
-/// Carries out a request, and writes a report where one is asked for.
+/// Carries out a request, and writes a report if one is requested.
 ///
 /// # Errors
-/// As [`quant_core::run::quantize`]; [`Error::Usage`] for a report that cannot be written.
+/// Same as [`quant_core::run::quantize`]; [`Error::Usage`] for a report that cannot be written.
 pub fn quantize(
     request: &QuantizeRequest,
     report: Option<&Path>,
@@ -101,7 +101,7 @@ pub fn quantize(
     if let (Some(path), Done::Checkpoints(written)) = (report, &done)
         && let Some((published, report)) = written.outputs.first()
     {
-        // The map is of what was written, read back.
+        // The map describes the written weights, read back.
         let linears = provenance::linears(&inputs::open(&published.path, session)?.model);
         let page = quantization_page(&request.output.display().to_string(), report, &linears);
         if let Err(error) = output::write_file(path, page.as_bytes()) {
@@ -123,14 +123,14 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
     if outputs > 1 {
         return Err(Error::usage(
             "one ‹report› for several formats",
-            "write one format with a report, or leave ‹report› out: quant_report.json of each has the numbers",
+            "write one format with a report, or omit ‹report›: the quant_report.json of each format has the numbers",
         ));
     }
     output::outside(&written, &[&request.model, &request.output])?;
     output::check_writable(path)
 }
 
-/// Where the time went, where it is long enough to ask.
+/// The time per stage, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
     const WORTH_SAYING: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
@@ -153,12 +153,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         });
         if let Some(Few { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {FEW} tokens, one of them {least}; more text reaches more experts\n"
+                "{linears} linears of experts saw fewer than {FEW} tokens, the fewest {least}; more text reaches more experts\n"
             ));
         }
         if let Some(OnAll { linears, least_routed, .. }) = all {
             text.push_str(&format!(
-                "{linears} linears of experts were calibrated on all tokens; {least_routed} are routed to one of them\n"
+                "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} are routed to one of them\n"
             ));
         }
     }
@@ -187,10 +187,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
     text
 }
 
-/// How what was written is compared with what it was made from.
+/// The command that compares the output with its source.
 fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
     let model = model.display().to_string();
     let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];
-    shlex::try_join(words).map(|line| format!("next, measure what it cost: {line}\n")).unwrap_or_default()
+    shlex::try_join(words)
+        .map(|line| format!("next, measure the accuracy loss: {line}\n"))
+        .unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! What `quant eval` compares a model with: another model, or what was kept of one.
+//! The reference of `quant eval`: another model, or a stored reference.
 
 use std::path::Path;
 
@@ -11,19 +11,19 @@ use super::{Session, eval};
 use crate::inputs::{self, Opened};
 use crate::provenance;
 
-/// A reference, open.
+/// An opened reference.
 pub enum OpenedReference {
-    /// A model, whose weights are not read yet.
+    /// A model whose weights have not been read yet.
     Model(Box<Opened>),
-    /// What was kept of one.
+    /// A stored reference.
     Stored(Box<StoredReference>),
 }
 
-/// A reference that runs, or is read.
+/// A loaded reference.
 pub enum LoadedReference {
     /// A model.
     Model(Box<Decoder>),
-    /// What was kept of one.
+    /// A stored reference.
     Stored(Box<StoredReference>),
 }
 
@@ -36,7 +36,7 @@ pub fn open(path: &Path, session: &Session) -> Result<OpenedReference> {
 }
 
 impl OpenedReference {
-    /// Fails unless the reference reads the same tokens as the model; `theirs` cuts the text for a reference that is a
+    /// Fails unless the reference and the model read the same tokens; `theirs` cuts the text if the reference is a
     /// model.
     pub fn check(
         &self,
@@ -52,7 +52,7 @@ impl OpenedReference {
         }
     }
 
-    /// Which model it is, or was; `path` is how it was given.
+    /// The identity of the reference model; `path` is the argument that named it.
     pub fn identity(&self, path: &Path, session: &Session) -> Result<ModelIdentity> {
         let path = path.display().to_string();
         match self {
@@ -61,7 +61,8 @@ impl OpenedReference {
         }
     }
 
-    /// What a journal of a comparison with it is bound to beside the model: a stored one may be another processor's.
+    /// What a journal of the comparison is bound to in addition to the model. A stored reference may come from another
+    /// processor.
     pub fn digest(&self) -> Option<&str> {
         match self {
             Self::Model(_) => None,
@@ -69,7 +70,7 @@ impl OpenedReference {
         }
     }
 
-    /// Reads the weights, where it is a model.
+    /// Reads the weights if the reference is a model.
     pub fn load(self, text: &EvaluationText, session: &Session) -> Result<LoadedReference> {
         Ok(match self {
             Self::Model(opened) => LoadedReference::Model(Box::new(eval::load(&opened, text, session)?)),
@@ -79,7 +80,7 @@ impl OpenedReference {
 }
 
 impl LoadedReference {
-    /// What the evaluator compares with, the noise floor included.
+    /// The reference for the evaluator, including the noise floor.
     pub fn compared(&self) -> Reference<'_> {
         match self {
             Self::Model(decoder) => Reference::Model { decoder, floor: true },
@@ -87,7 +88,7 @@ impl LoadedReference {
         }
     }
 
-    /// The model itself, where it is at hand.
+    /// The model itself, unless the reference is stored.
     pub fn decoder(&self) -> Option<&Decoder> {
         match self {
             Self::Model(decoder) => Some(decoder),
@@ -96,15 +97,15 @@ impl LoadedReference {
     }
 }
 
-/// The tokenizer that was made from metadata, where the model has it there.
+/// The tokenizer that was built from metadata, if the model has one.
 fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
     opened.directory.sidecar("tokenizer.json")?.contents.as_deref()
 }
 
-/// Numbers of two tokenizers cannot be compared position by position.
+/// Fails if the tokenizers differ, because results of different tokenizers cannot be compared position by position.
 ///
-/// One that was made from metadata is never the same file; there the tokens of the text decide, `tokens` of the model
-/// and of the reference.
+/// A tokenizer that was built from metadata is never the same file. In that case the tokens of the text decide;
+/// `tokens` returns the hashes for the model and for the reference.
 fn same_tokenizer(
     model: &Opened,
     reference: &Opened,
@@ -128,6 +129,6 @@ fn same_tokenizer(
             model.directory.path().display(),
             reference.directory.path().display()
         ),
-        "compare a model with the one it was made from: token by token only these say the same",
+        "compare a model with the one it was quantized from: only models with the same tokens can be compared",
     ))
 }

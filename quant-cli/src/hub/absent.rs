@@ -1,4 +1,4 @@
-//! What a build without the feature `hub` says when it is asked to download.
+//! The errors of a build without the feature `hub` when it is asked to download.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,12 +9,12 @@ use quant_core::{Error, Result};
 use super::id::HubId;
 use crate::commands::Session;
 
-/// Says that a model is not here.
+/// The error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     Err(Error::Unavailable {
         what: format!("the model {id}"),
-        reason: "there is no such directory here, and this build does not download".into(),
+        reason: "there is no such directory, and this build does not download models".into(),
         remedy: format!(
             "check the path; or fetch the model with `hf download {}{revision}` and give the directory that this \
              prints; or build quant with `--features hub`",
@@ -23,11 +23,11 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     })
 }
 
-/// Says that a public set is not here.
+/// The error for a public text set that is not available locally.
 pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
     Err(Error::Unavailable {
         what: format!("the text set `{}`", set.name),
-        reason: "this build does not download".into(),
+        reason: "this build does not download texts".into(),
         remedy: format!(
             "fetch {} of the data set {} yourself, unpack it to plain text or .jsonl, and give that file's path \
              (licence: {}); or build quant with `--features hub`",

@@ -1,5 +1,4 @@
-//! One repository's part of the Hugging Face cache: where things lie, and whether they are what the
-//! hub said they are.
+//! One repository's part of the Hugging Face cache: the paths, and the checks of files against the hub's hashes.
 //!
 //! ```text
 //! models--org--name/
@@ -22,14 +21,14 @@ use sha2::{Digest as _, Sha256};
 /// A hash that a hub gives for a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Digest {
-    /// Of the content: large files.
+    /// Of the content; used for large files.
     Sha256(String),
-    /// As git hashes a file, with its length before it: small files.
+    /// Git's blob hash, which includes the length; used for small files.
     Git(String),
 }
 
 impl Digest {
-    /// The hash that a tag is, judged by its length; tags of other servers may be anything.
+    /// Interprets a tag as a hash by its length. Tags of other servers may be anything.
     pub fn from_tag(tag: &str) -> Option<Self> {
         let is_hex = tag.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
         match tag.len() {
@@ -39,7 +38,7 @@ impl Digest {
         }
     }
 
-    /// The same hash of a file's content.
+    /// Computes the same kind of hash of a file's content.
     fn of(&self, path: &Path, size: u64, cancel: &CancelToken) -> Result<Self> {
         Ok(match self {
             Self::Sha256(_) => Self::Sha256(sha256_of(path, cancel)?),
@@ -60,7 +59,7 @@ impl Digest {
     }
 }
 
-/// What a hub says of a file.
+/// The size and hash that a hub announces for a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Announced {
     /// Its bytes.
@@ -69,18 +68,18 @@ pub struct Announced {
     pub digest: Option<Digest>,
 }
 
-/// What a look at a file found.
+/// The result of a check.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is what the hub said.
+    /// The content matches what the hub announced.
     Sound,
-    /// The hub said nothing that could be checked.
+    /// The hub announced nothing that could be checked.
     Unknown,
-    /// It is something else.
+    /// The content differs from what the hub announced.
     Wrong {
-        /// What the hub said.
+        /// What the hub announced.
         announced: String,
-        /// What is there.
+        /// What the file contains.
         found: String,
     },
 }
@@ -111,20 +110,19 @@ impl RepositoryCache {
         Some(commit.trim().to_owned()).filter(|c| is_commit(c))
     }
 
-    /// Notes what a revision stands for: the last step, so that whoever works offline later finds
-    /// the commit whole.
+    /// Records the commit of a revision. This is the last step, so that the commit is complete for anyone who works
+    /// offline later.
     pub fn remember_revision(&self, revision: &str, commit: &str) -> Result<()> {
-        // What is there already may lie in a cache that only others can write.
+        // An existing entry may be in a cache that only others can write to.
         if self.commit_of(revision).as_deref() == Some(commit) {
             return Ok(());
         }
         write_whole(&self.root.join("refs").join(revision), commit)
     }
 
-    /// Compares a file of a snapshot with what the hub said of it and with its blob's tag.
+    /// Compares a file of a snapshot with the hub's announcement and with its blob's tag.
     ///
-    /// Hashing takes time, so it is done once for each blob as it is: a blob whose size or time has
-    /// changed since is hashed again.
+    /// Hashing takes time, so it is done once per blob. A blob whose size or time has changed since is hashed again.
     pub fn check(&self, link: &Path, announced: &Announced, cancel: &CancelToken) -> Result<Verdict> {
         let failed = |e| Error::io("open", link, e);
         let real = link.canonicalize().map_err(failed)?;
@@ -156,13 +154,13 @@ impl RepositoryCache {
             }
         }
         if let Some(mark) = mark {
-            // Someone else's cache may be read-only; then it is hashed again next time.
+            // Someone else's cache may be read-only; the file is then hashed again next time.
             let _ = write_whole(&mark, &stamp);
         }
         Ok(Verdict::Sound)
     }
 
-    /// Takes a file out of the cache, so that it is fetched anew.
+    /// Removes a file from the cache, so that it is downloaded again.
     pub fn remove(&self, link: &Path) -> Result<()> {
         if let Ok(real) = link.canonicalize()
             && let Some(tag) = self.tag_of(&real)
@@ -173,13 +171,12 @@ impl RepositoryCache {
         remove_file(link)
     }
 
-    /// Where the hash of a data file is noted when it is first fetched: lines as `sha256sum` writes
-    /// them.
+    /// The file that records the hash of a data file at its first download, with lines in the format of `sha256sum`.
     pub fn sums_path(&self) -> PathBuf {
         self.root.join(".quant").join("sha256sums")
     }
 
-    /// The hash noted for a data file.
+    /// The recorded hash of a data file.
     pub fn recorded_sum(&self, file: &str) -> Result<Option<String>> {
         let path = self.sums_path();
         let text = match fs::read_to_string(&path) {
@@ -191,14 +188,14 @@ impl RepositoryCache {
         Ok(lines.find(|(_, name)| *name == file).map(|(sum, _)| sum.to_owned()))
     }
 
-    /// Notes the hash of a data file that has none yet.
+    /// Records the hash of a data file that has none yet.
     pub fn record_sum(&self, file: &str, sum: &str) -> Result<()> {
         let path = self.sums_path();
         let before = fs::read_to_string(&path).unwrap_or_default();
         write_whole(&path, &format!("{before}{sum}  {file}\n"))
     }
 
-    /// The tag of a blob of this repository.
+    /// The tag of a blob in this repository.
     fn tag_of(&self, real: &Path) -> Option<String> {
         let blobs = self.root.join("blobs").canonicalize().ok()?;
         (real.parent() == Some(&blobs)).then(|| real.file_name()?.to_str().map(str::to_owned))?
@@ -209,7 +206,7 @@ impl RepositoryCache {
     }
 }
 
-/// Whether a revision is a whole commit hash.
+/// Whether a revision is a full commit hash.
 pub fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
 }
@@ -246,12 +243,12 @@ fn stamp(size: u64, modified: Option<SystemTime>, digests: &[Digest]) -> String 
     format!("{size} bytes, {} ns, {}\n", since.as_nanos(), digests.join(", "))
 }
 
-/// Writes a small file in one step: another process sees the old one or the new one.
+/// Writes a small file atomically: another process sees either the old or the new content.
 fn write_whole(path: &Path, text: &str) -> Result<()> {
     let failed = |e| Error::io("write", path, e);
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder).map_err(failed)?;
-    // Not a temporary file of the usual kind, which nobody else could read: caches are shared.
+    // Not an ordinary temporary file, which nobody else could read: caches are shared.
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.incomplete", std::process::id()));
     let outcome = fs::write(&draft, text).and_then(|()| fs::rename(&draft, path));
@@ -274,11 +271,11 @@ mod tests {
 
     use super::*;
 
-    /// `abc` as the two hashes have it; the second is what `git hash-object` prints.
+    /// The two hashes of `abc`; the second is the output of `git hash-object`.
     const SHA256: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
     const GIT: &str = "f2ba8f84ab5c1bce84a7b441cb1959cfc7093b7f";
 
-    /// A cache with one blob of this tag and content, and the link to it.
+    /// A cache with one blob with this tag and content, and the link to it.
     fn cached(cache: &Path, tag: &str, content: &str) -> (RepositoryCache, PathBuf) {
         let repository = RepositoryCache::new(cache, "models", "a/b");
         let snapshot = repository.snapshot(GIT);
@@ -326,7 +323,7 @@ mod tests {
         let (cache, link) = cached(scratch.path(), SHA256, "abc");
         let look = || cache.check(&link, &Announced::default(), &CancelToken::new());
         assert_eq!(look().unwrap(), Verdict::Sound);
-        // It is not hashed again: a run that is asked to stop would notice while it hashes.
+        // It is not hashed again: if it were, the check would notice the cancelled token.
         let stopped = CancelToken::new();
         stopped.cancel();
         assert_eq!(cache.check(&link, &Announced::default(), &stopped).unwrap(), Verdict::Sound);

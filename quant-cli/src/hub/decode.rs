@@ -1,7 +1,7 @@
-//! Data files become documents: JSON lines packed with zstd or gzip, and a column of Parquet.
+//! Turns data files into documents: JSON lines compressed with zstd or gzip, and a column of Parquet.
 //!
-//! Everything is unpacked while it is read, and only so far: a few kilobytes can unpack to more than
-//! any memory holds.
+//! Everything is decompressed while it is read, and only up to a limit: a few kilobytes can decompress to more than any
+//! memory holds.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -17,13 +17,13 @@ use quant_core::{Error, Result};
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// At most so many bytes of text are taken of a set: whole documents, from its start.
+/// Maximum bytes of text taken from a set: whole documents, from its start.
 pub const LARGEST_TEXT: usize = 64 << 20;
-/// Files of JSON may unpack to so many times the text that is taken of them: they hold other fields.
+/// JSON files may decompress to this many times the text that is taken from them, because they contain other fields.
 const OVERHEAD: u64 = 8;
 
-/// The documents of a data file. `name` is the file's name in its repository, which tells the
-/// format; `field` is the JSON field or the Parquet column that holds the text.
+/// The documents of a data file. `name` is the file's name in its repository, which determines the format; `field` is
+/// the JSON field or the Parquet column that contains the text.
 pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
     limited(path, name, field, LARGEST_TEXT)
 }
@@ -31,8 +31,8 @@ pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
 fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<String>> {
     let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
     let fault = |reason: &str| Error::Text { path: path.to_owned(), line: None, reason: reason.to_owned() };
-    // The libraries are held to the formats' rules by their own tests; a crafted file that makes one
-    // of them panic must not end the process.
+    // The libraries' own tests cover the rules of the formats. A crafted file that makes one of the libraries panic
+    // must not end the process.
     let read = guard_panics(|| {
         if name.ends_with(".jsonl.zst") || name.ends_with(".json.zst") {
             read_json_lines(bounded(Zstd::new(BufReader::new(file)), limit), field, path, limit)
@@ -44,14 +44,14 @@ fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<Str
             Err(fault("is neither .jsonl.zst, .json.gz nor .parquet"))
         }
     });
-    let documents = read.unwrap_or_else(|| Err(fault("makes the library that unpacks it panic")))?;
+    let documents = read.unwrap_or_else(|| Err(fault("makes the decompression library panic")))?;
     if documents.iter().all(|d| d.trim().is_empty()) {
         return Err(fault("holds no text"));
     }
     Ok(documents)
 }
 
-/// All frames of a zstd file, one after another; those that hold no data are passed over.
+/// All frames of a zstd file in sequence; frames without data are skipped.
 struct Zstd<R> {
     input: R,
     decoder: FrameDecoder,
@@ -63,7 +63,7 @@ impl<R: BufRead> Zstd<R> {
         Self { input, decoder: FrameDecoder::new(), in_frame: false }
     }
 
-    /// Begins the next frame; false at the end of the file.
+    /// Begins the next frame; returns false at the end of the file.
     fn next_frame(&mut self) -> io::Result<bool> {
         while !self.input.fill_buf()?.is_empty() {
             match self.decoder.reset(&mut self.input) {
@@ -119,10 +119,10 @@ fn bounded(unpacked: impl Read, limit: usize) -> impl BufRead {
     BufReader::new(unpacked.take((limit as u64).saturating_mul(OVERHEAD)))
 }
 
-/// The strings of a Parquet column, a row each; empty rows are rows.
+/// The strings of a Parquet column, one per row; empty rows count.
 fn column(file: File, field: &str, path: &Path, limit: usize) -> Result<Vec<String>> {
     let fault = |reason: String| Error::Text { path: path.to_owned(), line: None, reason };
-    let broken = |e| fault(format!("is not Parquet as it should be: {e}"));
+    let broken = |e| fault(format!("is not valid Parquet: {e}"));
     let reader = SerializedFileReader::new(file).map_err(broken)?;
     let schema = reader.metadata().file_metadata().schema();
     let wanted = schema.get_fields().iter().find(|f| f.name() == field);
@@ -171,14 +171,14 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// A file with a column of numbers and one of texts, where there is one.
+    /// A file with a column of numbers and optionally one of texts.
     fn parquet(rows: &[Option<&str>]) -> Vec<u8> {
         let schema = "message schema { REQUIRED INT64 id; OPTIONAL BYTE_ARRAY text (UTF8); }";
         let schema = Arc::new(parse_message_type(schema).unwrap());
         let properties = WriterProperties::builder().set_compression(ParquetCompression::SNAPPY).build();
         let mut file = Vec::new();
         let mut writer = SerializedFileWriter::new(&mut file, schema, properties.into()).unwrap();
-        // More than one row group: a file is read through all of them.
+        // More than one row group: reading must cover all of them.
         for rows in rows.chunks(2) {
             let mut group = writer.next_row_group().unwrap();
             let mut column = group.next_column().unwrap().unwrap();
@@ -229,7 +229,7 @@ mod tests {
             // Eight times three bytes of JSON are less than the second line needs.
             assert_eq!(read(name, &content, 11).unwrap(), ["one", "two\n"], "{name}");
         }
-        // A gigabyte of blank lines in a megabyte: reading ends long before they do.
+        // A gigabyte of blank lines in a megabyte: reading stops long before the end.
         let bomb = gzip(&"\n".repeat(1 << 20));
         let error = read("b.json.gz", &bomb.repeat(1 << 10), 1 << 20).unwrap_err();
         assert!(error.to_string().contains("holds no text"), "{error}");
@@ -243,7 +243,7 @@ mod tests {
             assert!(read(name, &content[..content.len() - 5], usize::MAX).is_err(), "{name}, cut");
             assert!(read(name, b"something else entirely", usize::MAX).is_err(), "{name}, foreign");
             assert!(read(name, b"", usize::MAX).is_err(), "{name}, empty");
-            // Whatever byte is wrong, it is text or an error, never a panic.
+            // Whichever byte is wrong, the result is text or an error, never a panic.
             for at in 0..content.len() {
                 let mut bent = content.clone();
                 bent[at] ^= 0x55;

@@ -1,11 +1,11 @@
-//! What a hub's refusals and a network's failures mean for the user.
+//! Explains a hub's refusals and network failures to the user.
 
 use std::path::Path;
 
 use hf_hub::HFError;
 use quant_core::Error;
 
-/// What was being asked for when something failed.
+/// The request that failed.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
     /// `model` or `data set`.
@@ -14,7 +14,7 @@ pub struct Request<'a> {
     pub repository: &'a str,
     /// The branch, tag or commit.
     pub revision: &'a str,
-    /// The file, where it is about one.
+    /// The file, if the request is about one.
     pub file: Option<&'a str>,
     /// The server's address.
     pub endpoint: &'a str,
@@ -23,7 +23,7 @@ pub struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// An error about what was asked for.
+    /// An error about this request.
     pub fn unavailable(&self, reason: impl Into<String>, remedy: impl Into<String>) -> Error {
         let file = self.file.map(|f| format!("the file {} of ", printable(f))).unwrap_or_default();
         let revision = self.revision;
@@ -31,32 +31,32 @@ impl Request<'_> {
         Error::Unavailable { what, reason: reason.into(), remedy: remedy.into() }
     }
 
-    /// A file of the list that is not there.
+    /// The error for a listed file that is missing.
     pub fn no_such_file(&self) -> Error {
         self.unavailable(
             "the repository has no such file at this revision",
-            format!("look at what it holds on {}/{}", self.page(), self.repository),
+            format!("see its files at {}/{}", self.page(), self.repository),
         )
     }
 
-    /// Nothing has come for so long.
+    /// The error for a server that has sent nothing for this long.
     pub fn stalled(&self, seconds: u64) -> Error {
         self.unavailable(
             format!("{} has sent nothing for {seconds} s", self.endpoint),
-            "run the same command again, files that are complete are kept; HF_HUB_DOWNLOAD_TIMEOUT=SECONDS waits longer",
+            "run the same command again; completed files are kept. HF_HUB_DOWNLOAD_TIMEOUT=SECONDS sets a longer timeout",
         )
     }
 
-    /// What arrived is not what was announced.
+    /// The error for content that differs from the hub's announcement.
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
-            format!("the hub announced {announced}, what arrived has {found}; it was removed from the cache"),
-            "run the same command again; if it arrives wrong again, something on the way changes it: a proxy, a \
-             mirror, a failing disk",
+            format!("the hub announced {announced}, but the file has {found}; it was removed from the cache"),
+            "run the same command again; if it is wrong again, something between the hub and this machine changes it: \
+             a proxy, a mirror, a failing disk",
         )
     }
 
-    /// An error of hf-hub about this request.
+    /// Converts an error of hf-hub about this request.
     pub fn explain(&self, error: HFError) -> Error {
         let page = format!("{}/{}", self.page(), self.repository);
         match error {
@@ -82,11 +82,11 @@ impl Request<'_> {
             HFError::Http { context } | HFError::Conflict { context } | HFError::RateLimited { context, .. } => {
                 self.unavailable(
                     format!("the server answers {}{}", context.status, said(context.server_message.as_deref())),
-                    "wait a while and run the same command again; files that are complete are kept",
+                    "wait a while and run the same command again; completed files are kept",
                 )
             }
             HFError::Request { source, .. } => {
-                let action = if source.is_connect() { "cannot be reached" } else { "did not answer as it should" };
+                let action = if source.is_connect() { "cannot be reached" } else { "gave an unexpected answer" };
                 let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
                 self.unavailable(reason, self.after_network_failure())
             }
@@ -101,8 +101,8 @@ impl Request<'_> {
             HFError::Io(e) => Error::io("write", self.cache, e),
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
-                format!("the server's answer is not understood: {}", printable(&other.to_string())),
-                "check HF_ENDPOINT; what answers there may not be a hub",
+                format!("the server's answer cannot be parsed: {}", printable(&other.to_string())),
+                "check HF_ENDPOINT; the server there may not be a hub",
             ),
         }
     }
@@ -116,12 +116,12 @@ impl Request<'_> {
             ),
             (Some("RevisionNotFound"), _) => (
                 "the repository has no such branch, tag or commit".into(),
-                format!("look at its branches and tags on {page}"),
+                format!("see its branches and tags at {page}"),
             ),
             (_, Some(_)) => return self.no_such_file(),
             (_, None) => (
                 "there is no such repository, or it has no such branch, tag or commit".into(),
-                format!("check the name, org/name@revision, on {page}"),
+                format!("check the name, org/name@revision, at {page}"),
             ),
         };
         self.unavailable(reason, remedy)
@@ -132,7 +132,7 @@ impl Request<'_> {
          kept; HF_HUB_OFFLINE=1 uses what the cache holds"
     }
 
-    /// The address below which a repository's page is.
+    /// The base address of a repository's pages.
     fn page(&self) -> String {
         match self.kind {
             "model" => self.endpoint.to_owned(),
@@ -141,7 +141,7 @@ impl Request<'_> {
     }
 }
 
-/// An error with all that led to it, each cause once.
+/// An error with its chain of causes, each once.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -159,7 +159,7 @@ fn said(message: Option<&str>) -> String {
     message.filter(|m| !m.is_empty()).map(|m| format!(" ({})", printable(m))).unwrap_or_default()
 }
 
-/// A server's words, short and without what a terminal would obey.
+/// A server's message, shortened and without terminal control characters.
 fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(400).collect()
 }

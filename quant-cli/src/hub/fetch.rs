@@ -1,4 +1,4 @@
-//! A model of a hub becomes a directory: its files are fetched into the cache, or found there.
+//! Resolves a hub model to a directory: its files are downloaded into the cache, or found there.
 
 use std::path::{Path, PathBuf};
 
@@ -12,10 +12,10 @@ use super::id::HubId;
 use super::remote::{Kind, Remote, check, is_offline};
 use crate::commands::Session;
 
-/// The branch that is meant when no revision is given.
+/// The default branch, used if no revision is given.
 pub const MAIN: &str = "main";
 
-/// The directory of a model in the cache, complete and checked.
+/// The directory of a model in the cache, complete and verified.
 pub fn model(id: &HubId, session: &Session) -> Result<PathBuf> {
     let revision = id.revision.as_deref().unwrap_or(MAIN);
     if is_offline() {
@@ -36,7 +36,7 @@ pub fn model(id: &HubId, session: &Session) -> Result<PathBuf> {
     Ok(snapshot)
 }
 
-/// The same without the network: what is there must be enough.
+/// Like `model`, without the network: the cached files must suffice.
 fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf> {
     let (repository, root) = (id.repository(), hf_hub::resolve_cache_dir());
     let request = offline_request::<RepoTypeModel>(&repository, revision, &root);
@@ -44,7 +44,7 @@ fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf
     let snapshot = cache.commit_of(revision).map(|c| cache.snapshot(&c)).filter(|s| s.is_dir());
     let snapshot = snapshot.ok_or_else(|| not_cached(&request))?;
     let names = entries(&snapshot)?;
-    // A snapshot without weights was not fetched whole: that says nothing about the repository.
+    // A snapshot without weights is an incomplete download; it says nothing about the repository.
     let wanted = wanted_files(&snapshot, &names).map_err(|_| not_cached(&request))?;
     let require = |name: &str| {
         let request = Request { file: Some(name), ..request.clone() };
@@ -61,15 +61,15 @@ fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf
     Ok(snapshot)
 }
 
-/// What is asked of the cache alone.
+/// A request that only the cache can serve.
 pub fn offline_request<'a, K: Kind>(repository: &'a str, revision: &'a str, cache: &'a Path) -> Request<'a> {
     Request { kind: K::WORD, repository, revision, file: None, endpoint: "", cache }
 }
 
-/// Says that something would have to be fetched.
+/// The error for a request that would need a download.
 pub fn not_cached(request: &Request<'_>) -> Error {
     request.unavailable(
-        format!("HF_HUB_OFFLINE is set, and {} does not hold it", request.cache.display()),
+        format!("HF_HUB_OFFLINE is set, and it is not in the cache {}", request.cache.display()),
         "unset HF_HUB_OFFLINE to fetch it, or set HF_HOME or HF_HUB_CACHE to where it is",
     )
 }

@@ -8,15 +8,15 @@ use std::path::Path;
 pub struct HubId {
     /// Who publishes it.
     pub owner: String,
-    /// Its name among theirs.
+    /// The model's name within its owner's namespace.
     pub name: String,
-    /// A branch, a tag or a commit, where one was given.
+    /// A branch, tag or commit, if one was given.
     pub revision: Option<String>,
 }
 
 impl HubId {
-    /// What an argument names when it is no local path; nothing where something of that name is
-    /// here, were it only a broken link, or where it could not be the name of a model.
+    /// The hub model that an argument names if it is not a local path. Returns `None` if something of that name exists
+    /// here, even a broken link, or if it cannot be the name of a model.
     pub fn of(argument: &Path) -> Option<Self> {
         if argument.symlink_metadata().is_ok() {
             return None;
@@ -51,7 +51,7 @@ impl fmt::Display for HubId {
     }
 }
 
-/// The hub's rule for owners and names. It also keeps them harmless as parts of a path.
+/// The hub's rule for owners and names. It also makes them safe as parts of a path.
 fn is_part(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     let at_edge = |c: char| matches!(c, '-' | '.');
@@ -63,7 +63,7 @@ fn is_part(text: &str) -> bool {
         && !text.contains("..")
 }
 
-/// A name that git would take, and that is a plain relative path: the cache keeps a file for it.
+/// A name that is valid in git and is a plain relative path, because the cache stores a file under it.
 fn is_revision(text: &str) -> bool {
     let known = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'+');
     let is_part = |p: &str| !p.is_empty() && !p.starts_with('.') && !p.contains("..") && p.bytes().all(known);
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn what_is_here_is_not_looked_for_elsewhere() {
-        // Tests run in the package's directory, which has a file of this name.
+        // Tests run in the package's directory, which contains a file of this name.
         assert!(HubId::parse("src/main.rs").is_some());
         assert_eq!(HubId::of(Path::new("src/main.rs")), None);
         assert!(HubId::of(Path::new("src/main.rs@1")).is_some());

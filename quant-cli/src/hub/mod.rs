@@ -1,13 +1,13 @@
-//! Models and texts that are named, not lying here: `org/name` is fetched from a hub into the
-//! ordinary Hugging Face cache, and so are the public text sets.
+//! Models and texts that are named instead of given as local paths: `org/name` is downloaded from a hub into the
+//! standard Hugging Face cache, and so are the public text sets.
 //!
 //! ```text
 //! id ─► fetch ─► remote (hf-hub) ─► cache (checks hashes) ─► a directory like any other
 //!       sets  ─┘                                         └─► decode ─► documents
 //! ```
 //!
-//! Only with the feature `hub`; a build without it says how to do without. Whatever exists locally
-//! is never looked for elsewhere.
+//! This needs the feature `hub`; the errors of a build without it say what to do instead. Nothing that exists locally
+//! is ever looked up elsewhere.
 
 mod id;
 
@@ -38,13 +38,12 @@ pub use absent::documents;
 #[cfg(feature = "hub")]
 pub use sets::documents;
 
-/// Whether a model argument is no local path but the name of a model on a hub.
+/// Whether a model argument is the name of a model on a hub instead of a local path.
 pub fn is_named(given: &Path) -> bool {
     id::HubId::of(given).is_some()
 }
 
-/// The directory of the model that was asked for: the path itself, or where a model of that name
-/// has been fetched to.
+/// The directory of the requested model: the path itself, or the cached download of the model of that name.
 pub fn model_directory<'a>(given: &'a Path, session: &Session) -> Result<Cow<'a, Path>> {
     let Some(id) = id::HubId::of(given) else { return Ok(Cow::Borrowed(given)) };
     #[cfg(feature = "hub")]

@@ -1,5 +1,5 @@
-//! A repository on a hub, through hf-hub, which neither stops on request nor gives up on a silent
-//! server: every call runs on a thread of its own, and this one watches it.
+//! A repository on a hub, accessed through hf-hub, which neither stops on request nor gives up on a silent server. So
+//! every call runs on its own thread, and this thread watches it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use super::fault::Request;
 use crate::commands::Session;
 use crate::output::bytes;
 
-/// How often a broken transfer is begun again.
+/// How often a broken transfer is retried.
 const ATTEMPTS: u32 = 3;
-/// How long a server may say nothing, unless `HF_HUB_DOWNLOAD_TIMEOUT` says otherwise.
+/// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets another one.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How soon a request to stop is noticed.
+/// How quickly a cancellation is noticed.
 const TICK: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
@@ -33,13 +33,13 @@ pub fn is_offline() -> bool {
     matches!(value.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE")
 }
 
-/// The two kinds of repository that are read.
+/// The two kinds of repository.
 pub trait Kind: RepoType {
     /// For messages.
     const WORD: &'static str;
-    /// The first part of the name in the cache.
+    /// The prefix of its names in the cache.
     const FOLDER: &'static str;
-    /// The commit that a revision stands for.
+    /// The commit that a revision points to.
     fn commit(repository: &HFRepositorySync<Self>, revision: String) -> HFResult<Option<String>>;
 }
 
@@ -66,7 +66,7 @@ impl Kind for RepoTypeDataset {
 pub struct Listed {
     /// Its path.
     pub name: String,
-    /// What the hub says of it.
+    /// The hub's announcement for it.
     pub announced: Announced,
 }
 
@@ -85,11 +85,11 @@ pub struct Remote<'a, K: Kind> {
 }
 
 impl<'a, K: Kind> Remote<'a, K> {
-    /// Prepares to ask; nothing is sent yet.
+    /// Prepares the requests; nothing is sent yet.
     pub fn new(owner: &str, name: &str, revision: &str, session: &'a Session) -> Result<Self> {
         let cache_root = hf_hub::resolve_cache_dir();
         let repository = format!("{owner}/{name}");
-        // Only for the message of a client that cannot be made.
+        // Only for the error message if the client cannot be created.
         let endpoint = std::env::var("HF_ENDPOINT").unwrap_or_default();
         let request = Request {
             kind: K::WORD,
@@ -117,7 +117,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         })
     }
 
-    /// The commit that the revision stands for now.
+    /// The commit that the revision points to now.
     pub fn commit(&self) -> Result<String> {
         let (repository, revision) = (self.repository.clone(), self.revision.clone());
         let answer = self.watch(None, &Silence, move |_| K::commit(&repository, revision))?;
@@ -139,7 +139,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         Ok(listed(answer.map_err(|e| self.request(None).explain(e))?))
     }
 
-    /// One file at a commit: of large repositories the whole list would take many requests.
+    /// One file at a commit, because listing a large repository would take many requests.
     pub fn file(&self, commit: &str, name: &str) -> Result<Listed> {
         let (repository, commit, path) = (self.repository.clone(), commit.to_owned(), name.to_owned());
         let answer = self.watch(Some(name), &Silence, move |_| {
@@ -149,9 +149,9 @@ impl<'a, K: Kind> Remote<'a, K> {
         files.into_iter().find(|f| f.name == name).ok_or_else(|| self.request(Some(name)).no_such_file())
     }
 
-    /// Sees to it that these files of a commit are in the cache, and are what the hub says.
+    /// Ensures that these files of a commit are in the cache and match the hub's announcement.
     pub fn fetch(&self, commit: &str, names: &[String], files: &[Listed]) -> Result<()> {
-        // What is missing is told before anything is fetched.
+        // Missing files are reported before anything is downloaded.
         let find = |name: &String| {
             files.iter().find(|f| f.name == *name).ok_or_else(|| self.request(Some(name)).no_such_file())
         };
@@ -190,9 +190,9 @@ impl<'a, K: Kind> Remote<'a, K> {
                     let what = HFError::malformed_response("the file of another commit");
                     return Err(request.explain(what));
                 }
-                // Connecting was tried several times by then; a connection that broke was not.
+                // By then hf-hub has retried connecting several times, but not a connection that broke.
                 Err(HFError::Request { source, .. }) if attempt < ATTEMPTS && !source.is_connect() => {
-                    let again = format!("warning: the transfer of {} broke off, it begins again", file.name);
+                    let again = format!("warning: the transfer of {} broke off; retrying", file.name);
                     self.session.progress.note(&again);
                     self.pause(Duration::from_millis(500) * attempt)?;
                     attempt += 1;
@@ -211,9 +211,8 @@ impl<'a, K: Kind> Remote<'a, K> {
         Ok(())
     }
 
-    /// Runs a call of hf-hub until it ends, the user stops it, or the server has said nothing for
-    /// too long. An abandoned call dies with the process; what it wrote so far stays under a name
-    /// that nobody takes for a whole file.
+    /// Runs a call of hf-hub until it ends, the user stops it, or the server has been silent for too long. An abandoned
+    /// call ends with the process; its partial file has a name that is never mistaken for a complete one.
     fn watch<T: Send + 'static>(
         &self,
         file: Option<&str>,
@@ -226,7 +225,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         std::thread::Builder::new()
             .name("hub".into())
             .spawn(move || {
-                // Nobody listens any more when the call was abandoned.
+                // The receiver is gone if the call was abandoned.
                 let _ = sender.send(call(theirs));
             })
             .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
@@ -262,7 +261,7 @@ impl<'a, K: Kind> Remote<'a, K> {
     }
 }
 
-/// Holds a file of the cache to what was said of it; what is wrong is removed.
+/// Checks a cached file against the announcement and removes it if it is wrong.
 pub fn check(
     cache: &RepositoryCache,
     link: &Path,
@@ -274,7 +273,9 @@ pub fn check(
         Verdict::Sound => {}
         Verdict::Unknown => {
             let file = request.file.unwrap_or_default();
-            session.progress.note(&format!("warning: no checksum of {file} is known, it is taken as it is"));
+            session
+                .progress
+                .note(&format!("warning: no checksum is known for {file}; it is used unverified"));
         }
         Verdict::Wrong { announced, found } => {
             cache.remove(link)?;
@@ -288,7 +289,7 @@ fn listed(entries: Vec<RepoTreeEntry>) -> Vec<Listed> {
     let file = |entry| match entry {
         RepoTreeEntry::File { oid, size, path, lfs, .. } => {
             let digest = match lfs {
-                // The entry's own id is that of the pointer, not of the content.
+                // The entry's own id is the pointer's, not the content's.
                 Some(lfs) => lfs.sha256.as_deref().and_then(Digest::from_tag),
                 None => Digest::from_tag(&oid),
             };
@@ -299,7 +300,7 @@ fn listed(entries: Vec<RepoTreeEntry>) -> Vec<Listed> {
     entries.into_iter().filter_map(file).collect()
 }
 
-/// Bytes that have arrived, as hf-hub tells them.
+/// Bytes received, as hf-hub reports them.
 #[derive(Debug, Default)]
 struct Counter(AtomicU64);
 
@@ -319,7 +320,7 @@ impl ProgressHandler for Counter {
     }
 }
 
-/// Where the bytes that have arrived are shown.
+/// Where the received bytes are shown.
 trait Shown {
     fn update(&self, bytes: u64);
 }
@@ -330,7 +331,7 @@ impl Shown for Silence {
     fn update(&self, _bytes: u64) {}
 }
 
-/// One file's stage of the progress, in MiB.
+/// The progress stage of one file, in MiB.
 struct Transfer<'a> {
     session: &'a Session,
     name: &'a str,

@@ -1,4 +1,4 @@
-//! Public text sets: one file of a data set, fetched, held to its first hash, and unpacked.
+//! Public text sets: one file of a data set, downloaded, checked against its first hash, and decompressed.
 
 use std::path::{Path, PathBuf};
 
@@ -42,8 +42,8 @@ fn cached(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBu
     Ok((cache, path))
 }
 
-/// A text whose content changes unseen would change every number measured on it: the hash of the
-/// manifest holds, else the one that the file had when it was first fetched.
+/// If a text changed unnoticed, every number measured on it would change. So its hash must match the one in the
+/// manifest, or else the one recorded at the first download.
 fn hold_to_first_hash(
     set: &PublicSet,
     cache: &RepositoryCache,
@@ -60,7 +60,7 @@ fn hold_to_first_hash(
         Some(recorded) if recorded == found => Ok(()),
         Some(recorded) => Err(Error::Unavailable {
             what: format!("the text set `{}`, {} of {}", set.name, set.file, set.hub_id),
-            reason: format!("its SHA-256 is {found}, it was {recorded}"),
+            reason: format!("its SHA-256 is {found}, but it was {recorded}"),
             remedy: format!(
                 "numbers measured on the two cannot be compared; give the older file by its path, or accept the \
                  new one by removing its line from {}",

@@ -1,5 +1,5 @@
-//! Models and texts from a hub, on a server of our own: what is fetched and what never is, what a
-//! cache is good for, and how each failure is told. Nothing here leaves this machine.
+//! Models and texts from a hub, against a local server: what is downloaded and what never is, how the cache is used,
+//! and how each failure is reported. Nothing here uses the network.
 
 mod server;
 
@@ -26,7 +26,7 @@ use tempfile::TempDir;
 const WEIGHTS: &str = "model.safetensors";
 const MODEL: &str = "models/org/tiny";
 
-/// A user: a home with a cache, and a model beside it.
+/// A user: a home directory with a cache, and a model next to it.
 struct User {
     scratch: TempDir,
 }
@@ -44,7 +44,7 @@ impl User {
         self.scratch.path().join(name)
     }
 
-    /// The model with what else lies in such repositories.
+    /// The model with the other files that such repositories contain.
     fn repository(&self) -> Repository {
         let mut repository = Repository::of(&self.at("model"));
         repository.put("README.md", "a model");
@@ -54,7 +54,7 @@ impl User {
         repository
     }
 
-    /// The program with this home and nothing else of the caller's environment that matters here.
+    /// The program with this home and none of the caller's environment that matters here.
     fn command(&self, endpoint: &str, arguments: Vec<OsString>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_quant"));
         command.args(arguments).stdin(Stdio::null()).current_dir(self.scratch.path());
@@ -77,7 +77,7 @@ impl User {
         Running::start(self.command(&hub.endpoint(), arguments)).wait()
     }
 
-    /// Without the network, and with an address at which nobody is.
+    /// Offline, with an address that nobody listens on.
     #[track_caller]
     fn run_offline(&self, arguments: Vec<OsString>) -> Run {
         let mut command = self.command("http://127.0.0.1:1", arguments);
@@ -89,13 +89,13 @@ impl User {
         self.at("home/hub/models--org--tiny")
     }
 
-    /// The cache's files by name, without ours and the locks.
+    /// The names of the cache's files, without our own and the locks.
     fn cached(&self) -> Vec<String> {
         let all = snapshot(&self.at("home")).into_iter().filter(|(_, bytes)| bytes.is_some());
         all.map(|(name, _)| name).filter(|n| n.contains("/snapshots/")).map(|n| last(&n).to_owned()).collect()
     }
 
-    /// What the same options make of the directory.
+    /// The output for the directory with the same options.
     fn expected(&self) -> BTreeMap<String, String> {
         let out = self.at("expected");
         let _ = std::fs::remove_dir_all(&out);
@@ -116,7 +116,7 @@ fn inspect(model: &str) -> Vec<OsString> {
     args!["inspect", model, "--json"]
 }
 
-/// The files whose bytes were asked for.
+/// The files whose content was requested.
 fn downloads(requests: &[String]) -> Vec<String> {
     let gets = requests.iter().filter_map(|r| r.strip_prefix("GET "));
     gets.filter(|r| r.contains("/resolve/")).map(|r| last(r).to_owned()).collect()
@@ -137,13 +137,13 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     fetched.sort();
     assert_eq!(fetched, ["LICENSE", "config.json", "generation_config.json", WEIGHTS, "tokenizer.json"]);
 
-    // Again: nothing is fetched twice, and nothing is said of it.
+    // A second run downloads nothing and prints nothing about it.
     let run = user.run(&hub, quantize("org/tiny", &user.at("again"))).succeeded();
     assert_eq!(hashes(&user.at("again")), user.expected());
     assert_eq!(downloads(&hub.requests()), [""; 0]);
     assert!(!run.stderr.contains("fetching"), "{run}");
 
-    // And with neither network nor server.
+    // The same with neither network nor server.
     drop(hub);
     user.run_offline(quantize("org/tiny", &user.at("offline"))).succeeded();
     assert_eq!(hashes(&user.at("offline")), user.expected());
@@ -165,14 +165,14 @@ fn a_named_model_becomes_the_same_bytes_as_its_directory() {
     assert_eq!(report["comparison"]["kl"]["mean"], 0.0, "{report}");
     user.run_offline(args!["bench", "org/tiny", "--prefill", "4", "--decode", "1", "--repeat", "1"])
         .succeeded();
-    // The cache alone can be named too.
+    // The cache can also be named directly.
     let mut command = user.command("http://127.0.0.1:1", inspect("org/tiny"));
     command
         .env("HF_HUB_OFFLINE", "true")
         .env("HF_HUB_CACHE", user.at("home/hub"))
         .env("HF_HOME", "/nonexistent");
     Running::start(command).wait().succeeded();
-    // Online, without a server, it is not taken for a stale one that happens to be here.
+    // Online without a server, a cached commit that may be stale is not used.
     let mut command = user.command("http://127.0.0.1:1", inspect("org/tiny"));
     command.env("HF_HUB_OFFLINE", "0");
     let run = Running::start(command).wait();
@@ -208,7 +208,7 @@ fn shards_are_those_of_the_index_at_the_revision() {
     assert!(
         fetched.contains(&"two.safetensors".into()) && !fetched.contains(&"consolidated.safetensors".into())
     );
-    // The branch was not asked for, so nothing is known of it; the commit is.
+    // The branch was never requested, so it is unknown offline; the commit is known.
     let commit = std::fs::read_to_string(user.cache().join("refs/v1.0")).unwrap();
     user.run_offline(inspect("org/tiny@v1.0")).succeeded();
     user.run_offline(inspect(&format!("org/tiny@{commit}"))).succeeded();
@@ -250,7 +250,7 @@ fn what_is_not_what_was_announced_is_refused_and_removed() {
         (WEIGHTS, false, Fault::Bend, "SHA-256"),
         (WEIGHTS, true, Fault::Bend, "SHA-256"),
         ("config.json", false, Fault::Bend, "git hash"),
-        // hf-hub does not look at the status here: it takes the refusal for the file.
+        // hf-hub ignores the status here and takes the refusal for the file.
         (WEIGHTS, false, Fault::Refuse, "bytes"),
     ] {
         let user = User::new();
@@ -332,7 +332,7 @@ fn what_is_not_there_is_named() {
     check_message("never fetched", &run, 5, &["org/never", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"]);
     let run = Running::start(user.command("no address", inspect("org/tiny"))).wait();
     check_message("no address", &run, 5, &["no address is not a URL", "HF_ENDPOINT"]);
-    // A result that could not be written is refused before anything is fetched for it.
+    // An output that cannot be written is rejected before anything is downloaded.
     std::fs::create_dir(user.at("out")).unwrap();
     let run = user.run(&hub, quantize("org/tiny", &user.at("out")));
     check_message("output exists", &run, 2, &["out exists already"]);
@@ -346,11 +346,11 @@ fn a_local_directory_is_never_looked_for_elsewhere() {
     let hub = Hub::start([(MODEL, user.repository())]);
     user.run(&hub, inspect("org/tiny")).succeeded();
     assert_eq!(hub.requests(), [""; 0]);
-    // Nor is a client made: this address would be an error.
+    // No client is created either: this address would be an error.
     Running::start(user.command("no address", quantize("org/tiny", &user.at("out")))).wait().succeeded();
     assert_eq!(hashes(&user.at("out")), user.expected());
     assert!(!user.at("home").exists());
-    // What looks like no name of a model is a path, and refused as ever.
+    // An argument that cannot be a model name is a path, and is rejected as before.
     let run = user.run(&hub, inspect("./org/none"));
     check_message("a path", &run, 4, &["./org/none", "does not exist"]);
     assert_eq!(hub.requests(), [""; 0]);
@@ -378,7 +378,7 @@ fn a_silent_server_is_left_and_so_is_a_user_who_stops() {
     user.run(&hub, inspect("org/tiny")).succeeded();
 }
 
-/// Rows of a text as WikiText has them, with empty ones among them.
+/// Rows of text in WikiText's form, with empty ones among them.
 fn rows() -> Vec<String> {
     let row = |i: usize| match i % 3 {
         0 => String::new(),
@@ -436,7 +436,7 @@ fn public_sets() -> Hub {
 fn public_sets_are_fetched_and_unpacked() {
     let user = User::new();
     let hub = public_sets();
-    // The rule of the literature, spelled out: rows joined by two newlines, empty ones included.
+    // The rule of the literature: rows joined by two newlines, empty ones included.
     let joined = rows().join("\n\n");
     let local = user.at("text.jsonl");
     std::fs::write(&local, json_lines(&rows())).unwrap();
@@ -484,7 +484,7 @@ fn a_public_set_that_changed_is_refused() {
     let says = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
     check_message("changed", &run, 5, &says);
     assert_eq!(std::fs::read_to_string(&record).unwrap(), format!("{}  {C4}\n", sha256(&before)));
-    // It is the user's decision.
+    // The user asked for it.
     std::fs::remove_file(&record).unwrap();
     user.run(&hub, evaluate()).succeeded();
 

@@ -1,8 +1,8 @@
-//! A hub on this machine: as much of the protocol as a download needs, and faults on demand.
+//! A hub on this machine: the part of the protocol that a download needs, with faults on demand.
 //!
-//! Large files (weights, packed texts) are served as the real hub serves them: the tag that is
-//! their SHA-256 comes with a redirection to another address, which serves the bytes under another
-//! tag. Small ones come directly, under the hash that git gives them.
+//! Large files (weights, compressed texts) are served as the real hub serves them: the response carries their SHA-256
+//! as the tag and redirects to another address, which serves the bytes under another tag. Small files are served
+//! directly, under their git hash.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,52 +16,52 @@ use quant_tests::files::{sha256, snapshot};
 use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
-/// What goes wrong with a file's bytes.
+/// A fault in the transfer of a file.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Fault {
-    /// The connection breaks in the middle, so many times.
+    /// The connection breaks in the middle, this many times.
     Break(u32),
-    /// A byte is another.
+    /// One byte is wrong.
     Bend,
-    /// Half of the bytes come, then nothing.
+    /// Half of the bytes arrive, then nothing.
     Stall,
-    /// The bytes are refused, though they were promised.
+    /// The bytes are refused although the file was announced.
     Refuse,
 }
 
-/// What a repository holds at its only commit.
+/// The contents of a repository at its only commit.
 #[derive(Debug, Clone, Default)]
 pub struct Repository {
     commit: String,
     files: BTreeMap<String, Vec<u8>>,
-    /// A branch or tag beside `main`.
+    /// A branch or tag in addition to `main`.
     pub tag: Option<String>,
-    /// Whoever asks must show this.
+    /// The token that requests must carry.
     pub token: Option<String>,
-    /// Whether the listing keeps the hashes to itself, as the real one does for large files.
+    /// Whether the listing omits hashes, as the real hub does for large files.
     pub silent: bool,
 }
 
 impl Repository {
-    /// With these files.
+    /// A repository with these files.
     pub fn new(files: impl IntoIterator<Item = (String, Vec<u8>)>) -> Self {
         let mut repository = Self { files: files.into_iter().collect(), ..Self::default() };
         repository.seal();
         repository
     }
 
-    /// With the files of a directory.
+    /// A repository with the files of a directory.
     pub fn of(directory: &Path) -> Self {
         Self::new(snapshot(directory).into_iter().filter_map(|(name, bytes)| Some((name, bytes?))))
     }
 
-    /// Adds a file or replaces it: another commit.
+    /// Adds or replaces a file, which makes a new commit.
     pub fn put(&mut self, name: &str, bytes: impl Into<Vec<u8>>) {
         self.files.insert(name.to_owned(), bytes.into());
         self.seal();
     }
 
-    /// Takes a file away: another commit.
+    /// Removes a file, which makes a new commit.
     pub fn take(&mut self, name: &str) -> Vec<u8> {
         let bytes = self.files.remove(name).expect("a file");
         self.seal();
@@ -89,7 +89,7 @@ struct State {
 }
 
 impl Hub {
-    /// Starts it with these repositories, `models/org/name` or `datasets/org/name`.
+    /// Starts the server with these repositories, `models/org/name` or `datasets/org/name`.
     pub fn start<const N: usize>(repositories: [(&str, Repository); N]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address");
@@ -104,14 +104,14 @@ impl Hub {
                     return;
                 }
                 let state = shared.clone();
-                // A client that gives up half-way is no fault of the server.
+                // A client that disconnects midway is not a fault of the server.
                 std::thread::spawn(move || stream.and_then(|s| serve(&s, address, &state)));
             }
         });
         Self { address, state }
     }
 
-    /// Its address, as `HF_ENDPOINT` takes it.
+    /// The server's address, in the form of `HF_ENDPOINT`.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
@@ -121,7 +121,7 @@ impl Hub {
         change(self.state.repositories.lock().unwrap().get_mut(repository).expect("a repository"));
     }
 
-    /// From now on a file comes like this, or as it should.
+    /// From now on a file is served with this fault, or without one.
     pub fn set_fault(&self, file: &str, fault: Option<Fault>) {
         let mut faults = self.state.faults.lock().unwrap();
         match fault {
@@ -130,7 +130,7 @@ impl Hub {
         };
     }
 
-    /// The requests so far, such as `GET /org/name/resolve/…`; the list begins anew.
+    /// The requests so far, such as `GET /org/name/resolve/…`; clears the list.
     pub fn requests(&self) -> Vec<String> {
         std::mem::take(&mut self.state.log.lock().unwrap())
     }
@@ -281,7 +281,7 @@ fn answer(
     }
 }
 
-/// As the real hub lists files. It calls the SHA-256 of a large file `oid`.
+/// Lists files as the real hub does, which calls the SHA-256 of a large file `oid`.
 fn entries(repository: &Repository, wanted: impl Fn(&str) -> bool) -> Value {
     let files = repository.files.iter().filter(|(name, _)| wanted(name));
     let list = files.map(|(name, bytes)| {

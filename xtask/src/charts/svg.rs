@@ -8,18 +8,18 @@ const INK: &str = "#1f2937";
 const MUTED: &str = "#4b5563";
 const GRID: &str = "#e5e7eb";
 
-/// A point, with a label beside it where it has one.
+/// A point, with an optional label.
 pub struct Point {
     pub x: f64,
     pub y: f64,
     pub label: String,
 }
 
-/// Points of one color; those without labels are joined.
+/// Points of one color. Points without labels are joined by a line.
 pub struct Series {
-    /// In the legend, unless it is empty.
+    /// Name in the legend; not shown if empty.
     pub label: String,
-    /// Which color.
+    /// Index of the color.
     pub color: usize,
     pub points: Vec<Point>,
 }
@@ -33,10 +33,10 @@ pub struct Scatter {
     pub series: Vec<Series>,
 }
 
-/// A label, a value, and whether the bar stands out.
+/// A label, a value, and whether the bar is highlighted.
 pub type Bar = (String, f64, bool);
 
-/// Horizontal bars, in panels with a title and a scale each.
+/// Horizontal bars in panels, each with its own title and scale.
 pub struct Bars {
     pub title: String,
     pub subtitle: String,
@@ -59,7 +59,7 @@ fn line(out: &mut String, (x1, y1): (f64, f64), (x2, y2): (f64, f64), color: &st
     );
 }
 
-/// The beginning: background, title, subtitle.
+/// The start of the file: background, title, subtitle.
 fn begin(height: f64, title: &str, subtitle: &str) -> String {
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
@@ -73,14 +73,14 @@ fn begin(height: f64, title: &str, subtitle: &str) -> String {
 }
 
 impl Scatter {
-    /// The picture.
+    /// The SVG text.
     pub fn draw(&self) -> String {
         const HEIGHT: f64 = 440.0;
         let (left, right, top, bottom) = (108.0, WIDTH - 32.0, 104.0, HEIGHT - 62.0);
         let all = || self.series.iter().flat_map(|s| &s.points);
         let low = |of: fn(&Point) -> f64| all().map(of).fold(f64::INFINITY, f64::min);
         let high = |of: fn(&Point) -> f64| all().map(of).fold(f64::NEG_INFINITY, f64::max);
-        // Labels stand to the right of their points.
+        // Labels are placed to the right of their points.
         let (x0, x1) = (low(|p| p.x).floor(), (high(|p| p.x) + 0.5).ceil());
         let (y0, y1) = (low(|p| p.y.log10()).floor(), high(|p| p.y.log10()).ceil());
         let place = |x: f64, y: f64| {
@@ -148,7 +148,7 @@ impl Scatter {
 }
 
 impl Bars {
-    /// The picture.
+    /// The SVG text.
     pub fn draw(&self) -> String {
         const ROW: f64 = 30.0;
         const HEAD: f64 = 36.0;

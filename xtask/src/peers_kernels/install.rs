@@ -1,4 +1,4 @@
-//! The peers, made on this machine from the package registries.
+//! Builds or installs the peers on this machine from the package registries.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::worker::Program;
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::shell::{self, cargo, root, target_dir};
 
-/// Ours first, then these peers.
+/// Our worker first, then these peers.
 pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
     shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
     let mut programs = vec![program(&[&target_dir().join("release/kernels-worker").display(), &"ours"])];
@@ -23,7 +23,7 @@ pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// The experts of a layer, ours first.
+/// The workers for the experts of a layer, ours first.
 pub fn experts() -> Result<Vec<Program>> {
     shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
     let ours = program(&[&target_dir().join("release/kernels-worker").display(), &"experts"]);
@@ -34,7 +34,7 @@ fn program(words: &[&dyn std::fmt::Display]) -> Program {
     Program { command: words.iter().map(ToString::to_string).collect() }
 }
 
-/// Built for this very processor: part of its kernels exists for nothing less.
+/// Built for exactly this processor, because some of its kernels exist only in such builds.
 fn candle() -> Result<Program> {
     let target = target_dir().join("peers-native");
     let mut command = cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]);
@@ -42,7 +42,7 @@ fn candle() -> Result<Program> {
     Ok(program(&[&target.join("release/kernels-worker").display(), &"candle"]))
 }
 
-/// The libraries as published, which hold code for several processors and choose.
+/// The published libraries, which contain code for several processors and select at run time.
 fn ggml() -> Result<Program> {
     compiled("benchmarks/peers/kernels_ggml.cpp")
 }

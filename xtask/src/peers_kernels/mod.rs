@@ -1,11 +1,11 @@
-//! `cargo xtask peers-kernels`: our linear kernels and those of others, in one run, in turns.
+//! `cargo xtask peers-kernels`: compares our linear kernels with those of other engines in one run, in turns.
 //!
-//! Each peer is a process of its own that keeps its weights, on the same cores and with the same number of threads.
-//! Of every shape and number of tokens the driver goes round: every contestant has a short turn while all others
-//! wait at their standard input, several times, so that what disturbs the machine meets all of them; and the limits of
-//! the machine are looked at in every round. Ratios are taken round by round.
+//! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. For every
+//! shape and number of tokens, the driver runs several rounds in which each contestant has a short turn while all
+//! others wait at their standard input. So any disturbance of the machine affects all of them. The limits of the
+//! machine are probed in every round, and ratios are taken round by round.
 //!
-//! What was measured is kept until a record of it is written, so that a run may be split by threads and shapes.
+//! Results are kept until a record is written, so a run may be split by threads and shapes.
 
 pub(crate) mod install;
 mod report;
@@ -24,13 +24,13 @@ use crate::support::record::{Record, typed_command};
 use crate::support::shell::target_dir;
 
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
-/// Up to so many tokens every product reads weights that no cache holds.
+/// Up to this many tokens, every product reads weights that no cache holds.
 const ROTATED_TOKENS: usize = 16;
-/// Bytes of all copies of a matrix, or four times the last cache where that is more and memory allows.
+/// Bytes of all copies of a matrix, or four times the last-level cache if that is larger and memory allows.
 const ROTATED: usize = 192 << 20;
-/// So long nobody works between two turns: threads that wait for more work by looking for it have gone to sleep then.
+/// Idle time between two turns, after which threads that spin for more work have gone to sleep.
 const SETTLE: Duration = Duration::from_millis(8);
-/// What a product may be off by, root mean square over root mean square, at 4 and at 8 bits.
+/// Maximum error of a product, root mean square over root mean square, at 4 and at 8 bits.
 const ERRORS: [f64; 2] = [0.15, 0.03];
 
 /// What to measure.
@@ -39,7 +39,7 @@ pub struct Args {
     /// Numbers of threads
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Peers beside ours
+    /// Peers to compare with
     #[arg(long, value_delimiter = ',', default_value = "ggml,candle,onnxruntime,openvino,torch")]
     peers: Vec<String>,
     /// Shapes of weights, output by input features
@@ -48,22 +48,22 @@ pub struct Args {
     /// Numbers of tokens
     #[arg(long, value_delimiter = ',', default_value = "1,4,16,64,512")]
     tokens: Vec<usize>,
-    /// Turns of every contestant
+    /// Turns per contestant
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Milliseconds of a turn
+    /// Milliseconds per turn
     #[arg(long, default_value_t = 40)]
     milliseconds: usize,
-    /// One shape, few tokens, short turns: whether everything works; writes no record
+    /// One shape, few tokens and short turns, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
 }
 
-/// Measures and writes the record.
-/// A peer that cannot be started, fails, or multiplies to something else is reported and left out.
+/// Measures and writes the record. A peer that cannot be started, fails, or computes a wrong result is reported and
+/// left out.
 ///
 /// # Errors
-/// When a peer cannot be made, or our own kernels fail.
+/// When a peer cannot be built, or our own kernels fail.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     if args.quick {
@@ -87,7 +87,7 @@ pub fn run(args: &Args) -> Result<()> {
             }
         }
         for &shape in &shapes {
-            // Again without the peer that failed, from the beginning of the shape.
+            // Restart the shape without the peer that failed.
             while let Err((i, error)) = measure(&args, threads, shape, &mut workers, &mut measured) {
                 if i == 0 {
                     return Err(error);
@@ -124,7 +124,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Notes that a peer failed, with what it said; what it measured with this number of threads does not count.
+/// Records that a peer failed, with its error; its measurements with this number of threads are dropped.
 fn leave_out(measured: &mut Measured, threads: usize, peer: &str, error: &anyhow::Error) {
     eprintln!("left out, {threads} thread(s): {peer}: {error:#}");
     measured.leave_out(threads, peer, &format!("{error:#}"));
@@ -160,8 +160,8 @@ fn notes(args: &Args, rotated: usize) -> String {
     )
 }
 
-/// Bytes of all copies of a matrix that each of so many contestants keeps: more than the last cache holds, but together
-/// at most half of the memory that is free.
+/// Bytes of all copies of a matrix that each contestant keeps: more than the last-level cache holds, but at most half
+/// of the free memory for all contestants together.
 fn rotated(contestants: usize) -> usize {
     let size = |index: usize| {
         let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size"));
@@ -183,7 +183,7 @@ fn free_memory(meminfo: &str) -> Option<usize> {
     line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1 << 10)
 }
 
-/// Measures a shape; an error comes with the number of the worker that failed.
+/// Measures a shape; an error carries the index of the worker that failed.
 fn measure(
     args: &Args,
     threads: usize,
@@ -191,7 +191,7 @@ fn measure(
     workers: &mut [Worker],
     measured: &mut Measured,
 ) -> Result<(), (usize, anyhow::Error)> {
-    // Who, by number, with which contestant.
+    // Worker index, contestant, and packed bytes.
     let mut contestants = Vec::new();
     let rotated = rotated(workers.iter().map(|w| w.contestants.len()).sum());
     measured.rotated = measured.rotated.max(rotated);
@@ -250,7 +250,7 @@ mod tests {
     fn rotation_is_bounded_by_free_memory() {
         assert_eq!(free_memory("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(free_memory("MemTotal: 9 kB\n"), None);
-        // A small cache, one that reports 480 MB, and a machine that says nothing of its memory.
+        // A small cache, one that reports 480 MB, and a machine that does not report its free memory.
         assert_eq!(bounded(32 << 20, Some(64 << 30), 16), ROTATED);
         assert_eq!(bounded(480 << 20, Some(64 << 30), 16), 1920 << 20);
         assert_eq!(bounded(480 << 20, Some(16 << 30), 16), 512 << 20);

@@ -1,4 +1,4 @@
-//! What was measured, as rows that are kept and tables that are read.
+//! The measurements, as stored rows and as tables for readers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,10 +10,10 @@ use crate::support::measure::median;
 use crate::support::record::table;
 
 const OURS: &str = "ours";
-/// Up to so many tokens, bytes are what counts.
+/// Up to this many tokens, products are limited by bytes.
 const FEW_TOKENS: usize = 4;
 
-/// Of FP4 weights: whose rate is compared with whose.
+/// Pairs of contestants whose rates are compared for FP4 weights.
 const FP4: [[&str; 2]; 4] = [
     ["ours wf4a8-g32-mx", "ours w4a8-g32"],
     ["ours wf4a8-g16-nv", "ours w4a8-g32"],
@@ -21,7 +21,7 @@ const FP4: [[&str; 2]; 4] = [
     ["ours wf4a8-g16-nv", "ggml NVFP4"],
 ];
 
-/// A contestant's turn.
+/// One turn of a contestant.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
     pub threads: usize,
@@ -30,12 +30,12 @@ pub struct Turn {
     pub round: usize,
     pub peer: String,
     pub contestant: String,
-    /// Of the weights, packed.
+    /// Bytes of the packed weights.
     pub bytes: usize,
-    /// How many passes `seconds` is the median of.
+    /// The number of passes of which `seconds` is the median.
     pub products: usize,
     pub seconds: f64,
-    /// In this round.
+    /// The machine's limits in this round.
     pub limits: Limits,
 }
 
@@ -78,43 +78,43 @@ impl Turn {
         8.0 * self.bytes as f64 / (self.shape[0] * self.shape[1]) as f64
     }
 
-    /// GB/s, and 10¹² operations a second.
+    /// GB/s, and 10¹² operations per second.
     fn rates(&self) -> [f64; 2] {
         let operations = 2.0 * (self.shape[0] * self.shape[1] * self.tokens) as f64;
         [self.bytes as f64 / self.seconds / 1e9, operations / self.seconds / 1e12]
     }
 }
 
-/// All turns, and who took part.
+/// All turns, and the participants.
 #[derive(Debug, Default)]
 pub struct Measured {
     pub turns: Vec<Turn>,
     /// Names with versions.
     pub versions: Vec<String>,
-    /// Bytes of all copies of a matrix that a contestant keeps, at most.
+    /// Maximum bytes of all copies of a matrix that a contestant keeps.
     pub rotated: usize,
     notes: BTreeMap<String, String>,
-    /// Peers that failed, with what they said.
+    /// Peers that failed, with their errors.
     left_out: Vec<String>,
 }
 
 impl Measured {
-    /// Keeps what a worker says of a contestant.
+    /// Keeps a worker's note about a contestant.
     pub fn note(&mut self, peer: &str, contestant: &str, note: &str) {
         if !note.is_empty() {
             self.notes.insert(format!("{peer} {contestant}"), note.to_owned());
         }
     }
 
-    /// Notes that a peer failed; its turns with this number of threads do not count.
+    /// Records that a peer failed; its turns with this number of threads are dropped.
     pub fn leave_out(&mut self, threads: usize, peer: &str, why: &str) {
         self.turns.retain(|t| (t.threads, t.peer.as_str()) != (threads, peer));
-        // A line of a list, whatever the lines of the error.
+        // The error is joined into one line for the list.
         let why = why.split_whitespace().collect::<Vec<_>>().join(" ");
         self.left_out.push(format!("{peer}, {threads} thread(s): {why}"));
     }
 
-    /// Adds what earlier runs of the same commit measured of other cases, and keeps all of it.
+    /// Adds the other cases that earlier runs of the same commit measured, and stores everything.
     pub fn keep(&mut self, path: &Path) -> Result<()> {
         let earlier = std::fs::read_to_string(path).unwrap_or_default();
         let case = |t: &Turn| (t.threads, t.shape, t.tokens, t.who());
@@ -132,7 +132,7 @@ impl Measured {
         std::iter::once(HEADER.to_owned()).chain(self.turns.iter().map(Turn::line)).collect()
     }
 
-    /// The record's page.
+    /// The page of the record.
     pub fn page(&self, notes: &str) -> String {
         let mut page = format!("Versions: {}.\n\n{notes}\n", self.versions.join("; "));
         for (who, note) in &self.notes {
@@ -201,7 +201,7 @@ impl Measured {
         )
     }
 
-    /// How many times as fast ours is as the fastest of its kind, round by round.
+    /// Speedup of each of ours over the fastest peer of its kind, round by round.
     pub fn comparison(&self) -> String {
         let mut page = String::new();
         for threads in self.threads() {
@@ -230,7 +230,8 @@ impl Measured {
         page
     }
 
-    /// FP4 weights beside integers and beside others' FP4, round by round: bytes a second of few tokens, products of many.
+    /// FP4 weights compared with integers and with FP4 of others, round by round: bytes per second for few tokens,
+    /// operations per second for many.
     fn fp4(&self, threads: usize, tokens: &[usize]) -> String {
         let mut rows = Vec::new();
         for shape in self.shapes(threads) {
@@ -272,7 +273,7 @@ impl Measured {
     }
 }
 
-/// Ours against the fastest of as many bits.
+/// Ours against the fastest peer with the same number of bits.
 fn best(turns: &[&Turn], ours: &str) -> Option<String> {
     let wide = |t: &Turn| t.bits() > 6.0;
     let mine: Vec<&&Turn> = turns.iter().filter(|t| t.peer == OURS && t.contestant == ours).collect();

@@ -1,4 +1,4 @@
-//! A peer's process, and what is said to it: see `benchmarks/kernels-worker`.
+//! A peer's process, and the protocol with it: see `benchmarks/kernels-worker`.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-/// All that libraries read a number of threads from.
+/// The variables from which libraries read the number of threads.
 const THREADS: [&str; 8] = [
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -29,36 +29,36 @@ pub struct Program {
 pub struct Worker {
     /// Who it is.
     pub name: String,
-    /// Of what version.
+    /// Its version.
     pub version: String,
-    /// What it multiplies.
+    /// What it can multiply.
     pub contestants: Vec<String>,
     child: Child,
     requests: Option<ChildStdin>,
     replies: BufReader<ChildStdout>,
-    /// What it writes to its standard error.
+    /// Its standard error.
     errors: File,
 }
 
-/// Weights that are ready.
+/// Weights that are ready for products.
 pub struct Prepared {
-    /// Of a copy, packed.
+    /// Bytes of one packed copy.
     pub bytes: usize,
-    /// What should be known of it.
+    /// A note for the record.
     pub note: String,
 }
 
-/// What the machine gave.
+/// The limits of the machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits {
     /// GB/s.
     pub memory: f64,
-    /// 10¹² operations a second.
+    /// 10¹² operations per second.
     pub tops: f64,
 }
 
 impl Worker {
-    /// Starts a peer on these cores and nothing else in its environment that could change what it does.
+    /// Starts a peer on these cores, with an environment that contains nothing else that could affect it.
     pub fn start(program: &Program, threads: usize, cpus: &str) -> Result<Self> {
         let mut command = Command::new("taskset");
         command.args(["--cpu-list", cpus]).args(&program.command).arg(threads.to_string());
@@ -81,7 +81,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Makes weights of this shape, so many copies that they take `rotated` bytes together.
+    /// Makes weights of this shape, in as many copies as take `rotated` bytes together.
     pub fn prepare(&mut self, contestant: &str, [n, k]: [usize; 2], rotated: usize) -> Result<Prepared> {
         let reply = self.ask(&format!("prepare {contestant} {n} {k} {rotated}"))?;
         Ok(Prepared {
@@ -90,14 +90,14 @@ impl Worker {
         })
     }
 
-    /// Makes activations and multiplies once; how far that is from the product of the float weights.
+    /// Makes activations and multiplies once; returns the error relative to the product of the float weights.
     pub fn tokens(&mut self, contestant: &str, tokens: usize, rotate: bool) -> Result<f64> {
         let reply = self.ask(&format!("tokens {contestant} {tokens} {}", u8::from(rotate)))?;
         reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
     }
 
-    /// Routes the tokens of some calls to experts and makes all calls once; how far the first token of the last one is from
-    /// the experts of the float weights.
+    /// Routes the tokens of some calls to experts and makes all calls once; returns the error of the first token of the
+    /// last call relative to the experts of the float weights.
     pub fn route(
         &mut self,
         contestant: &str,
@@ -109,7 +109,7 @@ impl Worker {
         reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
     }
 
-    /// Multiplies for so long; seconds of a product, of each pass.
+    /// Multiplies for this long; returns the seconds per product of each pass.
     pub fn run(&mut self, contestant: &str, milliseconds: usize) -> Result<Vec<f64>> {
         let reply = self.ask(&format!("run {contestant} {milliseconds}"))?;
         let seconds = reply["seconds"].as_array().context("no seconds")?;
@@ -118,19 +118,19 @@ impl Worker {
         Ok(seconds)
     }
 
-    /// What the machine gives now.
+    /// Measures the current limits of the machine.
     pub fn limits(&mut self) -> Result<Limits> {
         let reply = self.ask("limits")?;
         let number = |name: &str| reply[name].as_f64().with_context(|| format!("no {name}"));
         Ok(Limits { memory: number("memory")?, tops: number("tops")? })
     }
 
-    /// Lets go of weights.
+    /// Frees the weights.
     pub fn release(&mut self, contestant: &str) -> Result<()> {
         self.ask(&format!("drop {contestant}")).map(|_| ())
     }
 
-    /// Lets go of all weights there may be; a worker that has ended has none.
+    /// Frees all weights, if any; a worker that has ended has none.
     pub fn release_all(&mut self) {
         for name in self.contestants.clone() {
             let _ = self.release(&name);
@@ -139,12 +139,12 @@ impl Worker {
 
     fn ask(&mut self, request: &str) -> Result<Value> {
         let requests = self.requests.as_mut().context("no input")?;
-        // Where it has ended there is no reply either, and that says more.
+        // If the worker has ended, there is no reply either, and that error says more.
         let _ = writeln!(requests, "{request}").and_then(|()| requests.flush());
         self.reply(request)
     }
 
-    /// How it ended, once it has closed its output.
+    /// How the process ended, once it has closed its output.
     fn ended(&mut self) -> String {
         drop(self.requests.take());
         for _ in 0..200 {
@@ -156,7 +156,7 @@ impl Worker {
         "closed its output".into()
     }
 
-    /// The end of what it wrote to its standard error.
+    /// The end of its standard error.
     fn said(&mut self) -> String {
         const MOST: u64 = 2000;
         let mut end = Vec::new();
@@ -188,7 +188,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // It ends with its input; if it does not, it must not outlive us.
+        // It ends when its input closes; if not, it is killed, so that it does not outlive this process.
         drop(self.requests.take());
         for _ in 0..200 {
             if matches!(self.child.try_wait(), Ok(Some(_))) {
@@ -201,7 +201,7 @@ impl Drop for Worker {
     }
 }
 
-/// The first so many of the cores that we may use, `0,1`.
+/// The first `count` of the cores that this process may use, such as `0,1`.
 pub fn cpus(threads: usize) -> Result<String> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let list =
@@ -212,7 +212,7 @@ pub fn cpus(threads: usize) -> Result<String> {
     Ok(cpus.join(","))
 }
 
-/// `0-2,5` in full.
+/// Expands `0-2,5`.
 fn expand(list: &str) -> Option<Vec<usize>> {
     let mut cpus = Vec::new();
     for part in list.split(',') {
@@ -248,7 +248,7 @@ mod tests {
         assert!(worker.limits().unwrap_err().to_string().contains("why"));
     }
 
-    /// One that ends is reported with how it ended and what it wrote last.
+    /// The error for a worker that ends contains its exit status and its last output.
     #[test]
     fn a_worker_that_ends_is_reported_with_its_errors() {
         let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'; read line; echo 'no memory' >&2; exit 3"#;

@@ -1,7 +1,7 @@
-//! `cargo xtask peers-models`: tokens per second of a whole model, ours and llama.cpp's, in turns.
+//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp, in turns.
 //!
-//! The model is the synthetic one in the shape of Llama 3.2 1B, and every side quantizes it itself, the head with it.
-//! Each turn is a process of its own on the same cores, which runs everything twice and counts the second time.
+//! The model is the synthetic one in the shape of Llama 3.2 1B. Each side quantizes it itself, including the head. Each
+//! turn is a separate process on the same cores, which runs everything twice and counts the second run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,42 +24,42 @@ pub struct Args {
     /// Numbers of threads
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Schemes of ours, the head's too
+    /// Our schemes, also for the head
     #[arg(long, value_delimiter = ',', default_value = "w4a16-g128")]
     schemes: Vec<String>,
-    /// Types of llama.cpp's
+    /// llama.cpp's types
     #[arg(long, value_delimiter = ',', default_value = "Q4_0,Q4_K_M")]
     types: Vec<String>,
-    /// Tokens of the prompt, read at once
+    /// Tokens of the prompt, processed at once
     #[arg(long, default_value_t = 512)]
     prefill: usize,
     /// Tokens generated after it
     #[arg(long, default_value_t = 128)]
     decode: usize,
-    /// Rounds, each of which runs everyone once
+    /// Rounds, each of which runs every contestant once
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Decoder blocks; 16 are the model of 1.24 billion parameters
     #[arg(long, default_value_t = 16)]
     layers: usize,
-    /// One round, few tokens: whether everything works; writes no record
+    /// One round and few tokens, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
-    /// The program, if it was built before
+    /// The program, if it has already been built
     #[arg(long, value_name = "PATH")]
     quant: Option<PathBuf>,
 }
 
-/// One of those that take turns.
+/// A participant.
 struct Contestant {
     name: String,
     file: PathBuf,
-    /// Of `quant`, not of llama.cpp.
+    /// Whether it is `quant` and not llama.cpp.
     ours: bool,
     bytes: u64,
 }
 
-/// Tokens a second.
+/// Tokens per second.
 #[derive(Debug, Clone, Copy)]
 struct Rates {
     prefill: f64,
@@ -69,7 +69,7 @@ struct Rates {
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When a side cannot be made or fails.
+/// When a model or program cannot be built, or a participant fails.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     if args.quick {
@@ -134,7 +134,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Makes the model of every contestant, unless it is there.
+/// Quantizes the model for every contestant, unless that has been done.
 fn contestants(args: &Args, quant: &Path, llama_cpp: &LlamaCpp, program: &Path) -> Result<Vec<Contestant>> {
     let model = synthetic_model(args.layers)?;
     let folder = target_dir().join("peers-models");
@@ -142,7 +142,7 @@ fn contestants(args: &Args, quant: &Path, llama_cpp: &LlamaCpp, program: &Path) 
     let mut all = Vec::new();
     for scheme in &args.schemes {
         let out = folder.join(format!("{}l-{scheme}", args.layers));
-        // What the program writes may have changed since.
+        // The program's output may have changed since.
         remove_dir(&out)?;
         let mut command = Command::new(quant);
         command.arg("quantize").arg(&model).arg("-o").arg(&out);
@@ -204,7 +204,7 @@ fn turn(
     Ok(serde_json::from_str(&output(&mut command)?)?)
 }
 
-/// Of the last repetition: `[seconds]` of llama.cpp's program, `{"seconds": [seconds]}` of ours.
+/// The rates of the last repetition: `[seconds]` from llama.cpp's program, `{"seconds": [seconds]}` from ours.
 fn rates_of(report: &Value, args: &Args) -> Option<Rates> {
     let last = |name: &str| {
         let seconds = report[name].get("seconds").unwrap_or(&report[name]);

@@ -1,4 +1,4 @@
-//! Who makes a checkpoint: `quant`, or a peer by its script in `benchmarks/peers/`.
+//! The makers of checkpoints: `quant`, or a peer run by its script in `benchmarks/peers/`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,37 +12,37 @@ use crate::support::venv;
 
 const SCRIPTS: &str = "benchmarks/peers";
 
-/// One of those that are compared.
+/// A participant in a comparison.
 #[derive(Debug)]
 pub struct Contestant {
-    /// As tables call it.
+    /// Name in tables.
     pub name: &'static str,
     pub maker: Maker,
 }
 
 impl Contestant {
-    /// Whether it can quantize a row. gptqmodel's order by groups refuses rows without groups
-    /// (`act_group_aware=True requires group_size > 0`), also where they are an exception.
+    /// Whether it can quantize a row. gptqmodel's group-aware order rejects models with ungrouped linears
+    /// (`act_group_aware=True requires group_size > 0`), even if only some are ungrouped.
     pub fn takes(&self, row: &Row) -> bool {
         let groupless = row.group == "channel" || row.per_channel().next().is_some();
         !(groupless && matches!(self.maker, Maker::Peer { package: Package::GptqModel, .. }))
     }
 }
 
-/// Who quantizes, and how.
+/// The quantizer and its settings.
 #[derive(Debug)]
 pub enum Maker {
     Ours {
-        /// Of `quant quantize`.
+        /// Options of `quant quantize`.
         options: &'static [&'static str],
         /// Whether it takes a calibration text.
         calibrated: bool,
     },
     Peer {
         package: Package,
-        /// As the script calls it.
+        /// Name in the script.
         method: &'static str,
-        /// `OPTION=VALUE` of what it does not leave at its default.
+        /// `OPTION=VALUE` for settings that differ from its defaults.
         settings: &'static [&'static str],
     },
 }
@@ -55,13 +55,13 @@ pub enum Package {
     ModelOpt,
 }
 
-/// An environment that holds a package.
+/// An environment with a package installed.
 pub struct Peer {
     python: PathBuf,
     script: PathBuf,
 }
 
-/// What is to be quantized, to symmetric grids.
+/// A quantization to run, with symmetric grids.
 #[derive(Clone, Copy)]
 pub struct Job<'a> {
     /// The float model.
@@ -72,42 +72,42 @@ pub struct Job<'a> {
     pub calibration: &'a Path,
     /// Calibration windows.
     pub samples: usize,
-    /// Tokens of a window.
+    /// Tokens per window.
     pub seq_len: usize,
-    /// Seed of the windows' selection.
+    /// Seed for selecting windows.
     pub seed: u64,
-    /// Bits of a weight.
+    /// Bits per weight.
     pub bits: u32,
     /// The group size, or `channel`.
     pub group: &'a str,
-    /// The ends of the names of linears that are quantized per channel nonetheless.
+    /// Name suffixes of linears that are quantized per channel even so.
     pub per_channel: &'a [&'a str],
-    /// The element type in which it computes, as PyTorch calls it.
+    /// The element type in which it computes, by its PyTorch name.
     pub dtype: &'a str,
     /// Threads.
     pub threads: usize,
-    /// The digest of the calibration tokens that ours was made from.
+    /// The digest of the calibration tokens of our checkpoint.
     pub tokens_sha256: &'a str,
 }
 
-/// What a run of a peer took.
+/// Time and memory of a peer's run.
 pub struct Outcome {
-    /// Seconds of reading the model.
+    /// Seconds to load the model.
     pub load: f64,
-    /// Seconds of the call that quantizes, in memory.
+    /// Seconds of the quantizing call, in memory.
     pub quantize: f64,
-    /// Seconds of compressing and writing.
+    /// Seconds to compress and write.
     pub save: f64,
-    /// Peak memory after the imports alone.
+    /// Peak memory after only the imports.
     pub imported_bytes: u64,
     /// Peak memory.
     pub peak_bytes: u64,
-    /// Name and version of the packages that matter.
+    /// Names and versions of the relevant packages.
     pub versions: String,
 }
 
 impl Peer {
-    /// Makes the environment unless it is there.
+    /// Creates the environment if it is missing.
     pub fn install(package: Package) -> Result<Self> {
         let (python, script) = match package {
             Package::LlmCompressor => (venv::llm_compressor_python()?, "llm_compressor.py"),
@@ -122,7 +122,7 @@ impl Peer {
         let scratch = tempfile::tempdir()?;
         let file = scratch.path().join("result.json");
         let mut command = Command::new(&self.python);
-        // Some leave logs where they are started.
+        // Some packages leave logs in the current directory.
         command.current_dir(scratch.path());
         command.arg(&self.script).arg(job.model).arg(job.out).args(["--method", method]);
         command.arg("--calibration").arg(job.calibration);

@@ -1,4 +1,4 @@
-//! What is compared with what, and what is claimed of it.
+//! The comparisons, and the claims about them.
 
 use super::contestant::{Contestant, Maker, Package};
 
@@ -15,16 +15,16 @@ pub(super) struct Quality {
     /// The folder of the record.
     pub record: &'static str,
     pub title: &'static str,
-    /// What readers must know of the settings.
+    /// What readers need to know about the settings.
     pub settings: &'static str,
     pub contestants: &'static [Contestant],
     pub sets: &'static [Set],
     pub claims: &'static [Claim],
-    /// Whether groups matter, or one row a model and text is enough.
+    /// Whether groups matter; if not, one row per model and text suffices.
     pub grouped: bool,
 }
 
-/// Rows that are pooled.
+/// A set of rows that are pooled.
 #[derive(Debug)]
 pub(super) struct Set {
     pub title: &'static str,
@@ -33,7 +33,7 @@ pub(super) struct Set {
     pub planted: bool,
 }
 
-/// What is measured of a checkpoint.
+/// A measure of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Metric {
     /// Mean KL to float, in nats per token.
@@ -42,13 +42,13 @@ pub(super) enum Metric {
     LogPerplexity,
 }
 
-/// What must hold in every set, pooled over its rows.
+/// A condition that must hold in every set, pooled over its rows.
 #[derive(Debug)]
 pub(super) struct Claim {
     pub metric: Metric,
-    /// The contestant it speaks of.
+    /// The contestant that the claim is about.
     pub who: &'static str,
-    /// The others; the best of them counts.
+    /// The others; it is compared with the best of them.
     pub than: &'static [&'static str],
     pub how: How,
 }
@@ -56,8 +56,8 @@ pub(super) struct Claim {
 /// How two contestants compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// Worse by no more than 0.5 % of the other's divergence (of perplexity: 0.5 %) or two standard errors of the
-    /// paired difference, whichever is more.
+    /// Worse by no more than 0.5 % of the other's divergence (for perplexity: 0.5 %), or two standard errors of the
+    /// paired difference, whichever is larger.
     NoWorse,
     /// Less.
     Below,
@@ -69,10 +69,10 @@ pub(super) struct Speed {
     /// The folder of the record.
     pub record: &'static str,
     pub title: &'static str,
-    /// Ours comes first.
+    /// Our contestant, listed first.
     pub ours: &'static Contestant,
     pub peers: &'static [Entry],
-    /// How many times faster than each of these we promise to be; than all others, [`OVER_BEST`].
+    /// Minimum speedup over each of these; over all others it is [`OVER_BEST`].
     pub promised: &'static [(&'static str, f64)],
 }
 
@@ -80,11 +80,11 @@ pub(super) struct Speed {
 #[derive(Debug)]
 pub(super) struct Entry {
     pub peer: &'static Contestant,
-    /// As PyTorch calls it.
+    /// Name in PyTorch.
     pub dtype: &'static str,
 }
 
-/// How many times faster we promise to be than a peer in the element type that suits it best.
+/// Minimum speedup over a peer in its fastest element type.
 pub(super) const OVER_BEST: f64 = 2.0;
 
 const FLOAT32: &str = "float32";
@@ -181,7 +181,7 @@ pub const GPTQ: Contest = Contest {
     },
 };
 
-/// SmoothQuant to weights and activations of 8 bits.
+/// SmoothQuant with 8-bit weights and activations.
 pub(super) const SMOOTHQUANT: Quality = Quality {
     record: "peers-smoothquant-quality",
     title: "Our SmoothQuant and llm-compressor's, W8A8 per token",

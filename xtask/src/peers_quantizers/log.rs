@@ -1,4 +1,4 @@
-//! Where our time goes, by the program's log.
+//! Our time per step, from the program's log.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -8,20 +8,20 @@ use anyhow::{Context, Result, ensure};
 use crate::support::record::table;
 
 const DAY: f64 = 86_400.0;
-/// What is told of in the log, and how its lines begin.
+/// The logged steps, and how their lines begin.
 const STEPS: [(&str, &str); 3] = [
     ("scales of", "scales chosen producer="),
     ("clipping of", "ranges chosen module="),
     ("rounding of", "rounded tensor="),
 ];
 
-/// Seconds of the day in UTC, by which the program's log tells the time.
+/// Seconds since midnight UTC, the clock of the program's log.
 pub fn time_of_day() -> f64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     since.as_secs_f64().rem_euclid(DAY)
 }
 
-/// Seconds from line to line of the program's log, by what the later one tells of, summed over
+/// Seconds between consecutive lines of the program's log, attributed to the step of the later line and summed over
 /// blocks; `start` and `end` are those of the process.
 pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<String, f64>> {
     let mut steps = BTreeMap::new();
@@ -44,7 +44,7 @@ pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<Stri
     Ok(steps)
 }
 
-/// Of a line that starts with `2026-01-31T01:02:03.456Z`.
+/// The seconds of a line that starts with `2026-01-31T01:02:03.456Z`.
 fn seconds_of_day(line: &str) -> Option<f64> {
     let time = line.split_once('T')?.1.split_once('Z')?.0;
     let mut parts = time.split(':').map(str::parse::<f64>);
@@ -52,7 +52,7 @@ fn seconds_of_day(line: &str) -> Option<f64> {
     Some(h * 3600.0 + m * 60.0 + s)
 }
 
-/// The steps, those that took longest first.
+/// The steps, longest first.
 pub fn table_of_steps(steps: &BTreeMap<String, f64>) -> String {
     let total: f64 = steps.values().sum();
     let mut sorted: Vec<_> = steps.iter().collect();

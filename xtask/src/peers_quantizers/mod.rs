@@ -1,10 +1,9 @@
-//! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: our methods against those of public
-//! quantizers, on the same calibration tokens.
+//! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: compares our methods with public quantizers on the same
+//! calibration tokens.
 //!
-//! Peers run as published, in virtual environments that are made here from their package index
-//! (`benchmarks/peers/`). Their windows are sampled a second time in Python; that they are ours is
-//! proved by the digest that our report holds. What is compared with what, and what is claimed of it,
-//! stands in `contests.rs`.
+//! Peers run as published, in virtual environments that are created here from their package index
+//! (`benchmarks/peers/`). Python code selects the calibration windows again; the digest in our report proves that they
+//! are the same. `contests.rs` lists the comparisons and the claims.
 
 pub(crate) mod contestant;
 mod contests;
@@ -26,13 +25,13 @@ pub struct Args {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 enum What {
-    /// Divergence from the float model on the rows of every table of quality
+    /// Divergence from the float model on the rows of every quality table
     Quality(quality::Args),
-    /// Time and peak memory on a few layers in the shape of a 1B Llama; wants a quiet machine
+    /// Time and peak memory on a few layers in the shape of a 1B Llama; needs a quiet machine
     Speed(speed::Args),
 }
 
-/// What to compare where speed is of no interest.
+/// What to compare if speed does not matter.
 #[derive(Debug, Clone, clap::Args)]
 pub struct QualityArgs {
     #[command(subcommand)]
@@ -41,14 +40,14 @@ pub struct QualityArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 enum QualityAlone {
-    /// Divergence from the float model on the rows of every table of quality
+    /// Divergence from the float model on the rows of every quality table
     Quality(quality::Args),
 }
 
 /// Measures and writes the record.
 ///
 /// # Errors
-/// When something cannot be run, or a claim that was to be checked does not hold.
+/// When a run fails, or when `--check` is given and a claim does not hold.
 pub fn run(args: &Args, contest: &Contest) -> Result<()> {
     match &args.what {
         What::Quality(args) => quality::run(args, &contest.quality),
@@ -56,10 +55,10 @@ pub fn run(args: &Args, contest: &Contest) -> Result<()> {
     }
 }
 
-/// The same of SmoothQuant.
+/// Like [`run`], for SmoothQuant.
 ///
 /// # Errors
-/// As [`run`].
+/// Same as [`run`].
 pub fn smoothquant(args: &QualityArgs) -> Result<()> {
     let QualityAlone::Quality(args) = &args.what;
     quality::run(args, &contests::SMOOTHQUANT)

@@ -1,5 +1,5 @@
-//! Whose checkpoint is closer to the float model: all read and scored by `quant eval` on the same
-//! windows, so that differences are paired.
+//! Compares the checkpoints' divergence from the float model. `quant eval` reads and scores all of them on the same
+//! windows, so differences are paired.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,29 +17,29 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Rows that are measured at once: nothing is timed here.
+/// Rows that are measured concurrently: nothing is timed here.
 const AT_ONCE: usize = 2;
-/// On matrices this small PyTorch's threads wait for each other longer than they work.
+/// On matrices this small, PyTorch's threads spend more time waiting for each other than working.
 const PEER_THREADS: usize = 1;
-/// Of ours, whose results do not depend on it.
+/// Threads of our program, whose results do not depend on them.
 const THREADS: &str = "1";
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Evaluation windows of a row
+    /// Evaluation windows per row
     #[arg(long, default_value_t = 40)]
     windows: usize,
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     samples: usize,
-    /// Selections of calibration windows, over which scores are averaged: one is a draw, too
+    /// Selections of calibration windows to average scores over, because each selection is a random draw
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
-    /// Only the sets of so many bits
+    /// Only the sets with this many bits
     #[arg(long)]
     bits: Option<u32>,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
     /// Fail when a claim does not hold
@@ -47,13 +47,13 @@ pub struct Args {
     check: bool,
 }
 
-/// What all contestants scored on a row, in their order; nothing of one that cannot quantize it.
+/// The scores of all contestants on a row, in their order; `None` for one that cannot quantize it.
 struct Scored {
     row: &'static Row,
     scores: Vec<Option<Scores>>,
 }
 
-/// A comparison on its way.
+/// The state of a running comparison.
 struct Session<'a> {
     args: &'a Args,
     quality: &'a Quality,
@@ -114,10 +114,10 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
 }
 
 impl Session<'_> {
-    /// All rows of a set, [`AT_ONCE`] at a time, in their order.
+    /// Measures all rows of a set, [`AT_ONCE`] at a time; results are in order.
     fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
         let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
-        // Copies with outliers are made on first use, which must not be twice at once.
+        // Copies with outliers are created on first use, which must not happen twice concurrently.
         rows.iter().try_for_each(|row| row.model(&self.data, set.planted).map(drop))?;
         let next = AtomicUsize::new(0);
         let worker = || -> Result<Vec<(usize, Scored)>> {
@@ -144,7 +144,7 @@ impl Session<'_> {
         Ok(scored.into_iter().map(|(_, scored)| scored).collect())
     }
 
-    /// Has a row quantized by all, on each selection of calibration windows, and scores what they wrote.
+    /// Quantizes a row with all contestants on each selection of calibration windows, and scores the results.
     fn measure(&self, row: &'static Row, set: &Set, out: &Path) -> Result<Scored> {
         let mut all: Vec<Vec<Scores>> = self.quality.contestants.iter().map(|_| Vec::new()).collect();
         for seed in 0..self.args.seeds {
@@ -248,7 +248,7 @@ impl Quality {
         cells
     }
 
-    /// Every window's scores.
+    /// The scores of each window.
     fn lines(&self, set: &Set, scored: &Scored) -> Vec<String> {
         let (row, outliers) = (scored.row, if set.planted { "planted" } else { "none" });
         let group = if self.grouped { row.group } else { "" };
@@ -269,7 +269,7 @@ impl Quality {
         self.contestants.iter().map(|c| c.name).zip(&scored.scores).flat_map(of).collect()
     }
 
-    /// What becomes of every claim over some rows, as a list; where it does not hold, in `broken` too.
+    /// The verdicts of all claims over some rows, as a list; violated claims are added to `broken`.
     fn judge(&self, title: &str, rows: &[Scored], mut broken: Option<&mut Vec<String>>) -> String {
         let mut text = String::new();
         for claim in self.claims {

@@ -1,4 +1,4 @@
-//! What checkpoints score on the same windows, and how two compare over many rows.
+//! Scores of checkpoints on the same windows, and the comparison of two checkpoints over many rows.
 
 use std::collections::BTreeMap;
 
@@ -8,12 +8,12 @@ use serde_json::Value;
 use super::contests::{How, Metric};
 use crate::support::rows::Row;
 
-/// The share of the other's divergence by which ours may exceed it; in nats, of its perplexity.
+/// Maximum excess of ours over the other: a share of its KL, or for perplexity a difference in nats.
 const TOLERANCE: f64 = 0.005;
-/// The standard errors of the difference that it may take in any case.
+/// The excess may always be this many standard errors of the difference.
 const ERRORS: f64 = 2.0;
 
-/// What one selection of calibration windows led to.
+/// The scores from one selection of calibration windows.
 #[derive(Clone)]
 pub struct Draw {
     /// Each evaluation window's mean KL.
@@ -22,7 +22,8 @@ pub struct Draw {
     pub nll: Vec<f64>,
 }
 
-/// What `quant eval` says of a checkpoint beside the float model; of several selections of calibration windows, their mean.
+/// The scores that `quant eval` reports for a checkpoint compared with the float model; for several selections of
+/// calibration windows, their mean.
 pub struct Scores {
     /// Each window's mean KL.
     pub kl: Vec<f64>,
@@ -31,16 +32,16 @@ pub struct Scores {
     pub kl_mean: f64,
     pub kl_error: f64,
     pub perplexity: f64,
-    /// Tokens scored in a window.
+    /// Scored tokens per window.
     pub tokens: f64,
     /// The digest of the scored tokens.
     pub sha256: String,
-    /// All selections.
+    /// The scores of each selection.
     pub draws: Vec<Draw>,
 }
 
 impl Scores {
-    /// From `quant eval --json`.
+    /// Parses the output of `quant eval --json`.
     pub fn from_json(result: &Value) -> Result<Self> {
         let missing = |path: &str| format!("`quant eval --json` gives no {path}");
         let number = |path: &str| {
@@ -66,7 +67,7 @@ impl Scores {
         })
     }
 
-    /// The mean of several checkpoints' scores on the same windows, window by window; `None` of none.
+    /// The mean of several checkpoints' scores on the same windows, window by window; `None` for an empty list.
     pub fn averaged(all: Vec<Self>) -> Option<Self> {
         let mut all = all.into_iter();
         let mut mean = all.next()?;
@@ -96,7 +97,7 @@ impl Scores {
         }
     }
 
-    /// The sum of each selection's windows.
+    /// The sum over windows, for each selection.
     fn by_draw(&self, metric: Metric) -> impl Iterator<Item = f64> {
         let of = move |draw: &Draw| match metric {
             Metric::Kl => draw.kl.iter().sum(),
@@ -126,12 +127,11 @@ pub struct Pooled {
     pub tokens: f64,
 }
 
-/// Pools rows by tokens. Rows of one model and text are scored on the same windows, so a window's
-/// differences are added over these rows before the spread over windows is taken; models and texts
-/// are strata, each with its own mean.
+/// Pools rows by tokens. Rows of one model and text are scored on the same windows, so a window's differences are added
+/// over these rows before the spread over windows is computed. Models and texts are strata, each with its own mean.
 ///
-/// The calibration windows are a draw as well, one for all rows of a model. Where there are several, the spread of their
-/// differences is the second part of the error: another selection would have led to other checkpoints.
+/// The calibration windows are a random draw too, shared by all rows of a model. If there are several selections, the
+/// spread of their differences is the second part of the error: another selection would have given other checkpoints.
 pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
     let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
     let mut draws: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
@@ -183,7 +183,7 @@ pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> 
 }
 
 impl Pooled {
-    /// By how much ours may be worse.
+    /// How much worse ours may be.
     fn limit(&self, how: How) -> f64 {
         let tolerance = match self.metric {
             Metric::Kl => TOLERANCE * self.theirs,
@@ -195,7 +195,7 @@ impl Pooled {
         }
     }
 
-    /// Whether ours is as good as that.
+    /// Whether the claim holds.
     pub fn holds(&self, how: How) -> bool {
         match how {
             How::NoWorse => self.difference <= self.limit(how),
@@ -203,7 +203,7 @@ impl Pooled {
         }
     }
 
-    /// One sentence about it.
+    /// The verdict in one sentence.
     pub fn verdict(&self, how: How, (who, than): (&str, &str)) -> String {
         let Self { metric, ours, theirs, difference, error, tokens } = self;
         let (what, share) = match metric {
@@ -240,7 +240,7 @@ mod tests {
         }
     }
 
-    /// Of some rows, each with our windows and theirs.
+    /// The pooled result of some rows, each with the windows of ours and theirs.
     fn of(metric: Metric, rows: &[(usize, &[f64], &[f64])]) -> Pooled {
         let scored: Vec<_> = rows.iter().map(|(row, o, t)| (&ROWS[*row], scores(o), scores(t))).collect();
         pooled(metric, scored.iter().map(|(row, ours, theirs)| Pair { row, ours, theirs }))
@@ -254,7 +254,7 @@ mod tests {
         assert!((mean.kl_error - (1.5 / 2.0 / 3.0_f64).sqrt()).abs() < 1e-12);
         assert!((mean.perplexity - 2.5_f64.exp()).abs() < 1e-12);
         assert!(Scores::averaged(Vec::new()).is_none());
-        // A single one stays as it was read.
+        // The mean of a single one is the value itself.
         assert_eq!(Scores::averaged(vec![scores(&[1.0, 2.0])]).unwrap().perplexity, 1.0);
     }
 
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!((ROWS[0].name, ROWS[0].evaluation), (ROWS[1].name, ROWS[1].evaluation));
         let once = of(Metric::Kl, &[(0, ours, theirs)]).error;
         assert!((of(Metric::Kl, &[(0, ours, theirs), (1, ours, theirs)]).error - once).abs() < 1e-12);
-        // Windows of another text are other draws.
+        // Windows of another text are independent draws.
         let other = of(Metric::Kl, &[(0, ours, theirs), (3, ours, theirs)]).error;
         assert!((other - once / 2f64.sqrt()).abs() < 1e-12);
     }
@@ -286,11 +286,11 @@ mod tests {
             let pair = |row: &usize| Pair { row: &ROWS[*row], ours: &ours, theirs: &theirs };
             pooled(Metric::Kl, rows.iter().map(pair))
         };
-        // All windows differ alike, so that the selections' spread is all there is: 0.1 of three.
+        // All windows differ by the same amount, so only the spread of the selections remains: 0.1 over three.
         let p = of_draws(&[0], &[0.1, 0.3, 0.2]);
         assert!((p.difference - 0.2).abs() < 1e-12, "{p:?}");
         assert!((p.error - 0.1 / 3f64.sqrt()).abs() < 1e-12, "{p:?}");
-        // On other texts the same selections are the same draws; one alone says nothing of its spread.
+        // On other texts, the same selections are the same draws; a single one has no spread.
         assert_eq!(ROWS[0].name, ROWS[3].name);
         assert!((of_draws(&[0, 1, 3], &[0.1, 0.3, 0.2]).error - p.error).abs() < 1e-12);
         assert!(of_draws(&[0], &[0.1]).error < 1e-12);
@@ -306,7 +306,7 @@ mod tests {
         assert!(shifted(-0.1).holds(How::Below) && !shifted(0.0).holds(How::Below));
         let noisy = |by: f64| of(Metric::Kl, &[(0, &[1.0 + by, 2.2 + by, 2.8 + by], &theirs)]);
         assert!(noisy(0.2).holds(How::NoWorse) && !noisy(0.25).holds(How::NoWorse), "{:?}", noisy(0.2));
-        // Of perplexity 0.5 % whatever it is.
+        // The perplexity limit is 0.5 %, whatever its value.
         let nats = |by: f64| of(Metric::LogPerplexity, &[(0, &theirs.map(|t| t + by), &theirs)]);
         assert!(nats(0.0049).holds(How::NoWorse) && !nats(0.0051).holds(How::NoWorse));
     }

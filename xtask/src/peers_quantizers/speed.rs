@@ -1,7 +1,7 @@
-//! How long all take on the same model, calibration tokens and threads.
+//! Times all quantizers on the same model, calibration tokens and threads.
 //!
-//! Ours is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time
-//! is that of its call alone: neither its imports, nor loading the model, nor compressing and writing it.
+//! Ours is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
+//! quantizing call: not the imports, loading the model, or compressing and writing it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::support::shell::{remove_dir, root, target_dir};
 
 const BITS: u32 = 4;
 const GROUP: &str = "128";
-/// Any text will do: the synthetic model's tokens are bytes.
+/// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";
 
 /// What to measure.
@@ -31,10 +31,10 @@ pub struct Args {
     /// Calibration windows
     #[arg(long, default_value_t = 32)]
     samples: usize,
-    /// Tokens of a window
+    /// Tokens per window
     #[arg(long, default_value_t = 512)]
     seq_len: usize,
-    /// Threads of each
+    /// Threads per quantizer
     #[arg(long, default_value_t = 2)]
     threads: usize,
     /// Rounds, each of which runs ours and the peers in every element type
@@ -43,16 +43,16 @@ pub struct Args {
     /// Element types of the peers
     #[arg(long, value_delimiter = ',', default_values = ["float32", "bfloat16"])]
     dtypes: Vec<String>,
-    /// Measure this program instead of building ours
+    /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
-    /// Fail when we are not as much faster as promised
+    /// Fail if a minimum speedup is not reached
     #[arg(long)]
     check: bool,
 }
 
 impl Entry {
-    /// As tables call it.
+    /// Name in tables.
     pub(super) fn name(&self) -> String {
         format!("{}, {}", self.peer.name, self.dtype)
     }

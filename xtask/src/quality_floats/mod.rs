@@ -1,13 +1,15 @@
-//! `cargo xtask quality-floats`: what floating-point weights cost on the real models, beside integers of as many bits.
+//! `cargo xtask quality-floats`: the accuracy loss of floating-point weights on the real models, compared with integers
+//! of the same width.
 //!
-//! All schemes see the same windows of the same text, so differences are paired: their error is that of the differences
-//! of windows. Settings are chosen on the calibration texts, which stand in a table of their own; claims are held on the
-//! evaluation texts:
+//! All schemes see the same windows of the same text, so differences are paired, and their error is that of the
+//! differences between windows. Settings are chosen on the calibration texts, which have their own table; claims are
+//! checked on the evaluation texts:
 //!
-//! * of NVFP4's scale searches, `sweep` costs no more than `four-over-six` and that no more than `amax`: each step is
+//! * of NVFP4's scale searches, `sweep` loses no more than `four-over-six`, which loses no more than `amax`: each step
+//!   is
 //!   smaller by more than two paired errors, or reported as a tie;
-//! * NVFP4 with `sweep` costs less than INT4 in groups of 32, which takes as many bits;
-//! * FP8 per channel costs at most 0.0004 nats per token on books-7m.
+//! * NVFP4 with `sweep` loses less than INT4 in groups of 32, which takes as many bits;
+//! * FP8 per channel loses at most 0.0004 nats per token on books-7m.
 
 pub mod peers;
 
@@ -37,9 +39,9 @@ const CASES: [(&str, &str, &[&str]); 10] = [
     ("INT4, g128", "w4a16-g128-sym", &[]),
 ];
 const FP8: usize = 0;
-/// The first of each pair is to cost less than the second.
+/// The first of each pair must lose less than the second.
 const PAIRS: [(usize, usize); 3] = [(6, 5), (5, 4), (6, 7)];
-/// Nats per token that FP8 per channel may cost on the model of this name.
+/// Nats per token that FP8 per channel may lose on the model of this name.
 const FP8_MOST: (&str, f64) = ("books-7m", 0.0004);
 
 /// The divergence of every window, in nats per token.
@@ -61,7 +63,7 @@ pub fn divergence(
     Ok(windows)
 }
 
-/// The mean, and its standard error.
+/// The mean and its standard error.
 pub fn mean(values: &[f64]) -> [f64; 2] {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
@@ -69,7 +71,7 @@ pub fn mean(values: &[f64]) -> [f64; 2] {
     [mean, (squares / (count - 1.0) / count).sqrt()]
 }
 
-/// What is measured of a row's model: all but the last, whose groups are wider than the rows of stories260k.
+/// The cases for a row's model. stories260k skips the last one, whose groups are wider than its rows.
 fn cases(row: &Row) -> &'static [(&'static str, &'static str, &'static [&'static str])] {
     if row.name == "stories260k" { &CASES[..CASES.len() - 1] } else { &CASES }
 }
@@ -89,7 +91,7 @@ pub fn run(args: &Args) -> Result<()> {
     let (mut body, mut broken) = (String::new(), Vec::new());
     let mut measured: Vec<&str> = Vec::new();
     for row in texts() {
-        // One evaluation text of each model: scales are found without text, so that another says the same.
+        // One evaluation text per model: scales are found without text, so another text adds nothing.
         if measured.contains(&row.name) {
             continue;
         }
@@ -97,7 +99,7 @@ pub fn run(args: &Args) -> Result<()> {
         let model = row.model(&data, false)?;
         let calibration = row.calibration(&data);
         let evaluation = data.join("text").join(row.evaluation);
-        // Conversations are no running text, and are not what is scored.
+        // Conversations are not running text and are not scored.
         let texts = [("calibration", calibration), ("evaluation", evaluation)];
         let texts: Vec<_> =
             texts.into_iter().filter(|(_, t)| t.extension().is_some_and(|e| e != "jsonl")).collect();
@@ -175,7 +177,7 @@ pub fn run(args: &Args) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The row that a model is measured by has one scale per row in its own figures, and groups here.
+    /// The row chosen for a model has one scale per row in its own table, but groups here.
     #[test]
     fn widths_that_no_group_divides_stay_float() {
         let of =

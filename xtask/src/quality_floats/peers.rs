@@ -1,8 +1,9 @@
-//! `cargo xtask peers-floats`: the same formats by those who publish them: llm-compressor and, where a CPU suffices, NVIDIA's Model Optimizer.
+//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, where a
+//! CPU suffices, NVIDIA's Model Optimizer.
 //!
-//! Peers get the calibration tokens of ours. Each takes what its own recipe takes, and llm-compressor's search of NVFP4
-//! scales as well. Ours is to cost no more than the best of them: by at most 0.5 % of its divergence, or two standard
-//! errors of the paired difference, whichever is more.
+//! Peers get our calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
+//! scales. Ours must lose no more than the best of them, within 0.5 % of that one's divergence or two standard errors
+//! of the paired difference, whichever is larger.
 
 use std::path::Path;
 
@@ -16,15 +17,15 @@ use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-/// Models that are compared.
+/// The models to compare on.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];
-/// Of a peer's divergence, what ours may cost more.
+/// Maximum excess of ours, as a share of the peer's divergence.
 const SHARE: f64 = 0.005;
-/// The same in errors of the difference.
+/// Maximum excess of ours, in standard errors of the difference.
 const ERRORS: f64 = 2.0;
 const THREADS: usize = 2;
 
-/// A format by one method.
+/// One format and method to compare.
 struct Contest {
     name: &'static str,
     scheme: &'static str,
@@ -85,7 +86,7 @@ const CONTESTS: [Contest; 5] = [
     },
 ];
 
-/// What was found of a model.
+/// The results for a model.
 struct Found {
     /// As Markdown.
     body: String,
@@ -98,7 +99,7 @@ struct Found {
 /// Compares and writes the record.
 ///
 /// # Errors
-/// When a peer cannot be installed, something fails, or a claim that was to be checked does not hold.
+/// When a peer cannot be installed, a run fails, or `--check` is given and a claim does not hold.
 pub fn run(args: &Args) -> Result<()> {
     let data = shared_dir().context("the real models and texts are not there")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
@@ -151,7 +152,7 @@ fn compare(
         let who = who.replace(", ", " ").replace('`', "");
         format!("{},{},{},{who},{kl},{error}", row.name, row.evaluation, contest.replace(", ", " "))
     };
-    // The tokens that peers are to have are those of the first that is calibrated.
+    // Peers get the tokens of our first calibrated checkpoint.
     let samples = [args.samples, row.window, 0].map(|n| n.to_string());
     let calibrated = |method: &str, scheme: &str| {
         let mut command = quantize(quant, &model, out);
@@ -221,7 +222,7 @@ fn is_no_worse(ours: &[f64], theirs: &[f64]) -> bool {
     difference <= (SHARE * mean(theirs)[0]).max(ERRORS * error)
 }
 
-/// Both divergences, the difference, and what to call it.
+/// Both divergences, the difference, and the verdict.
 fn figures(ours: &[f64], theirs: &[f64]) -> [String; 4] {
     let figure = |[value, error]: [f64; 2]| format!("{value:.5} ± {error:.5}");
     let [value, error] = difference(ours, theirs);

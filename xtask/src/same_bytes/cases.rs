@@ -1,4 +1,4 @@
-//! What both programs are asked to do: models × methods × formats × schemes × options.
+//! The cases that both programs run: models × methods × formats × schemes × options.
 
 use std::path::{Path, PathBuf};
 
@@ -7,19 +7,19 @@ use anyhow::{Context, Result, ensure};
 use super::lists::{ON_EVERY_MODEL, OPTIONS, PREPARED, RECIPE_CALIBRATION, RECIPES, REFUSED, SCHEMES, STEPS};
 use super::models::{self, MAIN, TIED};
 
-/// What makes a calibrated run take a fraction of a second.
+/// Options that make a calibrated run take a fraction of a second.
 const SHORT: [&str; 4] = ["--samples", "4", "--seq-len", "64"];
-/// The name under which a run writes its maxima of channels, and under which they are kept for other runs.
+/// The file name under which a run writes its channel maxima, and under which they are kept for other runs.
 pub const MAXIMA: &str = "maxima.safetensors";
 /// The model that ships with the program.
 const DEMO: &str = "demo";
 
-/// One thing that both programs do.
+/// One task that both programs run.
 #[derive(Debug, Clone)]
 pub struct Case {
     /// `group/what`, unique.
     pub name: String,
-    /// The checkpoint that is read.
+    /// The input checkpoint.
     pub model: PathBuf,
     /// Options of `quant plan` and `quant quantize`.
     pub options: Vec<String>,
@@ -27,12 +27,12 @@ pub struct Case {
     pub writing: Vec<String>,
 }
 
-/// What the base can do, by the help of its `quantize`.
+/// The features of the base, according to the help of its `quantize`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
     /// Presets.
     pub presets: Vec<String>,
-    /// Methods that have a name of their own.
+    /// Methods that have their own names.
     pub methods: Vec<String>,
     /// Containers.
     pub formats: Vec<String>,
@@ -42,7 +42,7 @@ impl Known {
     /// Reads the lists from the help.
     ///
     /// # Errors
-    /// When one is missing.
+    /// When a list is missing.
     pub fn from_help(help: &str) -> Result<Self> {
         let listed = |option: &str| -> Result<Vec<String>> {
             let names = listed(help, option);
@@ -53,7 +53,7 @@ impl Known {
     }
 }
 
-/// The names of the first list in the help of an option: lines `name: explanation`.
+/// The names in the first list in the help of an option: lines of the form `name: explanation`.
 fn listed(help: &str, option: &str) -> Vec<String> {
     let is_name = |word: &str| word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     let mut lines = help.lines().skip_while(|line| !line.trim_start().starts_with(&format!("{option} <")));
@@ -66,7 +66,7 @@ fn listed(help: &str, option: &str) -> Vec<String> {
         .collect()
 }
 
-/// What cases read, all of it below one directory.
+/// The inputs of the cases, all below one directory.
 #[derive(Debug)]
 pub struct Workspace {
     dir: PathBuf,
@@ -91,8 +91,8 @@ impl Workspace {
         Ok(Self { dir: dir.to_owned(), demo: demo.to_owned(), models: models::write_all(&models)? })
     }
 
-    /// What the base must do first, in order: cases whose outputs other cases read, each with where they are to be.
-    /// The maxima of channels are among them.
+    /// The preparatory runs of the base, in order: cases whose outputs other cases read, each with its destination. The
+    /// channel maxima are among them.
     pub fn preparations(&self) -> Vec<(Case, PathBuf)> {
         let prepared = PREPARED.iter().map(|(name, model, options)| {
             (self.case(&format!("prepared/{name}"), model, options), self.prepared(name))
@@ -105,7 +105,7 @@ impl Workspace {
         self.dir.join("prepared").join(name)
     }
 
-    /// Where the maxima of channels are kept.
+    /// The path of the kept channel maxima.
     pub fn kept_maxima(&self) -> PathBuf {
         self.dir.join("files").join(MAXIMA)
     }
@@ -158,7 +158,7 @@ impl Workspace {
         cases
     }
 
-    /// Quantized checkpoints written again in every format.
+    /// Quantized checkpoints, written again in every format.
     fn conversions(&self, formats: &[String]) -> Vec<Case> {
         let to = |(name, ..): &(&str, &str, &str)| {
             let (name, model) = ((*name).to_owned(), self.prepared(name).join("out"));
@@ -179,8 +179,8 @@ impl Workspace {
         case
     }
 
-    /// Adds what a word stands for: `CAL` short windows, `TEXT=x` a text to calibrate on, `RECIPE=x` a recipe,
-    /// `MAXIMA` that maxima of channels are written, `KEPT` that kept ones are read; any other word itself.
+    /// Expands a word: `CAL` is short windows, `TEXT=x` a calibration text, `RECIPE=x` a recipe, `MAXIMA` writes the
+    /// channel maxima, and `KEPT` reads the kept ones. Any other word stands for itself.
     fn words(&self, word: &str, case: &mut Case) {
         let file = |name: &str| self.dir.join("files").join(name).to_string_lossy().into_owned();
         let pair = |option: &str, value: String| [option.to_owned(), value];
@@ -200,13 +200,13 @@ impl Workspace {
     }
 }
 
-/// The option by which a method fits a container that cannot hold its default scheme.
+/// The option that makes a method fit a format that cannot hold its default scheme.
 fn scheme_of(method: &str, format: &str) -> &'static str {
     let has_activations = method.starts_with("smoothquant") || method.starts_with("qoq");
     if format == "qserve" && !has_activations { "--scheme w4a8-g128-progressive" } else { "" }
 }
 
-/// All weight-only schemes rounded to the nearest, in every format that holds more than one.
+/// All weight-only schemes, rounded to nearest, in every format that supports more than one.
 fn weight_schemes(formats: &[String]) -> Vec<(String, String)> {
     let mut cases = Vec::new();
     for format in formats.iter().filter(|format| *format != "qserve") {

@@ -1,11 +1,11 @@
-//! Compares what two programs wrote, and names the first difference.
+//! Compares the outputs of two programs and reports the first difference.
 //!
-//! What `quant plan` prints is compared as JSON, engines left out ([`plans`]). Files are compared byte for byte, with two
-//! exceptions:
+//! The output of `quant plan` is compared as JSON, without the engines ([`plans`]). Files are compared byte for byte,
+//! with two exceptions:
 //!
-//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. Where
-//!   the version of the schema differs, ours may have keys that the base has not, and may leave out keys whose value
-//!   the base gives as `null`.
+//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If
+//!   the schema versions differ, ours may have keys that the base does not have, and may leave out keys whose value
+//!   is `null` in the base.
 //! * `quant_manifest.json`: the entry of `quant_report.json` (its size and hash) is left out, everything else must be
 //!   equal as JSON.
 
@@ -19,11 +19,11 @@ use crate::support::shards::{Entry, read_header};
 
 const REPORT: &str = "quant_report.json";
 const MANIFEST: &str = "quant_manifest.json";
-/// The model card is prose; what it says is in the report and the configuration.
+/// The model card is prose; the report and the configuration contain the same facts.
 const CARD: &str = "README.md";
-/// Keys at the top of a report that say which version of the program wrote it.
+/// Top-level keys of a report that identify the version of the program that wrote it.
 const VERSIONS: [&str; 2] = ["schema", "version"];
-/// The journal of a run, which a refused run may leave behind; it names the program that wrote it.
+/// The journal of a run. A failed run may leave it behind; it names the program that wrote it.
 const JOB_SUFFIX: &str = ".job";
 
 /// The first difference between the files of two directories, subdirectories included.
@@ -54,8 +54,8 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
 }
 
-/// The first difference between two plans, which must be equal as JSON but for what they say of engines: what engines
-/// load is a fact about them, and changes with what is known.
+/// The first difference between two plans. They must be equal as JSON, except for the engines: which engines load a
+/// checkpoint is a fact about them, and changes as more becomes known.
 pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     let without_engines = |text: &[u8]| -> Option<Value> {
         let mut plan: Value = serde_json::from_slice(text).ok()?;
@@ -66,12 +66,12 @@ pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     };
     match without_engines(base).zip(without_engines(ours)) {
         Some((base, ours)) => values_differ("", &base, &ours, false),
-        // Of a refused plan there is no JSON.
+        // A refused plan has no JSON.
         None => documents(base, ours),
     }
 }
 
-/// All files below a directory by their path in it, journals and model cards left out; none where there is no such directory.
+/// All files below a directory by relative path, without journals and model cards; empty if there is no such directory.
 fn files(dir: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     if !dir.is_dir() {
@@ -111,7 +111,7 @@ fn files_differ(base: &Path, ours: &Path) -> Result<Option<String>> {
     })
 }
 
-/// Where two byte strings first differ; where one is the beginning of the other, its length.
+/// The offset of the first difference of two byte strings; if one is a prefix of the other, its length.
 fn first_difference(base: &[u8], ours: &[u8]) -> Option<usize> {
     let common = base.iter().zip(ours).position(|(b, o)| b != o);
     common.or_else(|| (base.len() != ours.len()).then(|| base.len().min(ours.len())))
@@ -135,8 +135,8 @@ fn manifests_differ(mut base: Value, mut ours: Value) -> Option<String> {
     values_differ("", &base, &ours, false)
 }
 
-/// The first difference between two values, with its path. With `grown`, ours may have more keys, and may leave out
-/// those that are `null`.
+/// The first difference between two values, with its path. With `grown`, ours may have additional keys, and may leave
+/// out those that are `null`.
 fn values_differ(path: &str, base: &Value, ours: &Value, grown: bool) -> Option<String> {
     match (base, ours) {
         (Value::Object(of_base), Value::Object(of_ours)) => {
@@ -166,7 +166,7 @@ fn shortened(value: &Value) -> String {
     }
 }
 
-/// What differs first in two safetensors files that differ from a position on.
+/// Describes the first difference of two safetensors files, given its offset.
 fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) -> Result<String> {
     let describe = |path: &Path| read_header(path).with_context(|| format!("{} is broken", path.display()));
     let (of_base, of_ours) = (describe(base)?, describe(ours)?);
@@ -211,7 +211,7 @@ mod tests {
     use crate::support::shards::ShardWriter;
     use serde_json::json;
 
-    /// Two directories, and a way to write the same or other files to them.
+    /// Two directories, and a way to write equal or different files to them.
     struct Pair(tempfile::TempDir);
 
     impl Pair {
@@ -309,7 +309,7 @@ mod tests {
         pair.differs(&["/a is [1,2], was [1]"]);
         pair.json("config.json", &json!({}), &json!({ "c": null }));
         pair.differs(&["/c is new"]);
-        // Equal as JSON is not enough.
+        // Equality as JSON is not enough here.
         pair.write("config.json", b"{\"a\": 1}", b"{\"a\":  1}");
         pair.differs(&["byte 6"]);
         assert_eq!(documents(b"{}", b"{}"), None);
@@ -345,7 +345,7 @@ mod tests {
             pair.json(REPORT, &base, &report(schema, "0.1.0", other.clone()));
             pair.differs(&["out/quant_report.json: /tensors/0/error is 0.5000000001, was 0.5"]);
         }
-        // Under another schema keys may come, and those that said nothing may go.
+        // Under another schema, new keys may appear, and empty ones may disappear.
         let grown = json!({ "tensors": [{ "error": 0.5, "tokens": 4 }], "kind": "a" });
         pair.json(REPORT, &base, &report("quant-report/2", "0.1.0", grown.clone()));
         assert_eq!(pair.difference(), None);

@@ -1,7 +1,7 @@
 //! The lists that cases are made from: checkpoints, recipes, schemes and options.
 //!
-//! Options are written as one would type them. Words in capitals stand for more, see
-//! `words` of [`Workspace`](super::cases::Workspace).
+//! Options are written as on a command line. Words in capitals are abbreviations; see `words` of
+//! [`Workspace`](super::cases::Workspace).
 
 use super::models::{MAIN, RAGGED};
 
@@ -22,7 +22,7 @@ pub const PREPARED: [(&str, &str, &str); 9] = [
     ),
 ];
 
-/// Recipes that every model is quantized by.
+/// Recipes that are applied to every model.
 pub const ON_EVERY_MODEL: [(&str, &str); 10] = [
     ("rtn-w4", "--method rtn --scheme w4a16-g32"),
     ("rtn-w8-channel", "--method rtn --scheme w8a16-channel-asym"),
@@ -39,7 +39,7 @@ pub const ON_EVERY_MODEL: [(&str, &str); 10] = [
     ),
 ];
 
-/// Schemes with quantized activations or caches, each rounded to the nearest.
+/// Schemes with quantized activations or caches, each rounded to nearest.
 pub const SCHEMES: [&str; 15] = [
     "w8a8",
     "w8a8-sym",
@@ -58,7 +58,7 @@ pub const SCHEMES: [&str; 15] = [
     "w4a8kv4-channel",
 ];
 
-/// Options one by one, on the main model unless the name of a case says otherwise.
+/// Single options, on the main model unless the name of a case says otherwise.
 pub const OPTIONS: [(&str, &str); 67] = [
     ("default", "CAL"),
     ("two-threads/awq", "--threads 2 CAL"),
@@ -141,7 +141,7 @@ pub const OPTIONS: [(&str, &str); 67] = [
     ("several/qoq", "--method qoq --format qserve --format compressed-tensors CAL"),
 ];
 
-/// Steps in an order of one's own, with a scheme that they make sense for.
+/// Steps in a custom order, with a scheme that suits them.
 pub const STEPS: [(&str, &str); 14] = [
     ("rotate", "w4a16-g32"),
     ("fold-norms", "w4a16-g32"),
@@ -159,7 +159,7 @@ pub const STEPS: [(&str, &str); 14] = [
     ("fold-norms,smoothquant,awq,gptq", "w4a8-g32 CAL"),
 ];
 
-/// What must go on being refused.
+/// Requests that must still be refused.
 pub const REFUSED: [(&str, &str, &str); 16] = [
     ("group-does-not-divide", RAGGED, "--method rtn --scheme w4a16-g64"),
     ("group-of-zero", MAIN, "--method rtn --scheme w4a16 --group-size 0"),
@@ -179,7 +179,7 @@ pub const REFUSED: [(&str, &str, &str); 16] = [
     ("prompts-of-plain-text", MAIN, "--mask prompts TEXT=plain CAL"),
 ];
 
-/// Recipe files: a name and what they hold. `CAL` is the table of a short calibration.
+/// Recipe files: name and contents. `CAL` is the table of a short calibration.
 pub const RECIPES: [(&str, &str); 8] = [
     ("awq", "[[transform]]\nkind = \"awq\"\nsearch = \"reference\"\n[quantize]\nscheme = \"w4a16-g64\"\nCAL"),
     (

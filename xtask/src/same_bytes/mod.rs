@@ -1,8 +1,8 @@
-//! `cargo xtask same-bytes`: proves that no tensor, configuration, index or plan of an existing recipe changed.
+//! `cargo xtask same-bytes`: proves that no tensor, configuration, index or plan of an existing recipe has changed.
 //!
-//! Two programs, one of an earlier revision, quantize tiny random checkpoints of every family by every method, into
-//! every format, and plan the same. What both write is compared as `compare.rs` says; exit codes must be equal. Cases are
-//! made from what the base knows: what only ours can do is no matter here.
+//! Two programs, one from an earlier revision, quantize tiny random checkpoints of every family by every method into
+//! every format, and also plan them. Their outputs are compared as described in `compare.rs`; exit codes must be equal.
+//! Cases are built from the features of the base, so features that only the new program has are not covered.
 
 mod cases;
 mod compare;
@@ -22,21 +22,21 @@ use crate::support::base::{Pair, Programs};
 use crate::support::shell::{remove_dir, root, target_dir};
 use cases::{Case, Known, Workspace};
 
-/// Which programs, and which cases.
+/// The programs and the cases.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     #[command(flatten)]
     /// The two programs
     pub programs: Pair,
-    /// Run only the cases whose names contain one of these texts
+    /// Run only the cases whose names contain one of these strings
     #[arg(long, value_name = "TEXT", value_delimiter = ',')]
     pub only: Vec<String>,
-    /// Cases that run at a time [default: two per CPU, because runs wait for the disk]
+    /// Concurrent cases [default: two per CPU, because runs wait for the disk]
     #[arg(long)]
     pub jobs: Option<usize>,
 }
 
-/// What came of a case.
+/// The result of a case.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
     /// Both succeeded, and nothing differs.
@@ -50,7 +50,7 @@ enum Outcome {
 /// Compares the programs and prints a table of all cases.
 ///
 /// # Errors
-/// When a program cannot be built, or something differs.
+/// When a program cannot be built, or an output differs.
 pub fn run(args: &Args) -> Result<()> {
     let programs = args.programs.programs()?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -78,7 +78,7 @@ fn execute(program: &Path, directory: &Path, arguments: &[&str]) -> Result<Outpu
     command.output().with_context(|| format!("cannot start {}", program.display()))
 }
 
-/// Lets the base make what cases read.
+/// Runs the base to create the inputs of the cases.
 fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
     for (case, directory) in workspace.preparations() {
         std::fs::create_dir_all(&directory)?;
@@ -93,7 +93,7 @@ fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
     Ok(())
 }
 
-/// Runs the cases, so many at a time, and prints a row of each in their order.
+/// Runs the cases, several at a time, and prints one row for each in their order.
 fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> Vec<Outcome> {
     let width = cases.iter().map(|case| case.name.len()).max().unwrap_or(0);
     println!("{:width$}  result", "case");
@@ -126,7 +126,7 @@ fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> 
     outcomes
 }
 
-/// Lets both programs do a case below a directory, which is removed unless something differs.
+/// Runs a case with both programs below a directory, which is removed unless something differs.
 fn run_case(case: &Case, programs: &Programs, scratch: &Path) -> Result<Outcome> {
     let [base, ours] = ["base", "ours"].map(|side| scratch.join(side));
     for side in [&base, &ours] {
@@ -170,7 +170,7 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
     Ok(codes.into_iter().find(|code| *code != 0).map_or(Outcome::Equal, Outcome::Refused))
 }
 
-/// The arguments by which a case is quantized into the directory `out` of the current one.
+/// The arguments that quantize a case into the directory `out` of the current directory.
 fn quantize(case: &Case) -> Vec<&str> {
     let mut arguments = vec!["quantize", case.model.to_str().unwrap_or_default(), "-o", "out", "--quiet"];
     arguments.extend(case.options.iter().chain(&case.writing).map(String::as_str));
@@ -190,7 +190,7 @@ impl Outcome {
     }
 }
 
-/// Prints the numbers of cases and, once more, those that differ.
+/// Prints the counts and lists the cases that differ again.
 fn summarize(cases: &[Case], outcomes: &[Outcome], seconds: f64) -> Result<()> {
     let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|outcome| is(outcome)).count();
     let equal = count(|outcome| *outcome == Outcome::Equal);
@@ -215,8 +215,8 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Writes an executable script. Another process does it: a script that this one has open for writing while
-    /// another test starts a program cannot be executed.
+    /// Writes an executable script. Another process writes it: if this one had it open for writing while another test
+    /// starts a program, the script could not be executed.
     fn script(path: &Path, text: &str) {
         let mut command = Command::new("sh");
         command.args(["-c", "cat > \"$0\" && chmod +x \"$0\""]).arg(path).stdin(Stdio::piped());
@@ -225,7 +225,7 @@ mod tests {
         assert!(child.wait().unwrap().success());
     }
 
-    /// A program that prints this plan, then writes these contents, then ends with these codes.
+    /// A program that prints this plan, then writes these contents, then exits with these codes.
     fn program(plan: &str, contents: &str, codes: [i32; 2]) -> String {
         let [plan_code, code] = codes;
         format!(
@@ -268,7 +268,7 @@ mod tests {
             assert!(kept, "what differs is left for a look");
             assert!(matches!(&outcome, Outcome::Different(text) if text.contains(says)), "{outcome:?}");
         }
-        // A crash of both is no agreement.
+        // A crash of both is not agreement.
         let crash = "#!/bin/sh\nkill -9 $$\n";
         assert!(matches!(outcome_of(crash, crash).0, Outcome::Different(text) if text.contains("signal")));
     }

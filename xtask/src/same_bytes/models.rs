@@ -1,7 +1,7 @@
-//! Tiny random checkpoints of every family, each with all of its parameters random.
+//! Tiny random checkpoints of every family, with all parameters random.
 //!
-//! Sizes are multiples of 128 where the model does not exist for the sake of other sizes. Which tensors a model
-//! has follows from its configuration, so that the two cannot disagree.
+//! Sizes are multiples of 128, except in models that exist to test other sizes. The tensors of a model are derived from
+//! its configuration, so that the two cannot disagree.
 
 use std::path::{Path, PathBuf};
 
@@ -13,12 +13,12 @@ use crate::support::noise::Float;
 use crate::support::shards::Entry;
 use crate::synth::{Contents, Spread};
 
-/// One shard holds all of any model here.
+/// One shard holds any of these models.
 const ONE_SHARD: u64 = 1 << 40;
-/// Standard deviations that let every parameter show in the logits.
+/// Standard deviations with which every parameter affects the logits.
 const SPREAD: Spread = Spread { matrices: 0.12, norms: 0.3, biases: 0.3 };
 const POSITIONS: usize = 512;
-/// Rows of OPT's table of positions before that of position 0.
+/// Rows of OPT's position table before that of position 0.
 const OPT_OFFSET: usize = 2;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 {{- '<' + message['role'] + '>' + message['content'].strip() + eos_token -}}
@@ -32,7 +32,7 @@ pub const TIED: &str = "llama-tied";
 /// A model whose widths are multiples of 32 but not of 64.
 pub const RAGGED: &str = "llama-ragged";
 
-/// A model to be written.
+/// A model to write.
 struct Tiny {
     name: &'static str,
     float: Float,
@@ -67,7 +67,7 @@ pub fn write_all(dir: &Path) -> Result<Vec<&'static str>> {
     Ok(models.iter().map(|tiny| tiny.name).collect())
 }
 
-/// Writes texts to calibrate on; returns the plain one, the documents and the conversations.
+/// Writes calibration texts; returns the plain one, the documents and the conversations.
 ///
 /// # Errors
 /// When writing fails.
@@ -132,7 +132,7 @@ fn models() -> Vec<Tiny> {
     ]
 }
 
-/// OPT without biases, without parameters of norms, and with a head of its own.
+/// OPT without biases, without norm parameters, and with its own head.
 fn opt_plain() -> Value {
     json!({ "enable_bias": false, "layer_norm_elementwise_affine": false, "tie_word_embeddings": false })
 }
@@ -141,7 +141,7 @@ fn sharded(tiny: Tiny) -> Tiny {
     Tiny { shard_bytes: 400_000, ..tiny }
 }
 
-/// The checkpoint as a class without a head saves it: names lack their first part.
+/// The checkpoint as saved by a class without a head: names lack their first part.
 fn without_base(mut tiny: Tiny) -> Tiny {
     for entry in &mut tiny.tensors {
         if let Some(bare) = entry.name.strip_prefix("model.") {

@@ -1,4 +1,4 @@
-//! Our program beside that of an earlier revision, the base, which is built once and kept.
+//! Our program and that of an earlier revision, the base, which is built once and kept.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,16 +8,16 @@ use anyhow::{Context, Result, bail, ensure};
 use super::shell::{cargo, output, root, run as execute, target_dir};
 use crate::bench_rtn::quant_binary;
 
-/// Which two programs.
+/// The two programs.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Pair {
     /// Git revision of the base; its program is built once and kept under target/base
     #[arg(long, value_name = "REV", required_unless_present = "base_program")]
     pub base: Option<String>,
-    /// The program of the base, instead of building it
+    /// Program of the base; otherwise it is built
     #[arg(long, value_name = "PATH")]
     pub base_program: Option<PathBuf>,
-    /// Our program, instead of building it
+    /// Our program; otherwise it is built
     #[arg(long, value_name = "PATH")]
     pub program: Option<PathBuf>,
 }
@@ -27,15 +27,15 @@ pub struct Pair {
 pub struct Programs {
     /// The program of the earlier revision.
     pub base: PathBuf,
-    /// The program that is judged.
+    /// The program under test.
     pub ours: PathBuf,
 }
 
 impl Pair {
-    /// Both programs, built where they have to be.
+    /// Both programs, built if necessary.
     ///
     /// # Errors
-    /// When there is no such revision, or one does not build.
+    /// When the revision does not exist, or a program does not build.
     pub fn programs(&self) -> Result<Programs> {
         let base = match (&self.base_program, &self.base) {
             (Some(program), _) => std::path::absolute(program)?,
@@ -47,15 +47,15 @@ impl Pair {
         Ok(Programs { base, ours: quant_binary(self.program.as_deref())? })
     }
 
-    /// What the base is called in a record.
+    /// Name of the base in a record.
     pub fn base_name(&self) -> &str {
         self.base.as_deref().unwrap_or("a program of no named revision")
     }
 }
 
-/// The release program of a revision, built unless it was built before.
+/// The release program of a revision, built if it was not built before.
 ///
-/// Sources are checked out as a worktree below `cache`, which is removed afterwards; dependencies stay built.
+/// Sources are checked out as a worktree below `cache`, which is removed afterwards; built dependencies are kept.
 fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     let git = |arguments: &[&str]| {
         let mut command = Command::new("git");
@@ -82,7 +82,7 @@ fn of_revision(revision: &str, cache: &Path) -> Result<PathBuf> {
     built?;
     let made = target.join("release/quant");
     ensure!(made.is_file(), "{} was not built", made.display());
-    // The name appears when the copy is complete.
+    // The name appears only when the copy is complete.
     let partial = program.with_extension("partial");
     std::fs::copy(&made, &partial).with_context(|| format!("cannot copy {}", made.display()))?;
     std::fs::rename(&partial, &program)?;

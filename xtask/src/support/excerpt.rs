@@ -1,29 +1,30 @@
-//! What a failed command printed, cut down to what tells why: logs of CI are long, and often only their end is kept.
+//! An excerpt of a failed command's output with the lines that explain the failure. CI logs are long, and often only
+//! their end is kept.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, Write};
 
-/// Lines kept after one that names a failure: where a test panicked stands in the next ones.
+/// Lines kept after one that reports a failure; for example, the location of a panic is in the next lines.
 const LINES_AFTER: usize = 4;
 const MAX_FAILURE_LINES: usize = 60;
 const MAX_LAST_LINES: usize = 40;
-/// A longer line is cut.
+/// Longer lines are truncated.
 const MAX_LINE_BYTES: usize = 400;
 
-/// The lines that name failures, and the last lines.
+/// The lines that report failures, and the last lines.
 #[derive(Debug, Default)]
 pub struct Excerpt {
     failures: Vec<String>,
     last: VecDeque<String>,
-    /// How many of the next lines belong to the failure before them.
+    /// How many of the next lines belong to the previous failure.
     following: usize,
 }
 
 impl Excerpt {
-    /// Copies every line to `out` as it comes, and keeps some.
+    /// Copies every line to `out` as it arrives, and keeps some of them.
     ///
     /// # Errors
-    /// Those of reading and writing.
+    /// Read and write errors.
     pub fn copy(mut reader: impl BufRead, mut out: impl Write) -> std::io::Result<Self> {
         let mut excerpt = Self::default();
         let mut line = Vec::new();
@@ -36,7 +37,7 @@ impl Excerpt {
         Ok(excerpt)
     }
 
-    /// From the whole output.
+    /// Builds the excerpt of a complete output.
     pub fn of(text: &str) -> Self {
         let mut excerpt = Self::default();
         text.lines().for_each(|line| excerpt.add(line));
@@ -65,7 +66,7 @@ impl Excerpt {
     }
 }
 
-/// As tests, compilers, and our own checks print failures.
+/// The failure formats of tests, compilers, and our own checks.
 fn names_a_failure(line: &str) -> bool {
     let starts = ["error", "FAILED", "Traceback", "thread '"];
     line.contains("panicked at") || line.ends_with("... FAILED") || starts.iter().any(|s| line.starts_with(s))

@@ -1,4 +1,4 @@
-//! What a benchmark record says about the machine.
+//! The description of the machine in a benchmark record.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -23,14 +23,14 @@ const FEATURES: [&str; 14] = [
     "i8mm",
 ];
 
-/// A machine, as far as it matters for timings.
+/// The properties of a machine that matter for timings.
 #[derive(Debug, Clone)]
 pub struct Host {
     /// The CPU's marketing name.
     pub cpu: String,
     /// Logical CPUs this process may use.
     pub cpus: usize,
-    /// Those of the interesting instruction sets that it has.
+    /// The relevant instruction sets that it supports.
     pub features: Vec<&'static str>,
     /// Memory in GiB.
     pub memory_gib: u64,
@@ -39,7 +39,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// This machine.
+    /// Describes this machine.
     pub fn detect() -> Self {
         let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -56,7 +56,7 @@ impl Host {
         }
     }
 
-    /// A name for files: `amd-epyc-2cpu`.
+    /// A name for file names: `amd-epyc-2cpu`.
     pub fn slug(&self) -> String {
         let lower = self.cpu.to_lowercase();
         let words: Vec<&str> =
@@ -64,7 +64,7 @@ impl Host {
         format!("{}-{}cpu", words.join("-"), self.cpus)
     }
 
-    /// The lines of a record's head.
+    /// The header lines of a record.
     pub fn lines(&self) -> String {
         format!(
             "- host: {}, {} CPUs, {} GiB, Linux {}\n- instruction sets: {}\n",
@@ -77,7 +77,7 @@ impl Host {
     }
 }
 
-/// The value of `key: value` in a file of such lines.
+/// The value of a `key: value` line.
 fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|l| {
         let (k, v) = l.split_once(':')?;
@@ -96,7 +96,7 @@ pub fn today() -> anyhow::Result<String> {
     output(Command::new("date").args(["-u", "+%F"]))
 }
 
-/// The commit that is checked out, marked where the working tree differs from it.
+/// The checked-out commit, marked if the working tree differs from it.
 pub fn commit() -> String {
     let git = |args: &[&str]| output(Command::new("git").current_dir(root()).args(args)).ok();
     match (clean_commit(), git(&["rev-parse", "--short=12", "HEAD"])) {
@@ -106,7 +106,7 @@ pub fn commit() -> String {
     }
 }
 
-/// The commit whose files are all as it has them, but for records, which change nothing that is measured.
+/// The checked-out commit if the working tree matches it. Records are ignored, because they do not affect measurements.
 pub fn clean_commit() -> Option<String> {
     let git = |args: &[&str]| output(Command::new("git").current_dir(root()).args(args)).ok();
     let changes = git(&["status", "--porcelain", "--", ".", ":(exclude)benchmarks/record"])?;

@@ -1,4 +1,4 @@
-//! The shape of a Llama checkpoint: its tensors, its configuration, and who reads which norm.
+//! The shape of a Llama checkpoint: its tensors, its configuration, and which linears read which norm.
 
 use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::noise::Float;
 use super::shards::Entry;
 
-/// The sizes that define a Llama model. Defaults are those of the 1B member of the 3.2 series.
+/// The sizes that define a Llama model. The defaults are those of Llama 3.2 1B.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Shape {
     /// Decoder blocks
@@ -41,7 +41,7 @@ const BEGIN_OF_TEXT: usize = 256;
 const END_OF_TEXT: usize = 257;
 
 impl Shape {
-    /// Fails when no Llama model has these sizes.
+    /// Fails if these sizes do not form a Llama model.
     pub fn check(&self) -> Result<()> {
         let sizes = [self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim];
         ensure!(sizes.iter().all(|s| *s > 0), "sizes must be positive");
@@ -51,7 +51,7 @@ impl Shape {
         Ok(())
     }
 
-    /// All tensors, in the order of the path through the model.
+    /// All tensors, in the order in which the model uses them.
     pub fn tensors(&self, float: Float) -> Vec<Entry> {
         let tensor = |name: String, shape: &[usize]| Entry::new(name, float, shape);
         let (h, q, kv) = (self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -116,7 +116,7 @@ pub fn generation_config() -> Value {
     json!({ "bos_token_id": BEGIN_OF_TEXT, "eos_token_id": END_OF_TEXT })
 }
 
-/// The contents of `tokenizer.json`: one id a byte, no merges, a begin-of-text in front.
+/// The contents of `tokenizer.json`: one id per byte, no merges, and a leading begin-of-text token.
 pub fn tokenizer() -> Value {
     let (begin, end) = ("<|begin_of_text|>", "<|end_of_text|>");
     let mut vocab = serde_json::Map::new();
@@ -153,8 +153,8 @@ pub fn tokenizer() -> Value {
     })
 }
 
-/// The printable character that stands for a byte in byte-level vocabularies: itself where it is
-/// printable in Latin-1, else the next unused one from U+0100 on.
+/// The printable character that represents a byte in byte-level vocabularies: the byte itself if it is printable in
+/// Latin-1, otherwise the next unused one from U+0100 on.
 fn byte_symbol(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {
@@ -164,12 +164,12 @@ fn byte_symbol(byte: u8) -> char {
     char::from_u32(0x100 + unprintable_before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// How a tensor takes part in the equivalence `linear(norm(x))`.
+/// The role of a tensor in the equivalence `linear(norm(x))`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// The weight of a norm: scales the channels that its readers see.
+    /// The weight of a norm, which scales the channels that its readers see.
     Norm,
-    /// A linear that reads the norm of this name, and nothing else.
+    /// A linear that only reads the norm of this name.
     ReaderOf(String),
     /// Anything else.
     Other,
@@ -198,7 +198,7 @@ fn split_layer(name: &str) -> Option<(usize, &str)> {
     Some((layer.parse().ok()?, part))
 }
 
-/// Fails unless the configuration is that of a float Llama model.
+/// Fails unless the configuration describes a float Llama model.
 pub fn require_llama(config: &Value) -> Result<()> {
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or("missing");
     if model_type != "llama" {

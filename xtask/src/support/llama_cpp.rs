@@ -1,4 +1,4 @@
-//! llama.cpp, as `tests/interop/setup_llama_cpp.sh` makes it from a package, and programs of ours against it.
+//! llama.cpp as built from a package by `tests/interop/setup_llama_cpp.sh`, and our programs that link it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,10 +13,10 @@ pub struct LlamaCpp {
 }
 
 impl LlamaCpp {
-    /// Makes it unless it is there.
+    /// Installs it if it is missing.
     ///
     /// # Errors
-    /// When it cannot be made here.
+    /// When it cannot be built on this machine.
     pub fn install() -> Result<Self> {
         let directory = target_dir().join("interop-llama-cpp");
         let script = root().join("tests/interop/setup_llama_cpp.sh");
@@ -24,12 +24,12 @@ impl LlamaCpp {
         Ok(Self { directory })
     }
 
-    /// Where the libraries lie, of which one a kind of processor.
+    /// The directory of the libraries, some of which exist once per kind of processor.
     pub fn libraries(&self) -> PathBuf {
         self.directory.join("bin")
     }
 
-    /// Where the sources lie.
+    /// The directory of the sources.
     pub fn source(&self) -> PathBuf {
         self.directory.join("source")
     }
@@ -37,7 +37,7 @@ impl LlamaCpp {
     /// Compiles a program of this repository against the libraries.
     ///
     /// # Errors
-    /// When there is no compiler, or it refuses.
+    /// When there is no compiler, or it fails.
     pub fn compile(&self, file: &Path) -> Result<PathBuf> {
         let (source, libraries) = (self.source(), self.libraries());
         let out = target_dir().join("peers-llama-cpp").join(file.file_stem().context("no name")?);
@@ -56,7 +56,7 @@ impl LlamaCpp {
     }
 }
 
-/// The file of a library, whose name holds its version.
+/// The file of a library whose name contains its version.
 fn named(directory: &Path, start: &str) -> Result<PathBuf> {
     let files =
         std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;

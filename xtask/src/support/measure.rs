@@ -1,4 +1,4 @@
-//! Wall time, CPU time and peak memory of a child process, and the plain work it is compared with.
+//! Wall time, CPU time and peak memory of a child process, and the baseline work that it is compared with.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -15,13 +15,13 @@ use super::shell::display;
 
 /// Bytes read, hashed or written at a time.
 const CHUNK: usize = 4 << 20;
-/// How often a child's high-water mark is read. The mark never falls, so only what a process gains
-/// in its last moments can be missed.
+/// How often a child's high-water mark is read. The mark never falls, so only growth in a process's last moments can be
+/// missed.
 const POLL: Duration = Duration::from_millis(5);
-/// Units of CPU time in `/proc/PID/stat` per second (`USER_HZ`), the same on every architecture that we build for.
+/// Units of CPU time per second in `/proc/PID/stat` (`USER_HZ`), the same on every architecture that is supported.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// What a run of a program took.
+/// Time and memory of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage {
     /// Wall time from start to exit, in seconds.
@@ -35,15 +35,15 @@ pub struct Usage {
 /// Runs a program to its end.
 ///
 /// # Errors
-/// When it cannot be started or fails; what it printed is part of the message.
+/// When it cannot be started or fails; the message contains its output.
 pub fn run(command: &mut Command) -> Result<Usage> {
     Ok(run_with_output(command)?.0)
 }
 
-/// The same, with what the program printed on either stream.
+/// Like [`run`], and also returns the program's output on both streams.
 ///
 /// # Errors
-/// When it cannot be started or fails; what it printed is part of the message.
+/// When it cannot be started or fails; the message contains its output.
 pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
     let line = display(command);
     let log = tempfile::tempfile()?;
@@ -75,8 +75,8 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
     Ok((Usage { seconds, cpu_seconds: cpu_seconds?, peak_bytes }, printed))
 }
 
-/// Waits until a child has ended and reads the CPU time it took; the child must still be waited for afterwards, and
-/// its entry in `/proc` stays until then.
+/// Waits until a child has ended and reads its CPU time. The child must still be waited for afterwards, and its entry
+/// in `/proc` stays until then.
 fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
     let pid = i32::try_from(id).ok().and_then(Pid::from_raw).context("the child has no process id")?;
     waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)?;
@@ -86,20 +86,21 @@ fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
         .context("/proc/PID/stat has another form")
 }
 
-/// CPU time, user and system, of all children of this process that have ended and were waited for, and of theirs.
+/// CPU time, user and system, of all children of this process that have ended and were waited for, and of their
+/// children.
 pub fn children_cpu_time() -> Option<Duration> {
     let ticks = ticks_from(&std::fs::read_to_string("/proc/self/stat").ok()?, CUTIME)?;
     Some(Duration::from_secs_f64(ticks as f64 / TICKS_PER_SECOND))
 }
 
-/// The field of a `stat` file with a process's user time, counted from 1; its system time follows.
+/// The index, from 1, of the field of a `stat` file with a process's user time; its system time follows.
 const UTIME: usize = 14;
-/// The same of its children that have ended.
+/// The same for its children that have ended.
 const CUTIME: usize = 16;
 
 /// The sum of a field of a `stat` file and the next one.
 fn ticks_from(stat: &str, field: usize) -> Option<u64> {
-    // The second field is the program's name in parentheses, with whatever characters that has; the third follows it.
+    // The second field is the program's name in parentheses, which may contain any characters; the third follows it.
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace().skip(field - 3);
     let mut next = || fields.next()?.parse::<u64>().ok();
@@ -114,7 +115,7 @@ fn contents(mut log: File) -> Result<String> {
     Ok(text)
 }
 
-/// `VmHWM` of a process in bytes; nothing once it has no memory any more.
+/// `VmHWM` of a process in bytes; `None` once it has no memory any longer.
 fn high_water(status_file: &str) -> Option<u64> {
     let status = std::fs::read_to_string(status_file).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
@@ -122,8 +123,8 @@ fn high_water(status_file: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The least that any quantizer must do, on one thread: read all safetensors of `input`, SHA-256
-/// them, write `output_bytes` to a new file in `scratch`, sync it and, where asked for, read it again. Returns seconds.
+/// The minimum work of any quantizer, on one thread: reads all safetensors of `input`, computes their SHA-256, writes
+/// `output_bytes` to a new file in `scratch`, syncs it and, if `read_back` is set, reads it again. Returns seconds.
 pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64, read_back: bool) -> Result<f64> {
     let target = scratch.join("baseline.bin");
     let start = Instant::now();
@@ -171,15 +172,15 @@ pub fn safetensors_of(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
     Ok(files)
 }
 
-/// A 95 % confidence interval of the median of what independent values are drawn from, whatever its distribution:
-/// the `k`th smallest and the `k`th largest value, with the largest `k` that leaves out at most 2.5 % on either side.
-/// None of fewer than 6 values, which have no such interval, and none of more than 1000.
+/// A distribution-free 95 % confidence interval of the median of independent values: the `k`th smallest and the `k`th
+/// largest value, with the largest `k` that leaves out at most 2.5 % on either side. `None` for fewer than 6 values,
+/// which have no such interval, and for more than 1000.
 pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<[f64; 2]> {
     const TAIL: f64 = 0.025;
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);
     let n = Some(sorted.len()).filter(|n| *n <= 1000)?;
-    // The median lies below the `k`th smallest where fewer than `k` of `n` tosses of a coin are heads.
+    // The median is below the `k`th smallest value if fewer than `k` of `n` coin tosses are heads.
     let mut probability = 0.5f64.powi(i32::try_from(n).ok()?);
     let (mut below, mut k) = (probability, 0);
     while below <= TAIL {
@@ -190,7 +191,7 @@ pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<[f64; 2]
     (k > 0).then(|| [sorted[k - 1], sorted[n - k]])
 }
 
-/// The median; of an even number of values, the mean of the middle two.
+/// The median; for an even number of values, the mean of the middle two.
 pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);
@@ -207,7 +208,7 @@ mod tests {
 
     #[test]
     fn the_peak_of_a_child_is_seen() {
-        // `head` buffers the whole line: some 40 MB, held for longer than a poll.
+        // `head` buffers the whole line: some 40 MB, held for longer than a polling interval.
         let script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); sleep 0.05; echo ${#x}";
         let (usage, printed) = run_with_output(Command::new("bash").args(["-c", script])).unwrap();
         assert_eq!(printed, "20000000\n");

@@ -1,8 +1,8 @@
-//! Normal-like numbers from a counter: any element of any tensor without its predecessors.
+//! Approximately normal numbers from a counter: any element of any tensor without its predecessors.
 //!
-//! A 64-bit mix of key and counter gives four 16-bit indices into a table of 65,536 quantiles of
-//! the normal distribution, rounded to the element type beforehand; so a value costs a quarter of
-//! a mix and one look-up, and gigabytes are made at the speed of the disk.
+//! A 64-bit mix of key and counter gives four 16-bit indices into a table of 65,536 quantiles of the normal
+//! distribution, which are rounded to the element type beforehand. So a value takes a quarter of a mix and one look-up,
+//! and gigabytes are generated at the speed of the disk.
 
 use half::{bf16, f16};
 
@@ -18,7 +18,7 @@ pub enum Float {
 }
 
 impl Float {
-    /// The type of that name in a safetensors header.
+    /// The type with this name in a safetensors header.
     pub fn from_header(name: &str) -> Option<Self> {
         [Self::Bf16, Self::F16, Self::F32].into_iter().find(|f| f.header_name() == name)
     }
@@ -49,7 +49,7 @@ impl Float {
         }
     }
 
-    /// Little-endian elements as `f32`, exactly.
+    /// Converts little-endian elements to `f32`, exactly.
     pub fn widen(self, bytes: &[u8]) -> Vec<f32> {
         let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
         match self {
@@ -61,7 +61,7 @@ impl Float {
         }
     }
 
-    /// Values rounded to this type, as little-endian elements.
+    /// Rounds values to this type, as little-endian elements.
     pub fn narrow(self, values: &[f32]) -> Vec<u8> {
         match self {
             Self::Bf16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
@@ -70,7 +70,7 @@ impl Float {
         }
     }
 
-    /// Whether the type holds the value as a zero or a normal number, without rounding.
+    /// Whether the type represents the value as zero or a normal number, without rounding.
     pub fn holds_exactly(self, value: f32) -> bool {
         match self {
             Self::Bf16 => {
@@ -99,7 +99,7 @@ pub fn key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed ^ 0x51), |h, b| mix(h ^ u64::from(b)))
 }
 
-/// Numbers around a mean, ready to be copied out as bytes.
+/// A generator of numbers around a mean, ready to be copied out as bytes.
 #[derive(Debug)]
 pub struct Noise {
     float: Float,
@@ -111,16 +111,16 @@ pub struct Noise {
 pub const LANES: usize = 4;
 
 impl Noise {
-    /// Normal-like values of this mean and standard deviation, given `standard_normal_quantiles`.
+    /// Approximately normal values with this mean and standard deviation, from `standard_normal_quantiles`.
     pub fn new(quantiles: &[f32], float: Float, mean: f32, std: f32) -> Self {
         let values: Vec<f32> = quantiles.iter().map(|q| mean + std * q).collect();
         Self { float, table: float.narrow(&values) }
     }
 
-    /// Writes the elements from `first` on, as many as `out` has room for.
+    /// Writes elements from `first` on, as many as `out` has room for.
     ///
     /// # Panics
-    /// When `first` is no multiple of [`LANES`] or `out` is not a whole number of elements.
+    /// If `first` is not a multiple of [`LANES`], or the length of `out` is not a multiple of the element size.
     pub fn fill(&self, key: u64, first: u64, out: &mut [u8]) {
         assert_eq!(first % LANES as u64, 0, "a chunk must start at a multiple of {LANES} elements");
         assert_eq!(out.len() % self.float.size(), 0, "not a whole number of elements");
@@ -145,7 +145,7 @@ impl Noise {
 
 /// 65,536 quantiles of the standard normal distribution at `(i + 0.5) / 65,536`, ascending.
 ///
-/// The distribution function is integrated by Simpson's rule and inverted on the way.
+/// The distribution function is integrated by Simpson's rule and inverted at the same time.
 pub fn standard_normal_quantiles() -> Vec<f32> {
     const HALF: usize = 1 << 15;
     const STEP: f64 = 1.0 / 4096.0;

@@ -1,4 +1,4 @@
-//! Benchmark records: a page and a table a host and day, checked in under `benchmarks/record/`.
+//! Benchmark records: one page and one table per host and day, checked in under `benchmarks/record/`.
 
 use std::path::PathBuf;
 
@@ -7,23 +7,23 @@ use anyhow::{Context, Result, ensure};
 use super::host::{Host, commit, today};
 use super::shell::root;
 
-/// A record about to be written.
+/// A record to be written.
 #[derive(Debug)]
 pub struct Record {
     /// The folder under `benchmarks/record/`.
     pub benchmark: &'static str,
     /// The heading of the page.
     pub title: String,
-    /// The command that made it.
+    /// The command that produced it.
     pub command: String,
-    /// What was measured and what came out, as Markdown.
+    /// Method and results, as Markdown.
     pub body: String,
-    /// Every single measurement: header line first.
+    /// Every single measurement, with a header line.
     pub csv: Vec<String>,
 }
 
 impl Record {
-    /// Writes `<date>-<host>.md` and `.csv`, in place of an earlier record of the same day.
+    /// Writes `<date>-<host>.md` and `.csv`, replacing an earlier record of the same day.
     pub fn write(&self) -> Result<PathBuf> {
         let host = Host::detect();
         let date = today()?;
@@ -44,10 +44,10 @@ impl Record {
         Ok(path)
     }
 
-    /// Writes the record, says where it is and which claims do not hold.
+    /// Writes the record, and prints its path and the claims that do not hold.
     ///
     /// # Errors
-    /// When it cannot be written, or one does not hold and `check` asks for it.
+    /// When it cannot be written, or when `check` is set and a claim does not hold.
     pub fn conclude(&self, check: bool, broken: &[String]) -> Result<()> {
         println!("recorded in {}", self.write()?.display());
         broken.iter().for_each(|b| println!("does not hold: {b}"));
@@ -68,12 +68,12 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// The command that was typed, for a record.
+/// The command as typed, for a record.
 pub fn typed_command() -> String {
     format!("cargo xtask {}", without_places(std::env::args().skip(1)).join(" "))
 }
 
-/// Arguments without the options that say where a program lies that was built before, which says nothing to others.
+/// The arguments without the options that give the path of an existing program, which means nothing to other readers.
 fn without_places(mut args: impl Iterator<Item = String>) -> Vec<String> {
     let mut kept = Vec::new();
     while let Some(arg) = args.next() {

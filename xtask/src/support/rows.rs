@@ -1,4 +1,4 @@
-//! The real models with their texts: the rows of every table of quality.
+//! The real models with their texts: the rows of every quality table.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,7 @@ pub struct Row {
     calibration: &'static str,
     /// The file of the evaluation text.
     pub evaluation: &'static str,
-    /// Tokens of a window.
+    /// Tokens per window.
     pub window: usize,
     /// The group size, or `channel`.
     pub group: &'static str,
@@ -47,11 +47,11 @@ pub const ROWS: [Row; 9] = [
     row(STORIES, 512, "64", &[]),
     row(STORIES, 512, "128", &[]),
     row(SMALL, 256, "channel", &[]),
-    // 172 columns divide by no group.
+    // No group size divides its 172 columns.
     row(SMALL, 256, "64", &["--override", "down_proj=BITS-channel"]),
 ];
 
-/// The first row of every model and text, where the group size is of no matter.
+/// The first row of each model and text, for uses where the group size does not matter.
 pub fn texts() -> Vec<&'static Row> {
     let mut rows: Vec<&Row> = Vec::new();
     for row in &ROWS {
@@ -70,7 +70,7 @@ pub fn quantize(quant: &Path, model: &Path, out: &Path) -> Command {
 }
 
 impl Row {
-    /// The model's directory, or that of its copy with planted outliers, made once.
+    /// The model's directory, or that of its copy with planted outliers, which is created once.
     pub fn model(&self, data: &Path, planted: bool) -> Result<PathBuf> {
         match planted {
             false => Ok(data.join("models").join(self.name)),
@@ -78,7 +78,7 @@ impl Row {
         }
     }
 
-    /// The directory of its copy with outliers in keys, made once.
+    /// The directory of its copy with outliers in keys, which is created once.
     pub fn with_outlying_keys(&self, data: &Path) -> Result<PathBuf> {
         self.planted(data, "planted-keys", [0, 2])
     }
@@ -99,12 +99,12 @@ impl Row {
         data.join("text").join(self.calibration)
     }
 
-    /// The ends of the names of linears that are quantized per channel whatever the group size is.
+    /// Name suffixes of linears that are quantized per channel whatever the group size is.
     pub fn per_channel(&self) -> impl Iterator<Item = &'static str> {
         self.options.iter().filter_map(|o| o.strip_suffix("=BITS-channel"))
     }
 
-    /// `quant quantize` of the row's model to so many bits in its groups, without method or calibration.
+    /// `quant quantize` of the row's model to `bits` bits in its groups, without method or calibration.
     pub fn quantize(&self, quant: &Path, model: &Path, bits: u32, out: &Path) -> Command {
         let scheme = format!("w{bits}a16");
         let mut command = quantize(quant, model, out);

@@ -1,7 +1,7 @@
-//! Checkpoints on disk, streamed: safetensors shards with their index, a tensor's bytes at a time.
+//! Checkpoints on disk, streamed: safetensors shards with their index, one tensor's bytes at a time.
 //!
-//! Not the pipeline's own reader and writer on purpose: what tests feed to those should not come
-//! from them.
+//! This deliberately does not use the pipeline's own reader and writer: their test inputs should not come from
+//! themselves.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -36,14 +36,14 @@ impl Entry {
         Self { name, dtype: float.header_name().into(), shape: shape.to_vec(), bytes }
     }
 
-    /// The float type, unless it is another one.
+    /// The tensor's float type; `None` if it has another type.
     pub fn float(&self) -> Option<Float> {
         Float::from_header(&self.dtype)
     }
 }
 
-/// Distributes tensors over shards of at most `limit` bytes each, in order; a larger tensor gets a
-/// shard of its own. Names follow the usual `model-00001-of-00003.safetensors`.
+/// Distributes tensors over shards of at most `limit` bytes each, in order; a larger tensor gets its own shard. Names
+/// follow the convention `model-00001-of-00003.safetensors`.
 pub fn plan_shards(entries: Vec<Entry>, limit: u64) -> Vec<(String, Vec<Entry>)> {
     let mut shards: Vec<Vec<Entry>> = vec![Vec::new()];
     let mut used = 0;
@@ -76,7 +76,7 @@ pub fn write_index(dir: &Path, shards: &[(String, Vec<Entry>)]) -> Result<()> {
     write_json(&dir.join(INDEX), &json!({ "metadata": { "total_size": total }, "weight_map": map }))
 }
 
-/// Writes a value as indented JSON with a line end.
+/// Writes a value as indented JSON with a final newline.
 pub fn write_json(path: &Path, value: &Value) -> Result<()> {
     let text = serde_json::to_string_pretty(value)? + "\n";
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
@@ -88,7 +88,7 @@ pub fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_slice(&text).with_context(|| format!("{} is not JSON", path.display()))
 }
 
-/// A shard being written: the header at once, then the tensors' bytes in order.
+/// A shard being written: first the header, then the tensors' bytes in order.
 #[derive(Debug)]
 pub struct ShardWriter {
     file: BufWriter<File>,
@@ -124,19 +124,19 @@ impl ShardWriter {
         Ok(self.file.write_all(bytes)?)
     }
 
-    /// Ends the file.
+    /// Finishes the file.
     pub fn finish(mut self) -> Result<()> {
         ensure!(self.remaining == 0, "{} bytes fewer than the header announces", self.remaining);
         Ok(self.file.flush()?)
     }
 }
 
-/// A checkpoint directory that is being read.
+/// A checkpoint directory opened for reading.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// File names with their tensors, in the order of the data.
     pub shards: Vec<(String, Vec<Entry>)>,
-    /// Where each tensor's bytes lie.
+    /// The position of each tensor's bytes.
     places: BTreeMap<String, (PathBuf, u64)>,
 }
 
@@ -233,7 +233,7 @@ pub struct NewDir {
 }
 
 impl NewDir {
-    /// Starts a directory beside the target, which must not exist.
+    /// Starts a directory next to the target, which must not exist.
     pub fn create(target: &Path) -> Result<Self> {
         ensure!(!target.exists(), "{} exists already", target.display());
         let name = target.file_name().context("the output needs a name")?.to_string_lossy().into_owned();
@@ -243,12 +243,12 @@ impl NewDir {
         Ok(Self { partial, target: target.to_owned() })
     }
 
-    /// Where to write meanwhile.
+    /// The path to write to in the meantime.
     pub fn path(&self) -> &Path {
         &self.partial
     }
 
-    /// Gives it its name.
+    /// Moves it to its final name.
     pub fn publish(self) -> Result<()> {
         std::fs::rename(&self.partial, &self.target)
             .with_context(|| format!("cannot rename {} to {}", self.partial.display(), self.target.display()))

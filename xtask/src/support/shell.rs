@@ -1,4 +1,4 @@
-//! Running other programs, and where things lie in the workspace.
+//! Running other programs, and the locations of directories in the workspace.
 
 use std::io::{BufReader, IsTerminal, PipeReader};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub fn root() -> PathBuf {
     here.parent().unwrap_or(here).to_owned()
 }
 
-/// Cargo's output directory, also where these commands keep what can be made again.
+/// Cargo's output directory, where these commands also keep everything that can be recreated.
 pub fn target_dir() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(dir) => root().join(dir),
@@ -23,12 +23,12 @@ pub fn target_dir() -> PathBuf {
     }
 }
 
-/// Real models and texts that live beside the checkout, where there are any.
+/// The real models and texts beside the checkout, if any.
 pub fn shared_dir() -> Option<PathBuf> {
     Some(root().join("../shared")).filter(|p| p.is_dir())
 }
 
-/// A cargo command in the workspace's root.
+/// A cargo command in the workspace root.
 pub fn cargo(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root()).args(args);
@@ -47,8 +47,8 @@ fn file_name(program: &std::ffi::OsStr) -> String {
     path.file_name().unwrap_or(program).to_string_lossy().into_owned()
 }
 
-/// Runs a command with our own output; fails when it fails. Where nobody watches a terminal, the error has an excerpt
-/// of what the command printed.
+/// Runs a command with inherited output; fails if it fails. If stdout is not a terminal, the error contains an excerpt
+/// of the command's output.
 pub fn run(command: &mut Command) -> Result<()> {
     let line = display(command);
     println!("$ {line}");
@@ -64,21 +64,21 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Starts a command whose output, errors included, comes through the pipe.
+/// Starts a command whose output, including stderr, goes through the pipe.
 fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
     let (reader, writer) = std::io::pipe()?;
     command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
     let child = command.spawn().with_context(|| format!("cannot start `{line}`"))?;
-    // The command holds the other end of the pipe; the output ends only when that is closed too.
+    // The command holds the writing end of the pipe; the output ends only when that is closed too.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     Ok((child, reader))
 }
 
-/// Runs two commands at the same time. The first has our own output; what the second prints is held back until both
-/// have ended, so that the two do not mix.
+/// Runs two commands concurrently. The first inherits our output; the output of the second is held back until both have
+/// ended, so that the two do not mix.
 ///
 /// # Errors
-/// When either fails; the other runs to its end nonetheless.
+/// When either fails; the other still runs to its end.
 pub fn run_both(first: &mut Command, second: &mut Command) -> Result<()> {
     let second = Held::start(second)?;
     let outcome = run(first);
@@ -86,7 +86,7 @@ pub fn run_both(first: &mut Command, second: &mut Command) -> Result<()> {
     outcome
 }
 
-/// A command that runs beside others, and whose output is held back until they have ended.
+/// A command that runs in parallel with others, and whose output is held back until they have ended.
 #[derive(Debug)]
 pub struct Held {
     line: String,
@@ -109,7 +109,7 @@ impl Held {
         Ok(Self { line, child, output })
     }
 
-    /// Waits for its end, and prints what it has printed.
+    /// Waits for its end, and prints its output.
     ///
     /// # Errors
     /// When it failed.
@@ -124,7 +124,7 @@ impl Held {
     }
 }
 
-/// Runs a command and returns what it printed on stdout; fails when it fails.
+/// Runs a command and returns its stdout; fails if it fails.
 pub fn output(command: &mut Command) -> Result<String> {
     let line = display(command);
     let output = command.output().with_context(|| format!("cannot start `{line}`"))?;
@@ -134,12 +134,12 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Whether a command can be started and succeeds; says nothing.
+/// Whether a command can be started and succeeds; prints nothing.
 pub fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|o| o.status.success())
 }
 
-/// A program of that name, installed first where it is missing, from the registry of crates.
+/// The path of a program, which is first installed from the crate registry if it is missing.
 pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     if succeeds(Command::new(name).arg("--version")) {
         return Ok(PathBuf::from(name));
@@ -154,7 +154,7 @@ pub fn tool(name: &str, version: &str) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// The sizes of all files of a directory, added up.
+/// The total size of all files in a directory.
 pub fn directory_bytes(dir: &Path) -> Result<u64> {
     let mut total = 0;
     for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {

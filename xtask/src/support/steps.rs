@@ -1,4 +1,4 @@
-//! Named steps in order, each timed, with a table at the end.
+//! Named steps in order, each timed, with a summary table at the end.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use super::measure::children_cpu_time;
 use super::shell::Held;
 
-/// Runs steps one after another; a failing one does not keep the rest from running.
+/// Runs steps in sequence; the rest still run if one fails.
 #[derive(Debug, Default)]
 pub struct Steps {
     rows: Vec<Row>,
@@ -19,13 +19,13 @@ pub struct Steps {
 struct Row {
     name: String,
     took: Duration,
-    /// CPU time of the programs that the step ran: on a machine that does other work too, it says more than `took`.
+    /// CPU time of the programs that the step ran. On a busy machine it is more meaningful than `took`.
     cpu: Option<Duration>,
     failure: Option<String>,
 }
 
 impl Steps {
-    /// All steps, or those named in `only` where it is not empty.
+    /// All steps, or only those named in `only` if it is not empty.
     pub fn new(only: &[String]) -> Self {
         Self { rows: Vec::new(), only: only.to_vec() }
     }
@@ -34,8 +34,8 @@ impl Steps {
         self.only.is_empty() || self.only.iter().any(|o| o == name)
     }
 
-    /// Runs a command as a step beside other steps, and prints what it printed after they have ended. Its time is what
-    /// it took beyond them.
+    /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Only its
+    /// time beyond theirs is counted.
     pub fn beside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
         let started = self.is_chosen(name).then(|| Held::start(command));
         others(self);
@@ -44,7 +44,7 @@ impl Steps {
         }
     }
 
-    /// Runs a step, unless another choice was made.
+    /// Runs a step if it is selected.
     pub fn step(&mut self, name: &str, action: impl FnOnce() -> Result<()>) {
         if !self.is_chosen(name) {
             return;
@@ -64,7 +64,7 @@ impl Steps {
     /// # Errors
     /// When a step failed, or none ran.
     pub fn finish(self) -> Result<()> {
-        // Said again at the end: what stands above may be long, or cut off.
+        // Failures are repeated at the end, because the output above may be long or cut off.
         for row in &self.rows {
             if let Some(reason) = &row.failure {
                 println!("\n==> {} FAILED: {reason}", row.name);

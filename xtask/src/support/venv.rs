@@ -1,4 +1,4 @@
-//! Virtual environments of peers that are Python packages.
+//! Virtual environments for peers that are Python packages.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,34 +7,35 @@ use anyhow::Result;
 
 use super::shell::{self, root, target_dir};
 
-/// The interpreter of an environment with the peers of the kernels, which is made unless it is there.
+/// The interpreter of the environment with the kernel peers, which is created if it is missing.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the environment cannot be created.
 pub fn kernels_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-kernels-venv", &["kernels"])
 }
 
-/// The same with llm-compressor.
+/// The interpreter of the environment with llm-compressor, which is created if it is missing.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the environment cannot be created.
 pub fn llm_compressor_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-venv", &[])
 }
 
-/// The same with Model Optimizer.
+/// The interpreter of the environment with Model Optimizer, which is created if it is missing.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the environment cannot be created.
 pub fn modelopt_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-modelopt-venv", &["modelopt"])
 }
 
-/// The same with what the interop check reads checkpoints by, gptqmodel among it.
+/// The interpreter of the environment with the readers of the interop check, including gptqmodel, which is created if
+/// it is missing.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the environment cannot be created.
 pub fn interop_python() -> Result<PathBuf> {
     python("tests/interop/setup_venv.sh", "interop-venv", &[])
 }
@@ -42,6 +43,6 @@ pub fn interop_python() -> Result<PathBuf> {
 fn python(script: &str, directory: &str, peers: &[&str]) -> Result<PathBuf> {
     let directory = target_dir().join(directory);
     shell::run(Command::new("bash").arg(root().join(script)).arg(&directory).args(peers))?;
-    // Not resolved: the link is what makes it the environment's own.
+    // The link is not resolved, because its path selects the environment.
     Ok(std::path::absolute(directory.join("bin/python"))?)
 }

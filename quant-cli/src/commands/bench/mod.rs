@@ -1,4 +1,5 @@
-//! `quant bench MODEL --prefill N --decode N`: tokens per second; `quant bench kernels`: of the kernels alone.
+//! `quant bench MODEL --prefill N --decode N`: tokens per second of a model; `quant bench kernels`: speed of the
+//! kernels alone.
 
 mod kernels;
 
@@ -19,24 +20,24 @@ use crate::output::{JsonOption, bytes, table};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Model directory, float or quantized, or org/name or org/name@revision on a hub; or `kernels`, to measure the
-    /// kernels beside the limits of this machine
+    /// kernels against the limits of this machine
     pub model: PathBuf,
     /// Tokens of the prompt, processed at once
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub prefill: usize,
-    /// Tokens to generate one by one
+    /// Tokens to generate, one at a time
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub decode: usize,
     /// Repetitions; the median is shown
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub repeat: usize,
-    /// Bits of the KV cache: auto (what config.json says), 16 (floats), 8, 4 or fp8
+    /// Precision of the KV cache: auto (as in config.json), 16 (floats), 8, 4 or fp8
     #[arg(long, value_enum, default_value_t, value_name = "BITS")]
     kv: KvBits,
-    /// Measure only kernels with TEXT in their name, shape or tokens
+    /// Measure only kernels with TEXT in their name, shape or number of tokens
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Where quantized linears are computed, or whose kernels are measured: cuda is the first NVIDIA GPU
+    /// Device for quantized linears or for the measured kernels: cuda is the first NVIDIA GPU
     #[arg(long, value_enum, default_value_t, value_name = "DEVICE")]
     device: Device,
     #[command(flatten)]
@@ -48,12 +49,12 @@ struct Report {
     schema: &'static str,
     model: String,
     threads: usize,
-    /// The path that quantized weights are multiplied by: of the processor, or `cuda on` a GPU.
+    /// The path that multiplies quantized weights: a path of the processor, or `cuda on` and a GPU.
     kernels: String,
-    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` where the kernels do not hold such heads, and
-    /// with ` (simulated)` where quantized ones are simulated for that reason.
+    /// How keys and values are cached: `kv4`, `kv8`, `f16`, or `f32` if the kernels do not support such heads. Ends in
+    /// ` (simulated)` if quantized ones are simulated for that reason.
     kv_cache: String,
-    /// Bytes that the cache had taken at the end.
+    /// Bytes of the cache at the end.
     kv_cache_bytes: usize,
     prefill: Rate,
     decode: Rate,
@@ -62,7 +63,7 @@ struct Report {
 #[derive(Serialize)]
 struct Rate {
     tokens: usize,
-    /// Of each repetition.
+    /// Per repetition.
     seconds: Vec<f64>,
     tokens_per_second: f64,
 }
@@ -82,7 +83,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         return kernels::run(args.only.as_deref(), args.device, &args.json, session);
     }
     if args.only.is_some() {
-        return Err(Error::usage("--only is for `bench kernels`", "leave --only out"));
+        return Err(Error::usage("--only is for `bench kernels`", "omit --only"));
     }
     if args.prefill == 0 || args.decode == 0 || args.repeat == 0 {
         return Err(Error::usage(
@@ -93,11 +94,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let gpu = (args.device == Device::Cuda).then(CudaRunner::new).transpose()?;
     let opened = inputs::open(&args.model, session)?;
     let positions = args.prefill.saturating_add(args.decode);
-    // The tables and the cache grow with the positions: an absurd number must not take the memory.
+    // The tables and the cache grow with the positions: an absurd number must not use up the memory.
     if positions > 1 << 20 {
         return Err(Error::usage(
             format!("{positions} positions are too many"),
-            "prefill and decode fewer than 1048576 tokens together",
+            "use fewer than 1048576 tokens for prefill and decode together",
         ));
     }
     let decoder = Decoder::load(&opened.model, positions, &session.progress, &session.cancel)?
@@ -109,7 +110,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let decoder = decoder.with_half_cache();
     if let KvCaching::Simulated(kv) = decoder.caching() {
         let reason = opened.model.kernels_refuse(kv).unwrap_or_default();
-        session.progress.note(&format!("the cache of keys and values is simulated: {reason}"));
+        session.progress.note(&format!("the KV cache is simulated: {reason}"));
     }
     // Any tokens will do; these spread over the vocabulary.
     let prompt: Vec<u32> = (0..args.prefill).map(|i| ((i * 7919 + 1) % decoder.vocab()) as u32).collect();

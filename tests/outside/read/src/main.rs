@@ -1,4 +1,4 @@
-//! Reads quantized checkpoints and multiplies each of their linears with one row of ones.
+//! Reads quantized checkpoints and multiplies each of their linears by a row of ones.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use quant_formats::Result;
 use quant_formats::format::QuantizedCheckpoint;
 use quant_kernels_cpu::{FloatRows, IsaToken, KernelError, RowLayout, Serial};
 
-/// The first number of `W · 1 + b`.
+/// The first element of `W · 1 + b`.
 fn first_output(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<f32> {
     let bias = checkpoint.bias(name)?;
     let packed = checkpoint.read(name)?.pack(bias.as_deref(), &Serial)?;

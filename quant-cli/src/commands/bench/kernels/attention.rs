@@ -1,4 +1,5 @@
-//! Attention on the cache: decoding reads all of it for one token, prefill computes.
+//! Attention on the cache: decoding reads all of it for one token, so memory limits it; prefill is limited by
+//! arithmetic.
 
 use std::hint::black_box;
 use std::ops::RangeInclusive;
@@ -14,15 +15,15 @@ use super::super::Session;
 use super::{Limits, median, refused};
 use crate::output::table;
 
-/// All kinds are measured or none: each is judged beside f16.
+/// Either all kinds are measured or none: each is compared with f16.
 pub(super) const NAME: &str = "attention kv4 kv8 f16";
 /// Heads of a model of 8 billion parameters.
 const HEADS: [usize; 2] = [32, 8];
 const HEAD_DIM: usize = 128;
-/// Tokens that each layer holds, and layers that are read in turn: more than any last cache holds.
+/// Tokens per layer, and the number of layers that are read in turn: together more than any last-level cache holds.
 const TOKENS: usize = 32 << 10;
 const LAYERS: usize = 8;
-/// Queries of a prefill, and the tokens that they end.
+/// Queries of a prefill, and its context length; the queries are the last tokens of the context.
 const PREFILL: [usize; 2] = [512, 4096];
 /// Tokens appended at once.
 const APPENDED: usize = 512;
@@ -40,12 +41,12 @@ pub(super) struct Case {
     tokens: usize,
     layers: usize,
     bytes_per_token: f64,
-    /// Of a layer, each round.
+    /// Per round, for one layer.
     decode_seconds: Vec<f64>,
     gb_per_second: f64,
-    /// Of what memory gave around the rounds.
+    /// As a share of the memory bandwidth measured around the rounds.
     memory_share: f64,
-    /// Times faster than on f16.
+    /// Speedup over f16.
     over_f16: f64,
     prefill_queries: usize,
     prefill_tokens: usize,
@@ -57,14 +58,14 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// The share of what memory gave.
+    /// Sets the share of the measured memory bandwidth.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, ..] = limits.during(&self.looks);
         self.memory_share = self.gb_per_second / gb_per_second;
     }
 }
 
-/// Measures all kinds; rounds go around them, and the limits are looked at in between.
+/// Measures all kinds in interleaved rounds, and measures the limits in between.
 pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case>> {
     let [query, kv] = HEADS;
     let heads = Heads { query, kv, scale: 1.0 / (HEAD_DIM as f32).sqrt() };
@@ -145,7 +146,7 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
     Ok(cases)
 }
 
-/// The last tokens' queries, each on all tokens before it.
+/// The queries of the last tokens; each attends to all tokens before it.
 fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), KernelError> {
     let [m, tokens] = PREFILL;
     let mut workspace = Workspace::default();
@@ -156,20 +157,20 @@ fn prefill(case: &mut Case, cache: &KvCache, queries: &[f32]) -> Result<(), Kern
         black_box(&out);
         case.prefill_seconds.push(started.elapsed().as_secs_f64());
     }
-    // Two products of two operations a number, of every query with all tokens up to its own.
+    // Two products with two operations per number, of every query with all tokens up to its own.
     let seen: usize = (tokens - m + 1..=tokens).sum();
     let operations = (4 * HEADS[0] * HEAD_DIM * seen) as f64;
     case.prefill_gflops = operations / median(&case.prefill_seconds) / 1e9;
     Ok(())
 }
 
-/// A line a kind; nothing of nothing.
+/// One line per kind; empty if nothing was measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;
     }
     let header =
-        ["cache", "bytes per token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us a token"];
+        ["cache", "bytes per token", "decode: GB/s", "x f16", "prefill: GFLOP/s", "append: us per token"];
     let rows: Vec<Vec<String>> = cases
         .iter()
         .map(|case| {

@@ -1,4 +1,4 @@
-//! `quant bench kernels --device cuda`: what a GPU can do at most, and how near the kernels come to it.
+//! `quant bench kernels --device cuda`: the limits of a GPU, and how close the kernels come to them.
 
 use quant_core::model::CudaRunner;
 use quant_core::{Error, Result};
@@ -16,18 +16,18 @@ struct Report {
     device: Device,
     ceilings: Limits,
     kernels: Vec<Measured>,
-    /// Those that could not be measured.
+    /// The cases that could not be measured.
     failed: Vec<Failed>,
 }
 
 #[derive(Serialize)]
 struct Device {
     name: String,
-    /// As in `9.0`.
+    /// For example `9.0`.
     compute_capability: String,
     multiprocessors: u32,
     memory_bytes: usize,
-    /// The newest CUDA that the driver takes, as in `13.0`.
+    /// The newest CUDA version that the driver supports, for example `13.0`.
     driver_cuda: String,
 }
 
@@ -38,7 +38,7 @@ struct Limits {
     f16_tops: f64,
     bf16_tops: f64,
     int8_tops: f64,
-    /// Of a launch that does nothing, among others.
+    /// Seconds of a launch that does nothing.
     launch_seconds: f64,
 }
 
@@ -60,17 +60,17 @@ struct Measured {
     kernel: String,
     shape: String,
     tokens: usize,
-    /// Of a launch: of each measurement the mean, from the shortest on.
+    /// Seconds per launch: the mean of each measurement, sorted from the shortest.
     all_seconds: Vec<f64>,
-    /// The median of these.
+    /// The median of `all_seconds`.
     seconds: f64,
     gb_per_second: f64,
     tops: f64,
-    /// What its bytes or products take at the ceilings, whichever is longer.
+    /// The time that its bytes or its products take at the ceilings, whichever is longer.
     floor_seconds: f64,
-    /// Which that is: `bytes` or `products`.
+    /// Which of the two is longer: `bytes` or `products`.
     bound: &'static str,
-    /// The floor over the time.
+    /// `floor_seconds` divided by `seconds`.
     share: f64,
 }
 
@@ -106,14 +106,14 @@ struct Failed {
 
 /// Measures.
 pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<()> {
-    // Says what is missing before anything else is done, and where this program can load no driver.
+    // Reports a missing driver before anything else is done, also in a program that cannot load one.
     CudaRunner::new()?;
     let meter = Meter::new().map_err(|e| unavailable(&e))?;
     let gpu = meter.gpu();
     let mut cases = cases(&DeviceLimits::from(&gpu.limits)).map_err(refused)?;
     cases.retain(|case| only.takes(&format!("{} {} {}", case.name, case.shape, case.tokens)));
     only.check(cases.len())?;
-    session.progress.note("what the device can do");
+    session.progress.note("measuring the limits of the device");
     let ceilings = meter.ceilings().map_err(|e| unavailable(&e))?;
     let [major, minor] = gpu.limits.capability;
     let version = gpu.driver_version().map_err(|e| unavailable(&e))?;
@@ -154,7 +154,8 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     }
 }
 
-const REMEDY: &str = "see docs/kernels/cuda-host.md for what a GPU must have; --only TEXT leaves kernels out";
+const REMEDY: &str =
+    "see docs/kernels/cuda-host.md for the requirements on a GPU; --only TEXT measures fewer kernels";
 
 fn unavailable(error: &quant_kernels_cuda::Error) -> Error {
     Error::Unavailable { what: "a GPU".into(), reason: error.to_string(), remedy: REMEDY.into() }
@@ -166,7 +167,7 @@ fn show(report: &Report) -> String {
         .kernels
         .iter()
         .map(|m| {
-            // Half of the way from the fastest to the slowest, beside the median.
+            // Half the distance from the fastest to the slowest, shown next to the median.
             let ends = m.all_seconds.first().zip(m.all_seconds.last());
             let spread = ends.map_or(0.0, |(least, most)| 50.0 * (most - least) / m.seconds);
             let rate = match m.bound {

@@ -1,4 +1,4 @@
-//! Linear layers: few tokens wait for memory, many for arithmetic.
+//! Linear layers: with few tokens, memory is the limit; with many, arithmetic.
 
 use std::hint::black_box;
 use std::ops::RangeInclusive;
@@ -16,12 +16,12 @@ use super::super::Session;
 use super::{Limits, Only, median, refused};
 use crate::output::table;
 
-/// `[n, k]` of the linears, those of models of 1 and 8 billion parameters.
+/// `[n, k]` of the linears, as in models of 1 and 8 billion parameters.
 const SHAPES: [[usize; 2]; 5] = [[4096, 4096], [14336, 4096], [4096, 14336], [2048, 2048], [8192, 2048]];
 const TOKENS: [usize; 5] = [1, 4, 16, 64, 512];
-/// Weights that are read in turn for few tokens: more than any last cache holds.
+/// Bytes of weights that are read in turn for few tokens: more than any last-level cache holds.
 const ROTATED: usize = 192 << 20;
-/// Times of each case; the median counts.
+/// Measurements per case; the median is reported.
 const ROUNDS: usize = 7;
 
 /// A scheme and whether activations are integers.
@@ -33,13 +33,13 @@ struct Scheme {
     int8: bool,
 }
 
-/// What codes are.
+/// The type of the codes.
 #[derive(Debug, Clone, Copy)]
 enum Codes {
-    /// Integers of so many bits.
+    /// Integers of this many bits.
     Int(u8),
-    /// Of a floating-point format. Scales are floats where a row has one, and else what the group says: E4M3 below a
-    /// global one of 16 inputs, powers of two of others.
+    /// A floating-point format. With one scale per row, the scales are floats. With groups, they are E4M3 below a
+    /// global scale for groups of 16 inputs, and powers of two for other groups.
     Float(FloatFormat),
 }
 
@@ -83,14 +83,14 @@ pub(super) struct Case {
     k: usize,
     tokens: usize,
     bits_per_weight: f64,
-    /// Of each round.
+    /// Per round.
     seconds: Vec<f64>,
     gb_per_second: f64,
-    /// Of what memory gave just before and after.
+    /// As a share of the memory bandwidth measured just before and after.
     memory_share: f64,
     tops: f64,
-    /// Of what products in registers gave just before and after: of integers, or of floats with every product that an
-    /// `f32` activation takes on this path.
+    /// As a share of the rate of products in registers measured just before and after: of integers, or of floats,
+    /// counting every product that an `f32` activation takes on this path.
     dot_share: f64,
     #[serde(skip)]
     products: Option<f64>,
@@ -99,7 +99,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Shares of what the machine gave.
+    /// Sets the shares of the machine's limits.
     pub(super) fn judge(&mut self, limits: &Limits) {
         let [gb_per_second, integers, floats] = limits.during(&self.looks);
         self.memory_share = self.gb_per_second / gb_per_second;
@@ -110,7 +110,7 @@ impl Case {
     }
 }
 
-/// Schemes and shapes that are to be measured.
+/// Schemes and shapes to measure.
 fn chosen<'a>(only: &'a Only<'_>) -> impl Iterator<Item = (Scheme, [usize; 2])> + 'a {
     let all = SHAPES.into_iter().flat_map(|shape| SCHEMES.map(|scheme| (scheme, shape)));
     all.filter(|(scheme, shape)| only.takes(&name(*scheme, *shape)))
@@ -120,12 +120,12 @@ fn name(scheme: Scheme, [n, k]: [usize; 2]) -> String {
     format!("{} {n} x {k}", scheme.name)
 }
 
-/// How many there are of these.
+/// The number of chosen cases.
 pub(super) fn taken(only: &Only<'_>) -> usize {
     chosen(only).count()
 }
 
-/// Measures them, and looks at the limits in between.
+/// Measures the chosen cases, and measures the limits in between.
 pub(super) fn measure(
     limits: &mut Limits,
     token: IsaToken,
@@ -159,7 +159,7 @@ fn pack(scheme: Scheme, [n, k]: [usize; 2]) -> Result<PackedLinear, KernelError>
     let codes: Vec<u8> =
         (0..n * k / 8).flat_map(|_| random.next_u64().to_le_bytes()).map(|b| b & mask).collect();
     let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
-    // Numbers, and not NaN.
+    // Finite values rather than NaN.
     let codes: Vec<u8> = match scheme.codes {
         Codes::Int(_) => codes,
         Codes::Float(format) => codes.into_iter().map(|c| if format.is_number(c) { c } else { 0 }).collect(),
@@ -193,10 +193,10 @@ fn time(
     let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
     whole.quantize(&x, RowLayout::of(&layout), &Rayon)?;
     floats.pack(&x, RowLayout::of(&layout), &Rayon)?;
-    // Not zeros, which the system would only make when they are written.
+    // Not zeros, whose pages the system would only allocate on the first write.
     let mut out = vec![1.0; tokens * n];
     let mut seconds = Vec::new();
-    // The first round of all copies only fetches them.
+    // The first round over all copies only brings them into memory.
     let rounds = if tokens <= 16 { ROUNDS.max(2 * copies.len()) } else { ROUNDS };
     for round in 0..rounds {
         let weights = &copies[round % copies.len()];
@@ -228,7 +228,7 @@ fn time(
     })
 }
 
-/// A line a scheme and shape, a column a number of tokens; nothing of nothing.
+/// One line per scheme and shape, one column per number of tokens; empty if nothing was measured.
 pub(super) fn show(cases: &[Case]) -> Option<String> {
     if cases.is_empty() {
         return None;

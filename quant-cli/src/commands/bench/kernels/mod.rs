@@ -1,4 +1,4 @@
-//! `quant bench kernels`: what this machine can do at most, and how near the kernels come to it.
+//! `quant bench kernels`: the limits of this machine, and how close the kernels come to them.
 
 mod attention;
 mod cuda;
@@ -22,23 +22,24 @@ struct Report {
     threads: usize,
     memory: Memory,
     dot_tops: f64,
-    /// Of floats in registers, or of the bf16 that stand for them on this path, every product counted.
+    /// Products of floats in registers, or of the bf16 values that replace them on this path, with every product
+    /// counted.
     float_tops: f64,
-    /// Of every path of this processor, before the cases.
+    /// One entry per path of this processor, measured before the cases.
     peaks: Vec<Peak>,
-    /// Where another path than the default one of this processor multiplies faster in registers.
+    /// Set if a path other than this processor's default multiplies faster in registers.
     warnings: Vec<String>,
     linear: Vec<linear::Case>,
     attention: Vec<attention::Case>,
 }
 
-/// What a path reaches in registers.
+/// The rates that a path reaches in registers.
 #[derive(Serialize)]
 struct Peak {
     isa: &'static str,
     integer_tops: f64,
     float_tops: f64,
-    /// The same over the products that an `f32` activation takes.
+    /// `float_tops` divided by the number of products that an `f32` activation takes.
     float_tops_of_f32: f64,
 }
 
@@ -53,9 +54,9 @@ impl From<&limits::Peak> for Peak {
     }
 }
 
-/// Paths that multiply faster than the one that this processor takes by default.
+/// Warns about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
-    /// Machines are shared: less than this is no difference.
+    /// A smaller ratio is noise: machines are shared.
     const MORE: f64 = 1.3;
     type Rate = fn(&limits::Peak) -> f64;
     let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
@@ -66,7 +67,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
         let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
         if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MORE * rate(own)) {
             warnings.push(format!(
-                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}:                  what is known of this processor is wrong, please report it, and set QUANT_ISA={} meanwhile",
+                "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}: the default is wrong for this processor; please report it, and set QUANT_ISA={} in the meantime",
                 fastest.isa.name(),
                 rate(fastest) / 1e12,
                 default.name(),
@@ -78,7 +79,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     warnings
 }
 
-/// A part of what kernels and shapes are called, or all.
+/// A filter on the names of kernels and shapes, or none.
 struct Only<'a>(Option<&'a str>);
 
 impl Only<'_> {
@@ -86,12 +87,12 @@ impl Only<'_> {
         self.0.is_none_or(|part| name.contains(part))
     }
 
-    /// Fails when it takes nothing.
+    /// Fails if the filter matches nothing.
     fn check(&self, taken: usize) -> Result<()> {
         match self.0 {
             Some(part) if taken == 0 => Err(Error::usage(
-                format!("no kernel that is measured has `{part}` in its name"),
-                "leave --only out, and see what there is",
+                format!("no measured kernel has `{part}` in its name"),
+                "omit --only to see all kernels",
             )),
             _ => Ok(()),
         }
@@ -101,12 +102,12 @@ impl Only<'_> {
 #[derive(Serialize)]
 struct Memory {
     gb_per_second: f64,
-    /// The best look, for a machine that others used while this ran.
+    /// The best probe, for a machine that others used during the run.
     best_gb_per_second: f64,
     streams: usize,
 }
 
-/// Measures those of the processor, or of a GPU.
+/// Measures the kernels of the processor or of a GPU.
 pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Session) -> Result<()> {
     let only = Only(only);
     if device == Device::Cuda {
@@ -139,15 +140,15 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     json.emit(&report, || show(&report))
 }
 
-/// Limits, looked at before and after each case: on a shared machine they change while one measures.
+/// Machine limits, probed before and after each case, because they change during the run on a shared machine.
 struct Limits {
     token: IsaToken,
-    /// Read by each look: more than any last cache holds.
+    /// Read by each probe: more than any last-level cache holds.
     words: Vec<u64>,
     looks: Vec<Look>,
 }
 
-/// What the machine gave at one time, in the best of its patterns.
+/// The limits at one time, each with its best access pattern.
 struct Look {
     memory: MemoryLimit,
     dot: f64,
@@ -159,7 +160,7 @@ impl Limits {
         Self { token, words: vec![1; 32 << 20], looks: Vec::new() }
     }
 
-    /// Looks, and says how many looks there were before.
+    /// Probes the limits and returns the index of the probe.
     fn look(&mut self) -> usize {
         let memory = read_limit(self.token, &self.words, 1, &Rayon);
         let (dot, float) = (dot_limit(self.token, 1, &Rayon), float_limit(self.token, 1, &Rayon));
@@ -167,7 +168,7 @@ impl Limits {
         self.looks.len() - 1
     }
 
-    /// The median of what memory gave in these looks, in GB/s, and of products of integers and of floats, in TOPS.
+    /// The medians over these probes: memory bandwidth in GB/s, and products of integers and of floats in TOPS.
     fn during(&self, looks: &RangeInclusive<usize>) -> [f64; 3] {
         let looks = self.looks.get(looks.clone()).unwrap_or_default();
         let middle = |of: fn(&Look) -> f64| median(&looks.iter().map(of).collect::<Vec<_>>());
@@ -175,7 +176,7 @@ impl Limits {
         [middle(|look| look.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
-    /// The median look.
+    /// The median probe.
     fn usual(mut self) -> (Memory, [f64; 2]) {
         let [_, dot, float] = self.during(&(0..=self.looks.len() - 1));
         self.looks.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
@@ -190,7 +191,7 @@ impl Limits {
     }
 }
 
-/// The middle of some values, or of the two in the middle.
+/// The median, with the mean of the two middle values for an even count.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -241,7 +242,7 @@ mod tests {
         let all = |floats| [narrow, peak(Isa::Avx512Bf16, 1e12, floats)];
         assert!(warnings(&all(1e12), Isa::Avx512Bf16).is_empty());
         assert!(warnings(&all(2e11), Isa::Avx512Vnni).is_empty());
-        // Half the rate of f32, and twice the products.
+        // Half the rate of f32, and twice as many products.
         let slow = warnings(&all(2e11), Isa::Avx512Bf16);
         assert!(slow.len() == 1 && slow[0].contains("QUANT_ISA=avx512vnni"), "{slow:?}");
         assert!(warnings(&[], Isa::Scalar).is_empty());

@@ -1,4 +1,4 @@
-//! A whole quantization with an observer and a cancel token of one's own: stopped after the first block, and resumed.
+//! A whole quantization with a custom observer and cancel token: stopped after the first block, and then resumed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use quant_core::calibrate::Corpus;
 use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
 use quant_core::{CancelToken, Error, Event, Observer, Result};
 
-/// Counts blocks, and asks for a stop after `stop`.
+/// Counts blocks, and requests a stop after `stop` of them.
 struct Counter<'a> {
     blocks: AtomicU64,
     stop: u64,

@@ -1,4 +1,4 @@
-//! A model of one's own, scored by the evaluator: it knows which token followed which in the text that it was made of.
+//! A custom model scored by the evaluator: it counts which token follows which in its training text.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use quant_core::digest::sha256_hex;
 use quant_core::{CancelToken, Result, Silent};
 use quant_evaluator::{EvaluationText, Journal, LogitsModel, Profile, Tokenization, perplexity};
 
-/// Logarithms of counts, with one more for each pair.
+/// Logarithms of counts, with one added to each pair.
 struct Bigrams {
     vocab: usize,
     logits: Vec<f32>,
