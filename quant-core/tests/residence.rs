@@ -229,7 +229,6 @@ fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Pa
     let first = Watch::after(blocks * plans.len());
     let stopped = run(&model, &plans, &windows, &mut sinks, &saved(&path, None), &first);
     assert!(matches!(stopped, Err(Error::Interrupted)), "{}", recipe.method.name);
-    eprintln!("{:?}", first.steps.lock().unwrap());
     prepare(&path);
     let mut sinks: Vec<_> = sinks.iter().map(Sink::resumed).collect();
     let second = Watch::default();

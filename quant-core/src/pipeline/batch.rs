@@ -14,7 +14,7 @@ use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::{Hashes, Held};
 use super::states::{self, StateFiles, Streams};
-use super::{Job, WRITE};
+use super::{Job, Program, WRITE};
 use crate::calibrate::{
     CachedMaxima, ChannelRanges, HiddenStates, StatisticsPass, routed_to_linears, watched,
 };
@@ -110,7 +110,8 @@ impl Batch {
 
     /// Writes the states as they are now, before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
-        states::save(path, job, layer, depends_on, self.streams())
+        let program = Program::current(job.cancel)?;
+        states::save(path, job, layer, (depends_on, &program), self.streams())
     }
 
     /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,

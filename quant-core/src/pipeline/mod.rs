@@ -148,7 +148,7 @@ pub fn quantize_each_with(
         (None, None) => blocks.clone().rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
         _ => blocks.clone().last(),
     };
-    let mut saver = Saver::new(states);
+    let mut saver = Saver::new(states, job.cancel)?;
     for span in 0..layers + 2 {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let hashes = Hashes::default();

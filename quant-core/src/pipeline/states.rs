@@ -19,7 +19,7 @@ use crate::calibrate::{BatchLayout, HiddenStates, Spill, Values};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
 use crate::recipe::PassPlan;
-use crate::{Error, Event, Result};
+use crate::{CancelToken, Error, Event, Result};
 
 /// Values that are written at a time.
 const PIECE: usize = 1 << 16;
@@ -55,28 +55,34 @@ pub struct SavedStates {
 
 /// Saves the states of a job periodically.
 pub(super) struct Saver<'a> {
-    saved: Option<&'a SavedStates>,
+    /// The file, and the program that it names.
+    saved: Option<(&'a SavedStates, Program)>,
     depends_on: &'a Value,
     last: Instant,
     cost: Duration,
 }
 
 impl<'a> Saver<'a> {
-    pub(super) fn new(files: &'a StateFiles) -> Self {
-        let saved = files.saved.as_ref();
-        Self { saved, depends_on: &files.depends_on, last: Instant::now(), cost: Duration::ZERO }
+    /// # Errors
+    /// As [`Program::current`].
+    pub(super) fn new(files: &'a StateFiles, cancel: &CancelToken) -> Result<Self> {
+        let saved = match &files.saved {
+            Some(saved) => Some((saved, Program::current(cancel)?)),
+            None => None,
+        };
+        Ok(Self { saved, depends_on: &files.depends_on, last: Instant::now(), cost: Duration::ZERO })
     }
 
     /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
     /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
-        let Some(SavedStates { path, every }) = self.saved else { return };
+        let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (20 * self.cost).max(*every) };
         if streams.iter().all(Option::is_none) || self.last.elapsed() < pause {
             return;
         }
         let started = Instant::now();
-        if let Err(error) = save(path, job, layer, self.depends_on, streams) {
+        if let Err(error) = save(path, job, layer, (self.depends_on, program), streams) {
             let message =
                 format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
             job.observer.event(&Event::Warning { message });
@@ -90,7 +96,7 @@ impl<'a> Saver<'a> {
 pub(super) type Streams<T> = [Option<T>; 2];
 
 /// What the states before block `layer` depend on.
-fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
+fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> Value {
     let plan = job.plan;
     let architecture = job.model.architecture();
     // What was written of a block decides what the quantized model makes of it; the float model's states know nothing
@@ -108,7 +114,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
         "version": env!("CARGO_PKG_VERSION"),
         "before_block": layer,
         // Other instructions or another build round differently: parts of one run must agree on both.
-        "program": Program::current(job.cancel)?,
+        "program": program,
         "family": architecture.family,
         "layers": architecture.layers,
         "method": plan.method.name,
@@ -120,7 +126,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value) -> Result<Value> {
         "depends_on": depends_on,
     });
     // Through text and back, so that equal numbers compare equal.
-    Ok(serde_json::from_str(&about.to_string()).unwrap_or(about))
+    serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
 /// Writes the states before block `layer` to a file, which appears complete or not at all.
@@ -131,10 +137,10 @@ pub(super) fn save(
     path: &Path,
     job: &Job<'_>,
     layer: usize,
-    depends_on: &Value,
+    (depends_on, program): (&Value, &Program),
     streams: Streams<&HiddenStates>,
 ) -> Result<()> {
-    let about = about(job, layer, depends_on)?.to_string();
+    let about = about(job, layer, depends_on, program).to_string();
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
     let new = PathBuf::from(new);
@@ -231,7 +237,7 @@ pub(super) fn load(
     let layout = windows.layout();
     let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
     let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
-    if let Some(first) = differences(&found, &about(job, layer, depends_on)?).first() {
+    if let Some(first) = differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first() {
         return Err(broken(format!("holds the hidden states of another run: {first}")));
     }
     let mut hash = Sha256::new();
