@@ -10,6 +10,8 @@ use crate::transform::{Search, Workload};
 
 /// What the program itself, its threads and the tokenizer take.
 const PROGRAM: u64 = 112 << 20;
+/// Rows of a weight that a thread of GPTQ's solver handles.
+const SOLVED_ROWS: usize = 128;
 /// The memory in bytes that a round of a search gets at least.
 const MIN_ROUND_BYTES: u64 = 256 << 20;
 /// Tokens that go through a block at a time, unless one window has more.
@@ -61,17 +63,18 @@ impl Plan {
     /// The estimated peak memory in bytes of one run of all these plans with hidden states in a given place.
     pub fn peak_memory_in(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
-        // What is gathered of the batch serves all.
+        let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
+        // A tensor whose columns are rotated is in memory twice, before and after, and the last one is kept.
+        let rotated =
+            if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
+        let writing = tensors.saturating_add(rotated);
+        // What is gathered of the batch serves all plans.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
-            kinds.map(|kind| plan.search_memory(kind, residence)).max().unwrap_or(0)
+            kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
         };
-        let search = searched.map(kinds).max().unwrap_or(0);
-        let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
-        // A tensor whose columns are turned stands in memory whole, as it was and as it is, and the last one is kept.
-        let turned =
-            if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
-        search.saturating_add(PROGRAM + tensors + turned)
+        let blocks = searched.map(kinds).max().unwrap_or(0);
+        PROGRAM + blocks.max(writing)
     }
 
     /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
@@ -93,45 +96,65 @@ impl Plan {
         self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
-    /// The block, the batch's hidden states, and what the search keeps. The batch may
-    /// be asked for as large as one likes; only then can the sums leave 64 bits.
-    fn search_memory(&self, kind: BlockKind<'_>, residence: Residence) -> u64 {
+    /// The peak memory in bytes while a block is worked on: the block, the hidden states of the batch, and the largest of the
+    /// steps, which follow one another. A batch can be requested that is so large that the sums exceed 64 bits.
+    fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
+        let graph = kind.graph;
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
             false => 0,
         };
-        let graph = kind.graph;
-        let gptq = self.method.rounding == Rounding::Gptq;
-        // GPTQ on the inputs of the quantized model takes experts one at a time, unless a transform has made all of
-        // them anew.
-        let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && self.transforms().is_empty();
-        let block = self.block_bytes(kind, one_expert);
-        let work = Workload { residence, ..self.workload(kind) };
-        let kept = self.transforms().iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        // Where documents begin and which tokens count is noted of each, twice while it is made.
-        let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
-        let noted = if plain { 0 } else { 16 };
         let transforms = self.transforms();
-        let copies = PassPlan::new(self, false).states_in_memory();
-        // States of another width are made beside those that they replace.
-        let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
-        let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
-        let states = match residence {
-            Residence::Memory => copies * before.max(after) + replaced,
-            Residence::Files { .. } => 0,
-        };
-        let states = (states + noted).saturating_mul(tokens);
-        let solved = if gptq { self.gptq_memory(graph, one_expert) } else { 0 };
+        let gptq = self.method.rounding == Rounding::Gptq;
+        // GPTQ on the inputs of the quantized model takes experts one at a time, unless a transform has rewritten all of
+        // them.
+        let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && transforms.is_empty();
+        let work = Workload { residence, ..self.workload(kind) };
+        let pieces = self.piece_memory(graph, tokens);
+        let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
+        let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
+        // The block that a transform has rewritten is in f32; the next transform and GPTQ look at it.
+        let rewritten = if transforms.len() + usize::from(gptq) > 1 { 4 * work.all_weights() } else { 0 };
+        let mut steps = vec![
+            pieces.saturating_add(gathering).saturating_add(rewritten),
+            searching.saturating_add(rewritten),
+            writing.saturating_add(rewritten),
+        ];
+        if gptq {
+            let [gathering, solving] = self.gptq_memory(graph);
+            steps.push(pieces.saturating_add(gathering).saturating_add(rewritten));
+            steps.push(solving.saturating_add(rewritten));
+        }
+        let step = steps.into_iter().max().unwrap_or(0);
+        let states = self.state_bytes(graph, residence, one_expert).saturating_mul(tokens);
+        states.saturating_add(step).saturating_add(self.block_bytes(kind, one_expert))
+    }
+
+    /// The size in bytes per token of what is kept of the batch while a block is worked on.
+    fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
+        // Where documents begin and which tokens count is stored for each token, twice while it is made.
+        let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
+        let layout = if plain { 0 } else { 16 };
         // The sum of the experts' outputs, and which tokens each expert gets, are kept for the whole batch.
         let (sum, routed) = if one_expert { graph.expert_sum_bytes() } else { (0, 0) };
-        let expert_states = match residence {
-            Residence::Memory => (sum + routed) as u64,
-            Residence::Files { .. } => routed as u64,
+        let states = match residence {
+            Residence::Files { .. } => 0,
+            Residence::Memory => {
+                let copies = PassPlan::new(self, false).states_in_memory();
+                // States of another width are made next to those that they replace.
+                let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
+                let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
+                copies * before.max(after) + replaced + sum as u64
+            }
         };
-        let states = states.saturating_add(expert_states.saturating_mul(tokens));
+        states + layout + routed as u64
+    }
+
+    /// The memory in bytes for the values of the tokens that go through a block at a time.
+    fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
-        let running = match self.settings.search {
+        let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        match self.settings.search {
             // A longer window goes through attention whole, and through the rest in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
@@ -143,12 +166,7 @@ impl Plan {
                 (4 * attended).saturating_mul(length).saturating_add(8 * widest * CHUNK_TOKENS)
             }
             _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
-        };
-        // What a transform has made of the block, in f32, is what the next one looks at.
-        let rewritten = if transforms.len() > 1 { 4 * work.all_weights() } else { 0 };
-        let kept = kept.saturating_add(rewritten);
-        // The search is over when GPTQ begins.
-        states.saturating_add(kept.max(solved)).saturating_add(running).saturating_add(block)
+        }
     }
 
     /// A block as transforms look at it.
@@ -175,25 +193,27 @@ impl Plan {
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
-    /// Hessians, what is made of them, and the codes that are kept.
-    fn gptq_memory(&self, graph: &BlockGraph, one_expert: bool) -> u64 {
-        let mut widths = BTreeMap::new();
-        for (id, _, [_, k], _) in graph.linears() {
-            widths.insert(graph.nodes()[id].inputs[0], k as u64);
-        }
-        let codes = resident(
-            graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64)),
-            one_expert,
-        );
-        let one = widths.values().map(|k| Hessian::peak_bytes(*k)).max().unwrap_or(0);
-        let others: u64 = match self.gptq.inputs {
-            LayerInputs::Quantized => 0,
-            LayerInputs::Float => widths.values().map(|k| Hessian::kept_bytes(*k)).sum(),
+    /// The memory in bytes of Hessians while the batch passes through a block, and while a weight is solved.
+    fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
+        let widths: BTreeMap<NodeId, u64> =
+            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
+        let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
+        let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
+        // Codes and their packed form, and rows on their way in each thread.
+        let linear = |(_, _, [n, k], _): (NodeId, &str, [usize; 2], bool)| {
+            (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64
         };
-        // A transform's block stands in f32.
-        let widened = if !self.transforms().is_empty() { 4 * codes } else { 0 };
-        // Codes stand in the block, for those that follow, and in the result.
-        one.saturating_add(others).saturating_add(2 * codes + widened)
+        let linears = graph.linears().map(|(id, name, shape, bias)| linear((id, name, shape, bias)));
+        let linear = linears.max().unwrap_or(0);
+        match self.gptq.inputs {
+            LayerInputs::Quantized => {
+                [largest(Hessian::kept_bytes), largest(Hessian::peak_bytes).saturating_add(linear)]
+            }
+            LayerInputs::Float => {
+                let solving = largest(Hessian::peak_bytes).saturating_sub(largest(Hessian::kept_bytes));
+                [all, all.saturating_add(solving).saturating_add(linear)]
+            }
+        }
     }
 }
 

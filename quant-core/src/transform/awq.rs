@@ -45,28 +45,26 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_SHARE: f64 = 1.0 / 8.0;
 
-/// The memory that the scale search needs, in bytes.
-fn memory(work: &Workload<'_>) -> u64 {
+/// The memory in bytes of the scale search, and of what it keeps of the batch before it.
+fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
-    match work.settings.search {
+    if work.settings.search == Search::Reference {
         // Groups are searched one after the other.
-        Search::Reference => groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0),
-        // All inputs are gathered in one pass; then groups race one after the other.
-        Search::Fast => {
-            let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
-            let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
-                let values = match work.residence {
-                    Residence::Memory => sample_value_bytes(work, g) * work.shape(g.consumers[0])[1] as u64,
-                    Residence::Files { .. } => 0,
-                };
-                kept.gram_bytes.max(kept.tokens.saturating_mul(values + PLACE_BYTES))
-            });
-            let all = bytes.fold(0, u64::saturating_add);
-            let one =
-                groups.iter().zip(&kept).map(|(g, kept)| race_memory(work, g, *kept)).max().unwrap_or(0);
-            all.saturating_add(one)
-        }
+        let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
+        return [largest; 2];
     }
+    // All inputs are gathered in one pass; then groups race one after the other.
+    let kept: Vec<Kept> = groups.iter().map(|g| kept(work, g)).collect();
+    let bytes = groups.iter().zip(&kept).map(|(g, kept)| {
+        let row = match work.residence {
+            Residence::Memory => sample_value_bytes(work, g) * work.shape(g.consumers[0])[1] as u64,
+            Residence::Files { .. } => 0,
+        };
+        kept.gram_bytes.max(kept.tokens.saturating_mul(row + PLACE_BYTES))
+    });
+    let all = bytes.fold(0, u64::saturating_add);
+    let one = groups.iter().zip(&kept).map(|(g, kept)| race_memory(work, g, *kept)).max().unwrap_or(0);
+    [all.saturating_add(one), all]
 }
 
 /// What the fast search keeps of a group's input.
@@ -108,7 +106,10 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         Residence::Memory => round,
         Residence::Files { round_bytes } => round.min(round_bytes),
     };
-    candidate.saturating_add(round)
+    // The values of a piece on its way through the module.
+    let piece = race::piece(differences, work.sampling.length) as u64;
+    let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
+    candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
 
 /// The memory in bytes of the reference search for a group, which uses the whole batch.
@@ -195,7 +196,11 @@ impl Transform for Awq {
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {
-        memory(work)
+        memory(work)[0]
+    }
+
+    fn gathering_memory(&self, work: &Workload<'_>) -> u64 {
+        memory(work)[1]
     }
 
     fn work(&self, work: &Workload<'_>) -> SearchWork {

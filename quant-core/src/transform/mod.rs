@@ -172,6 +172,11 @@ pub trait Transform: Debug + Send + Sync {
         0
     }
 
+    /// The part of it that is kept while the batch passes through the block, before the search: by default all.
+    fn gathering_memory(&self, work: &Workload<'_>) -> u64 {
+        self.memory(work)
+    }
+
     /// The operations of its search in a block, in addition to one pass of the batch.
     fn work(&self, _work: &Workload<'_>) -> SearchWork {
         SearchWork::default()

@@ -205,11 +205,16 @@ fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> 
 
 /// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
 fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
-    let tokens = if kernel.is_some() { PREPARED_TOKENS } else { CHUNK_TOKENS };
     match sample.share {
-        Share::Windows { .. } => (tokens / sample.layout.length()).max(1) * sample.layout.length(),
-        Share::Tokens { .. } => tokens,
+        Share::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
+        Share::Tokens { .. } => piece(kernel.is_some(), 1),
     }
+}
+
+/// The largest piece of whole windows of this length, but at least one window.
+pub(super) fn piece(differences: bool, length: usize) -> usize {
+    let tokens = if differences { PREPARED_TOKENS } else { CHUNK_TOKENS };
+    (tokens / length.max(1)).max(1) * length.max(1)
 }
 
 /// The memory in bytes of a token while a round compares candidates on it.
