@@ -121,10 +121,10 @@ impl EvaluationText {
             true => wikitext::as_scored(&joined, profile).ok_or_else(|| {
                 Error::usage(
                     format!(
-                        "{} is not WikiText-2's raw test split, which wt2 profiles are of",
+                        "{} is not WikiText-2's raw test split, which wt2 profiles require",
                         origin.display()
                     ),
-                    format!("ask for the same rule on any text: ‹profile={}›", profile.name()),
+                    format!("for the same rule on any text, use ‹profile={}›", profile.name()),
                 )
             })?,
             false => joined.into(),

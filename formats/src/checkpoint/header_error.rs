@@ -67,7 +67,7 @@ pub enum HeaderError {
         tensor: String,
     },
     /// There are two `__metadata__`.
-    #[error("`__metadata__` stands twice in the header")]
+    #[error("`__metadata__` appears twice in the header")]
     DuplicateMetadata,
     /// `__metadata__` is not an object of distinct keys with text values.
     #[error("`__metadata__` must be an object of text values: {reason}")]

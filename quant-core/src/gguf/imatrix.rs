@@ -283,7 +283,7 @@ impl Importance {
             let calls = calls.max(1) as f32;
             let sums: Vec<f32> = values.collect();
             if found.entries.insert(name.clone(), Entry { sums, counts: vec![calls] }).is_some() {
-                return Err(format!("`{}` stands twice", printable(&name)));
+                return Err(format!("`{}` appears twice", printable(&name)));
             }
         }
         if cursor.at < bytes.len() {

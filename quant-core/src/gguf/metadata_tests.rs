@@ -109,7 +109,7 @@ fn every_tensor_has_one_place() {
         let family = families::family(name).unwrap();
         assert!(entries.iter().all(|(key, _)| key.starts_with(&format!("{}.", family.arch))));
         let keys: BTreeSet<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
-        assert_eq!(keys.len(), entries.len(), "{name}: a key stands twice");
+        assert_eq!(keys.len(), entries.len(), "{name}: a key appears twice");
         for layer in 0..a.layers {
             let placed = layout::of_block(&a, family, layer).unwrap();
             let places: BTreeSet<(&str, Option<usize>)> =

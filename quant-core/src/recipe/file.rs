@@ -332,7 +332,7 @@ impl Recipe {
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
                 "[calibration] has no effect: nothing uses a text",
-                "leave it out, or add a [[transform]] that looks at one",
+                "leave it out, or add a [[transform]] that uses one",
             ));
         }
         Ok(recipe)

@@ -107,7 +107,7 @@ impl Method {
             return Err(Error::usage(
                 format!("`{name}` is no step of method `{}`", self.name),
                 match steps[..] {
-                    [] => "it has none that could be left out".to_owned(),
+                    [] => "it has no steps that can be left out".to_owned(),
                     _ => format!("its steps are {}", steps.join(", ")),
                 },
             ));
@@ -157,7 +157,7 @@ impl Method {
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason =
-                format!("`{step}` makes another model, in which what `{}` looked at is no more", steps[0]);
+                format!("`{step}` makes another model, which invalidates the result of `{}`", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =

@@ -83,7 +83,7 @@ fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error 
         }
         Preparation::FoldNorms => (format!("norms of the family `{family}` cannot be folded"), "the folding"),
     };
-    Error::usage(format!("{what}: {reason}"), format!("leave {step} away: ‹skip={}›", by.name()))
+    Error::usage(format!("{what}: {reason}"), format!("leave out {step}: ‹skip={}›", by.name()))
 }
 
 /// The nodes of a block that touch the residual stream.

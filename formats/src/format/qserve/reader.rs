@@ -158,7 +158,7 @@ impl Reader {
 fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     let Some(order) = map.get("s2_order").filter(|v| !v.is_null()) else { return Ok(S2Order::default()) };
     if kind != Kind::Group {
-        return Err("`quantization_config.s2_order` stands beside weights without groups".into());
+        return Err("`quantization_config.s2_order` is set, but the weights have no groups".into());
     }
     S2Order::ALL.into_iter().find(|known| order.as_str() == Some(known.name())).ok_or_else(|| {
         let known = S2Order::ALL.map(S2Order::name).join(" nor ");

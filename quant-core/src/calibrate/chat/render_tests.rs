@@ -171,7 +171,7 @@ fn hostile_templates_end() {
 
 #[test]
 fn answers_that_cannot_be_told_are_refused() {
-    let says = ["does not let prompts be told from answers", "‹mask=none›", "{% generation %}"];
+    let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
     // The last turn alone is shown in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";

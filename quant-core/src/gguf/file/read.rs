@@ -100,7 +100,7 @@ impl<R: Read> Cursor<R> {
                 return Err(format!("key {i} at byte {at} is empty").into());
             }
             if !keys.insert(key.clone()) {
-                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)).into());
+                return Err(format!("key `{}` at byte {at} appears twice", printable(&key)).into());
             }
             let kind = u32::from_le_bytes(self.array(&key)?);
             let value = self.value(&key, kind)?;
@@ -112,7 +112,7 @@ impl<R: Read> Cursor<R> {
         for i in 0..tensors {
             let tensor = self.tensor(i)?;
             if !names.insert(tensor.name.clone()) {
-                return Err(format!("tensor `{}` stands twice", tensor.name).into());
+                return Err(format!("tensor `{}` appears twice", tensor.name).into());
             }
             found.push(tensor);
         }
