@@ -32,7 +32,7 @@ pub struct Case {
 }
 
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
-const NORMED: &str = "stand between its linears and the sum";
+const NORMED: &str = "are between its linears and the residual sum";
 const UNNORMED: &str = "without a norm";
 const EXPERTS: &str = "what is normed is not only multiplied";
 const MEAN: &str = "subtract the mean";

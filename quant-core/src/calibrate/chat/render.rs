@@ -75,7 +75,7 @@ impl One<'_> {
         match rendered {
             None => Err(self.fault("makes the template library panic on it", REMEDY)),
             Some(Err(_)) if output.full => {
-                Err(self.fault(format_args!("makes more than {LONGEST_TEXT} bytes of it"), other))
+                Err(self.fault(format_args!("writes more than {LONGEST_TEXT} bytes for it"), other))
             }
             Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
                 Err(self.fault("takes more steps for it than any template should", REMEDY))

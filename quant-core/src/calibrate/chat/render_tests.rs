@@ -158,7 +158,7 @@ fn hostile_templates_end() {
         "{% set x = 'x' * 1000000 %}{% for a in range(99) %}{{ x }}{% endfor %}",
         &one,
         Mask::None,
-        &["makes more than 16777216 bytes", "remove the conversation"],
+        &["writes more than 16777216 bytes", "remove the conversation"],
     );
     refused("{{ 'x' * 99999999999 }}", &one, Mask::None, &["fails on it"]);
     refused("{{ range(99999999999) | list }}", &one, Mask::None, &["fails on it"]);

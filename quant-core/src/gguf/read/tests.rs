@@ -340,9 +340,9 @@ fn models_in_parts_are_read_as_one() {
     says(&refused(&good, ["x.gguf", NAMES[1]], &as_it_is), &["does not end in `-00001-of-00002.gguf`"]);
     says(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
-    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "a file before it holds"]);
+    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "an earlier file holds"]);
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
-    says(&refused(&good, NAMES, &fewer), &["11 tensors, and the files hold 8"]);
+    says(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
 }
 
 /// A Qwen3.5 of two blocks, one with a delta net of 2 key heads and 4 value heads.

@@ -25,8 +25,8 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
         return Err(Error::usage(
-            "`smooth-outputs` would do again what SmoothQuant with all producers does: both divide what the output \
-             projections read",
+            "`smooth-outputs` repeats what SmoothQuant with all producers does: both scale the inputs \
+             of the output projections",
             "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
         ));
     }
