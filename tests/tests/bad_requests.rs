@@ -35,7 +35,7 @@ fn recipes() {
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
         (&["--alpha", "0.5"], &["--alpha has no effect"]),
-        (&["--skip", "rotate"], &["`rotate` is no step of method `awq`", "its steps are awq"]),
+        (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
             &["no step of method `rtn`", "no steps that can be left out"],

@@ -240,8 +240,7 @@ impl Policy {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
             if let Some(missing) = results.iter().find(|r| !names.contains(&r.as_str())) {
-                let reason =
-                    format!("asks for the result `{}`, which was not given", missing.escape_default());
+                let reason = format!("names the result `{}`, which was not given", missing.escape_default());
                 return Err(fault(&self.path, Some(line), reason));
             }
         }

@@ -82,7 +82,7 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
 /// LMDeploy's TurboMind.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("a quantized embedding is not read".into());
+        return No("it does not read a quantized embedding".into());
     }
     let schemes = outline.schemes();
     let [scheme] = schemes[..] else { return No("it reads one scheme per checkpoint".into()) };

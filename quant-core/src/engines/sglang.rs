@@ -8,7 +8,7 @@ use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("a quantized embedding is not read, and stays as it was initialized".into());
+        return No("it does not read a quantized embedding, which stays uninitialized".into());
     }
     linears(outline, ranks, |share| match outline.container {
         "awq" => awq(share),

@@ -248,7 +248,7 @@ impl Importance {
         let datasets = key("datasets").and_then(Value::as_strings);
         let mut found = Self {
             datasets: datasets
-                .ok_or_else(|| fault("`imatrix.datasets` is missing or no list of texts".into()))?
+                .ok_or_else(|| fault("`imatrix.datasets` is missing or not a list of texts".into()))?
                 .to_vec(),
             chunks: number("chunk_count")?,
             chunk_size: number("chunk_size")?,

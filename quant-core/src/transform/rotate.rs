@@ -141,7 +141,10 @@ impl Stream {
                         }
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
-                            return Err(refuse("what is added to its hidden states is no linear's output"));
+                            return Err(refuse(
+                                "what is added to its hidden states is not the output of \
+                             a linear",
+                            ));
                         }
                         stream.writes.push(added);
                         values.push(user);

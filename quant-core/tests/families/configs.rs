@@ -770,7 +770,7 @@ pub fn cases() -> Vec<Case> {
                 vec!["norm", "mixer.v_proj"],
             ],
             rounding: 1.0,
-            not_rotated_for: Some("is no linear's output"),
+            not_rotated_for: Some("is not the output of a linear"),
             ..Case::new(
                 "nemotron_h, latent experts",
                 "NemotronHForCausalLM",
@@ -815,7 +815,7 @@ pub fn cases() -> Vec<Case> {
             ],
             has_pairs: false,
             rounding: 1.0,
-            not_rotated_for: Some("is no linear's output"),
+            not_rotated_for: Some("is not the output of a linear"),
             ..Case::new(
                 "falcon_h1",
                 "FalconH1ForCausalLM",

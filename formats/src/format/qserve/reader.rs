@@ -121,7 +121,7 @@ impl Reader {
                     *stored as i8,
                     place(i)
                 ),
-                "zeros found on 8 bits (deepcompressor's `zero_point: PostScale`) are no codes of 4 bits: quantize again with \
+                "zeros computed on 8 bits (deepcompressor's `zero_point: PostScale`) are not 4-bit codes: quantize again with \
                  `PreScale`, or from the float model",
             ))
         };
@@ -146,7 +146,7 @@ impl Reader {
                 &format!(
                     "has {stored} at {row}, which is not its scale of {scale} times a zero from 0 to 15 in F16"
                 ),
-                "zeros that are no codes of 4 bits (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
+                "zeros that are not 4-bit codes (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
                  `PreScale`, or from the float model",
             ))
         };

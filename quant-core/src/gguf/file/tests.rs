@@ -125,7 +125,7 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (crafted(1, 0, &tensor("t", &[0], 0, 0)), "a dimension of 0"),
         (crafted(1, 0, &tensor("t", &[u64::MAX], 0, 0)), "a dimension of"),
         (crafted(1, 0, &tensor("t", &[1 << 31, 1 << 31, 1 << 31], 0, 0)), "overflows"),
-        (crafted(1, 0, &tensor("t", &[48], 2, 0)), "no whole blocks of 32"),
+        (crafted(1, 0, &tensor("t", &[48], 2, 0)), "not a multiple of the block size 32"),
         (crafted(1, 0, &tensor("t", &[256], 16, 0)), "the type IQ2_XXS"),
         (crafted(1, 0, &tensor("t", &[4], 4, 0)), "the unknown type 4"),
         (crafted(1, 0, &tensor("t", &[4], 0, 32)), "is 32, 0 is due"),

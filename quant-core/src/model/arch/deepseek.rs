@@ -201,7 +201,7 @@ pub(super) fn groups(
         return Err(config.error(CHOSEN, format!("is {chosen}, and there are only {count} groups")));
     }
     if top_k > experts / count * chosen {
-        let reason = format!("is {chosen}: so many groups have fewer than the {top_k} experts of a token");
+        let reason = format!("is {chosen}: these groups have fewer than the {top_k} experts of a token");
         return Err(config.error(CHOSEN, reason));
     }
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))

@@ -333,7 +333,10 @@ fn differences(
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
-            said.push(format!("its weights are quantized by `{}`, which is not read", printable(method)));
+            said.push(format!(
+                "its weights are quantized by `{}`, which is not supported",
+                printable(method)
+            ));
         }
     }
     said

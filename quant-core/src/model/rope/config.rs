@@ -246,7 +246,8 @@ impl Reader<'_, '_, '_> {
                 Ok(RopeScaling::Llama3 { factor, low, high, original_positions })
             }
             "dynamic" if dim <= 2 => {
-                Err(fields.error("rope_type", format!("is `dynamic`, which {dim} channels that turn do not allow")))
+                Err(fields.error("rope_type", format!("is `dynamic`, which is not possible with {dim} \
+                 rotated channels")))
             }
             "dynamic" => {
                 let factor = positive("factor")?;
