@@ -354,9 +354,9 @@ impl Divergence {
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
-            return Err("has a `comparison.kl_by_confidence` whose positions are not those that were \
-             scored"
-                .into());
+            return Err(
+                "has a `comparison.kl_by_confidence` whose positions are not those that were scored".into()
+            );
         }
         let parts = self.kl_by_confidence.iter().filter_map(|b| Some(b.kl?.mean * b.positions as f64));
         near("comparison.kl_by_confidence", parts.sum::<f64>() / count, self.kl.mean)?;
@@ -365,9 +365,9 @@ impl Divergence {
             return Err("has a `comparison.at_noise_floor` that contradicts its noise floor".into());
         }
         if !whole(self.top1_agreement.mean * count) {
-            return Err("has `comparison.top1_agreement` for a number of positions that is not an \
-             integer"
-                .into());
+            return Err(
+                "has `comparison.top1_agreement` for a number of positions that is not an integer".into()
+            );
         }
         if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
             return Err(

@@ -381,8 +381,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(
         NOT_IN_SGLANG,
         Has::Unsure(
-            "it has no class for this family, and what it reads with transformers' classes was \
-         not checked",
+            "it has no class for this family, and what it reads with transformers' classes was not checked",
         ),
         Basis::Read,
     )

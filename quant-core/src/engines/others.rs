@@ -54,11 +54,9 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
                 "`{}`: gptqmodel's kernel for CPUs with AVX-512 needs outputs in multiples of 32, not {}",
                 part.module, part.n
             )),
-            (_, true) => With(
-                "gptqmodel's kernel for CPUs with AVX-512 does not support scales per \
-             channel"
-                    .into(),
-            ),
+            (_, true) => {
+                With("gptqmodel's kernel for CPUs with AVX-512 does not support scales per channel".into())
+            }
             _ => Yes,
         };
     }
@@ -168,9 +166,9 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
         {
             Yes
         }
-        [LinearScheme { granularity: Granularity::Channel, .. }] => No("it does not read scales per \
-         channel"
-            .into()),
+        [LinearScheme { granularity: Granularity::Channel, .. }] => {
+            No("it does not read scales per channel".into())
+        }
         [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
         _ => No("it reads one scheme per checkpoint".into()),
     };

@@ -107,10 +107,9 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
         let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
         let remedy = fits.map(|g| format!("; groups of {g} would do")).unwrap_or_default();
-        return Err(share.fault(format!(
-            "{k} inputs per rank are not a multiple of the group size \
-         {group}{remedy}"
-        )));
+        return Err(
+            share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}"))
+        );
     }
     if container == "awq" {
         if share.group().is_none() && share.split_inputs {
@@ -153,11 +152,10 @@ fn aligned_blocks(share: &Share<'_>) -> Result<(), String> {
         return Err(share.fault(format!("{n} outputs per rank are not a multiple of the block size {BLOCK}")));
     }
     match share.split_inputs && !share.k.is_multiple_of(BLOCK) {
-        true => Err(share.fault(format!(
-            "{} inputs per rank are not a multiple of the block size \
-         {BLOCK}",
-            share.k
-        ))),
+        true => {
+            Err(share
+                .fault(format!("{} inputs per rank are not a multiple of the block size {BLOCK}", share.k)))
+        }
         false => Ok(()),
     }
 }

@@ -42,8 +42,7 @@ pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
     let hadamard = Hadamard::new(hidden).map_err(|_| {
         let reason = format!(
-            "there is no construction of a Hadamard matrix of order {hidden}, the width of its \
-             hidden states"
+            "there is no construction of a Hadamard matrix of order {hidden}, the width of its hidden states"
         );
         refused(architecture, Preparation::Rotate, &reason)
     });
@@ -142,8 +141,7 @@ impl Stream {
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
                             return Err(refuse(
-                                "what is added to its hidden states is not the output of \
-                             a linear",
+                                "what is added to its hidden states is not the output of a linear",
                             ));
                         }
                         stream.writes.push(added);

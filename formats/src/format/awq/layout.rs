@@ -51,8 +51,7 @@ pub(super) fn layout(
     };
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!(
-            "the {METHOD} format cannot describe activations, which {scheme} \
-         quantizes"
+            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
         )));
     }
     if scheme.int_bits() != Some(BITS) {

@@ -56,8 +56,7 @@ pub(super) fn layout(
     };
     if scheme.activations != ActivationScheme::Float {
         return Err(unusable(format!(
-            "the {METHOD} format cannot describe activations, which {scheme} \
-         quantizes"
+            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
         )));
     }
     let Some(bits @ (2 | 3 | 4 | 8)) = scheme.int_bits() else {

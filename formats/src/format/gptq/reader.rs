@@ -163,8 +163,7 @@ impl PackedReader for Reader {
             false => Err(Self::broken(
                 source,
                 &name,
-                "has zero points other than the middle code, but \
-             `sym` is true",
+                "has zero points other than the middle code, but `sym` is true",
             )),
         }
     }

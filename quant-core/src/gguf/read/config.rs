@@ -140,11 +140,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
     if turned != head_dim {
         if !about.family.turns_parts || turned > head_dim {
-            return Err(about.unread(
-                "rope.dimension_count",
-                "is not the width of a head, which is not \
-             supported",
-            ));
+            return Err(
+                about.unread("rope.dimension_count", "is not the width of a head, which is not supported")
+            );
         }
         set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
     } else if about.family.turns_parts {

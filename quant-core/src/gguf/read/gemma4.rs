@@ -69,11 +69,9 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     };
     let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
     if rotary != windowed {
-        return Err(about.unread(
-            "rope.dimension_count_swa",
-            "is not the width of a head, which is not \
-         supported",
-        ));
+        return Err(
+            about.unread("rope.dimension_count_swa", "is not the width of a head, which is not supported")
+        );
     }
     set(
         "rope_parameters",
