@@ -16,7 +16,7 @@ use crate::{Error, Result};
 /// What a run that repacks is called in reports: no method found its numbers here.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the numbers of a quantized checkpoint in another container",
+    summary: "the numbers of a quantized checkpoint in another format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,

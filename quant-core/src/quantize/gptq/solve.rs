@@ -86,7 +86,7 @@ pub fn solve_within(
         return layout("weights or the factor are not of the shape");
     }
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
-        return layout("clip bounds are not a magnitude a group");
+        return layout("clip bounds are not one magnitude per group");
     }
     // Grids of floating-point numbers are those of the float weights, as if each were rounded to nearest: a scale that
     // rows share, or that was searched for, is settled before the first column.

@@ -33,7 +33,7 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
         return Err(Error::usage(
             format!(
-                "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
+                "channel maxima from a file belong to the unmodified model, but `{step}` changes it first"
             ),
             "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
         ));
