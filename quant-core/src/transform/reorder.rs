@@ -63,11 +63,7 @@ fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
         }
         let ranges = task.ranges.get(&group.input);
         let ranges = ranges.ok_or_else(|| {
-            Error::Internal(
-                "channels are sorted by statistics that were not \
-             collected"
-                    .into(),
-            )
+            Error::Internal("channels are sorted by statistics that were not collected".into())
         })?;
         let (rows, columns) = orders(&group, &ranges.maxima());
         tracing::debug!(consumer = task.module(group.consumer), "channels sorted");
