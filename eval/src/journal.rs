@@ -57,7 +57,7 @@ impl<T: Measured> Journal<T> {
         let fault = |e| Error::io("write", path, e);
         // Opening a pipe would block, and a device would discard what is written.
         if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
-            return Err(other(path, "no file that a journal could be kept in"));
+            return Err(other(path, "not a regular file"));
         }
         let mut file = OpenOptions::new().read(true).create(true).append(true).open(path).map_err(fault)?;
         match file.try_lock() {
@@ -138,16 +138,16 @@ fn read<T: Measured>(
         if line.last() != Some(&b'\n') {
             // The end of the file, or an incomplete line.
             if at == 0 && read > 0 {
-                return Err(other("no journal of an evaluation"));
+                return Err(other("not an evaluation journal"));
             }
             break;
         }
         if at == 0 {
             let Ok(found) = serde_json::from_slice::<Value>(&line) else {
-                return Err(other("no journal of an evaluation"));
+                return Err(other("not an evaluation journal"));
             };
             if found.get("schema") != head.get("schema") {
-                return Err(other("no journal of an evaluation that this version made"));
+                return Err(other("not an evaluation journal of this version"));
             }
             if &found != head {
                 return Err(other("the journal of another evaluation"));

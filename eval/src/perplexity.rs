@@ -44,7 +44,7 @@ impl Scores {
         let perplexity = estimate.exp();
         if !perplexity.mean.is_finite() {
             return Err(Error::Logits {
-                reason: format!("{:.1} nats per token are a perplexity beyond all numbers", estimate.mean),
+                reason: format!("{:.1} nats per token: the perplexity overflows", estimate.mean),
             });
         }
         let tokens = counts.iter().sum::<usize>() as f64;

@@ -181,7 +181,7 @@ impl Evaluation {
         let broken = |reason: String| fault(path, reason);
         check_schema(&value, SCHEMA, path)?;
         let result: Self =
-            serde_json::from_value(value).map_err(|e| broken(format!("is no evaluation: {e}")))?;
+            serde_json::from_value(value).map_err(|e| broken(format!("is not an evaluation result: {e}")))?;
         result.check().map_err(broken)?;
         Ok(result)
     }
@@ -227,7 +227,7 @@ impl Evaluation {
         }
         self.scores.check("", &self.window_tokens, self.text.bytes)?;
         if ![self.seconds, self.tokens_per_second].iter().all(|t| t.is_finite() && *t >= 0.0) {
-            return Err("has a time that is no number".into());
+            return Err("has an invalid time".into());
         }
         if let Some(comparison) = &self.comparison {
             comparison.reference.check("comparison.reference.", &self.window_tokens, self.text.bytes)?;
@@ -253,7 +253,7 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
         _ => Error::io("read", path, e),
     })?;
     if !metadata.is_file() {
-        return Err(broken("is no file".into()));
+        return Err(broken("is not a regular file".into()));
     }
     if metadata.len() > LARGEST {
         return Err(broken(format!("has {} bytes; at most {LARGEST} are read", metadata.len())));
@@ -307,7 +307,7 @@ impl Scores {
             let name = format!("{place}word_perplexity");
             check_estimate(&name, word, 1.0)?;
             if nats > 0.0 && !whole(nats / word.mean.ln()) {
-                return Err(format!("has `{name}` of no whole number of words"));
+                return Err(format!("has `{name}` for a number of words that is not an integer"));
             }
         }
         if self.token_standard_error.is_some_and(|e| !(e.is_finite() && e >= 0.0)) {
@@ -328,7 +328,7 @@ impl Divergence {
         let q = &self.kl_quantiles;
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
-            return Err("has `comparison.kl_quantiles` that do not rise".into());
+            return Err("has `comparison.kl_quantiles` that are not in increasing order".into());
         }
         let ordered = |q: &Quantile| match (q.low, q.high) {
             (Some(low), Some(high)) => 0.0 <= low && low <= high && high.is_finite(),
@@ -338,7 +338,7 @@ impl Divergence {
         if ![q.median, q.p90, q.p99, q.p999, q.max].iter().all(ordered)
             || self.kl.mean > q.max.value * (1.0 + TOLERANCE)
         {
-            return Err("has `comparison.kl_quantiles` with intervals that are none".into());
+            return Err("has `comparison.kl_quantiles` with invalid intervals".into());
         }
         // The mean has an upper bound that follows from its quantiles, and each quantile one that follows from the
         // mean.
@@ -355,19 +355,25 @@ impl Divergence {
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
-            return Err("has `comparison.kl_by_confidence` of other positions than were scored".into());
+            return Err(
+                "has a `comparison.kl_by_confidence` whose positions are not those that were scored".into()
+            );
         }
         let parts = self.kl_by_confidence.iter().filter_map(|b| Some(b.kl?.mean * b.positions as f64));
         near("comparison.kl_by_confidence", parts.sum::<f64>() / count, self.kl.mean)?;
         let at_floor = self.noise_floor.as_ref().map(|f| self.kl.mean < AT_FLOOR * f.kl.mean);
         if self.at_noise_floor != at_floor {
-            return Err("has `comparison.at_noise_floor` that its noise floor does not give".into());
+            return Err("has a `comparison.at_noise_floor` that contradicts its noise floor".into());
         }
         if !whole(self.top1_agreement.mean * count) {
-            return Err("has `comparison.top1_agreement` of no whole number of positions".into());
+            return Err(
+                "has `comparison.top1_agreement` for a number of positions that is not an integer".into()
+            );
         }
         if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
-            return Err("has a `comparison.kl_histogram` of other positions than were scored".into());
+            return Err(
+                "has a `comparison.kl_histogram` whose positions are not those that were scored".into()
+            );
         }
         if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
             return Err("has a `comparison.minimum_detectable_increase` that is invalid".into());
@@ -389,7 +395,10 @@ fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), Stri
     if estimate.mean.is_finite() && estimate.mean >= least && error_fits {
         return Ok(());
     }
-    Err(format!("has a `{name}` that is no sound number: {} ± {:?}", estimate.mean, estimate.standard_error))
+    Err(format!(
+        "has a `{name}` that is not a valid number: {} ± {:?}",
+        estimate.mean, estimate.standard_error
+    ))
 }
 
 /// Whether a number is a count, except for rounding.
@@ -404,7 +413,7 @@ fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     match (found.standard_error, expected.standard_error) {
         (None, None) => Ok(()),
         (Some(a), Some(b)) => near(&format!("{name}.standard_error"), a, b),
-        _ => Err(format!("has a standard error of `{name}` that its windows do not give")),
+        _ => Err(format!("has a standard error of `{name}` that does not follow from its windows")),
     }
 }
 
@@ -414,7 +423,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least:
         return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
     }
     if means.iter().any(|m| !(m.is_finite() && *m >= least)) {
-        return Err(format!("has a `{name}` of a window that is no sound number"));
+        return Err(format!("has a `{name}` of a window that is not a valid number"));
     }
     check_estimate(name, estimate, least)?;
     let totals: Vec<f64> = means.iter().zip(tokens).map(|(m, &n)| m * n as f64).collect();
@@ -424,7 +433,7 @@ fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least:
         (None, None) => Ok(()),
         // The standard error may be pure rounding when windows hardly differ.
         (Some(a), Some(b)) if (a - b).abs() <= 1e-6 * b + 1e-12 => Ok(()),
-        _ => Err(format!("has a standard error of `{name}` that its windows do not give")),
+        _ => Err(format!("has a standard error of `{name}` that does not follow from its windows")),
     }
 }
 

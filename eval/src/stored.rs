@@ -89,19 +89,19 @@ impl StoredReference {
         let mut file = File::open(path).map_err(io)?;
         let metadata = file.metadata().map_err(io)?;
         if !metadata.is_file() || metadata.len() < PRELUDE {
-            return Err(fault("is no stored reference: it is too short".into()));
+            return Err(fault("is not a stored reference: it is too short".into()));
         }
         let mut prelude = [0; PRELUDE as usize];
         file.read_exact(&mut prelude).map_err(io)?;
         if prelude[..8] != MAGIC {
-            return Err(fault("is no stored reference: it begins with other bytes".into()));
+            return Err(fault("is not a stored reference: it begins with other bytes".into()));
         }
         let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
         if length > LONGEST_HEADER {
             return Err(fault(format!("has a header of {length} bytes; at most {LONGEST_HEADER} are read")));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
-            return Err(fault("was cut: its header does not end where the file does".into()));
+            return Err(fault("is truncated: its header does not end where the file does".into()));
         }
         let mut bytes = vec![0; length as usize];
         file.read_exact_at(&mut bytes, offset).map_err(io)?;
@@ -110,7 +110,7 @@ impl StoredReference {
             return Err(fault("was changed: its header has another BLAKE3".into()));
         }
         let header =
-            parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is no JSON: {e}")))?;
+            parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is not JSON: {e}")))?;
         match header.get("schema").and_then(serde_json::Value::as_str) {
             Some(SCHEMA) => {}
             Some(other) => {
@@ -179,7 +179,8 @@ impl StoredReference {
         };
         Err(Error::usage(
             format!("the stored reference {} was made {differs}", self.path.display()),
-            "give the options that it was made with, or make it anew: ‹eval(MODEL, text=TEXT, save_reference=FILE)›",
+            "give the options that it was made with, or create it again: ‹eval(MODEL, text=TEXT, \
+             save_reference=FILE)›",
         ))
     }
 
@@ -371,6 +372,6 @@ fn fault(path: &Path, reason: String) -> Error {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "make it anew: ‹eval(MODEL, text=TEXT, save_reference=FILE)›".into(),
+        remedy: "create it again: ‹eval(MODEL, text=TEXT, save_reference=FILE)›".into(),
     }
 }

@@ -121,10 +121,10 @@ impl EvaluationText {
             true => wikitext::as_scored(&joined, profile).ok_or_else(|| {
                 Error::usage(
                     format!(
-                        "{} is not WikiText-2's raw test split, which wt2 profiles are of",
+                        "{} is not WikiText-2's raw test split, which wt2 profiles require",
                         origin.display()
                     ),
-                    format!("ask for the same rule on any text: ‹profile={}›", profile.name()),
+                    format!("for the same rule on any text, use ‹profile={}›", profile.name()),
                 )
             })?,
             false => joined.into(),
@@ -256,8 +256,8 @@ fn of_stream(
     let mut warnings = Vec::new();
     if bos.is_none() && tokenization.settings.adds_bos() == Some(true) {
         warnings.push(
-            "tokenizer_config.json asks for a first token (add_bos_token), but tokenizer.json adds none: the \
-             text is scored without"
+            "tokenizer_config.json asks for a first token (add_bos_token), but tokenizer.json adds \
+             none: the text is scored without one"
                 .to_owned(),
         );
     }
@@ -339,10 +339,10 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             count += tokens.ids.len();
             if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
                 warnings.push(
-                "the tokenizer adds the prefix itself: as in lm-evaluation-harness it stands there twice, and the \
-                 second is scored"
-                    .to_owned(),
-            );
+                    "the tokenizer adds the prefix itself: as in lm-evaluation-harness, it occurs twice, \
+                 and the second one is scored"
+                        .to_owned(),
+                );
             }
             let mut predicted = 0;
             // All bytes of a document count, including those that no token covers.

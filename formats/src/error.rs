@@ -290,7 +290,7 @@ pub enum Error {
         available: Option<u64>,
     },
     /// An input tensor has the name of a tensor that would be written for another one.
-    #[error("{}: tensor `{tensor}` has the name of what is written for `{module}`", path.display())]
+    #[error("{}: tensor `{tensor}` has the same name as a tensor written for `{module}`", path.display())]
     NameTaken {
         /// The shard that holds it.
         path: PathBuf,
@@ -416,9 +416,9 @@ fn list_indivisible(offenders: &[Indivisible]) -> String {
 }
 
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {
-    let near = nearest.map(|name| format!("; the nearest that is: `{name}`")).unwrap_or_default();
+    let near = nearest.map(|name| format!("; the nearest supported one is `{name}`")).unwrap_or_default();
     let lines: String = differences.iter().map(|line| format!("\n  {line}")).collect();
-    let colon = if differences.is_empty() { "" } else { "; not supported of it:" };
+    let colon = if differences.is_empty() { "" } else { "; differences that are not supported:" };
     format!("{near}{colon}{lines}")
 }
 

@@ -123,5 +123,5 @@ fn what_would_be_done_twice_is_refused() {
     recipe.settings.smooth.producers = Producers::All;
     let error = Plan::new(&model, &recipe, recipe.containers[0]).unwrap_err();
     assert_eq!(error.category(), Category::Usage);
-    assert!(error.to_string().contains("`smooth-outputs` would do again"), "{error}");
+    assert!(error.to_string().contains("`smooth-outputs` repeats"), "{error}");
 }

@@ -30,15 +30,15 @@ fn recipes() {
             &["all activations stay float", "such as w8a8"],
         ),
         (&["--scheme", "w4a8-g32-static"], &["w8a8-channel-sym only"]),
-        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["says nothing of activations"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha 1.5 is outside 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
         (&["--alpha", "0.5"], &["--alpha has no effect"]),
-        (&["--skip", "rotate"], &["`rotate` is no step of method `awq`", "its steps are awq"]),
+        (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["no step of method `rtn`", "none that could be left out"],
+            &["no step of method `rtn`", "no steps that can be left out"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],

@@ -332,8 +332,8 @@ fn requests_that_make_no_sense_are_refused() {
     wide().write(&at("model"));
     let rtn = ["--method", "rtn"];
     for (options, says) in [
-        (["--scheme", "w4a16kvf8-g32", "--format", "awq"], "the awq format has no place for the scales"),
-        (["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format has no place for the scales"),
+        (["--scheme", "w4a16kvf8-g32", "--format", "awq"], "the awq format cannot store the scales"),
+        (["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format cannot store the scales"),
         (["--scheme", "w4a16kvf4", "--group-size", "32"], "a cache of `kvf4` is not known"),
     ] {
         check_message(says, &quantize(&at("model"), &at("out"), &[&rtn[..], &options].concat()), 2, &[says]);

@@ -166,7 +166,7 @@ fn every_outcome_has_its_exit_code() {
     let bench = Bench::get();
     let gate = bench.at("gate.toml");
     let pass = bench.judge(&bench.result("4"), &gate).succeeded();
-    assert!(pass.stdout.contains("to the last bit"), "{pass}");
+    assert!(pass.stdout.contains("bit-identical"), "{pass}");
     // An improvement is not a regression.
     bench.judge(&bench.result("8"), &gate).succeeded();
     let fail = bench.judge(&bench.result("3"), &gate);
@@ -283,16 +283,16 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
     // JSON has no NaN: writers use null or a string instead.
-    broken("an invalid number", &set("/nll/mean", Value::Null), &["is no evaluation"]);
-    broken("an invalid window", &set("/window_nll/3", Value::Null), &["is no evaluation"]);
+    broken("an invalid number", &set("/nll/mean", Value::Null), &["is not an evaluation result"]);
+    broken("an invalid window", &set("/window_nll/3", Value::Null), &["is not an evaluation result"]);
     broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
     broken("no windows", &set("/windows", json!(0)), &["no windows"]);
     broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows say"]);
     broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows say"]);
     broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
     broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
-    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["no sound number"]);
-    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["no sound number"]);
+    broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["not a valid number"]);
+    broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["not a valid number"]);
     broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
     broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
     broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["bytes of a text"]);
@@ -339,19 +339,23 @@ fn nothing_that_is_missing_or_broken_passes() {
         std::fs::write(at("held.json"), result.to_string()).unwrap();
         judge(path, &at("held.json"), &baseline, 4, &["held.json"]);
     }
-    broken("an unknown field", &|r| r["extra"] = json!(1), &["is no evaluation"]);
+    broken("an unknown field", &|r| r["extra"] = json!(1), &["is not an evaluation result"]);
     let alone = |r: &mut Value| {
         r["comparison"] = Value::Null;
         r["reference"] = Value::Null;
     };
     broken("measured alone", &alone, &["another reference, or none"]);
-    broken("an unknown field deep inside", &|r| r["comparison"]["kl"]["x"] = json!(1), &["is no evaluation"]);
+    broken(
+        "an unknown field deep inside",
+        &|r| r["comparison"]["kl"]["x"] = json!(1),
+        &["is not an evaluation result"],
+    );
     let reversed = |r: &mut Value| {
         let q = &mut r["comparison"]["kl_quantiles"]["p99"];
         (q["low"], q["high"]) = (q["high"].take(), q["low"].take());
     };
-    broken("an interval the wrong way", &reversed, &["intervals that are none"]);
-    broken("no buckets", &set("/comparison/kl_by_confidence", json!([])), &["other positions"]);
+    broken("an interval the wrong way", &reversed, &["invalid intervals"]);
+    broken("no buckets", &set("/comparison/kl_by_confidence", json!([])), &["not those that were scored"]);
     let text = std::fs::read_to_string(&good).unwrap();
     for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
         std::fs::write(at("held.json"), &text[..length]).unwrap();

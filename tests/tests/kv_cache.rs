@@ -107,7 +107,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv8\"")).unwrap();
     check_message("an edited cache", &gate("eight.json"), 4, &["was changed since"]);
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv3\"")).unwrap();
-    check_message("no cache", &gate("eight.json"), 4, &["is no evaluation"]);
+    check_message("no cache", &gate("eight.json"), 4, &["is not an evaluation result"]);
 }
 
 /// The kernels' pages agree with the simulation; they differ only by the 8-bit queries.

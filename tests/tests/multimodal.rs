@@ -174,7 +174,7 @@ fn what_is_refused() {
     );
     let says = [
         "`Qwen3OtherForConditionalGeneration` is not supported",
-        "the nearest that is: `Qwen3_5ForCausalLM`",
+        "the nearest supported one is `Qwen3_5ForCausalLM`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",
     ];

@@ -203,5 +203,5 @@ fn the_ablation_goes_without_what_a_family_does_not_allow() {
     );
     let refused = ablation(&["--skip", "awq"]);
     assert_eq!(refused.code(), Some(2), "{refused}");
-    assert!(refused.stderr.contains("`awq` is no step of method `qoq`"), "{refused}");
+    assert!(refused.stderr.contains("`awq` is not a step of method `qoq`"), "{refused}");
 }

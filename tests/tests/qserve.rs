@@ -138,7 +138,8 @@ fn what_other_containers_lose_is_said_and_is_all() {
     assert!(rounded > 0, "something is lost");
 
     // Reported before and after the run, as text and as JSON.
-    let said = "the two levels of scales become one, their product in F16: up to 2^-11 of it off";
+    let said = "the two levels of scales become one, their product in F16, with a relative error of up \
+     to 2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
         let options = ["--format", format].into_iter().chain(json.iter().copied()).map(OsString::from);
@@ -194,7 +195,7 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
             &["--scheme", GROUPS, "--override", "lm_head=w4a8-g128-asym-progressive"],
             "keep it float",
         ),
-        ("16 outputs", &narrow, &["--scheme", "w8a8"], "its 16 outputs are no multiple of 32"),
+        ("16 outputs", &narrow, &["--scheme", "w8a8"], "its 16 outputs are not a multiple of 32"),
     ] {
         let arguments = args!["quantize", model, "-o", &out, "--method", "rtn", "--format", "qserve"];
         let run = quant(arguments.into_iter().chain(options.iter().map(OsString::from)));

@@ -112,7 +112,7 @@ fn the_options_of_every_verb_are_documented() {
         let body = &text[start + 4 + title.len()..];
         body[..body.find("\n## ").unwrap_or(body.len())].to_owned()
     };
-    let common = flags(&section("For every verb"));
+    let common = flags(&section("For every command"));
     assert_eq!(common, BTreeSet::from(["--quiet", "--threads"].map(str::to_owned)));
     for verb in
         ["demo", "plan", "quantize", "eval", "gate", "inspect", "generate", "chat", "bench", "completions"]

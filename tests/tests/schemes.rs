@@ -90,7 +90,7 @@ fn containers_refuse_what_they_cannot_hold() {
         ("wf8a16-channel-asym", "`asym` is not understood"),
         ("wf4a16", "FP4 weights are in groups: -g16-nv or -g32-mx"),
         ("wf4a16-g16-mx", "its scales are not -mx"),
-        ("w4af8-g64", "go with 4 bits in groups of 128, symmetric"),
+        ("w4af8-g64", "need integer weights of 4 bits in symmetric groups of 128"),
     ] {
         let run = quant(args!["plan", &model, "--scheme", scheme]);
         check_message(scheme, &run, 2, &[expected]);

@@ -419,7 +419,7 @@ fn damaged_fp8_is_refused() {
     let up = "model.layers.0.mlp.up_proj";
     type Damage<'a> = &'a dyn Fn(&mut Vec<RawTensor>);
     let cases: [(&str, i32, &str, Damage<'_>); 4] = [
-        ("no scale", 4, "has no scale beside it", &|t| {
+        ("no scale", 4, "is FP8 but has no scale", &|t| {
             t.retain(|t| t.name != format!("{up}.weight_scale_inv"))
         }),
         ("another grid", 4, "one per block of 128 × 128", &|t| {

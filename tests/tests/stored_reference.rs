@@ -127,8 +127,8 @@ fn cut_changed_and_hostile_files_are_refused() {
         bytes
     };
     refused("a few bytes", &good[..20], "too short");
-    refused("half of it", &good[..good.len() / 2], "was cut");
-    refused("more at the end", &[&good[..], b"{}"].concat(), "was cut");
+    refused("half of it", &good[..good.len() / 2], "is truncated");
+    refused("more at the end", &[&good[..], b"{}"].concat(), "is truncated");
     refused("the digest", &changed(30), "header has another BLAKE3");
     refused("the header", &changed(offset + length / 2), "header has another BLAKE3");
     refused("the head", &changed(56 + 1000), "head has another BLAKE3");
@@ -138,7 +138,7 @@ fn cut_changed_and_hostile_files_are_refused() {
     endless[16..24].copy_from_slice(&u64::MAX.to_le_bytes());
     refused("an endless header", &endless, "at most");
     endless[16..24].copy_from_slice(&(1_u64 << 25).to_le_bytes());
-    refused("a header beyond the end", &endless, "was cut");
+    refused("a header beyond the end", &endless, "is truncated");
 
     // Changed headers with a recomputed hash.
     let sealed = |edit: &dyn Fn(&mut Value)| {

@@ -60,11 +60,12 @@ impl Baseline {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "make a baseline of results that are good: ‹gate(RESULT…, baseline=FILE, update)›".into(),
+            remedy: "create a baseline from good results: ‹gate(RESULT…, baseline=FILE, update)›".into(),
         };
         let value = read_json(path, "a baseline").map_err(|e| with_remedy(e, &fault))?;
         check_schema(&value, SCHEMA, path).map_err(|e| with_remedy(e, &fault))?;
-        let file: File = serde_json::from_value(value).map_err(|e| fault(format!("is no baseline: {e}")))?;
+        let file: File =
+            serde_json::from_value(value).map_err(|e| fault(format!("is not a baseline: {e}")))?;
         if file.results.is_empty() {
             return Err(fault("holds no result".into()));
         }

@@ -141,8 +141,8 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: "compares with a baseline, and none was given".into(),
-            remedy: "give it with ‹baseline=FILE›; ‹update› makes one of results that are good".into(),
+            reason: "compares with a baseline, but none was given".into(),
+            remedy: "give it with ‹baseline=FILE›; ‹update› creates one from good results".into(),
         });
     }
     let mut notes = Vec::new();
@@ -170,7 +170,7 @@ pub fn judge(
         if check.verdict == Verdict::Fail && !fails {
             doubted = true;
             check.verdict = Verdict::Inconclusive;
-            check.message.push_str("; with so many tests, chance explains it");
+            check.message.push_str("; with this many tests, it may be due to chance");
         }
         checks.push(check);
     }
@@ -184,7 +184,7 @@ pub fn judge(
             path: policy.path.clone(),
             line: None,
             reason: format!("checks nothing of the result `{}`", name.escape_default()),
-            remedy: "add a check of it, or do not give it: what is not checked does not pass".into(),
+            remedy: "add a check of it, or leave it out: an unchecked result does not pass".into(),
         });
     }
     let any = |v| checks.iter().any(|c| c.verdict == v);
@@ -360,14 +360,14 @@ fn non_inferiority(
     };
     let range = match low.zip(high) {
         Some((l, u)) => format!("between {} and {}", unit(l), unit(u)),
-        None => "of one window, which says nothing of the spread".into(),
+        None => "from one window, which gives no spread".into(),
     };
     let need = match test.windows_needed {
         Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
         None => String::new(),
     };
     let message = match differences.iter().all(|d| *d == 0.0) {
-        true => format!("{} is the same as the {against}'s to the last bit", check.metric.name()),
+        true => format!("{} is bit-identical to that of the {against}", check.metric.name()),
         false => format!(
             "{} against the {against}: {} ({range}), at most {} allowed{need}",
             check.metric.name(),

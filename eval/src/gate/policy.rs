@@ -147,7 +147,7 @@ impl Policy {
             _ => Error::io("read", path, e),
         })?;
         if !metadata.is_file() || metadata.len() > LARGEST {
-            return Err(fault(format!("is no file of at most {LARGEST} bytes")));
+            return Err(fault(format!("is not a file of at most {LARGEST} bytes")));
         }
         let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
         let text = String::from_utf8(bytes).map_err(|_| fault("is not UTF-8".into()))?;
@@ -163,7 +163,7 @@ impl Policy {
             |span: Range<usize>| text.get(..span.start).map_or(1, |before| 1 + before.matches('\n').count());
         let fault = |line, reason: String| fault(path, line, reason);
         let file: File = toml::from_str(text)
-            .map_err(|e| fault(e.span().map(line), format!("is no policy: {}", e.message().trim_end())))?;
+            .map_err(|e| fault(e.span().map(line), format!("is not a policy: {}", e.message().trim_end())))?;
         if file.schema.get_ref() != SCHEMA {
             let reason = format!(
                 "has the schema `{}`; this version reads `{SCHEMA}`",
@@ -191,11 +191,12 @@ impl Policy {
             let at = line(entry.span());
             let NonInferiorityEntry { metric, against, margin, results } = entry.into_inner();
             if !(margin.is_finite() && margin >= 0.0) {
-                return Err(fault(Some(at), format!("has the margin {margin}; it is a number not below 0")));
+                return Err(fault(Some(at), format!("has the margin {margin}; it must be at least 0")));
             }
             if metric == Metric::Perplexity && margin >= 1.0 {
                 let reason = format!(
-                    "has the margin {margin} of a perplexity; it is a share, 0.005 is half a per cent"
+                    "has the margin {margin} of a perplexity; it must be a fraction below 1: 0.005 is \
+                     half a percent"
                 );
                 return Err(fault(Some(at), reason));
             }
@@ -207,7 +208,7 @@ impl Policy {
                     && (common || c.results.is_empty() || results.is_empty())
             };
             if let Some(other) = policy.non_inferiority.iter().find(twice) {
-                return Err(fault(Some(at), format!("asks again for the test of line {}", other.line)));
+                return Err(fault(Some(at), format!("repeats the test of line {}", other.line)));
             }
             policy.non_inferiority.push(NonInferiority { metric, against, margin, results, line: at });
         }
@@ -218,7 +219,7 @@ impl Policy {
                 return Err(fault(Some(at), "has a cap with neither `at_most` nor `at_least`".into()));
             }
             if !at_most.into_iter().chain(at_least).all(f64::is_finite) {
-                return Err(fault(Some(at), "has a cap that is no finite number".into()));
+                return Err(fault(Some(at), "has a cap that is not a finite number".into()));
             }
             policy.caps.push(Cap { metric, at_most, at_least, results, line: at });
         }
@@ -238,8 +239,7 @@ impl Policy {
         let checks = self.non_inferiority.iter().map(|c| (&c.results, c.line));
         for (results, line) in checks.chain(self.caps.iter().map(|c| (&c.results, c.line))) {
             if let Some(missing) = results.iter().find(|r| !names.contains(&r.as_str())) {
-                let reason =
-                    format!("asks for the result `{}`, which was not given", missing.escape_default());
+                let reason = format!("names the result `{}`, which was not given", missing.escape_default());
                 return Err(fault(&self.path, Some(line), reason));
             }
         }
@@ -252,7 +252,7 @@ pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
         path: path.to_owned(),
         line,
         reason,
-        remedy: "correct the policy; docs/evaluation.md says what one may hold".into(),
+        remedy: "correct the policy; docs/evaluation.md describes the format".into(),
     }
 }
 
@@ -291,12 +291,12 @@ results = ["books"]
             ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
             ("margin = 0.005", "margin = -1", ":4: has the margin"),
             ("margin = 0.005", "margin = nan", ":4: has the margin"),
-            ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is no policy"),
+            ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is not a policy"),
             ("\"perplexity\"", "\"size_bytes\"", ":4: has a test of `size_bytes`"),
-            ("\"perplexity\"", "\"perplexit\"", ":5: is no policy"),
+            ("\"perplexity\"", "\"perplexit\"", ":5: is not a policy"),
             ("at_most = 0.5", "", ":9: has a cap with neither"),
-            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is no finite number"),
-            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is no finite number"),
+            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is not a finite number"),
+            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is not a finite number"),
             ("margin = 0.005", "margin = 50", ":4: has the margin 50 of a perplexity"),
             (
                 "schema = \"quant-gate-policy/1\"",
@@ -309,7 +309,7 @@ results = ["books"]
         }
         let test = GOOD.split("[[cap]]").next().unwrap().split_once("[[").unwrap().1;
         let twice = Policy::parse(&format!("{GOOD}\n[[{test}"), Path::new("g")).unwrap_err().to_string();
-        assert!(twice.contains("asks again for the test of line 4"), "{twice}");
+        assert!(twice.contains("repeats the test of line 4"), "{twice}");
         let empty = Policy::parse("schema = \"quant-gate-policy/1\"", Path::new("g")).unwrap_err();
         assert!(empty.to_string().contains("checks nothing"));
     }

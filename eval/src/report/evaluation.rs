@@ -143,7 +143,7 @@ fn divergence(c: &Divergence) -> Markup {
     };
     let mut series = vec![Series { name: "the model", class: "model", values: share(&c.kl_histogram) }];
     if let Some(floor) = &c.noise_floor {
-        let name = "noise floor: the reference against itself, rounded otherwise";
+        let name = "noise floor: the reference against a perturbed copy of itself";
         series.push(Series { name, class: "other", values: share(&floor.kl_histogram) });
     }
     let h = &c.kl_histogram;
@@ -161,22 +161,24 @@ fn divergence(c: &Divergence) -> Markup {
         } }
     };
     html! {
-        (svg::bars("Positions by their divergence", "KL in nats; per cent of positions upwards", &edges, &series))
+        (svg::bars("Positions by their divergence", "KL in nats; percent of positions \
+         upwards", &edges, &series))
         @if c.at_noise_floor == Some(true) {
             p { "The mean is below three times the noise floor: this text shows no difference between the models." }
         }
         @if let Some(floor) = &c.noise_floor {
-            p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. What is said below is to be held against it." }
+            p.soft { "Noise floor: " (nats_of(floor.kl)) " nats, on " (floor.windows) " windows. \
+             Compare the values below with it." }
         }
         div.two {
             div.wide { table {
-                caption { "At most so much at this share of positions" }
+                caption { "Quantiles over positions" }
                 tr { th { "share" } th { "KL" } th { "95 % interval" } }
                 (quantile("50 %", &q.median)) (quantile("90 %", &q.p90)) (quantile("99 %", &q.p99))
                 (quantile("99.9 %", &q.p999)) (quantile("all", &q.max))
             } }
             div.wide { table {
-                caption { "Where the reference is sure, and where it is not" }
+                caption { "By confidence of the reference" }
                 tr { th { "its largest probability" } th { "positions" } th { "mean KL" } }
                 @for bucket in &c.kl_by_confidence {
                     tr {
@@ -208,7 +210,7 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     }
     let error = Series { name: "the model", class: "model", values: anatomy.block_errors.clone() };
     html! {
-        p { "Relative error of what leaves each block, on " (anatomy.windows) " windows." }
+        p { "Relative error of each block's output, on " (anatomy.windows) " windows." }
         @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
             p { "No difference: every block gives the same bits." }
         } @else {
@@ -243,8 +245,8 @@ fn beginning(bos: &BosPolicy) -> String {
 
 fn cache(model: &ModelIdentity) -> String {
     let grid = |kv| match kv {
-        KvScheme::Kvf8 => format!("{kv}, a scale for the keys and one for the values of a layer"),
-        _ => format!("{kv}, a scale and a zero a token and head"),
+        KvScheme::Kvf8 => format!("{kv}, one scale each for the keys and values of a layer"),
+        _ => format!("{kv}, a scale and a zero point per token and head"),
     };
     model.kv_cache.map_or_else(|| "floats".to_owned(), grid)
 }

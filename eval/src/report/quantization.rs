@@ -65,12 +65,13 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let mut worst = quantized.clone();
     worst.sort_by(|a, b| error(b).total_cmp(&error(a)));
     let errors = Series {
-        name: "per cent of the weight",
+        name: "percent of the weight",
         class: "model",
         values: quantized.iter().map(|t| error(t)).collect(),
     };
     html! {
-        p { "Root mean square of what rounding changed, over that of the weight, in per cent, in order of the model." }
+        p { "Root mean square of the rounding error relative to that of the weight, in percent, in \
+         model order." }
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }

@@ -119,10 +119,10 @@ impl<'a> ConfigFields<'a> {
                     Err(_) => format!("is {n}, more than this machine can address"),
                 },
                 Some(n) => format!("is {n}, more than 2^31"),
-                None if number.is_i64() => format!("is negative ({number}), expected a whole number"),
-                None => format!("is the float {number}, expected a whole number"),
+                None if number.is_i64() => format!("is negative ({number}), expected an integer"),
+                None => format!("is the float {number}, expected an integer"),
             },
-            other => format!("is {}, expected a whole number", describe(other)),
+            other => format!("is {}, expected an integer", describe(other)),
         };
         Err(self.error(key, reason))
     }

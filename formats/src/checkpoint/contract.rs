@@ -32,7 +32,7 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
             return Err(fault("is not whole bytes"));
         }
         if !names.insert(name) {
-            return Err(fault("was agreed on twice"));
+            return Err(fault("was declared twice"));
         }
     }
     Ok(())

@@ -113,7 +113,7 @@ impl ModelDirectory {
         let mut warnings = source.warnings().to_vec();
         let sidecars = find_sidecars(&root, &mut warnings)?;
         if config.contains_key("auto_map") {
-            warnings.push(format!("{CONFIG}: `auto_map` is ignored, code of a model is never run"));
+            warnings.push(format!("{CONFIG}: `auto_map` is ignored: code from a model is never run"));
         }
         let source: Arc<dyn Checkpoint> = Arc::new(source);
         Ok(Self {
@@ -253,7 +253,7 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
         match root.lookup(name)? {
             // On a file system that ignores case, the copies would collide.
             Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
-                "{} differs from another file's name in case alone, it is left out",
+                "{} differs from another file's name only in case; it is left out",
                 printable(name)
             )),
             Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),

@@ -257,7 +257,7 @@ impl<'de> Deserialize<'de> for Metadata {
                 let mut pairs = BTreeMap::new();
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if pairs.contains_key(&key) {
-                        return Err(de::Error::custom(format_args!("`{key}` stands twice")));
+                        return Err(de::Error::custom(format_args!("`{key}` appears twice")));
                     }
                     pairs.insert(key, value);
                 }
@@ -342,7 +342,7 @@ impl<'de> Deserialize<'de> for RawEntry {
                         _ => return Err(de::Error::custom(format_args!("unknown field `{key}`"))),
                     };
                     if again {
-                        return Err(de::Error::custom(format_args!("field `{key}` stands twice")));
+                        return Err(de::Error::custom(format_args!("field `{key}` appears twice")));
                     }
                 }
                 let dtype = dtype.ok_or_else(|| de::Error::missing_field("dtype"))?;

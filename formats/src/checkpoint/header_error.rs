@@ -66,8 +66,8 @@ pub enum HeaderError {
         /// The tensor.
         tensor: String,
     },
-    /// `__metadata__` is duplicated.
-    #[error("`__metadata__` stands twice in the header")]
+    /// There are two `__metadata__`.
+    #[error("`__metadata__` appears twice in the header")]
     DuplicateMetadata,
     /// `__metadata__` is not an object of distinct keys with string values.
     #[error("`__metadata__` must be an object of text values: {reason}")]

@@ -99,7 +99,7 @@ impl<'de> Visitor<'de> for &mut RawIndex {
                 }
             };
             if again {
-                return Err(de::Error::custom(format_args!("the key `{key}` stands twice")));
+                return Err(de::Error::custom(format_args!("the key `{key}` appears twice")));
             }
         }
         Ok(())
@@ -131,7 +131,7 @@ impl<'de> Deserialize<'de> for WeightMap {
                     } else {
                         match pairs.entry(tensor) {
                             Entry::Occupied(old) => {
-                                format!("`weight_map`: the tensor `{}` stands twice", old.key())
+                                format!("`weight_map`: the tensor `{}` appears twice", old.key())
                             }
                             Entry::Vacant(place) => {
                                 place.insert(shard);
@@ -172,7 +172,7 @@ impl<'de> Deserialize<'de> for IndexMetadata {
                     if key != "total_size" {
                         map.next_value::<IgnoredAny>()?;
                     } else if total.replace(map.next_value::<TotalSize>()?.0).is_some() {
-                        return Err(de::Error::custom("`total_size` stands twice"));
+                        return Err(de::Error::custom("`total_size` appears twice"));
                     }
                 }
                 Ok(IndexMetadata(total))

@@ -79,7 +79,7 @@ impl<'de> Visitor<'de> for Strict {
         let mut object = Map::new();
         while let Some(key) = map.next_key::<String>()? {
             if object.contains_key(&key) {
-                return Err(de::Error::custom(format_args!("the key `{key}` stands twice")));
+                return Err(de::Error::custom(format_args!("the key `{key}` appears twice")));
             }
             let value = map.next_value_seed(Strict)?;
             object.insert(key, value);

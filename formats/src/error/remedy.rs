@@ -62,8 +62,8 @@ impl Error {
                     .into()
             }
             Self::AlreadyQuantized { .. } => {
-                "quantize from the original float checkpoint, or give nothing but ‹format› to write the same \
-                 numbers in another container; ‹requantize› takes what the codes stand for as weights, and loses twice"
+                "quantize from the original float checkpoint, or give only ‹format› to write the same \
+                 numbers in another format; ‹requantize› rounds the dequantized weights again, with a second loss"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
@@ -72,7 +72,7 @@ impl Error {
                     .into()
             }
             Self::NotRepackable { .. } => {
-                "quantize the original float checkpoint for this container".into()
+                "quantize the original float checkpoint to this format".into()
             }
             Self::Tokenizer { .. } => {
                 "the model directory needs the tokenizer.json that belongs to it".into()
@@ -88,7 +88,7 @@ impl Error {
                     .into()
             }
             Self::NameTaken { .. } => {
-                "the checkpoint is half quantized, or not what it seems: fetch the original again, or leave the \
+                "the checkpoint is partly quantized or inconsistent: fetch the original again, or leave the \
                  other tensor float with ‹ignore›"
                     .into()
             }
@@ -120,11 +120,11 @@ impl Error {
                 "exclude this tensor with ‹ignore›, or choose another scheme for it with ‹override›".into()
             }
             Self::Logits { .. } => {
-                "see whether the model that this one was made from gives finite numbers on the same text".into()
+                "check whether the original model gives finite numbers on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model overflows there, whatever is quantized: see whether ‹eval()› of it gives a finite \
-                 perplexity on this text, take another ‹calibration›, or ‹method=rtn›, which needs none"
+                "the float model itself overflows there: check whether ‹eval()› gives it a finite \
+                 perplexity on this text, use another ‹calibration›, or use ‹method=rtn›, which needs none"
                     .into()
             }
             Self::Cache { .. } => {

@@ -153,7 +153,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         let is_dynamic = matches!(scheme.activations, ActivationScheme::Token | ActivationScheme::Fp8Token);
         if is_dynamic && !self.keeps_activations() {
             lost.push(format!(
-                "the {} format says nothing of activations: engines leave them float, where {scheme} has 8 bits",
+                "the {} format cannot describe activations: engines leave them float, but {scheme} has 8 bits",
                 self.name()
             ));
         }
@@ -161,14 +161,13 @@ pub trait Container: std::fmt::Debug + Send + Sync {
             return lost;
         }
         let bits = match scale_dtype {
-            Dtype::F16 => "up to 2^-11 of it off",
-            Dtype::Bf16 => "up to 2^-8 of it off",
+            Dtype::F16 => "with a relative error of up to 2^-11",
+            Dtype::Bf16 => "with a relative error of up to 2^-8",
             _ => "exact",
         };
-        lost.push(format!("the two levels of scales become one, their product in {scale_dtype}: {bits}"));
+        lost.push(format!("the two levels of scales become one, their product in {scale_dtype}, {bits}"));
         lost.push(
-            "kernels that reach integers of 8 bits before they meet a float need both levels, and cannot run it"
-                .to_owned(),
+            "kernels that convert weights to 8-bit integers need both levels, and cannot run it".to_owned(),
         );
         lost
     }
@@ -332,7 +331,7 @@ pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
 /// # Errors
 /// As [`container`], and when the list is empty or has a duplicate.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
-    const REMEDY: &str = "name each container once";
+    const REMEDY: &str = "name each format once";
     if names.is_empty() {
         return Err(Error::usage("no format is given", REMEDY));
     }

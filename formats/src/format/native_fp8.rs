@@ -123,13 +123,13 @@ impl NativeFp8 {
         let unsupported =
             |reason: String| Error::UnsupportedQuantization { path: source.location(&weight), reason };
         let &[n, k] = shape else {
-            return Err(unsupported(format!("tensor `{weight}` is FP8, and no matrix")));
+            return Err(unsupported(format!("tensor `{weight}` is FP8 but not a matrix")));
         };
         let find = |names: &[&str]| {
             names.iter().map(|name| format!("{module}.{name}")).find(|name| source.info(name).is_some())
         };
         let Some(scale) = find(&SCALES) else {
-            return Err(unsupported(format!("tensor `{weight}` is FP8, and has no scale beside it")));
+            return Err(unsupported(format!("tensor `{weight}` is FP8 but has no scale")));
         };
         let info = source.require(&scale)?;
         let granularity = match info.shape[..] {

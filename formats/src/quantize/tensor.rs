@@ -54,7 +54,7 @@ impl QuantizedTensor {
     pub fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
         if self.levels.is_some() != self.scheme.is_progressive() {
-            return Err(Error::Internal("levels of scales do not go with the scheme".into()));
+            return Err(Error::Internal("levels of scales do not match the scheme".into()));
         }
         let scales = match &self.levels {
             None => Scales::Float(&self.scales),
@@ -135,7 +135,7 @@ impl QuantizedTensor {
             (ActivationScheme::Static { symmetric }, Some(by)) if !symmetric || by.zero == 0 => {
                 Ok(Some(InputGrid::Static(by)))
             }
-            _ => Err(Error::Internal(format!("the input's grid does not go with {}", self.scheme))),
+            _ => Err(Error::Internal(format!("the input's grid does not match {}", self.scheme))),
         }
     }
 
@@ -149,7 +149,7 @@ impl QuantizedTensor {
         self.view()?;
         self.input_grid()?;
         if self.zeros.is_none() != self.scheme.is_symmetric() {
-            return Err(inconsistent("zeros do not go with the scheme's symmetry"));
+            return Err(inconsistent("zeros do not match the scheme's symmetry"));
         }
         let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {

@@ -164,7 +164,7 @@ impl SchemeRequest {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
                 Err(Error::usage(
                     format!("scheme `{self}`: one scale per row has one level"),
-                    "leave -progressive away (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
+                    "leave out -progressive (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
                      -g128-progressive",
                 ))
             }
@@ -172,8 +172,8 @@ impl SchemeRequest {
             WeightRequest::Int { .. } if self.activations.is_float() && !self.is_w4afp8() => {
                 Err(Error::usage(
                     format!(
-                        "scheme `{self}`: of integer weights FP8 activations go with 4 bits in groups of 128, symmetric, and \
-                     one scale per token"
+                        "scheme `{self}`: FP8 activations need integer weights of 4 bits in symmetric \
+                         groups of 128, and one scale per token"
                     ),
                     "choose w4af8-g128-sym, a16 or a8, or floating-point weights, such as wf8af8-channel",
                 ))
@@ -220,7 +220,7 @@ impl SchemeRequest {
             WeightRequest::Float(_) => {
                 return Err(Error::usage(
                     format!("scheme `{self}`: floating-point weights are always symmetric"),
-                    "leave ‹asymmetric› away, or choose integers, such as w8a16",
+                    "leave out ‹asymmetric›, or choose integers, such as w8a16",
                 ));
             }
         }

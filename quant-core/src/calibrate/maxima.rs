@@ -32,11 +32,12 @@ impl ChannelMaxima {
                 path: path.to_owned(),
                 line: None,
                 reason,
-                remedy: "give a file that ‹save_channel_maxima› wrote, or one with a vector a linear".into(),
+                remedy: "give a file that ‹save_channel_maxima› wrote, or one with a vector per linear"
+                    .into(),
             };
             if info.shape.len() != 1 || !info.dtype.is_weight_float() {
                 return Err(broken(format!(
-                    "tensor `{name}` is {} {:?}, no vector of floats",
+                    "tensor `{name}` is {} {:?}, not a vector of floats",
                     info.dtype, info.shape
                 )));
             }

@@ -293,7 +293,7 @@ mod tests {
         for (content, line, says) in [
             (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which others have"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
-            (format!("{chat}{{\"messages\": 3}}"), 2, "no list"),
+            (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),
             ("3".into(), 1, "no string field"),
         ] {
             let error = read(&content).unwrap_err().to_string();

@@ -6,7 +6,7 @@ use crate::scheme::{ActivationScheme, LinearScheme};
 
 /// An engine whose kernels for experts were not followed.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
-    Unsure("experts run on kernels whose rules were not followed".into())
+    Unsure("experts run on kernels whose rules we did not follow".into())
 }
 
 /// vLLM on a CPU, whose version 0.32.0 has run those alone that stay float.
@@ -15,7 +15,7 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
     };
     match outline.experts.iter().flatten().find(is_packed) {
-        Some(scheme) => No(format!("its CPU backend runs no experts of {scheme}")),
+        Some(scheme) => No(format!("its CPU backend does not run experts of {scheme}")),
         None if outline.experts.iter().all(Option::is_none) => Yes,
         None => not_followed(outline),
     }
@@ -27,10 +27,12 @@ pub(super) fn transformers(outline: &Outline) -> Verdict {
     match schemes[..] {
         [None] => No("it does not load float experts among quantized linears".into()),
         _ if outline.container != "compressed-tensors" => {
-            No(format!("its readers of the {} format know no experts", outline.container))
+            No(format!("its readers of the {} format do not support experts", outline.container))
         }
         [Some(scheme)] if scheme.is_symmetric() => Yes,
         [Some(_)] => No("it reads experts on symmetric grids only".into()),
-        _ => No("it reads all experts by one scheme, and computes something else with several".into()),
+        _ => {
+            No("it uses one scheme for all experts, and computes something else if there are several".into())
+        }
     }
 }

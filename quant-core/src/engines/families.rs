@@ -24,7 +24,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
         .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
     {
         Some(scheme) => {
-            No(format!("it takes {scheme} of this family for a weight that is stored with inputs first"))
+            No(format!("it mistakes {scheme} of this family for a weight that is stored with inputs first"))
         }
         None => Yes,
     }
@@ -32,7 +32,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
 
 /// Engines read the configuration through transformers, which does not have that of InternLM2.
 pub(super) fn remote_configuration(_: &Outline) -> Verdict {
-    With("the model's own configuration code is needed beside it, and --trust-remote-code".into())
+    With("it needs the model's own configuration code and --trust-remote-code".into())
 }
 
 /// Queries of Ministral 3 are scaled by position in vLLM where Mistral's own configuration says so, and not in that of
@@ -51,18 +51,14 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
     match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
         true => Yes,
         false => {
-            No("it takes every tensor of `query_key_value` apart by heads, which packed codes do not allow"
-                .into())
+            No("it splits every tensor of `query_key_value` by heads, which packed codes do not allow".into())
         }
     }
 }
 
 /// vLLM's linears in the classes of transformers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
-    With(
-        "it has no class of its own for this family, and runs that of transformers with its own linears"
-            .into(),
-    )
+    With("it has no class for this family, and runs the class of transformers with its own linears".into())
 }
 
 /// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
@@ -70,7 +66,7 @@ pub(super) fn gemma4_without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true if outline.wrapper.is_some() => Yes,
         true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model one by one".into()),
+        false => No("it does not read experts of this model that are stored separately".into()),
     }
 }
 
@@ -78,7 +74,7 @@ pub(super) fn gemma4_without_experts(outline: &Outline) -> Verdict {
 pub(super) fn mistral3_without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true => Yes,
-        false => No("it does not read experts of this model one by one".into()),
+        false => No("it does not read experts of this model that are stored separately".into()),
     }
 }
 
@@ -86,7 +82,7 @@ pub(super) fn mistral3_without_experts(outline: &Outline) -> Verdict {
 pub(super) fn text_of_mistral3(outline: &Outline) -> Verdict {
     match outline.family {
         "mistral4" => Unsure(
-            "it has no class of Mistral 4 by this name, and what it runs in its place was not checked".into(),
+            "it has no class of Mistral 4 with this name, and what it runs instead was not checked".into(),
         ),
         "ministral3" => position_scale(outline),
         _ => Yes,
@@ -97,7 +93,7 @@ pub(super) fn text_of_mistral3(outline: &Outline) -> Verdict {
 pub(super) fn granite4_without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model one by one".into()),
+        false => No("it does not read experts of this model that are stored separately".into()),
     }
 }
 

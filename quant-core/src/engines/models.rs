@@ -138,10 +138,10 @@ const PHIMOE: &[&str] = &["phimoe"];
 const MISTRAL4: &[&str] = &["mistral4"];
 /// Published Phi-3.5-MoE has another class name than what transformers saves.
 const BY_PUBLISHED_CLASS: Has = Has::Unsure(
-    "it has the class of the published models, `PhiMoEForCausalLM`, and not that which transformers saves",
+    "it has the class of the published models, `PhiMoEForCausalLM`, but not the one that transformers saves",
 );
 const MISTRAL4_ALONE: Has =
-    Has::Unsure("it has no class of Mistral 4 by this name, and what it runs in its place was not checked");
+    Has::Unsure("it has no class of Mistral 4 with this name, and what it runs instead was not checked");
 
 /// Those whose other readers were not looked at.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
@@ -153,9 +153,9 @@ const OTHER_VISION_LANGUAGE: &[&str] = &[
 /// Engines that read experts of gpt-oss under names of their own.
 const GPT_OSS: &[&str] = &["gpt_oss"];
 const EXPERTS_BY_OTHER_NAMES: Has =
-    Has::No("it reads experts of gpt-oss by names of its own, which this version does not write");
+    Has::No("it reads experts of gpt-oss under other names, which this version does not write");
 const GRANITE_BY_OTHER_NAMES: Has =
-    Has::No("it reads experts of Granite by names of its own, which this version does not write");
+    Has::No("it reads experts of Granite under other names, which this version does not write");
 
 /// The day on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after Llama's.
 const REGISTRIES: &str = "2026-11-25";
@@ -366,7 +366,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(MISTRAL3, Has::With(super::sglang::mistral3), Basis::Read).on(SGL, NEWER),
     fact(
         &["llama4_text"],
-        Has::Unsure("its class of the text model alone reads experts by names that were not followed"),
+        Has::Unsure("its class for the text model alone reads experts under names that were not checked"),
         Basis::Read,
     )
     .on(SGL, NEWER),
@@ -380,7 +380,9 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
     fact(
         NOT_IN_SGLANG,
-        Has::Unsure("it has no class of its own for this family, and what its classes of transformers read was not checked"),
+        Has::Unsure(
+            "it has no class for this family, and what it reads with transformers' classes was not checked",
+        ),
         Basis::Read,
     )
     .on(SGL, REGISTRIES),
@@ -392,12 +394,12 @@ const TRANSFORMERS_5: &str = "5.23.0";
 pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(
         &["gpt_oss", "granitemoe", "Qwen3VLMoeForConditionalGeneration"],
-        Has::No("it does not read experts of this model one by one"),
+        Has::No("it does not read experts of this model that are stored separately"),
         Basis::Read,
     ),
     fact(
         &["llama4_text", "Llama4ForConditionalGeneration", "mistral4"],
-        Has::No("it does not read experts of this model one by one"),
+        Has::No("it does not read experts of this model that are stored separately"),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, NEWER),

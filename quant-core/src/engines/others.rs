@@ -30,7 +30,7 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     if is_gptq(outline) {
         if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
             return No(format!(
-                "`{}` is float, and of this format it takes all linears for quantized",
+                "`{}` is float, and in this format it treats all linears as quantized",
                 part.module
             ));
         }
@@ -39,7 +39,7 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             .find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
         return match narrow {
             Some((part, k)) => Unsure(format!(
-                "`{}`: gptqmodel takes inputs and outputs in multiples of 32, and pads others, not {} × {k}",
+                "`{}`: gptqmodel needs inputs and outputs in multiples of 32 and pads others, such as {} × {k}",
                 part.module, part.n
             )),
             None => Yes,
@@ -51,10 +51,12 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
         let channel = schemes.iter().any(|s| s.granularity == Granularity::Channel);
         return match (narrow, channel) {
             (Some(part), _) => With(format!(
-                "`{}`: gptqmodel's kernel for CPUs with AVX-512 takes outputs in multiples of 32, not {}",
+                "`{}`: gptqmodel's kernel for CPUs with AVX-512 needs outputs in multiples of 32, not {}",
                 part.module, part.n
             )),
-            (_, true) => With("gptqmodel's kernel for CPUs with AVX-512 has no scale a channel".into()),
+            (_, true) => {
+                With("gptqmodel's kernel for CPUs with AVX-512 does not support scales per channel".into())
+            }
             _ => Yes,
         };
     }
@@ -78,31 +80,33 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
 /// LMDeploy's TurboMind.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("a quantized embedding is not read".into());
+        return No("it does not read a quantized embedding".into());
     }
     let schemes = outline.schemes();
-    let [scheme] = schemes[..] else { return No("it reads one scheme a checkpoint".into()) };
+    let [scheme] = schemes[..] else { return No("it reads one scheme per checkpoint".into()) };
     if scheme.activations != ActivationScheme::Float {
-        return No(format!("of this format it reads no {scheme}"));
+        return No(format!("it does not read {scheme} in this format"));
     }
     if scheme.float_format().is_some() {
-        return Unsure(format!("whether of this format it reads {scheme}"));
+        return Unsure(format!("whether it reads {scheme} in this format"));
     }
     if outline.head.is_some() {
         return Unsure("whether it reads a quantized head".into());
     }
     if let Some((one, other)) = outline.layers.iter().find_map(|layer| layer.scheme().err()) {
-        return Unsure(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+        return Unsure(format!(
+            "`{one}` and `{other}` are fused into one linear, but have different schemes"
+        ));
     }
     if let Some(shape) = outline.attentions.iter().find(|shape| !shape.heads().is_multiple_of(ranks)) {
         return No(format!("{} heads do not split over {ranks} ranks", shape.heads()));
     }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,
-        _ => return No("it reads no scale a channel".into()),
+        _ => return No("it does not read scales per channel".into()),
     };
     if is_gptq(outline) && !scheme.is_symmetric() {
-        return No("of the gptq format it reads symmetric grids only".into());
+        return No("in the gptq format it reads only symmetric grids".into());
     }
     let known: &[usize] = if is_awq(outline) || is_gptq(outline) { &[128] } else { &[32, 128] };
     if scheme.bits() != 4 || !known.contains(&group) {
@@ -124,7 +128,7 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it has groups of 32, 64 and 128".into()),
+        _ => No("it supports groups of 32, 64 and 128".into()),
     }
 }
 
@@ -135,7 +139,7 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
         (Some(ScaleFormat::E4m3), _) => match outline.layers.iter().find(|l| !l.k.is_multiple_of(64)) {
             None => Yes,
             Some(layer) => No(format!(
-                "`{}`: {} inputs are no multiple of its blocks' 64",
+                "`{}`: {} inputs are not a multiple of its block size 64",
                 layer.parts.first().map_or("", |part| &part.module),
                 layer.k
             )),
@@ -150,7 +154,7 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     let schemes = all_schemes(outline);
     // Of NVFP4 it knows the input's scale.
     if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
-        return No("it reads no scales of activations".into());
+        return No("it does not read scales of activations".into());
     }
     let is_one = outline.head.is_none() && outline.embedding.is_none();
     let verdict = match schemes[..] {
@@ -162,17 +166,19 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
         {
             Yes
         }
-        [LinearScheme { granularity: Granularity::Channel, .. }] => No("it reads no scale a channel".into()),
+        [LinearScheme { granularity: Granularity::Channel, .. }] => {
+            No("it does not read scales per channel".into())
+        }
         [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
-        _ => No("it reads one scheme a checkpoint".into()),
+        _ => No("it reads one scheme per checkpoint".into()),
     };
     let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
     // NVFP4 alone goes over as it is.
     let loses_codes = schemes.iter().any(|s| !s.has_global_scale());
     match (verdict, loses_codes, rounds_activations) {
-        (Yes, true, true) => With("it makes floats of the codes, and leaves activations float".into()),
+        (Yes, true, true) => With("it converts the codes to floats and leaves activations float".into()),
         (Yes, true, false) => {
-            With("it makes floats of the codes, which are as large as the unquantized model".into())
+            With("it converts the codes to floats, which are as large as the unquantized model".into())
         }
         (Yes, false, true) => With("it leaves activations float".into()),
         (verdict, ..) => verdict,

@@ -8,7 +8,7 @@ use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("a quantized embedding is not read, and stays as it was initialized".into());
+        return No("it does not read a quantized embedding, which stays uninitialized".into());
     }
     linears(outline, ranks, |share| match outline.container {
         "awq" => awq(share),
@@ -41,7 +41,7 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
     };
     match outline.container {
         "compressed-tensors" if is_packed(".kv_b_proj") => {
-            No("its latent attention reads no packed `kv_b_proj`: leave it float".into())
+            No("its latent attention does not read a packed `kv_b_proj`: leave it float".into())
         }
         "compressed-tensors" if is_packed(".q_a_proj") => Unsure(
             "whether it joins packed `q_a_proj` and `kv_a_proj_with_mqa`, whose shapes are tensors too"
@@ -57,7 +57,9 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
 pub(super) fn container(outline: &Outline) -> Verdict {
     match uniform(outline, "class") {
         No(_) => Unsure(
-            "whether what is said of single linears reaches its modules, which are called otherwise than the tensors".into(),
+            "whether settings for single linears reach its modules, whose names differ from those of \
+             the tensors"
+                .into(),
         ),
         other => other,
     }
@@ -75,9 +77,7 @@ pub(super) fn mistral3(outline: &Outline) -> Verdict {
 pub(super) fn experts(outline: &Outline) -> Verdict {
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
-        return Unsure(
-            "it takes the scheme of a block's first expert for that of all, and blocks differ".into(),
-        );
+        return Unsure("it uses the scheme of a block's first expert for all, and here they differ".into());
     };
     let Some(scheme) = one else { return Yes };
     if outline.container != "compressed-tensors" {
@@ -86,7 +86,7 @@ pub(super) fn experts(outline: &Outline) -> Verdict {
     match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
         ActivationScheme::Token if scheme.float_format().is_none() => {
-            No(format!("it runs experts of {scheme} on Ascend devices alone"))
+            No(format!("it runs experts of {scheme} only on Ascend devices"))
         }
         _ => Unsure(format!("how it runs experts of {scheme} was not followed")),
     }
@@ -99,7 +99,7 @@ fn uniform(outline: &Outline, class: &str) -> Verdict {
     match parts.find(|part| part.scheme != first) {
         None => Yes,
         Some(part) => No(format!(
-            "`{}` is another in its {class}: what is said of single linears, float or of another scheme, is lost",
+            "`{}` is another in its {class}: settings for single linears (float, or another scheme) are lost",
             part.module
         )),
     }
@@ -138,13 +138,13 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         ActivationScheme::Token if scheme.is_stored_as_bytes() => {
             return match n.is_multiple_of(16) && k.is_multiple_of(16) {
                 true => Yes,
-                false => {
-                    Unsure(share.fault(format!("{n} × {k} a rank: whether its product of bytes takes these")))
-                }
+                false => Unsure(
+                    share.fault(format!("{n} × {k} per rank: whether its int8 product supports these")),
+                ),
             };
         }
         ActivationScheme::Fp8Token => {
-            return No(share.fault("it reads 4-bit integers under FP8 activations for experts only"));
+            return No(share.fault("it reads 4-bit integers with FP8 activations for experts only"));
         }
         _ => return Unsure(share.fault(format!("whether it reads {scheme}"))),
     }
@@ -162,7 +162,7 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
     match tiled {
         true => Yes,
         false => {
-            No(share.fault(format!("{n} × {k} a rank fits none of Marlin's tiles, and nothing pads it")))
+            No(share.fault(format!("{n} × {k} per rank fits none of Marlin's tiles, and nothing pads it")))
         }
     }
 }
@@ -172,7 +172,7 @@ fn gptq(share: &Share<'_>) -> Verdict {
         return compressed_tensors(share);
     }
     Unsure(share.fault(format!(
-        "{} runs on a slow kernel, in F16 only, and what that makes of a zero of 0 was not seen",
+        "{} runs on a slow kernel, in F16 only, and its handling of a zero point of 0 is not known",
         share.scheme
     )))
 }
@@ -182,7 +182,7 @@ fn awq(share: &Share<'_>) -> Verdict {
     match is_marlin_group(share) && n.is_multiple_of(64) && k.is_multiple_of(128) {
         true => Yes,
         false => With(share.fault(format!(
-            "{n} × {k} a rank in {}: dequantized before every product, slower",
+            "{n} × {k} per rank in {}: dequantized before every product, slower",
             share.scheme
         ))),
     }

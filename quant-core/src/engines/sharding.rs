@@ -107,14 +107,16 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
         let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
         let remedy = fits.map(|g| format!("; groups of {g} would do")).unwrap_or_default();
-        return Err(share.fault(format!("{k} inputs a rank are no multiple of the group {group}{remedy}")));
+        return Err(
+            share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}"))
+        );
     }
     if container == "awq" {
         if share.group().is_none() && share.split_inputs {
             return Err(share.fault("a scale per channel does not split over ranks in this format"));
         }
         return match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
-            Some(n) => Err(share.fault(format!("{n} outputs a rank are no multiple of 8"))),
+            Some(n) => Err(share.fault(format!("{n} outputs per rank are not a multiple of 8"))),
             None => Ok(()),
         };
     }
@@ -122,19 +124,19 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
         // Zeros are packed along the outputs even where grids are symmetric.
         let part = share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32));
         if let Some(n) = part {
-            return Err(share.fault(format!("zeros of {n} outputs a rank are no whole words")));
+            return Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole words")));
         }
     }
     if share.scheme.float_format().is_some() {
         return aligned_blocks(share);
     }
     if share.split_inputs && !(k * bits).is_multiple_of(32) {
-        return Err(share.fault(format!("{k} codes of {bits} bits a rank are no whole words")));
+        return Err(share.fault(format!("{k} codes of {bits} bits per rank do not fill whole words")));
     }
     // Zeros are packed along the outputs, each part's own.
     let along = if bits.is_power_of_two() { 32 / bits } else { 32 };
     match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
-        Some(n) => Err(share.fault(format!("zeros of {n} outputs a rank are no whole words"))),
+        Some(n) => Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole words"))),
         None => Ok(()),
     }
 }
@@ -147,10 +149,13 @@ fn aligned_blocks(share: &Share<'_>) -> Result<(), String> {
     // What comes last may end inside a block, where it is not cut.
     let ends = share.parts.len() - usize::from(!share.split_outputs);
     if let Some(n) = share.parts[..ends].iter().find(|n| !n.is_multiple_of(BLOCK)) {
-        return Err(share.fault(format!("{n} outputs a rank are no multiple of the blocks' {BLOCK}")));
+        return Err(share.fault(format!("{n} outputs per rank are not a multiple of the block size {BLOCK}")));
     }
     match share.split_inputs && !share.k.is_multiple_of(BLOCK) {
-        true => Err(share.fault(format!("{} inputs a rank are no multiple of the blocks' {BLOCK}", share.k))),
+        true => {
+            Err(share
+                .fault(format!("{} inputs per rank are not a multiple of the block size {BLOCK}", share.k)))
+        }
         false => Ok(()),
     }
 }
@@ -159,7 +164,9 @@ fn aligned_blocks(share: &Share<'_>) -> Result<(), String> {
 pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
     for layer in &outline.layers {
         if let Err((one, other)) = layer.scheme() {
-            return No(format!("`{one}` and `{other}` run as one linear, but differ in their schemes"));
+            return No(format!(
+                "`{one}` and `{other}` are fused into one linear, but have different schemes"
+            ));
         }
     }
     let shares = match shares(outline, ranks) {

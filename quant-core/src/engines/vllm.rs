@@ -31,7 +31,7 @@ pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
         _ => Yes,
     };
     let format = match outline.schemes().iter().find(|s| outline.container == "gptq" && !s.is_symmetric()) {
-        Some(scheme) => No(format!("of the gptq format it reads symmetric grids, not {scheme}")),
+        Some(scheme) => No(format!("in the gptq format it reads only symmetric grids, not {scheme}")),
         None => Yes,
     };
     outside.and(format).and(linears(outline, ranks, cpu_kernel))
@@ -45,7 +45,7 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
         return match share.scheme.has_static_activations() {
             true => No(share.fault("packed weights are not multiplied with static activations")),
             false if !share.scheme.is_symmetric() => {
-                No(share.fault("packed weights under activations of 8 bits are symmetric there"))
+                No(share.fault("packed weights with 8-bit activations must be symmetric there"))
             }
             false => {
                 With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme)))
@@ -53,8 +53,8 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
         };
     }
     match n.is_multiple_of(16) && k.is_multiple_of(16) {
-        true => With("products of bytes run on compute capability 7.5 to 9.0, not on 10.0 and later".into()),
-        false => With(share.fault(format!("{n} × {k} a rank are no multiples of 16: a slower kernel"))),
+        true => With("int8 products run on compute capability 7.5 to 9.0, not on 10.0 and later".into()),
+        false => With(share.fault(format!("{n} × {k} per rank are not multiples of 16: a slower kernel"))),
     }
 }
 
@@ -86,7 +86,7 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
         return cuda_float_kernel(share, format);
     }
     if share.scheme.activations == ActivationScheme::Fp8Token {
-        return With("4-bit integers under FP8 activations run on compute capability 9.0 alone".into());
+        return With("4-bit integers with FP8 activations run only on compute capability 9.0".into());
     }
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
@@ -96,7 +96,8 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     let marlin_group = matches!(group, None | Some(32 | 64 | 128));
     if outline.container == "gptq" && !(marlin_group && symmetric && matches!(bits, 4 | 8)) {
         return No(share.fault(format!(
-            "of the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or channels, not {}",
+            "in the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or per \
+             channel, not {}",
             share.scheme
         )));
     }
@@ -104,7 +105,7 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
         let group = group.unwrap_or(0);
         return match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {
             true => With(share.fault(format!("groups of {group} run on the slow AWQ kernel, in F16 only"))),
-            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs a rank"))),
+            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs per rank"))),
         };
     }
     if marlin_group && (bits == 4 || (bits == 8 && symmetric)) {
@@ -112,13 +113,13 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
             || (n.is_multiple_of(128) && k.is_multiple_of(64));
         return match tiled {
             true => Yes,
-            false => With(share.fault(format!("{n} × {k} a rank is padded to Marlin's tiles: slower"))),
+            false => With(share.fault(format!("{n} × {k} per rank is padded to Marlin's tiles: slower"))),
         };
     }
     match group {
         Some(group) if group < 16 => No(share.fault(format!("no kernel for groups of {group}"))),
         Some(group) if !group.is_power_of_two() => {
-            Unsure(share.fault(format!("groups of {group}: no power of two")))
+            Unsure(share.fault(format!("groups of {group}: not a power of two")))
         }
         _ => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
     }
@@ -131,12 +132,12 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
         (_, Some(_), _) => No(share.fault("no CPU kernel for MXFP8 weights")),
         _ if !rounds => No(share.fault("no CPU kernel for FP8 weights with float activations")),
         (.., Granularity::Block) if !share.n().is_multiple_of(32) => {
-            No(share.fault(format!("{} outputs a rank: the CPU kernel takes multiples of 32", share.n())))
+            No(share.fault(format!("{} outputs per rank: the CPU kernel needs multiples of 32", share.n())))
         }
         (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
         // It has the operation's name, and no implementation.
         _ if share.scheme.activations == ActivationScheme::Fp8Static => {
-            No(share.fault("its CPU build cannot round inputs by a stored scale"))
+            No(share.fault("its CPU build cannot round inputs with a stored scale"))
         }
         _ => With("a fast kernel needs a CPU with AMX; elsewhere torch multiplies".into()),
     }
@@ -161,7 +162,7 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
         return No(share.fault(format!("the CPU kernel has no groups of {group}")));
     }
     if !n.is_multiple_of(32) || !k.is_multiple_of(32) {
-        return No(share.fault(format!("{n} × {k} a rank: the CPU kernel takes multiples of 32")));
+        return No(share.fault(format!("{n} × {k} per rank: the CPU kernel needs multiples of 32")));
     }
     Yes
 }

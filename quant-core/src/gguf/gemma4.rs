@@ -127,13 +127,13 @@ pub(super) fn rope(
             })
     };
     let (Some(full), Some(windowed)) = (of(false), of(true)) else {
-        return Err(unfit(family, "its blocks do not turn queries and keys".into()));
+        return Err(unfit(family, "its blocks do not rotate queries and keys".into()));
     };
     if windowed.scaling != RopeScaling::None {
         return Err(unfit(family, "blocks with windows have scaled rotations".into()));
     }
     let RopeScaling::Proportional { factor, pairs } = full.scaling else {
-        return Err(unfit(family, "blocks without windows do not turn by a share of their channels".into()));
+        return Err(unfit(family, "blocks without windows do not rotate a share of their channels".into()));
     };
     put("rope.dimension_count", count(family, full.head_dim)?);
     put("rope.dimension_count_swa", count(family, windowed.rotary_dim)?);

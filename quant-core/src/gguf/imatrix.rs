@@ -251,7 +251,7 @@ impl Importance {
         let datasets = key("datasets").and_then(Value::as_strings);
         let mut found = Self {
             datasets: datasets
-                .ok_or_else(|| fault("`imatrix.datasets` is missing or no list of texts".into()))?
+                .ok_or_else(|| fault("`imatrix.datasets` is missing or not a list of texts".into()))?
                 .to_vec(),
             chunks: number("chunk_count")?,
             chunk_size: number("chunk_size")?,
@@ -286,7 +286,7 @@ impl Importance {
             let calls = calls.max(1) as f32;
             let sums: Vec<f32> = values.collect();
             if found.entries.insert(name.clone(), Entry { sums, counts: vec![calls] }).is_some() {
-                return Err(format!("`{}` stands twice", printable(&name)));
+                return Err(format!("`{}` appears twice", printable(&name)));
             }
         }
         if cursor.at < bytes.len() {

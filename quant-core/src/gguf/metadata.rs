@@ -359,10 +359,10 @@ fn rope(
     }
     let ropes = facts.ropes.as_slice();
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
-        return Err(unfit(family, "it turns no queries and keys".into()));
+        return Err(unfit(family, "it does not rotate queries and keys".into()));
     };
     if first.rotary_dim != first.head_dim && !family.turns_parts {
-        return Err(unfit(family, "it turns parts of heads only".into()));
+        return Err(unfit(family, "it rotates only parts of heads".into()));
     }
     if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {
         return Err(unfit(family, "its rotation pairs halves".into()));
@@ -379,7 +379,7 @@ fn rope(
             }
             put("rope.freq_base_swa", Value::F32(local.theta as f32));
         }
-        _ => return Err(unfit(family, "its blocks turn queries and keys in different ways".into())),
+        _ => return Err(unfit(family, "its blocks rotate queries and keys in different ways".into())),
     }
     let mut scale = |kind: &str, factor: f64| {
         put("rope.scaling.type", Value::string(kind));

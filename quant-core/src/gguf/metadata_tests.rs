@@ -109,7 +109,7 @@ fn every_tensor_has_one_place() {
         let family = families::family(name).unwrap();
         assert!(entries.iter().all(|(key, _)| key.starts_with(&format!("{}.", family.arch))));
         let keys: BTreeSet<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
-        assert_eq!(keys.len(), entries.len(), "{name}: a key stands twice");
+        assert_eq!(keys.len(), entries.len(), "{name}: a key appears twice");
         for layer in 0..a.layers {
             let placed = layout::of_block(&a, family, layer).unwrap();
             let places: BTreeSet<(&str, Option<usize>)> =
@@ -178,7 +178,7 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_said() {
         ("qwen3_next", json!({ "mlp_only_layers": [1] }), "some blocks have experts"),
         ("glm4_moe", json!({ "n_shared_experts": 0 }), "no shared expert"),
         ("deepseek_v3", json!({ "rope_interleave": false }), "pairs halves"),
-        ("deepseek_v3", yarn(json!({})), "channels that turn are multiplied"),
+        ("deepseek_v3", yarn(json!({})), "rotated channels are multiplied"),
         (
             "deepseek_v2",
             json!({ "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2 }),

@@ -134,8 +134,8 @@ impl GgufPlan {
         let family = families::family(a.family).filter(is_held).ok_or_else(|| {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
-                format!("models of the family {} are not written as GGUF", a.family),
-                format!("write another format; as GGUF are written {}", known.join(", ")),
+                format!("models of the family {} cannot be written as GGUF", a.family),
+                format!("write another format; GGUF supports {}", known.join(", ")),
             )
         })?;
         let mixture = request.mixture;
@@ -148,10 +148,10 @@ impl GgufPlan {
         let about = metadata::metadata(a, family, directory.config())?;
         let mut notes = about.warnings;
         if let Some(wrapper) = &a.wrapper {
-            notes.push(format!("of {} the file holds the text model alone", wrapper.class));
+            notes.push(format!("the file contains only the text model of {}", wrapper.class));
         }
         if a.further_blocks > 0 {
-            notes.push("the blocks that predict further tokens are left out".into());
+            notes.push("the blocks for multi-token prediction are left out".into());
         }
         let mut drafts = drafts(model, family)?;
         for (name, factors) in about.rope_factors {
@@ -408,7 +408,7 @@ impl<'a> Types<'a> {
         while kind.row_bytes(columns).is_none() {
             let Some(fallback) = kind.fallback.filter(|_| self.request.allow_fallback) else {
                 return Ok(Err(format!(
-                    "{name}: rows of {columns} are no whole number of {}'s blocks of {}",
+                    "{name}: rows of {columns} are not a multiple of {}'s block size {}",
                     wanted.name, wanted.elements
                 )));
             };

@@ -91,7 +91,13 @@ pub(super) fn routing(
     let shared = match (shared, expert) {
         (Some(shared), Some(expert)) if shared % expert == 0 => shared / expert,
         (Some(shared), _) => {
-            return Err(unfit(family, format!("its shared expert has {shared} features, no whole experts")));
+            return Err(unfit(
+                family,
+                format!(
+                    "its shared expert has {shared} features, which are not a \
+             multiple of the width of an expert"
+                ),
+            ));
         }
         (None, _) => return Err(unfit(family, "it has no shared expert".into())),
     };
@@ -205,7 +211,7 @@ pub(super) fn yarn(
     if LatentWidths::of(a.graph(0)).is_some() {
         // llama.cpp applies the attention factor to all scores, the model only to the rotated part.
         if (yarn.attention_factor - 1.0).abs() > 1e-6 {
-            let reason = format!("channels that turn are multiplied by {}", yarn.attention_factor);
+            let reason = format!("rotated channels are multiplied by {}", yarn.attention_factor);
             return Err(unfit(family, reason));
         }
         let weight = latent_weight(shape, yarn.factor);
@@ -216,7 +222,8 @@ pub(super) fn yarn(
     let rounds = !yarn.truncated && [yarn.low, yarn.high].iter().any(|end| end.fract() != 0.0);
     Ok(rounds.then(|| {
         format!(
-            "llama.cpp rounds the ends of YaRN's ramp over the {} pairs of channels that turn to whole pairs, and the model does not",
+            "llama.cpp rounds the ends of YaRN's ramp over the {} pairs of rotated channels to whole \
+             pairs, but the model does not",
             rope.rotary_dim / 2
         )
     }))

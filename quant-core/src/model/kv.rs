@@ -230,10 +230,7 @@ impl FromStr for KvScheme {
 
     fn from_str(text: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|scheme| scheme.to_string() == text).ok_or_else(|| {
-            Error::usage(
-                format!("`{}` is no cache of keys and values", text.escape_default()),
-                "ask for kv4, kv8 or kvf8",
-            )
+            Error::usage(format!("`{}` is not a KV cache", text.escape_default()), "use kv4, kv8 or kvf8")
         })
     }
 }

@@ -237,7 +237,9 @@ pub(super) fn load(
     let layout = windows.layout();
     let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
     let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
-    if let Some(first) = differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first() {
+    if let Some(first) =
+        differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first()
+    {
         return Err(broken(format!("holds the hidden states of another run: {first}")));
     }
     let mut hash = Sha256::new();

@@ -119,7 +119,7 @@ impl TransformEntry {
         if let Some((key, _)) = said.keys().into_iter().find(|(key, said)| *said && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
-                    "transform.{key} has no effect: it is a matter of kind `{}`, and this is `{kind}`",
+                    "transform.{key} has no effect: it is a setting of kind `{}`, but this is `{kind}`",
                     transforms_with(key).join("`, `"),
                 ),
                 "leave it out",
@@ -331,7 +331,7 @@ impl Recipe {
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
                 "[calibration] has no effect: nothing uses a text",
-                "leave it out, or add a [[transform]] that looks at one",
+                "leave it out, or add a [[transform]] that uses one",
             ));
         }
         Ok(recipe)

@@ -142,7 +142,8 @@ impl Plan {
             Residence::Memory => {
                 let copies = PassPlan::new(self, false).states_in_memory();
                 // States of another width are made next to those that they replace.
-                let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
+                let [before, after] =
+                    [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
                 let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
                 copies * before.max(after) + replaced + sum as u64
             }

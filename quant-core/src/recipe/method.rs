@@ -105,9 +105,9 @@ impl Method {
         let steps = self.steps();
         if let Some(name) = names.iter().find(|name| !steps.contains(&name.as_str())) {
             return Err(Error::usage(
-                format!("`{name}` is no step of method `{}`", self.name),
+                format!("`{name}` is not a step of method `{}`", self.name),
                 match steps[..] {
-                    [] => "it has none that could be left out".to_owned(),
+                    [] => "it has no steps that can be left out".to_owned(),
                     _ => format!("its steps are {}", steps.join(", ")),
                 },
             ));
@@ -157,7 +157,7 @@ impl Method {
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason =
-                format!("`{step}` makes another model, in which what `{}` looked at is no more", steps[0]);
+                format!("`{step}` makes another model, which invalidates the result of `{}`", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(left.usual_gptq().inputs, LayerInputs::Float, "QoQ's way, whatever is left of it");
         assert_eq!(qoq.without(&names(&qoq.steps())).unwrap().name, "gptq");
         let error = qoq.without(&names(&["awq"])).unwrap_err();
-        assert!(error.to_string().contains("`awq` is no step of method `qoq`"), "{error}");
+        assert!(error.to_string().contains("`awq` is not a step of method `qoq`"), "{error}");
         assert!(error.remedy().contains("smooth-attention"), "{}", error.remedy());
     }
 

@@ -49,7 +49,7 @@ impl Plan {
         match experts.is_routed() || architecture.blocks.kinds().any(|kind| has_experts(kind.graph)) {
             true => Ok(()),
             false => Err(Error::usage(
-                "which tokens experts are calibrated on has no effect: no layer of the model has experts",
+                "the choice of calibration tokens for experts has no effect: no layer of the model has experts",
                 "leave ‹expert_tokens› and ‹expert_floor› out, in a recipe expert_tokens and expert_floor",
             )),
         }
@@ -93,7 +93,10 @@ impl Plan {
             }
             if entry.layer.is_none() && scheme.has_static_activations() {
                 return Err(Error::usage(
-                    format!("`{module}` cannot be {scheme}: static activations are found for the blocks"),
+                    format!(
+                        "`{module}` cannot be {scheme}: static activation scales are calibrated \
+                     only for blocks"
+                    ),
                     "choose a scheme without -static for it, or with a16",
                 ));
             }

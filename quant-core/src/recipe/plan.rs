@@ -297,7 +297,7 @@ impl Plan {
                 format!(
                     "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
                 ),
-                format!("quantize the head too, for example ‹override={head}=w8a16›, which parts the two"),
+                format!("quantize the head too, for example ‹override={head}=w8a16›, which unties the two"),
             ));
         }
         let embedding = outer(embedding, stored.clone(), name, embedding_scheme);

@@ -94,7 +94,10 @@ impl<'r> Selection<'r> {
             let none_of_them_is = |module: &String| self.decisive(module, in_block) != Some(index);
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
-                    format!("‹{option}={pattern}› has no effect: other patterns decide over all it matches"),
+                    format!(
+                        "‹{option}={pattern}› has no effect: other patterns decide for everything \
+                     that it matches"
+                    ),
                     "remove it; ‹ignore› wins over ‹override›, and a later ‹override› over an earlier one",
                 ));
             }

@@ -62,8 +62,9 @@ fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
             continue;
         }
         let ranges = task.ranges.get(&group.input);
-        let ranges =
-            ranges.ok_or_else(|| Error::Internal("channels are sorted by what was not looked at".into()))?;
+        let ranges = ranges.ok_or_else(|| {
+            Error::Internal("channels are sorted by statistics that were not collected".into())
+        })?;
         let (rows, columns) = orders(&group, &ranges.maxima());
         tracing::debug!(consumer = task.module(group.consumer), "channels sorted");
         for &producer in &group.producers {

@@ -39,8 +39,9 @@ const COLUMNS: usize = 64;
 pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
     let hadamard = Hadamard::new(hidden).map_err(|_| {
-        let reason =
-            format!("no Hadamard matrix of the order {hidden} of its hidden states is constructed here");
+        let reason = format!(
+            "there is no construction of a Hadamard matrix of order {hidden}, the width of its hidden states"
+        );
         refused(architecture, Preparation::Rotate, &reason)
     });
     prepared(model, Preparation::Rotate, Some(hadamard))
@@ -81,7 +82,7 @@ fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error 
         }
         Preparation::FoldNorms => (format!("norms of the family `{family}` cannot be folded"), "the folding"),
     };
-    Error::usage(format!("{what}: {reason}"), format!("leave {step} away: ‹skip={}›", by.name()))
+    Error::usage(format!("{what}: {reason}"), format!("leave out {step}: ‹skip={}›", by.name()))
 }
 
 /// The nodes of a block that touch the residual stream.
@@ -100,7 +101,7 @@ fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
     if let Some(wrapper) = architecture.wrapper.as_ref().filter(|_| by == Preparation::Rotate) {
         let class = wrapper.class;
         return refuse(&format!(
-            "the projector of {class} writes into its hidden states, and is not rotated"
+            "the projector of {class} writes into its hidden states, but is not rotated"
         ));
     }
     if architecture.learned_positions.is_some() {
@@ -137,7 +138,9 @@ impl Stream {
                         }
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
-                            return Err(refuse("what is added to its hidden states is no linear's output"));
+                            return Err(refuse(
+                                "what is added to its hidden states is not the output of a linear",
+                            ));
                         }
                         stream.writes.push(added);
                         values.push(user);
@@ -160,8 +163,10 @@ impl Stream {
     }
 }
 
-const NORMED: &str = "norms with weights of their own stand between its linears and the sum with its hidden states, and a rotation does not commute with these";
-const SUBTRACTS: &str = "its norms subtract the mean, which a rotation does not leave where it is, and may add a bias that linears cannot take";
+const NORMED: &str = "norms with weights are between its linears and the residual sum, and a rotation \
+ does not commute with these";
+const SUBTRACTS: &str = "its norms subtract the mean, which does not commute with a rotation, and may \
+ add a bias that linears cannot absorb";
 
 /// How a tensor is modified.
 #[derive(Debug, Clone)]

@@ -32,7 +32,7 @@ pub struct Case {
 }
 
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
-const NORMED: &str = "stand between its linears and the sum";
+const NORMED: &str = "are between its linears and the residual sum";
 const UNNORMED: &str = "without a norm";
 const EXPERTS: &str = "what is normed is not only multiplied";
 const MEAN: &str = "subtract the mean";
@@ -770,7 +770,7 @@ pub fn cases() -> Vec<Case> {
                 vec!["norm", "mixer.v_proj"],
             ],
             rounding: 1.0,
-            not_rotated_for: Some("is no linear's output"),
+            not_rotated_for: Some("is not the output of a linear"),
             ..Case::new(
                 "nemotron_h, latent experts",
                 "NemotronHForCausalLM",
@@ -815,7 +815,7 @@ pub fn cases() -> Vec<Case> {
             ],
             has_pairs: false,
             rounding: 1.0,
-            not_rotated_for: Some("is no linear's output"),
+            not_rotated_for: Some("is not the output of a linear"),
             ..Case::new(
                 "falcon_h1",
                 "FalconH1ForCausalLM",

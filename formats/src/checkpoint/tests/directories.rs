@@ -39,8 +39,8 @@ fn configuration_is_one_object() {
 
     assert!(config_reason("[]").contains("object"));
     assert!(config_reason("").contains("EOF"));
-    assert!(config_reason(r#"{"a":1,"a":1}"#).contains("`a` stands twice"));
-    assert!(config_reason(r#"{"x":{"a":1,"a":1}}"#).contains("`a` stands twice"));
+    assert!(config_reason(r#"{"a":1,"a":1}"#).contains("`a` appears twice"));
+    assert!(config_reason(r#"{"x":{"a":1,"a":1}}"#).contains("`a` appears twice"));
     for literal in ["NaN", "Infinity", "1e999"] {
         assert!(!config_reason(&format!(r#"{{"a":{literal}}}"#)).is_empty());
     }

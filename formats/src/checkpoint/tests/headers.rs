@@ -64,7 +64,7 @@ fn every_rule_has_its_error() {
     refused!(file(r#"{"__metadata__":{"a":1}}"#, b""), E::BadMetadata { .. }, "integer `1`");
     refused!(file(r#"{"__metadata__":[]}"#, b""), E::BadMetadata { .. }, "sequence");
     refused!(file(r#"{"__metadata__":null}"#, b""), E::BadMetadata { .. }, "null");
-    refused!(file(r#"{"__metadata__":{"k":"1","k":"1"}}"#, b""), E::BadMetadata { .. }, "`k` stands twice");
+    refused!(file(r#"{"__metadata__":{"k":"1","k":"1"}}"#, b""), E::BadMetadata { .. }, "`k` appears twice");
 
     refused!(file(r#"{"a":null}"#, b""), E::BadEntry { .. }, "`a`");
     refused!(file(r#"{"a":["U8",[1],[0,1]]}"#, &[0]), E::BadEntry { .. }, "`a`");
@@ -74,7 +74,7 @@ fn every_rule_has_its_error() {
     let extra = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"\u001b[2J":0}}"#;
     refused!(file(extra, &[0]), E::BadEntry { .. }, "unknown field");
     let again = r#"{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#;
-    refused!(file(again, &[0]), E::BadEntry { .. }, "`dtype` stands twice");
+    refused!(file(again, &[0]), E::BadEntry { .. }, "`dtype` appears twice");
     refused!(file(one("[1.0]", "[0,4]"), &[0; 4]), E::BadEntry { .. }, "`t`", "1.0");
     refused!(file(one("[-1]", "[0,4]"), &[0; 4]), E::BadEntry { .. }, "`t`", "-1");
     refused!(file(one("\"1\"", "[0,4]"), &[0; 4]), E::BadEntry { .. }, "`t`");

@@ -106,7 +106,7 @@ fn broken_indices_are_refused() {
     assert!(index_text_reason(r#"{"weight_map":{"a":1}}"#).contains("integer"));
     assert!(index_text_reason(r#"{"weight_map":{"a":"x.safetensors"},"weight_map":{}}"#).contains("twice"));
     let twice = r#"{"weight_map":{"a":"s1.safetensors","a":"s2.safetensors"}}"#;
-    assert!(index_text_reason(twice).contains("`a` stands twice"));
+    assert!(index_text_reason(twice).contains("`a` appears twice"));
     assert!(index_text_reason(r#"{"weight_map":{"\u001b":"s1.safetensors"}}"#).contains("control"));
     assert!(index_text_reason(&"[".repeat(100_000)).contains("weight_map"));
     let large = sharded(&good());

@@ -50,7 +50,9 @@ pub(super) fn layout(
         )
     };
     if scheme.activations != ActivationScheme::Float {
-        return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
+        return Err(unusable(format!(
+            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
+        )));
     }
     if scheme.int_bits() != Some(BITS) {
         let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());

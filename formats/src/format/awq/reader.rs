@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(back.scales, products);
         assert_ne!(back.scales, tensor.scales, "rounding changes some");
         let said = AutoAwq.loses(scheme, Dtype::F16);
-        assert!(said[0].contains("in F16: up to 2^-11 of it off"), "{said:?}");
+        assert!(said[0].contains("in F16, with a relative error of up to 2^-11"), "{said:?}");
         assert!(AutoAwq.loses(stored, Dtype::F16).is_empty());
     }
 

@@ -210,8 +210,8 @@ fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut note = |applies: bool, text: &str| notes.extend(Some(text.to_owned()).filter(|_| applies));
     note(
         all().any(|(_, s)| is_fp8(s) && s.activations == ActivationScheme::Float),
-        "FP8 weights with float activations load in transformers; whether vLLM and SGLang take them without FP8 \
-         activations was not seen",
+        "FP8 weights with float activations load in transformers; it is not known whether vLLM and \
+         SGLang load them without FP8 activations",
     );
     note(
         all().any(|(_, s)| is_fp8(s) && s.activations != ActivationScheme::Float),
@@ -243,7 +243,7 @@ fn float_notes(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     );
     note(
         any(|s| s.int_bits().is_some() && s.activations == ActivationScheme::Fp8Token),
-        "4-bit integers under FP8 activations run in vLLM 0.33 on compute capability 9.0 alone; elsewhere they do not \
+        "4-bit integers with FP8 activations run in vLLM 0.33 on compute capability 9.0 only; elsewhere they do not \
          load",
     );
     let ragged = all().find(|(module, s)| {

@@ -63,7 +63,7 @@ fn caches_of_fp8_are_said_and_explained() {
 #[test]
 fn notes_name_the_traps_of_each_format() {
     for (scheme, says) in [
-        ("wf8a16-channel", &["load in transformers", "was not seen"][..]),
+        ("wf8a16-channel", &["load in transformers", "it is not known whether"][..]),
         ("wf8af8-channel", &["compute capability 8.9"]),
         ("wf8af8-tensor", &["not per tensor"]),
         (
@@ -72,7 +72,7 @@ fn notes_name_the_traps_of_each_format() {
         ),
         ("wf4a16-g32-mx", &["whatever the file says", "for experts only", "dequantize=True"]),
         ("wf8a16-g32-mx", &["llama.cpp's converter does not read them"]),
-        ("w4af8-g128-sym", &["compute capability 9.0 alone"]),
+        ("w4af8-g128-sym", &["compute capability 9.0 only"]),
     ] {
         let notes = warnings(&of(scheme)).join("\n");
         says.iter().for_each(|said| assert!(notes.contains(said), "{scheme}: {notes}"));

@@ -102,7 +102,7 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         }
         _ => Err(input.refuse(
             "strategy",
-            "and the keys beside it are none of FP8 per token, tensor or 128 inputs, MXFP8 and NVFP4",
+            "and the other keys do not describe FP8 per token, tensor or 128 inputs, MXFP8 and NVFP4",
         )),
     }
 }

@@ -56,7 +56,9 @@ pub(super) fn layout(
         )
     };
     if scheme.activations != ActivationScheme::Float {
-        return Err(unusable(format!("the {METHOD} format says nothing of activations, and {scheme} does")));
+        return Err(unusable(format!(
+            "the {METHOD} format cannot describe activations, which {scheme} quantizes"
+        )));
     }
     let Some(bits @ (2 | 3 | 4 | 8)) = scheme.int_bits() else {
         let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
@@ -74,7 +76,7 @@ pub(super) fn layout(
     for (size, what) in [(k, "inputs"), (n, "outputs")] {
         if !(size * bits).is_multiple_of(32) {
             return Err(unusable(format!(
-                "the {METHOD} format packs whole 32-bit words, and {size} {what} of {bits} bits are none"
+                "the {METHOD} format packs whole 32-bit words, which {size} {what} of {bits} bits do not fill"
             )));
         }
     }

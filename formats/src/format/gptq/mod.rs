@@ -135,8 +135,8 @@ impl Container for GptqV1 {
         }
         if schemes.float.iter().any(|m| *m != HEAD) {
             notes.push(
-                "linears that stay float are listed as `dynamic`, which vLLM, SGLang and gptqmodel understand, and \
-                 older readers pass over"
+                "linears that stay float are listed as `dynamic`, which vLLM, SGLang and gptqmodel \
+                 understand, but older readers ignore"
                     .to_owned(),
             );
         }

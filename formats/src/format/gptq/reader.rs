@@ -160,7 +160,11 @@ impl PackedReader for Reader {
         }
         match zeros.iter().all(|&z| z == 1 << (scheme.bits() - 1)) {
             true => Ok(None),
-            false => Err(Self::broken(source, &name, "holds zeros beside the middle, but `sym` is true")),
+            false => Err(Self::broken(
+                source,
+                &name,
+                "has zero points other than the middle code, but `sym` is true",
+            )),
         }
     }
 
@@ -180,7 +184,7 @@ impl PackedReader for Reader {
             return Err(Self::broken(
                 source,
                 &name,
-                "puts inputs that do not stand together into one group (desc_act), which is not supported",
+                "groups inputs that are not adjacent (desc_act), which is not supported",
             ));
         }
         let name = scales_name(module);
@@ -258,7 +262,7 @@ mod tests {
             scheme: reader.scheme("m").unwrap(),
         };
         let error = reader.read(&source, of(&reader)).unwrap_err();
-        assert!(error.to_string().contains("beside the middle"), "{error}");
+        assert!(error.to_string().contains("other than the middle"), "{error}");
         // The same words as v2 mean zero points that are one less.
         config["sym"] = json!(false);
         config["checkpoint_format"] = json!("gptq_v2");

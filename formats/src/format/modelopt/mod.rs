@@ -116,7 +116,7 @@ impl Container for ModelOpt {
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(
-                format!("the embedding is to be quantized, which the {METHOD} format has no place for"),
+                format!("the {METHOD} format cannot store a quantized embedding"),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
@@ -183,7 +183,7 @@ impl Container for ModelOpt {
             excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
         {
             notes.push(format!(
-                "vLLM 0.33 leaves `{module}` float as well, for its name contains that of `{float}`: write \
+                "vLLM 0.33 leaves `{module}` float as well, because its name contains that of `{float}`: write \
                  ‹format=compressed-tensors›"
             ));
         }

@@ -188,7 +188,7 @@ impl PackedReader for Reader {
             if !is_packed {
                 return Err(Error::UnsupportedQuantization {
                     path: source.location(name),
-                    reason: format!("tensor `{name}` stands beside no `{weight}` of U8"),
+                    reason: format!("tensor `{name}` has no matching `{weight}` of type U8"),
                 });
             }
             let rounds = !self.weight_only && source.info(&input_scale_name(module)).is_some();

@@ -190,7 +190,7 @@ pub(super) fn layout(
     for (size, step, what) in [(n, TILE, "outputs"), (k, step, "inputs")] {
         if size == 0 || !size.is_multiple_of(step) {
             return unusable(
-                format!("its {size} {what} are no multiple of {step}, which the {METHOD} format needs"),
+                format!("its {size} {what} are not a multiple of {step}, which the {METHOD} format requires"),
                 FLOAT,
             );
         }
@@ -258,7 +258,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
         }
     };
     if bytes.len() != specs.len() {
-        return Err(inconsistent("levels of scales do not go with the scheme"));
+        return Err(inconsistent("levels of scales do not match the scheme"));
     }
     Ok(specs.into_iter().zip(bytes).collect())
 }

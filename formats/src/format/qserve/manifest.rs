@@ -135,7 +135,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let float = schemes.float.iter().filter(|m| **m != HEAD).count();
     if float > 0 {
         notes.push(format!(
-            "{float} linear(s) of blocks stay float; QServe's loaders take all of them for quantized"
+            "{float} linear(s) of blocks stay float; QServe's loaders treat all of them as quantized"
         ));
     }
     if let Some((name, [n, k], [rows, columns, least])) = narrow(schemes) {

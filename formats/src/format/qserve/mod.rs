@@ -61,8 +61,8 @@ impl Container for QServe {
     fn loses(&self, scheme: LinearScheme, _scale_dtype: Dtype) -> Vec<String> {
         match Kind::of(scheme) {
             Some(Kind::Channel) => vec![
-                "zeros are stored times their scale, rounded to F16: read back they are exact, but what QServe's kernels \
-                 subtract is up to 2^-11 of itself off"
+                "zero points are stored multiplied by their scale and rounded to F16: quant reads them \
+                 back exactly, but QServe's kernels subtract them with a relative error of up to 2^-11"
                     .to_owned(),
             ],
             _ => Vec::new(),
@@ -87,7 +87,7 @@ impl Container for QServe {
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(
-                format!("the {METHOD} format is read for text models alone"),
+                format!("the {METHOD} format is supported for text models only"),
                 "write ‹format=compressed-tensors›",
             ));
         }

@@ -121,7 +121,7 @@ impl Reader {
                     *stored as i8,
                     place(i)
                 ),
-                "zeros found on 8 bits (deepcompressor's `zero_point: PostScale`) are no codes of 4 bits: quantize again with \
+                "zeros computed on 8 bits (deepcompressor's `zero_point: PostScale`) are not 4-bit codes: quantize again with \
                  `PreScale`, or from the float model",
             ))
         };
@@ -146,7 +146,7 @@ impl Reader {
                 &format!(
                     "has {stored} at {row}, which is not its scale of {scale} times a zero from 0 to 15 in F16"
                 ),
-                "zeros that are no codes of 4 bits (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
+                "zeros that are not 4-bit codes (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
                  `PreScale`, or from the float model",
             ))
         };
@@ -158,7 +158,7 @@ impl Reader {
 fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
     let Some(order) = map.get("s2_order").filter(|v| !v.is_null()) else { return Ok(S2Order::default()) };
     if kind != Kind::Group {
-        return Err("`quantization_config.s2_order` stands beside weights without groups".into());
+        return Err("`quantization_config.s2_order` is set, but the weights have no groups".into());
     }
     S2Order::ALL.into_iter().find(|known| order.as_str() == Some(known.name())).ok_or_else(|| {
         let known = S2Order::ALL.map(S2Order::name).join(" nor ");

@@ -145,7 +145,7 @@ fn configurations() {
     }
     let mut channel = config("w4a8-channel-asym");
     channel["s2_order"] = json!("kernel");
-    assert!(Reader::new(&channel).unwrap_err().contains("without groups"));
+    assert!(Reader::new(&channel).unwrap_err().contains("have no groups"));
 }
 
 #[test]

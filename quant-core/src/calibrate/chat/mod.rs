@@ -39,10 +39,10 @@ impl Conversation {
     /// # Errors
     /// A description of the fault, for a message that names the line.
     pub fn new(line: usize, object: Value) -> Result<Self, String> {
-        let Value::Object(mut fields) = object else { return Err("is no JSON object".into()) };
+        let Value::Object(mut fields) = object else { return Err("is not a JSON object".into()) };
         let messages = match fields.remove("messages") {
             Some(Value::Array(messages)) if !messages.is_empty() => messages,
-            Some(_) => return Err("has a field `messages` that is no list with something in it".into()),
+            Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
             None => return Err("has no field `messages`, which others have".into()),
         };
         if messages.len() > MOST_MESSAGES {
@@ -55,7 +55,7 @@ impl Conversation {
         let tools = match fields.remove("tools") {
             Some(Value::Array(tools)) if !tools.is_empty() => Value::Array(tools),
             None | Some(Value::Null | Value::Array(_)) => Value::Null,
-            Some(_) => return Err("has a field `tools` that is no list".into()),
+            Some(_) => return Err("has a field `tools` that is not a list".into()),
         };
         Ok(Self { line, chat: Chat { messages, tools } })
     }
@@ -179,10 +179,10 @@ mod tests {
         let ok = json!({"messages": [{"role": "user", "content": "x"}], "tools": [], "id": 3});
         assert_eq!(Conversation::new(7, ok).unwrap().line(), 7);
         for (line, says) in [
-            (json!([1]), "no JSON object"),
+            (json!([1]), "not a JSON object"),
             (json!({"text": "x"}), "no field `messages`"),
-            (json!({"messages": []}), "no list with something"),
-            (json!({"messages": "x"}), "no list with something"),
+            (json!({"messages": []}), "not a non-empty list"),
+            (json!({"messages": "x"}), "not a non-empty list"),
             (json!({"messages": [{"role": "user"}, {"content": "x"}]}), "`role` in its message 2"),
             (json!({"messages": [{"role": 1}]}), "`role` in its message 1"),
             (json!({"messages": [{"role": "user"}], "tools": 3}), "`tools`"),

@@ -74,7 +74,7 @@ impl One<'_> {
         match rendered {
             None => Err(self.fault("makes the template library panic on it", REMEDY)),
             Some(Err(_)) if output.full => {
-                Err(self.fault(format_args!("makes more than {LONGEST_TEXT} bytes of it"), other))
+                Err(self.fault(format_args!("writes more than {LONGEST_TEXT} bytes for it"), other))
             }
             Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
                 Err(self.fault("takes more steps for it than any template should", REMEDY))
@@ -84,7 +84,7 @@ impl One<'_> {
                 Err(self.fault(format_args!("fails on it: {place}{}", describe(&error)), other))
             }
             Some(Ok(())) => String::from_utf8(output.bytes)
-                .map_err(|_| self.fault("writes something else than text of it", REMEDY)),
+                .map_err(|_| self.fault("writes something other than text for it", REMEDY)),
         }
     }
 
@@ -121,7 +121,7 @@ impl One<'_> {
                 false => up_to(i + 1, false)?,
             };
             if !with.starts_with(&before) {
-                let reason = format!("what stands before message {} changes with it", i + 1);
+                let reason = format!("the text before message {} changes with it", i + 1);
                 return Err(self.unmaskable(&reason));
             }
             if !text.starts_with(&with) {
@@ -139,7 +139,7 @@ impl One<'_> {
 
     fn unmaskable(&self, reason: &str) -> Fault {
         self.fault(
-            format_args!("does not let prompts be told from answers: {reason}"),
+            format_args!("does not separate prompts from answers: {reason}"),
             "give a template with {% generation %} blocks around what the assistant writes \
              (chat_template.jinja beside the model is taken first), or count all tokens (‹mask=none›)",
         )

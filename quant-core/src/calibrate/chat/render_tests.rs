@@ -158,7 +158,7 @@ fn hostile_templates_end() {
         "{% set x = 'x' * 1000000 %}{% for a in range(99) %}{{ x }}{% endfor %}",
         &one,
         Mask::None,
-        &["makes more than 16777216 bytes", "remove the conversation"],
+        &["writes more than 16777216 bytes", "remove the conversation"],
     );
     refused("{{ 'x' * 99999999999 }}", &one, Mask::None, &["fails on it"]);
     refused("{{ range(99999999999) | list }}", &one, Mask::None, &["fails on it"]);
@@ -171,7 +171,7 @@ fn hostile_templates_end() {
 
 #[test]
 fn answers_that_cannot_be_told_are_refused() {
-    let says = ["does not let prompts be told from answers", "‹mask=none›", "{% generation %}"];
+    let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
     // Only the last turn is rendered in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";

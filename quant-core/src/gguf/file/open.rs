@@ -76,7 +76,7 @@ impl GgufFile {
             found if found == part.tensors => Ok(first),
             found => {
                 let reason =
-                    format!("says that there are {} tensors, and the files hold {found}", part.tensors);
+                    format!("says that there are {} tensors, but the files hold {found}", part.tensors);
                 Err(Self::broken(path, reason))
             }
         }
@@ -88,7 +88,7 @@ impl GgufFile {
             let place = self.header.tensors.len();
             if self.places.insert(tensor.name.clone(), place).is_some() {
                 let reason =
-                    format!("holds tensor `{}`, which a file before it holds", printable(&tensor.name));
+                    format!("holds tensor `{}`, which an earlier file holds too", printable(&tensor.name));
                 return Err(Self::broken(&other.path, reason));
             }
             self.header.tensors.push(GgufTensor { part: self.files.len(), ..tensor });

@@ -85,7 +85,7 @@ impl<R: Read> Cursor<R> {
         match version {
             2 | 3 => {}
             v if v & 0xffff == 0 => {
-                return Err(GgufFault::Unread("is in big-endian order, which is not read".into()));
+                return Err(GgufFault::Unread("is in big-endian order, which is not supported".into()));
             }
             v => return Err(GgufFault::Unread(format!("`version` at byte 4 is {v}; 2 and 3 are read"))),
         }
@@ -100,7 +100,7 @@ impl<R: Read> Cursor<R> {
                 return Err(format!("key {i} at byte {at} is empty").into());
             }
             if !keys.insert(key.clone()) {
-                return Err(format!("key `{}` at byte {at} stands twice", printable(&key)).into());
+                return Err(format!("key `{}` at byte {at} appears twice", printable(&key)).into());
             }
             let kind = u32::from_le_bytes(self.array(&key)?);
             let value = self.value(&key, kind)?;
@@ -112,7 +112,7 @@ impl<R: Read> Cursor<R> {
         for i in 0..tensors {
             let tensor = self.tensor(i)?;
             if !names.insert(tensor.name.clone()) {
-                return Err(format!("tensor `{}` stands twice", tensor.name).into());
+                return Err(format!("tensor `{}` appears twice", tensor.name).into());
             }
             found.push(tensor);
         }
@@ -215,7 +215,7 @@ impl<R: Read> Cursor<R> {
             kinds::U64 | kinds::I64 | kinds::F64 | kinds::STRING => 8,
             kinds::ARRAY => {
                 return Err(GgufFault::Unread(format!(
-                    "`{}` at byte {at} is a list of lists, which is not read",
+                    "`{}` at byte {at} is a list of lists, which is not supported",
                     printable(key)
                 )));
             }
@@ -285,14 +285,15 @@ impl<R: Read> Cursor<R> {
         let id = u32::from_le_bytes(self.array(&name)?);
         let kind = block_type_of(id).ok_or_else(|| match unread_type(id) {
             Some(kind) => GgufFault::Unread(format!(
-                "tensor `{shown}` has the type {kind} at byte {type_at}, which is not read"
+                "tensor `{shown}` has the type {kind} at byte {type_at}, which is not supported"
             )),
             None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}").into(),
         })?;
         let columns = shape[dims - 1];
         let row = kind.row_bytes(columns).ok_or_else(|| {
             format!(
-                "tensor `{shown}` at byte {at} has rows of {columns}, no whole blocks of {}",
+                "tensor `{shown}` at byte {at} has rows of {columns}, which are not a multiple of the \
+                 block size {}",
                 kind.elements
             )
         })?;

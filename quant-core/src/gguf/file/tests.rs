@@ -113,7 +113,7 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (one(entry("k", 9, &list(9, 1))), "a list of lists"),
         (one(entry("k", 9, &list(77, 1))), "a list of the unknown type 77"),
         (one(entry("k", 8, &[&2_u64.to_le_bytes()[..], &[0xff, 0xfe]].concat())), "not UTF-8"),
-        (crafted(0, 2, &[entry("k", 0, &[1]), entry("k", 0, &[1])].concat()), "`k` at byte 38 stands twice"),
+        (crafted(0, 2, &[entry("k", 0, &[1]), entry("k", 0, &[1])].concat()), "`k` at byte 38 appears twice"),
         (one(entry("general.alignment", 4, &3_u32.to_le_bytes())), "no power of two"),
         (one(entry("general.alignment", 4, &0_u32.to_le_bytes())), "no power of two"),
         (one(entry("general.alignment", 10, &32_u64.to_le_bytes())), "of type u32"),
@@ -125,12 +125,12 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (crafted(1, 0, &tensor("t", &[0], 0, 0)), "a dimension of 0"),
         (crafted(1, 0, &tensor("t", &[u64::MAX], 0, 0)), "a dimension of"),
         (crafted(1, 0, &tensor("t", &[1 << 31, 1 << 31, 1 << 31], 0, 0)), "overflows"),
-        (crafted(1, 0, &tensor("t", &[48], 2, 0)), "no whole blocks of 32"),
+        (crafted(1, 0, &tensor("t", &[48], 2, 0)), "not a multiple of the block size 32"),
         (crafted(1, 0, &tensor("t", &[256], 16, 0)), "the type IQ2_XXS"),
         (crafted(1, 0, &tensor("t", &[4], 4, 0)), "the unknown type 4"),
         (crafted(1, 0, &tensor("t", &[4], 0, 32)), "is 32, 0 is due"),
         (crafted(1, 0, &tensor("t", &[1 << 20], 0, 0)), "the file has"),
-        (crafted(2, 0, &[two.clone(), two.clone()].concat()), "`t` stands twice"),
+        (crafted(2, 0, &[two.clone(), two.clone()].concat()), "`t` appears twice"),
         (crafted(2, 0, &[two, tensor("u", &[4], 0, 0)].concat()), "is 0, 32 is due"),
     ] {
         let message = parse(&bytes).unwrap_err().to_string();

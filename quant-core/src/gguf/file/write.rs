@@ -27,7 +27,10 @@ impl Described<'_> {
         if self.shape.len() > MAX_DIMS {
             return Err(fault("has too many dimensions"));
         }
-        let row = self.kind.row_bytes(columns).ok_or_else(|| fault("has rows that are no whole blocks"))?;
+        let row = self
+            .kind
+            .row_bytes(columns)
+            .ok_or_else(|| fault("has rows that are not a multiple of the block size"))?;
         let bytes = outer.iter().try_fold(row, |bytes, &dim| bytes.checked_mul(dim));
         bytes.map(|bytes| bytes as u64).ok_or_else(|| fault("overflows"))
     }

@@ -126,7 +126,7 @@ pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> R
     let count: usize = tensor.shape.iter().product();
     if turned > WIDEST || count as u64 != turned / 2 {
         let reason =
-            format!("tensor `{}` has {count} values for heads that turn {turned} channels", tensor.name);
+            format!("tensor `{}` has {count} values, but heads rotate {turned} channels", tensor.name);
         return Err(GgufFile::broken(about.file.path(), reason));
     }
     let mut bytes = vec![0; tensor.bytes as usize];
@@ -140,7 +140,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
     if turned != head_dim {
         if !about.family.turns_parts || turned > head_dim {
-            return Err(about.unread("rope.dimension_count", "is not the width of a head, which is not read"));
+            return Err(
+                about.unread("rope.dimension_count", "is not the width of a head, which is not supported")
+            );
         }
         set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
     } else if about.family.turns_parts {
@@ -198,7 +200,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
         }
         ("linear", _) => return Err(about.unread("rope.scaling.type", "is `linear` beside divisors")),
         _ => {
-            let reason = format!("is `{}`, which is not read", crate::checkpoint::printable(kind));
+            let reason = format!("is `{}`, which is not supported", crate::checkpoint::printable(kind));
             return Err(about.unread("rope.scaling.type", &reason));
         }
     };

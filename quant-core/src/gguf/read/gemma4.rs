@@ -17,12 +17,12 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     let windows = about.get(key).and_then(|value| value.as_bools());
     let windows = windows.filter(|windows| windows.len() as u64 == blocks);
     let windows =
-        windows.ok_or_else(|| about.broken(key, &format!("is no list of flags of {blocks} blocks")))?;
+        windows.ok_or_else(|| about.broken(key, &format!("is not a list of flags for {blocks} blocks")))?;
     let [full, windowed] = [about.head_width()?, about.require("attention.key_length_swa")?];
     let keys = about.integers("attention.head_count_kv", blocks)?;
     let of = |windowed: bool| windows.iter().position(|w| *w == windowed);
     let Some((at_full, at_windowed)) = of(false).zip(of(true)) else {
-        return Err(about.unread(key, "has no two kinds of blocks, which is not read"));
+        return Err(about.unread(key, "has no two kinds of blocks, which is not supported"));
     };
     set("head_dim", json!(windowed));
     set("global_head_dim", json!(full));
@@ -62,14 +62,16 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
             if divisors[..pairs].iter().any(|divisor| *divisor != factor)
                 || divisors[pairs..].iter().any(|divisor| *divisor < NEVER)
             {
-                return Err(about.unread("rope.dimension_count", "turns channels by several divisors"));
+                return Err(about.unread("rope.dimension_count", "rotates channels with several divisors"));
             }
             (pairs as u64, factor)
         }
     };
     let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
     if rotary != windowed {
-        return Err(about.unread("rope.dimension_count_swa", "is not the width of a head, which is not read"));
+        return Err(
+            about.unread("rope.dimension_count_swa", "is not the width of a head, which is not supported")
+        );
     }
     set(
         "rope_parameters",

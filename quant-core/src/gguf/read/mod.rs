@@ -39,7 +39,7 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let mut notes = Vec::new();
     let kinds = source.kinds();
     if !kinds.is_empty() {
-        notes.push(format!("blocks of {} are read as the floats that they stand for", kinds.join(", ")));
+        notes.push(format!("blocks of {} are dequantized to floats", kinds.join(", ")));
     }
     let directory = match tokenizer::files(&about)? {
         Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
@@ -118,7 +118,7 @@ impl<'a> About<'a> {
         };
         let list = list.into_iter().map(|n| u64::try_from(n).ok()).collect::<Option<Vec<u64>>>();
         let list = list.filter(|list| !list.is_empty() && list.len() as u64 == blocks);
-        list.ok_or_else(|| self.broken(key, &format!("is no list of integers of {blocks} blocks")))
+        list.ok_or_else(|| self.broken(key, &format!("is not a list of integers for {blocks} blocks")))
     }
 
     fn require(&self, key: &str) -> Result<u64> {
@@ -158,7 +158,7 @@ impl<'a> About<'a> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64() {
             Some(v) if v.is_finite() => Ok(Some(v)),
-            _ => Err(self.broken(key, "is no finite float")),
+            _ => Err(self.broken(key, "is not a finite float")),
         }
     }
 
@@ -204,7 +204,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     match first.filter(|first| list.iter().all(|v| u64::try_from(*v).ok() == Some(*first))) {
         Some(first) => Ok(Some(first)),
         None => {
-            let reason = format!("`{}` differs from block to block, which is not read", printable(key));
+            let reason = format!("`{}` differs from block to block, which is not supported", printable(key));
             Err(GgufFile::unread(file.path(), reason))
         }
     }

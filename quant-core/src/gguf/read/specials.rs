@@ -20,7 +20,7 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
         return Err(about.unread(key, "is missing, and files that are older than it are not read"));
     };
     let Some(plain) = width.checked_sub(rotary).filter(|plain| *plain > 0) else {
-        return Err(about.broken(key, &format!("is {width}, and {rotary} features turn")));
+        return Err(about.broken(key, &format!("is {width}, but {rotary} features are rotated")));
     };
     set("num_key_value_heads", json!(about.heads()?));
     set("q_lora_rank", json!(about.integer("attention.q_lora_rank")?.filter(|rank| *rank > 0)));
@@ -43,11 +43,11 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
         Some(1) => false,
         Some(2) => true,
         Some(other) => {
-            return Err(about.unread("expert_gating_func", &format!("is {other}, which is not read")));
+            return Err(about.unread("expert_gating_func", &format!("is {other}, which is not supported")));
         }
     };
     if sigmoid == (family.family == "deepseek_v2") {
-        return Err(about.unread("expert_gating_func", "is not that of the family, which is not read"));
+        return Err(about.unread("expert_gating_func", "is not that of the family, which is not supported"));
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
@@ -95,7 +95,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     // Blocks for multi-token prediction come last.
     let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
     let flags = flags.ok_or_else(|| {
-        about.broken("attention.recurrent_layers", &format!("is no list of flags of {blocks} blocks"))
+        about.broken("attention.recurrent_layers", &format!("is not a list of flags for {blocks} blocks"))
     })?;
     let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {
         true => "linear_attention",
@@ -114,7 +114,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
     }
     let key = "rope.scaling.yarn_ext_factor";
     if let Some(other) = about.float(key)?.filter(|mix| *mix >= 0.0 && *mix != 1.0) {
-        return Err(about.unread(key, &format!("is {other}, which is not read")));
+        return Err(about.unread(key, &format!("is {other}, which is not supported")));
     }
     let positions = match about.integer("rope.scaling.original_context_length")? {
         Some(positions) => positions,
@@ -143,9 +143,9 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
             yarn["attention_factor"] = json!(1.0);
             yarn["mscale_all_dim"] = json!(shortest(10.0 * weight));
         }
-        Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not read"))),
+        Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not supported"))),
         None if is_latent => {
-            return Err(about.unread(key, "is missing beside YaRN, which is not read"));
+            return Err(about.unread(key, "is missing, but there is YaRN, which is not supported"));
         }
         None => {
             yarn["attention_factor"] = json!(recommended * float("rope.scaling.attn_factor", 1.0)?);

@@ -121,7 +121,7 @@ impl GgufSource {
     /// The error for a tensor that the family does not have.
     fn unknown(&self, name: &str, about: &About<'_>) -> Error {
         let (name, arch) = (printable(name), about.family.arch);
-        let reason = format!("tensor `{name}` is none of those of {arch} that are read");
+        let reason = format!("tensor `{name}` does not belong to the supported tensors of {arch}");
         GgufFile::unread(self.file.path(), reason)
     }
 

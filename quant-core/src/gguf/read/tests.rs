@@ -119,7 +119,7 @@ fn heads_as_a_list_count_as_heads() {
     }
     let differs = Value::Array(Array::I32(vec![2, 4]));
     says(&refused(&[("llama.attention.head_count", differs)]), &["differs from block to block"]);
-    says(&refused(&[("llama.attention.head_count", Value::F32(2.0))]), &["head_count` is no integer"]);
+    says(&refused(&[("llama.attention.head_count", Value::F32(2.0))]), &["head_count` is not an integer"]);
 }
 
 #[test]
@@ -128,7 +128,10 @@ fn a_tensor_has_one_name() {
     {
         let mut model = model();
         model.1.push(tensor(name, &[8, 8], 9.0));
-        says(&refusal(&model), &[name, "is none of those of llama", "Hugging Face directory"]);
+        says(
+            &refusal(&model),
+            &[name, "does not belong to the supported tensors of llama", "Hugging Face directory"],
+        );
     }
 }
 
@@ -336,13 +339,16 @@ fn models_in_parts_are_read_as_one() {
     }
     says(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
     says(&refused(&second(2, 2, 11), NAMES, &as_it_is), &[NAMES[1], "`split.no` is 2, of 2 files"]);
-    says(&refused(&second(1, 2, -1), NAMES, &as_it_is), &[NAMES[1], "`split.tensors.count` is no integer"]);
+    says(
+        &refused(&second(1, 2, -1), NAMES, &as_it_is),
+        &[NAMES[1], "`split.tensors.count` is not an integer"],
+    );
     says(&refused(&good, ["x.gguf", NAMES[1]], &as_it_is), &["does not end in `-00001-of-00002.gguf`"]);
     says(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
-    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "a file before it holds"]);
+    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "an earlier file holds"]);
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
-    says(&refused(&good, NAMES, &fewer), &["11 tensors, and the files hold 8"]);
+    says(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
 }
 
 /// A two-block Qwen3.5, one block with a delta net of 2 key heads and 4 value heads.
@@ -437,13 +443,13 @@ fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
     };
     says_of("ssm.inner_size", Value::U32(9), &["`qwen35.ssm.inner_size` is 9, of 4 heads of 2"]);
     let flags = Value::Array(Array::Bool(vec![true]));
-    says_of("attention.recurrent_layers", flags, &["is no list of flags of 2 blocks"]);
+    says_of("attention.recurrent_layers", flags, &["is not a list of flags for 2 blocks"]);
     says_of("nextn_predict_layers", Value::U32(2), &["`qwen35.nextn_predict_layers` is 2, of 2 blocks"]);
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
     says_of(
         "full_attention_interval",
         Value::U32(1),
-        &["tensor `blk.0.attn_qkv.weight` is none of those of qwen35"],
+        &["tensor `blk.0.attn_qkv.weight` does not belong to the supported tensors of qwen35"],
     );
     // Blocks for multi-token prediction are ignored.
     let mut further = hybrid();
@@ -513,8 +519,8 @@ proptest::proptest! {
 fn tokenizers_that_are_not_read_say_why() {
     use crate::calibrate::TextTokenizer;
     for (entries, reason) in [
-        (&[("model", "gpt2"), ("pre", "gpt-9")][..], "the pre-tokenizer `gpt-9` is not read"),
-        (&[("model", "bert")], "the tokenizer model `bert` is not read"),
+        (&[("model", "gpt2"), ("pre", "gpt-9")][..], "the pre-tokenizer `gpt-9` is not supported"),
+        (&[("model", "bert")], "the tokenizer model `bert` is not supported"),
         (&[("model", "none")], "the file has no tokenizer"),
     ] {
         let mut model = model();

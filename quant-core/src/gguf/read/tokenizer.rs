@@ -37,11 +37,11 @@ pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
             let pre = about.text("tokenizer.ggml.pre")?.unwrap_or("default");
             match pre_tokenizer(pre) {
                 Some((steps, whole)) => byte_level(about, &vocabulary, steps, whole)?,
-                None => return Ok(Err(format!("the pre-tokenizer `{}` is not read", printable(pre)))),
+                None => return Ok(Err(format!("the pre-tokenizer `{}` is not supported", printable(pre)))),
             }
         }
         "llama" => sentencepiece(about, &vocabulary)?,
-        other => return Ok(Err(format!("the tokenizer model `{}` is not read", printable(other)))),
+        other => return Ok(Err(format!("the tokenizer model `{}` is not supported", printable(other)))),
     };
     let directory = about.file.path();
     let file = |name: &str, bytes: Vec<u8>| Sidecar {
@@ -66,9 +66,11 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
     const TYPES: &str = "tokenizer.ggml.token_type";
     let tokens = about.global(TOKENS).and_then(Value::as_strings);
-    let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or no list of texts"))?;
+    let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or not a list of texts"))?;
     let types = match about.global(TYPES) {
-        Some(types) => types.as_integers().ok_or_else(|| broken(about, TYPES, "is no list of integers"))?,
+        Some(types) => {
+            types.as_integers().ok_or_else(|| broken(about, TYPES, "is not a list of integers"))?
+        }
         None => vec![i64::from(kinds::NORMAL); tokens.len()],
     };
     match types.len() == tokens.len() {
@@ -147,7 +149,7 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
     const MERGES: &str = "tokenizer.ggml.merges";
     let (vocab, added) = vocabulary.parts();
     let merges = about.global(MERGES).and_then(Value::as_strings);
-    let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or no list of texts"))?;
+    let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or not a list of texts"))?;
     let pair = |merge: &String| {
         // The first space after the first character separates the two parts.
         let from = merge.chars().next().map_or(0, char::len_utf8);

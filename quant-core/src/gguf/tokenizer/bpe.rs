@@ -61,7 +61,7 @@ pub(super) fn merges(json: &Json) -> Result<Vec<[String; 2]>, String> {
             },
             _ => None,
         };
-        let parts = parts.ok_or_else(|| format!("`model.merges[{i}]` is no pair of texts"))?;
+        let parts = parts.ok_or_else(|| format!("`model.merges[{i}]` is not a pair of texts"))?;
         Ok(parts.map(|part| part.replace(' ', "Ġ")))
     };
     merges.iter().enumerate().map(one).collect()

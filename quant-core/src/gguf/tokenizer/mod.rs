@@ -173,6 +173,6 @@ fn list<'a>(json: &'a Json, key: &str) -> Result<&'a [Json], String> {
     match json.get(key) {
         None | Some(Json::Null) => Ok(&[]),
         Some(Json::Array(items)) => Ok(items),
-        Some(_) => Err(format!("`{key}` is no list")),
+        Some(_) => Err(format!("`{key}` is not a list")),
     }
 }

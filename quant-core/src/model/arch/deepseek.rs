@@ -44,7 +44,7 @@ impl Family for DeepseekV2 {
         const METHOD: &str = "topk_method";
         require(config, "scoring_func", "softmax")?;
         let d = decoder(config, self.name(), 1e-6)?;
-        d.refuse("mlp_bias", "biases of MLPs are not computed in this family")?;
+        d.refuse("mlp_bias", "biases of MLPs are not supported for this family")?;
         if config.optional_bool("norm_topk_prob")? == Some(true) {
             let reason = "is true: readers disagree on whether weights are then scaled, too";
             return Err(config.error("norm_topk_prob", reason));
@@ -201,7 +201,7 @@ pub(super) fn groups(
         return Err(config.error(CHOSEN, format!("is {chosen}, and there are only {count} groups")));
     }
     if top_k > experts / count * chosen {
-        let reason = format!("is {chosen}: so many groups have fewer than the {top_k} experts of a token");
+        let reason = format!("is {chosen}: these groups have fewer than the {top_k} experts of a token");
         return Err(config.error(CHOSEN, reason));
     }
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))

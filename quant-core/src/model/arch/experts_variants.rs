@@ -99,7 +99,7 @@ impl Family for Ernie45Moe {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        d.refuse("use_bias", "biases of experts are not computed in this family")?;
+        d.refuse("use_bias", "biases of experts are not supported for this family")?;
         let routing = Routing {
             correction: Some(Correction {
                 module: "mlp.moe_statics",
@@ -212,7 +212,7 @@ impl Family for HyV3 {
         if config.optional_bool("qk_norm")? == Some(false) {
             return Err(config.error("qk_norm", "is false; this family norms queries and keys"));
         }
-        d.refuse("mlp_bias", "biases of experts are not computed in this family")?;
+        d.refuse("mlp_bias", "biases of experts are not supported for this family")?;
         // Other implementations use different defaults if it is missing.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };

@@ -39,7 +39,7 @@ impl Family for FalconH1 {
         let defaults = Defaults { kv_heads: Some(8), norm_eps: 1e-5, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
         for key in ["attention_bias", "mlp_bias", "mamba_proj_bias"] {
-            d.refuse(key, "biases beside multipliers are not supported")?;
+            d.refuse(key, "biases together with multipliers are not supported")?;
         }
         let factor = |key: &str| Ok::<f32, crate::Error>(d.factor(key)?.unwrap_or(1.0) as f32);
         let [gate, down] = factors(config, "mlp_multipliers")?;

@@ -85,7 +85,7 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str) -> Result<Decode
         ..Defaults::new(family)
     };
     let d = Decoder::read(config, defaults)?;
-    d.refuse("use_bidirectional_attention", "only causal attention is computed")?;
+    d.refuse("use_bidirectional_attention", "only causal attention is supported")?;
     Ok(d)
 }
 

@@ -195,7 +195,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     match config.optional_str("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {
-            let reason = format!("is `{}`; only causal attention is computed", other.escape_default());
+            let reason = format!("is `{}`; only causal attention is supported", other.escape_default());
             Err(config.error("use_bidirectional_attention", reason))
         }
     }

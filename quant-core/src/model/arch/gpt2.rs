@@ -62,7 +62,7 @@ impl Family for Gpt2 {
             layers: Blocks::layers_by(config, either(config, ["n_layer", "num_hidden_layers"]))?,
             norm: Decoder::norms(config, defaults)?,
         };
-        d.refuse("add_cross_attention", "this family attends to its own tokens alone here")?;
+        d.refuse("add_cross_attention", "cross-attention is not supported for this family")?;
         let scale = match d.flag("scale_attn_weights", true)? {
             true => 1.0 / (d.shape.head_dim as f64).sqrt(),
             false => 1.0,

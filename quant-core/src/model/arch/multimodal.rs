@@ -402,7 +402,7 @@ fn check_sections(
             return Err(fields.error(
                 &format!("{key}.mrope_section"),
                 format!(
-                    "is not a list of integers that add up to half of the channels that turn, {}",
+                    "is not a list of integers that add up to half of the rotated channels, {}",
                     rotated / 2
                 ),
             ));

@@ -61,17 +61,17 @@ static MARKS: &[Mark] = &[
     mark("swiglu_limit", positive, "gate and up projections are clamped"),
     mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
     mark("final_logit_softcapping", positive, "logits are bounded by a tanh"),
-    mark("query_pre_attn_scalar", positive, "scores are scaled by a number of their own"),
+    mark("query_pre_attn_scalar", positive, "attention scores have their own scale"),
     mark("partial_rotary_factor", not_one, "only a part of each head is rotated"),
     mark("rotary_pct", not_one, "only a part of each head is rotated"),
     mark("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
-    mark("no_rope_layers", any, "some layers rotate nothing"),
-    mark("no_rope_layer_interval", positive, "some layers rotate nothing"),
+    mark("no_rope_layers", any, "some layers have no RoPE"),
+    mark("no_rope_layer_interval", positive, "some layers have no RoPE"),
     mark("num_kv_shared_layers", positive, "layers share keys and values"),
     mark("hidden_size_per_layer_input", positive, "layers read embeddings of their own"),
     mark("embedding_multiplier", not_one, "embeddings are scaled"),
-    mark("residual_multiplier", not_one, "what is added to the residual stream is scaled"),
-    mark("attention_multiplier", not_one, "scores are scaled by a number of their own"),
+    mark("residual_multiplier", not_one, "updates of the residual stream are scaled"),
+    mark("attention_multiplier", not_one, "attention scores have their own scale"),
     mark("logits_scaling", not_one, "logits are scaled"),
     mark("logit_scale", not_one, "logits are scaled"),
     mark("use_parallel_residual", is_true, "attention and MLP read the same hidden states"),
@@ -87,7 +87,7 @@ static FACTS: &[(&str, &[&str])] = &[(
     "muse_glimmer",
     &[
         "queries and keys are normalized without a weight",
-        "what attention puts out is multiplied by a gate of its own",
+        "the output of attention is multiplied by a gate of its own",
         "windows are counted from the last block",
     ],
 )];
@@ -286,7 +286,7 @@ fn differences(
     if is_nested {
         let classes: Vec<_> = multimodal::classes().map(|(name, _)| name).collect();
         said.push(format!(
-            "it holds its text model beside other parts (`text_config`), which is read of {}",
+            "it has a text model and other parts (`text_config`), which is supported only for {}",
             classes.join(", ")
         ));
     }
@@ -334,7 +334,10 @@ fn differences(
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
-            said.push(format!("its weights are quantized by `{}`, which is not read", printable(method)));
+            said.push(format!(
+                "its weights are quantized by `{}`, which is not supported",
+                printable(method)
+            ));
         }
     }
     said

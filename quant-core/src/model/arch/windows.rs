@@ -66,7 +66,7 @@ impl Windows {
         if config.optional_str_list("layer_types")?.is_some_and(|types| types.iter().any(|t| *t != wanted)) {
             return Err(config.error(
                 "layer_types",
-                format!("asks for more than `{wanted}`, but all blocks of this family are alike"),
+                format!("requests more than `{wanted}`, but all blocks of this family are alike"),
             ));
         }
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
@@ -81,7 +81,7 @@ impl Windows {
     fn listed(config: &ConfigFields<'_>, slides: Vec<bool>, window: Option<usize>) -> Result<Self> {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
-            None => Err(config.error("layer_types", "asks for a sliding window, but none is configured")),
+            None => Err(config.error("layer_types", "requests a sliding window, but none is configured")),
             Some(window) => Ok(Self::Listed { slides, window }),
         }
     }

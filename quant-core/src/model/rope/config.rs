@@ -81,7 +81,7 @@ impl<'a> RopeRequest<'a> {
         {
             let kind = kind.escape_default().to_string();
             return Err(
-                fields.error(&kind, "is a rotation of its own, and all blocks are rotated alike here")
+                fields.error(&kind, "has its own RoPE parameters, but all blocks are rotated alike here")
             );
         }
         let reader = Reader { request: self, config, nested };
@@ -155,11 +155,11 @@ impl Reader<'_, '_, '_> {
             return Err(self.config.error(request.partial_key, reason));
         }
         if request.partial.is_none() && dim != head_dim && self.kind()? != "proportional" {
-            let reason = format!("is {share}; this family turns whole heads");
+            let reason = format!("is {share}; this family rotates whole heads");
             return Err(self.config.error(request.partial_key, reason));
         }
         if !dim.is_multiple_of(2) {
-            let reason = format!("turns {dim} of {head_dim} channels; rotary embedding needs an even number");
+            let reason = format!("rotates {dim} of {head_dim} channels; RoPE needs an even number");
             let field = if dim == head_dim { "head_dim" } else { request.partial_key };
             return Err(self.config.error(field, reason));
         }
@@ -175,7 +175,7 @@ impl Reader<'_, '_, '_> {
             }
         }
         match fields.get("factor") {
-            Some(_) => Err(fields.error("rope_type", "is missing beside a factor")),
+            Some(_) => Err(fields.error("rope_type", "is missing, but there is a factor")),
             None => Ok("default"),
         }
     }
@@ -246,7 +246,8 @@ impl Reader<'_, '_, '_> {
                 Ok(RopeScaling::Llama3 { factor, low, high, original_positions })
             }
             "dynamic" if dim <= 2 => {
-                Err(fields.error("rope_type", format!("is `dynamic`, which {dim} channels that turn do not allow")))
+                Err(fields.error("rope_type", format!("is `dynamic`, which is not possible with {dim} \
+                 rotated channels")))
             }
             "dynamic" => {
                 let factor = positive("factor")?;

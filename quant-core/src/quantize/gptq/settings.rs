@@ -108,7 +108,7 @@ impl GptqSettings {
         if !(self.damping > 0.0 && self.damping <= 100.0) {
             return Err(Error::usage(
                 format!("a damping of {} is not between 0 and 100", self.damping),
-                "0.01 is usual: one hundredth of the mean of the Hessian's diagonal",
+                "0.01 is common: one hundredth of the mean of the Hessian's diagonal",
             ));
         }
         if !(1..=Self::LARGEST_BLOCK).contains(&self.block_size) {
@@ -118,7 +118,7 @@ impl GptqSettings {
                     self.block_size,
                     Self::LARGEST_BLOCK
                 ),
-                "128 is usual; it changes the speed, and the result by rounding only",
+                "128 is common; it changes the speed, and the result only by rounding",
             ));
         }
         Ok(())

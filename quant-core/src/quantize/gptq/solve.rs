@@ -85,7 +85,7 @@ pub fn solve_within(
         return layout("weights or the factor are not of the shape");
     }
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
-        return layout("clip bounds are not a magnitude a group");
+        return layout("clip bounds are not one magnitude per group");
     }
     // Grids of floating-point codes are computed from the float weights, as for rounding to nearest: a scale that is
     // shared by rows or searched for must be known before the first column.

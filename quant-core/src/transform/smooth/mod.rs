@@ -534,7 +534,7 @@ impl BlockTask<'_> {
         let value = self.block.graph().nodes()[node].inputs[0];
         let ranges = ranges.get(&value);
         let ranges =
-            ranges.ok_or_else(|| Error::Internal("a static grid of what was not looked at".into()))?;
+            ranges.ok_or_else(|| Error::Internal("a static grid without collected ranges".into()))?;
         let whole = ranges.whole();
         let scaled = |scale| StaticScale { scale, zero: 0 };
         Ok(Some(match activations {

@@ -25,15 +25,15 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
         return Err(Error::usage(
-            "`smooth-outputs` would do again what SmoothQuant with all producers does: both divide what the output \
-             projections read",
+            "`smooth-outputs` repeats what SmoothQuant with all producers does: both scale the inputs \
+             of the output projections",
             "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
         ));
     }
     if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
         return Err(Error::usage(
             format!(
-                "maxima of channels from a file are of the model as it is, and `{step}` changes it first"
+                "channel maxima from a file belong to the unmodified model, but `{step}` changes it first"
             ),
             "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
         ));
