@@ -13,7 +13,7 @@ const PROGRAM: u64 = 112 << 20;
 /// Rows of a weight that a thread of GPTQ's solver handles.
 const SOLVED_ROWS: usize = 128;
 /// The memory in bytes that a round of a search gets at least.
-const MIN_ROUND_BYTES: u64 = 256 << 20;
+const MIN_ROUND_BYTES: u64 = 32 << 20;
 /// Tokens that go through a block at a time, unless one window has more.
 const CHUNK_TOKENS: u64 = 2048;
 

@@ -100,14 +100,15 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         inspected: work.graph.width(group.inspected),
     };
     // The last round takes as many tokens as all rounds before it.
-    let round =
-        kept.tokens.div_ceil(2).saturating_mul(shape.token_bytes(group.consumers.len() == 1, differences));
-    let round = match work.residence {
-        Residence::Memory => round,
-        Residence::Files { round_bytes } => round.min(round_bytes),
-    };
+    let token = shape.token_bytes(group.consumers.len() == 1, differences);
+    let round = kept.tokens.div_ceil(2).saturating_mul(token);
     // The values of a piece on its way through the module.
     let piece = race::piece(differences, work.sampling.length) as u64;
+    let round = match work.residence {
+        Residence::Memory => round,
+        // At least one piece at a time.
+        Residence::Files { round_bytes } => round.min(round_bytes.max(piece.saturating_mul(token))),
+    };
     let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
     candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
