@@ -500,11 +500,13 @@ fn a_closed_stdout_ends_quietly() {
         assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""), "{arguments:?}");
     }
     // A full disk behind it is a failure.
-    let mut command = command(args!["inspect", &demo]);
-    command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
-    let output = command.spawn().unwrap().wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(5));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
+    for arguments in [args!["inspect", &demo], args!["--help"], args!["quantize", "-h"], args!["--version"]] {
+        let mut command = command(&arguments);
+        command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
+        let output = command.spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(5), "{arguments:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"), "{arguments:?}");
+    }
 }
 
 /// If nobody reads the progress, the work goes on.
