@@ -101,7 +101,7 @@ fn a_transform_brings_its_checks_its_memory_its_work_and_its_settings() {
 
     let [plain, planned] = [&rtn, &own].map(|r| Plan::all(&model, r).unwrap());
     let [before, after] = [&plain, &planned].map(|plans| Plan::peak_memory(plans, &model));
-    assert!(after >= before + KEPT, "{before} and {after}");
+    assert!(before < KEPT && after >= KEPT, "{before} and {after}");
     let rates = Rates { operations: 1e9, rounded: 1e9, hashed: 1e9 };
     let [before, after] = [&plain, &planned].map(|plans| Plan::seconds(plans, &model, rates));
     assert!(after > before + 1e6, "{before} and {after}");

@@ -221,10 +221,6 @@ fn checkpoints(
         ));
     }
     tell_of(&plans, &opened.model, host);
-    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
-    if let Some(note) = note {
-        host.note(note);
-    }
     let windows = match plan.needs_text() {
         true => {
             let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
@@ -237,6 +233,10 @@ fn checkpoints(
         host.warn(format!(
             "only {counted} token(s) of the calibration text count, too few to judge scales by"
         ));
+    }
+    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
+    if let Some(note) = note {
+        host.note(note);
     }
     host.cancel.check()?;
     if host.observer.wants_estimate() && plan.needs_text() {
