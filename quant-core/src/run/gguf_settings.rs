@@ -1,4 +1,4 @@
-//! What is asked for where a GGUF file is to be written.
+//! The settings of runs that write a GGUF file.
 
 use std::path::PathBuf;
 
@@ -12,24 +12,24 @@ use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::{Error, Result};
 
-/// The mixture of a request that names none.
+/// The default mixture.
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
 
-/// What is about GGUF files alone.
+/// Settings that apply only to GGUF files.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GgufSettings {
-    /// The pre-tokenizer, by llama.cpp's name; `none` writes a file without vocabulary.
+    /// The pre-tokenizer, as llama.cpp names it; `none` writes a file without a vocabulary.
     pub pre: Option<String>,
-    /// Whether rows that do not fit their type get another one.
+    /// Whether tensors whose rows do not fit their type may get another type.
     pub allow_fallback: bool,
-    /// Whether scales are found as llama-quantize does, byte for byte.
+    /// Whether scales are searched like llama-quantize does, with byte-identical results.
     pub reference_search: bool,
-    /// An importance matrix (GGUF or .dat) that weighs errors.
+    /// An importance matrix (GGUF or .dat) that weights errors.
     pub imatrix: Option<PathBuf>,
-    /// Where the importance matrix that was gathered is written; `.dat` for the older kind of file, else GGUF.
+    /// Where to write the gathered importance matrix: in the older format if it ends in `.dat`, otherwise as GGUF.
     pub save_imatrix: Option<PathBuf>,
-    /// Bytes of tensors above which the model is written as several files.
+    /// The size of the tensors in bytes above which the model is split into several files.
     pub split_max_size: Option<u64>,
 }
 
@@ -45,7 +45,7 @@ impl GgufSettings {
         ]
     }
 
-    /// Fails where a setting is given and no GGUF file is written.
+    /// Fails if a GGUF setting is given but no GGUF file is written.
     ///
     /// # Errors
     /// [`Error::Usage`].
@@ -61,7 +61,7 @@ impl GgufSettings {
 }
 
 impl RecipeSettings {
-    /// Whether a GGUF file is written.
+    /// Returns whether a GGUF file is written.
     ///
     /// # Errors
     /// [`Error::Usage`] when other formats are named too.
@@ -76,10 +76,10 @@ impl RecipeSettings {
         Ok(named)
     }
 
-    /// What is asked for, `weighted` by an importance matrix or not.
+    /// Returns the GGUF request, `weighted` by an importance matrix or not.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a type that is unknown, and for settings that are about other formats.
+    /// [`Error::Usage`] for an unknown type, and for settings that apply to other formats.
     pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
         if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
@@ -111,7 +111,7 @@ impl RecipeSettings {
         })
     }
 
-    /// The settings of GPTQ, where it is the method.
+    /// Returns the settings of GPTQ if it is the method.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
         let settings = match self.method.as_deref() {
             None | Some("rtn") => return Ok(None),
@@ -173,7 +173,7 @@ fn kind_of(name: &str) -> Result<&'static BlockType> {
     })
 }
 
-/// Fails where settings about the calibration text or an importance matrix have nothing to act on.
+/// Fails if settings of the calibration text or an importance matrix would have no effect.
 pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
@@ -209,7 +209,7 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
     }
 }
 
-/// How the text of an importance matrix is cut.
+/// Returns how the text of an importance matrix is split into windows.
 pub(super) fn sampling(options: &RecipeSettings) -> Result<Sampling> {
     let defaults = Sampling::default();
     let sampling = Sampling {
