@@ -95,8 +95,8 @@ impl Batch {
             }
             None => {
                 return Err(Error::usage(
-                    format!("a job that begins with block {first} needs the hidden states before it"),
-                    "give the file that the job over the blocks before it wrote",
+                    format!("a job that begins at block {first} needs the hidden states before that block"),
+                    "give the file written by the job over the preceding blocks",
                 ));
             }
         };
@@ -211,7 +211,8 @@ impl Batch {
     /// Returns the largest magnitudes of the keys and values that the block's attentions cache for these states.
     fn cached(&mut self, job: &Job<'_>, prefix: &str, block: &Block, which: States) -> Result<CachedMaxima> {
         let states = self.states.of(which);
-        let states = states.ok_or_else(|| Error::Internal("scales of a cache without a batch".into()))?;
+        let states =
+            states.ok_or_else(|| Error::Internal("cache scales were requested without a batch".into()))?;
         timed(job.observer, reading(job), || block.load())?;
         let values = cached_values(block.graph()).unwrap_or_default();
         let found = timed(job.observer, "cache", || states.cached_maxima(block, &values, job.cancel));
@@ -292,7 +293,7 @@ impl Batch {
     ) -> Result<GptqRun<'a>> {
         let job = context.job;
         let states = self.states.of(which);
-        let states = states.ok_or_else(|| Error::Internal("GPTQ without a batch".into()))?;
+        let states = states.ok_or_else(|| Error::Internal("GPTQ was requested without a batch".into()))?;
         if which != States::Quantized {
             // If the block is rounded stage by stage, each weight is read in its own stage.
             timed(job.observer, reading(job), || block.load())?;
@@ -328,7 +329,7 @@ fn saved_states(
     match loaded {
         Ok(streams) => Some((streams, layer)),
         Err(error) => {
-            let message = format!("saved hidden states cannot be used and are recomputed: {error}");
+            let message = format!("saved hidden states cannot be used and will be recomputed: {error}");
             job.observer.event(&Event::Warning { message });
             None
         }

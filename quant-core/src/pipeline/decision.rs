@@ -46,7 +46,7 @@ impl Rounded {
     pub(super) fn tensor(&self) -> Result<&QuantizedTensor> {
         match &*self.weight {
             WeightBody::Quantized(tensor) => Ok(tensor),
-            _ => Err(Error::Internal("a weight that was rounded is not quantized".into())),
+            _ => Err(Error::Internal("a rounded weight is not quantized".into())),
         }
     }
 }
@@ -81,7 +81,7 @@ pub(super) fn stored(
         true => tensor,
         false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
             tensor: name.to_owned(),
-            reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
+            reason: format!("multiples of the scale {scale} exceed the range of {scale_dtype}"),
         })?,
     };
     tensor.scheme = container.stored_scheme(tensor.scheme);

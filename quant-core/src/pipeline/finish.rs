@@ -74,9 +74,10 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes; files that go along with the weights have at most {MOST_SIDECAR_BYTES} together"
+                "has {len} bytes, but all files next to the weights may have at most {MOST_SIDECAR_BYTES} bytes \
+                 together"
             ),
-            remedy: "fetch the model again, or remove what is not part of it".into(),
+            remedy: "download the model again, or remove files that do not belong to it".into(),
         })?;
         bytes += len;
     }

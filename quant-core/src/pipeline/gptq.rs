@@ -116,7 +116,7 @@ impl<'a> GptqRun<'a> {
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
                     _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
-                        return Err(Error::Internal("experts before what mixes tokens".into()));
+                        return Err(Error::Internal("experts precede an operation that mixes tokens".into()));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -128,9 +128,7 @@ impl<'a> GptqRun<'a> {
             StageInputs::Gathered(hessians) => {
                 let selects = task.block.graph().rows_selected_by(value);
                 routed = selects.and_then(|selects| task.unrouted.get(&selects)).copied();
-                hessians
-                    .next()
-                    .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?
+                hessians.next().ok_or_else(|| Error::Internal("fewer Hessians than stages".into()))?
             }
         };
         hessian.finish();
@@ -226,7 +224,8 @@ impl GptqTask<'_> {
         })?;
         if factor.escalations() > 0 {
             tracing::warn!(
-                "`{tensor}`: its Hessian is not positive definite; damping {:e} of its mean in place of {:e}",
+                "`{tensor}`: the Hessian is not positive definite; damping raised to {:e} of the mean diagonal, from \
+                 {:e}",
                 factor.damping(),
                 self.settings.damping
             );
@@ -274,7 +273,7 @@ impl GptqTask<'_> {
             let factor = match latest.take().filter(|f| f.columns() == columns) {
                 Some(factor) => factor,
                 None => {
-                    let gone = || Error::Internal(format!("the Hessian of `{tensor}` is gone"));
+                    let gone = || Error::Internal(format!("the Hessian of `{tensor}` was dropped too early"));
                     let factor = self.factor(hessian.as_ref().ok_or_else(gone)?, columns, &tensor)?;
                     // The Hessian is the largest allocation: it is dropped as soon as no other linear needs a different
                     // factor of it.

@@ -64,7 +64,7 @@ pub struct Job<'a> {
 /// ([`Error::Interrupted`]; committed tensors stay).
 pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport> {
     let mut reports = quantize_each(std::slice::from_ref(job), vec![sink])?;
-    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+    reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
 /// Runs several plans for one model, such as those for several formats, each into the sink at the same position. The
@@ -87,7 +87,7 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
 /// the states belong to another run or are damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
     let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;
-    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+    reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
 /// Like [`quantize_each`], with control over where hidden states are kept: in files instead of memory, and saved
@@ -102,7 +102,7 @@ pub fn quantize_each_with(
 ) -> Result<Vec<QuantReport>> {
     let Some(job) = jobs.first() else { return Ok(Vec::new()) };
     if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
-        return Err(Error::Internal("jobs of one run differ in more than their grids".into()));
+        return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
         // The output of a block depends on its grids.
@@ -136,7 +136,7 @@ pub fn quantize_each_with(
         (true, _) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
-                "give one with ‹calibration›",
+                "set ‹calibration›",
             ));
         }
     };

@@ -130,9 +130,7 @@ impl Source {
     pub(super) fn float(self) -> Result<(Bytes, String)> {
         match self.contents {
             Contents::Float(bytes) => Ok((bytes, self.sha256)),
-            Contents::Packed(_) => {
-                Err(Error::Internal("a packed weight stands where a float one should".into()))
-            }
+            Contents::Packed(_) => Err(Error::Internal("expected a float weight, found a packed one".into())),
         }
     }
 
@@ -140,9 +138,7 @@ impl Source {
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
             Contents::Packed(tensor) => Ok((tensor, self.sha256)),
-            Contents::Float(_) => {
-                Err(Error::Internal("a float weight stands where a packed one should".into()))
-            }
+            Contents::Float(_) => Err(Error::Internal("expected a packed weight, found a float one".into())),
         }
     }
 }
@@ -169,10 +165,10 @@ pub(super) fn recalled(
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
     let tensor = remembered(entry, sink)
-        .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
+        .ok_or_else(|| Error::Internal(format!("the record of `{}` is missing", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
-            format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
+            format!("tensor `{}` has changed since the run was interrupted", entry.tensor),
             "start again without ‹resume›",
         ));
     }
@@ -226,7 +222,7 @@ pub(super) fn copy(
 ) -> Result<TensorReport> {
     let (name, dtype) = (&entry.stored, entry.info.dtype);
     let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
-        return Err(Error::Internal(format!("`{name}` is copied nowhere")));
+        return Err(Error::Internal(format!("`{name}` is to be copied, but has no output")));
     };
     if entry.by_columns {
         let bytes = match held.take(name) {

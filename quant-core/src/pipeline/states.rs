@@ -229,11 +229,11 @@ pub(super) fn load(
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "give the states that the job over the blocks before it wrote".into(),
+        remedy: "give the states written by the job over the preceding blocks".into(),
     };
     let source = ShardedCheckpoint::open_file(path)?;
     let Some(windows) = job.windows else {
-        return Err(broken("is of no use without a calibration batch".into()));
+        return Err(broken("cannot be used without a calibration batch".into()));
     };
     let layout = windows.layout();
     let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
@@ -248,7 +248,7 @@ pub(super) fn load(
     for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
         match (source.info(name), wanted) {
             (None, false) => {}
-            (None, true) => return Err(broken(format!("lacks the states `{name}`"))),
+            (None, true) => return Err(broken(format!("has no states `{name}`"))),
             (Some(_), _) => {
                 let width = job.model.architecture().state_width(layer);
                 let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
@@ -262,7 +262,7 @@ pub(super) fn load(
     hash.update(source.read(ABOUT)?);
     let sum = source.read(SHA256).map_err(|_| broken("is damaged: it has no hash".into()))?;
     if hex(&sum) != hex(&hash.finalize()) {
-        return Err(broken("is damaged: its contents do not have the hash that it names".into()));
+        return Err(broken("is damaged: its contents do not match its hash".into()));
     }
     Ok(streams)
 }
@@ -278,7 +278,7 @@ fn read(
     let info = source.require(name)?;
     let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
-        return Err(broken(format!("holds states {} {:?}, not F32 {shape:?}", info.dtype, info.shape)));
+        return Err(broken(format!("holds states {} {:?}, expected F32 {shape:?}", info.dtype, info.shape)));
     }
     // The header was checked against the file's length, so this allocation is bounded by the file's size.
     let mut values = Values::zeros(spill, layout.tokens() * hidden)?;

@@ -108,7 +108,7 @@ pub(super) fn largest_magnitude(
         None => Bytes::Own(read_into(job, entry, Vec::new())?),
     };
     let (Action::Quantize { node, scheme, .. }, &[n, k]) = (&entry.action, &entry.info.shape[..]) else {
-        return Err(Error::Internal(format!("`{}` is no weight to be rounded", entry.tensor)));
+        return Err(Error::Internal(format!("`{}` is not a weight to be rounded", entry.tensor)));
     };
     let rows = Rows::Bytes(&bytes, entry.info.dtype);
     let weight = WeightRows::float([n, k], rows)?;

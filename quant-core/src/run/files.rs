@@ -13,8 +13,8 @@ pub fn check_writable(path: &Path) -> Result<()> {
     use std::os::unix::fs::FileTypeExt;
     if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo()) {
         return Err(Error::usage(
-            format!("{} is a named pipe, and writing to it would wait for a reader", path.display()),
-            "name a file",
+            format!("{} is a named pipe; writing to it would block until a reader opens it", path.display()),
+            "use a regular file",
         ));
     }
     // Opened without truncation, so that an existing file survives if the work fails.
@@ -66,8 +66,12 @@ pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) {
             return Err(Error::usage(
-                format!("‹{option}› would write {} into the model {}", path.display(), model.display()),
-                format!("give ‹{option}› a file outside of it"),
+                format!(
+                    "‹{option}› would write {} into the model directory {}",
+                    path.display(),
+                    model.display()
+                ),
+                format!("set ‹{option}› to a file outside it"),
             ));
         }
     }
@@ -85,10 +89,7 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if taken.contains(&real(path)) {
             return Err(Error::usage(
-                format!(
-                    "‹{option}› would write {}, which is read or written by this very run",
-                    path.display()
-                ),
+                format!("‹{option}› would write {}, which this run also reads or writes", path.display()),
                 format!("give ‹{option}› a file of its own"),
             ));
         }

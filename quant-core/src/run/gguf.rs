@@ -53,8 +53,11 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     }
     if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
         return Err(Error::usage(
-            format!("‹split_max_size› writes several files, and {} is one", request.output.display()),
-            "give a directory as the output, or leave it out",
+            format!(
+                "‹split_max_size› writes several files, but the output {} is a single file",
+                request.output.display()
+            ),
+            "use a directory as the output, or leave it out",
         ));
     }
     check_importance(settings, gathers(request))?;
@@ -62,7 +65,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
         return Err(Error::usage(
             "GPTQ needs a text: ‹calibration› is missing",
-            "add ‹calibration›, for example builtin",
+            "set ‹calibration›, for example to builtin",
         ));
     }
     if !request.force && request.output.exists() {
@@ -109,11 +112,11 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
         return Err(Error::usage(
             format!(
-                "the importance matrix has nothing for {} tensor(s), such as {}",
+                "the importance matrix has no entry for {} tensor(s), such as {}",
                 missing.len(),
                 missing[0]
             ),
-            "give one of the same model",
+            "use an importance matrix of the same model",
         ));
     }
     let mut curvature = match (plan.request.gptq, &windows) {
@@ -224,7 +227,10 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
 /// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
-        return Err(Error::usage("‹save_imatrix› has no effect: a plan gathers none", "leave it out"));
+        return Err(Error::usage(
+            "‹save_imatrix› has no effect: a plan gathers no importance matrix",
+            "leave it out",
+        ));
     }
     let opened = source(model, settings, host)?;
     // If an importance matrix is named, the plan is that of a weighted run.

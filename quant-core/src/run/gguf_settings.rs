@@ -52,7 +52,7 @@ impl GgufSettings {
     pub fn refuse(&self) -> Result<()> {
         match self.given().into_iter().find(|(_, given)| *given) {
             Some((option, _)) => Err(Error::usage(
-                format!("‹{option}› has no effect: it is about GGUF files"),
+                format!("‹{option}› has no effect: it applies only to GGUF files"),
                 "add ‹format=gguf›, or leave it out",
             )),
             None => Ok(()),
@@ -69,7 +69,7 @@ impl RecipeSettings {
         let named = self.format.iter().any(|format| format == gguf::FORMAT);
         if named && self.format.len() > 1 {
             return Err(Error::usage(
-                "GGUF is written in a run of its own",
+                "GGUF cannot be combined with other formats in one run",
                 "run once with ‹format=gguf›, and once with the other formats",
             ));
         }
@@ -84,7 +84,7 @@ impl RecipeSettings {
         if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
                 format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
-                "leave it out; ‹scheme› names the types, and ‹calibration› weighs errors",
+                "leave it out; ‹scheme› selects the types, and ‹calibration› weights errors",
             ));
         }
         let overrides = self.overrides.iter().map(|text| {
@@ -121,15 +121,15 @@ impl RecipeSettings {
             },
             Some(other) => {
                 return Err(Error::usage(
-                    format!("the method {other} does not write GGUF files"),
-                    "choose gptq, or leave it out: rows are rounded to nearest then",
+                    format!("method `{other}` cannot write GGUF files"),
+                    "choose gptq, or leave it out to round to nearest",
                 ));
             }
         };
         settings.check()?;
         if self.gguf.reference_search {
             return Err(Error::usage(
-                "‹reference_search› and ‹method=gptq› ask for different bytes",
+                "‹reference_search› and ‹method=gptq› contradict each other",
                 "leave one of them out",
             ));
         }
@@ -162,14 +162,17 @@ impl RecipeSettings {
 fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        Error::usage(format!("`{name}` is no type of GGUF files"), format!("known are {}", known.join(", ")))
+        Error::usage(
+            format!("`{name}` is not a type or mixture of GGUF files"),
+            format!("known are {}", known.join(", ")),
+        )
     })
 }
 
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(format!("`{name}` is no type of a tensor"), format!("known are {}", known.join(", ")))
+        Error::usage(format!("`{name}` is not a tensor type"), format!("known are {}", known.join(", ")))
     })
 }
 
@@ -177,7 +180,7 @@ fn kind_of(name: &str) -> Result<&'static BlockType> {
 pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
-            "‹imatrix› gives an importance matrix, and ‹calibration› or ‹save_imatrix› ask for another",
+            "‹imatrix› provides an importance matrix, but ‹calibration› or ‹save_imatrix› would gather another",
             "leave one of them out",
         ));
     }
@@ -194,15 +197,13 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
     ];
     if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
         return Err(Error::usage(
-            format!(
-                "‹{option}› has no effect: importance is that of the tokens that are routed to each expert"
-            ),
+            format!("‹{option}› has no effect: importance matrices use the tokens routed to each expert"),
             "leave it out",
         ));
     }
     match sampling.into_iter().find(|(_, given)| *given && !gathers) {
         Some((option, _)) => Err(Error::usage(
-            format!("‹{option}› has no effect: no calibration text is looked at"),
+            format!("‹{option}› has no effect: no calibration text is used"),
             "add ‹calibration›, or leave it out",
         )),
         None => Ok(()),

@@ -147,16 +147,17 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
             None => Ok(opened),
             Some(types) => Err(Error::usage(
                 format!(
-                    "{} is quantized already: it holds blocks of {types}",
+                    "{} is already quantized: it holds {types} blocks",
                     opened.directory.path().display()
                 ),
-                "quantize the original float model; ‹requantize› rounds what the blocks stand for once more, and loses \
-                 twice",
+                "quantize the original float model; ‹requantize› rounds the dequantized values again, which adds a \
+                 second rounding error",
             )),
         };
     }
     host.note(format!(
-        "the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
+        "the model is quantized ({method}); its dequantized values are rounded again, which adds a second rounding \
+         error"
     ));
     Ok(Opened { model: opened.model.dequantized()?, ..opened })
 }

@@ -35,7 +35,7 @@ impl FromStr for MemoryBudget {
         let unknown = || {
             Error::usage(
                 format!("memory budget `{text}` is not a size"),
-                "give a number with a unit, such as 8GiB or 900MiB, or `auto`",
+                "use a number with a unit, such as 8GiB or 900MiB, or `auto`",
             )
         };
         let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(unknown)?;

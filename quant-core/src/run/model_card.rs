@@ -43,9 +43,9 @@ pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &Qua
         let (tokens, samples, length) = (batch.tokens, batch.samples, batch.length);
         card += &format!("| Calibration | {tokens} tokens in {samples} windows of {length} |\n");
     }
-    card += &format!("| Made with | quant {} |\n\n## Load it\n\n", report.version);
+    card += &format!("| Created by | quant {} |\n\n## Load it\n\n", report.version);
     card += &engines(job);
-    card + "\n## Accuracy\n\nIt was not measured by the run that wrote this file. With the base model in `MODEL`:\n\n```\n\
+    card + "\n## Accuracy\n\nThe run that wrote this file did not measure it. With the base model in `MODEL`:\n\n```\n\
             quant eval OUT --reference MODEL --text builtin-heldout\n```\n\n`quant_report.json` has the rounding error of \
             every tensor, `quant_manifest.json` the SHA-256 of every file.\n"
 }
@@ -91,9 +91,10 @@ fn engines(job: &Job<'_>) -> String {
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
-        true => "No engine that `quant` has rules for is known to load it.\n".to_owned(),
+        true => "None of the engines that `quant` knows is known to load it.\n".to_owned(),
         false => format!(
-            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` says more, such as on how many GPUs.\n",
+            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` shows more, such as the supported \
+             numbers of GPUs.\n",
             rows.concat()
         ),
     }

@@ -42,7 +42,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
         if !ours(&name) {
             return Err(Error::usage(
                 format!(
-                    "{} is to hold a directory for each format, but it holds {:?}",
+                    "{} must hold only one directory per format, but it contains {:?}",
                     out.display(),
                     name.to_string_lossy()
                 ),
@@ -60,7 +60,7 @@ pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) ->
         // A run that is killed while its formats appear one after another leaves only some of them.
         return Err(Error::usage(
             format!("{} exists already, so the run cannot be resumed", path.display()),
-            "add ‹force›: the formats that are there are made again, and what is left of the others is used",
+            "add ‹force›: existing formats are written again, and the others are resumed",
         ));
     }
     Err(Error::OutputExists { path: path.clone() })

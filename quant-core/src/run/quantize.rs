@@ -166,7 +166,7 @@ impl<'a> QuantizeJob<'a> {
         }
         let opened = prepared(open(&request.model, &host)?, recipe, &request.settings, &host)?;
         if opened.directory.tokenizer_path().is_none() {
-            host.warn("the model has no tokenizer.json, and so the result will have none");
+            host.warn("the model has no tokenizer.json, so the result will not have one either");
         }
         refuse_overlap(opened.directory.path(), &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
@@ -187,7 +187,7 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
     }
     if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
         return Err(Error::usage(
-            format!("‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"),
+            format!("‹{NAME}› would save maxima of the model after `{step}`, which no other method can use"),
             format!("save them in a run of another method, or with ‹skip={step}›"),
         ));
     }
@@ -215,8 +215,8 @@ fn checkpoints(
     let positions = opened.model.architecture().max_positions;
     if plan.needs_text() && plan.sampling.length > positions {
         host.warn(format!(
-            "calibration windows of {} tokens are longer than the {positions} positions the model was made for; \
-             ‹seq_len={positions}› stays inside",
+            "calibration windows of {} tokens are longer than the {positions} positions the model was made for; use \
+             ‹seq_len={positions}› or less",
             plan.sampling.length
         ));
     }
@@ -235,7 +235,7 @@ fn checkpoints(
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text count, too few to judge scales by"
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
     }
     host.cancel.check()?;
@@ -264,7 +264,7 @@ fn checkpoints(
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = write_file(path, &kept.to_bytes()?) {
             host.note(format!(
-                "{} is complete; what follows concerns another file",
+                "{} is complete; the following error concerns another file",
                 request.output.display()
             ));
             return Err(error);

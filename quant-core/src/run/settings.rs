@@ -14,7 +14,7 @@ use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, k
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
-const LOOKS_AT_NO_TEXT: &str = "searches nothing on a calibration text";
+const LOOKS_AT_NO_TEXT: &str = "does not use a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
 
 /// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
@@ -94,7 +94,7 @@ impl RecipeSettings {
     /// are read.
     pub fn recipe(&self) -> Result<Recipe> {
         if self.preset.is_some() && self.recipe.is_some() {
-            return Err(Error::usage("‹preset› and ‹recipe› both say what to do", "leave one of them out"));
+            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "leave one of them out"));
         }
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read(path)?,
@@ -283,8 +283,8 @@ impl RecipeSettings {
         let skipped = if self.skip.iter().any(|name| name == step) { ", and do not skip it" } else { "" };
         let other = match METHODS.iter().find(|method| method.steps().contains(&step)) {
             Some(method) if method.name == step => format!("choose ‹method={step}›"),
-            Some(method) => format!("choose a method that has `{step}`, such as {}", method.name),
-            None => format!("put `{step}` among the steps"),
+            Some(method) => format!("choose a method with `{step}`, such as {}", method.name),
+            None => format!("add `{step}` to the steps"),
         };
         Err(Error::usage(
             format!(
@@ -314,7 +314,7 @@ impl RecipeSettings {
         if group || symmetry {
             return Err(Error::usage(
                 format!("‹scheme={text}› contradicts ‹group_size›, ‹symmetric› or ‹asymmetric›"),
-                "say it once",
+                "set it only once",
             ));
         }
         Ok(scheme)
@@ -327,7 +327,7 @@ fn granularity(text: &str) -> Result<Granularity> {
         _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
         _ => Err(Error::usage(
             format!("group size `{text}` is not understood"),
-            "give a number such as 32, 64 or 128, or `channel`",
+            "use a number such as 32, 64 or 128, or `channel`",
         )),
     }
 }

@@ -104,7 +104,7 @@ pub fn documents(text: &Text, host: &Host<'_>) -> Result<(Vec<String>, PathBuf)>
         Text::Given(Corpus::Chats(_), name) => Err(Error::Text {
             path: name.into(),
             line: None,
-            reason: "holds conversations; only texts are evaluated".into(),
+            reason: "holds conversations; only texts can be evaluated".into(),
         }),
     }
 }
