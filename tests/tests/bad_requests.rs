@@ -538,7 +538,7 @@ fn streams() {
     let fixed = |out: &Path| args!["quantize", &model, "-o", out, "--method", "rtn", "--group-size", "32"];
     let silent = quant(fixed(&scratch.path().join("a")).into_iter().chain(args!["--quiet"])).succeeded();
     assert_eq!(silent.stderr, "");
-    assert!(silent.stdout.contains("written to "), "the result is no progress: {silent}");
+    assert!(silent.stdout.contains("written to "), "the result is not progress output: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/2");
     // With a file, both are written: the table to stdout, the JSON to the file.

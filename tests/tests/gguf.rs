@@ -133,7 +133,7 @@ fn searches_and_gptq_cost_less_than_the_reference() {
             "--json"
         ];
         let length = std::fs::metadata(at("out.gguf")).unwrap().len();
-        (quant(arguments).json()["comparison"]["kl"]["mean"].as_f64().expect("a divergence"), length)
+        (quant(arguments).json()["comparison"]["kl"]["mean"].as_f64().expect("a KL divergence"), length)
     };
     let (reference, length) = divergence(&["--reference-search"]);
     let (search, of_search) = divergence(&[]);

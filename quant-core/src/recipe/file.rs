@@ -439,7 +439,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
-        assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "symmetry is the container's matter");
+        assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "the format decides the symmetry");
         assert_eq!((&*recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");
