@@ -181,10 +181,7 @@ fn producers_that_are_linears_are_smoothed_on_request() {
         flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
     let before = exact.linear(value).weight().to_f32().unwrap();
     let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else {
-        panic!(
-            "expected a quantized \
-         weight"
-        )
+        panic!("expected a quantized weight")
     };
     let rows = after.dequantize().unwrap();
     for (row, scale) in expected.iter().enumerate() {

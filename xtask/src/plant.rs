@@ -207,8 +207,7 @@ impl Keys {
         let kv_heads = field("num_key_value_heads").unwrap_or(heads);
         ensure!(
             heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
-            "config.json: the number of KV heads does not \
-             divide the number of heads"
+            "config.json: the number of KV heads does not divide the number of heads"
         );
         let head_dim = field("head_dim").unwrap_or(hidden / heads);
         let biased = config.get("attention_bias").and_then(Value::as_bool).unwrap_or(false);
