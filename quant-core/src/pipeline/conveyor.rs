@@ -163,7 +163,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
-        // This must come before the first of the linears that share a scale takes its bytes from the block.
+        // Computed here, before the first of the linears that share a scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
         let source = match self.ahead.take() {
             Some((ahead, source)) if ahead == index => source?,
