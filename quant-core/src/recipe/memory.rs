@@ -64,7 +64,7 @@ impl Plan {
     pub fn peak_memory_in(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
-        // A tensor whose columns are rotated is in memory twice, before and after the rotation; the last rotated one is kept.
+        // A tensor whose columns are rotated is in memory twice, before and after the rotation; the last one is kept.
         let rotated =
             if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
         let writing = tensors.saturating_add(rotated);
