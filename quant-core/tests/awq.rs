@@ -171,7 +171,7 @@ impl Search {
 }
 
 fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
-    assert!((found - exact).abs() <= tolerance * exact, "{what}: recorded {found:e}, in truth {exact:e}");
+    assert!((found - exact).abs() <= tolerance * exact, "{what}: recorded {found:e}, actual {exact:e}");
 }
 
 #[test]
@@ -289,7 +289,7 @@ fn records_are_right(search: &Search, scheme: &str) {
         }
     }
     let clipped: u64 = search.rewrite.clip_records.iter().map(|r| r.clipped_groups).sum();
-    assert!(clipped > 0, "{scheme}: some range is worth narrowing");
+    assert!(clipped > 0, "{scheme}: narrowing helps for some range");
 }
 
 /// With a sample of a large batch, the fast search finds scales as good as those of the reference, up to sampling

@@ -84,7 +84,7 @@ fn every_pair_is_done_or_refused_with_the_reason() {
             // With random head norms there may be nothing to smooth and nothing to clip.
             let may_do_nothing = tiny.family == Kind::Qwen3;
             assert!(may_do_nothing || !plain.contains(&bytes), "{pair:?}: nothing is done");
-            assert!(lost < bound, "{pair:?}, {:?}: {lost} where each alone loses {worse:?}", tiny.family);
+            assert!(lost < bound, "{pair:?}, {:?}: lost {lost}, but each alone loses {worse:?}", tiny.family);
         }
     }
     // 8 steps form 56 pairs; 14 end in a step that creates another model, 14 begin with a step that narrows ranges, and
@@ -106,7 +106,7 @@ fn longer_orders_with_both_roundings() {
         let own = method(name).unwrap();
         assert_eq!(own.name, name);
         let lost = lost(&tiny, own.clone());
-        assert!(lost < 3.0 * rtn + 1e-6, "{name}: {lost} where rounding alone loses {rtn}");
+        assert!(lost < 3.0 * rtn + 1e-6, "{name}: lost {lost}, but rounding alone loses {rtn}");
         // The same method, read from a file.
         let toml = recipe(own.clone()).to_toml();
         let again = Recipe::parse(&toml).unwrap();

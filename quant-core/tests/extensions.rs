@@ -131,7 +131,7 @@ fn a_transform_is_folded_and_reported() {
         assert_eq!(written.report.steps, ["even-columns"]);
         // The same function up to rounding, with different weights.
         let lost = mean_divergence(&float, &logits(&written.model(), &others), tiny.vocab);
-        assert!(lost < 8.0 * rtn, "{lost} where rounding alone loses {rtn}");
+        assert!(lost < 8.0 * rtn, "lost {lost}, but rounding alone loses {rtn}");
         let norm = "model.layers.0.input_layernorm.weight";
         assert_ne!(written.source.read(norm).unwrap(), rounded.source.read(norm).unwrap());
     }

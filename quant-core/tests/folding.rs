@@ -374,6 +374,6 @@ fn wrong_counts_are_refused() {
         let mut rewrite = Rewrite::default();
         let scales = vec![2.0; bench.channels(&group) - 1];
         assert!(bench.fold(&mut rewrite, &group, &scales).is_err());
-        assert!(rewrite.columns.is_empty(), "nothing is folded by halves");
+        assert!(rewrite.columns.is_empty(), "a fold applies completely or not at all");
     }
 }

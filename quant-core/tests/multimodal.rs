@@ -116,7 +116,7 @@ fn open(source: MemorySource, config: &Map<String, Value>) -> Result<Model, Erro
 }
 
 fn refusal(source: MemorySource, config: &Map<String, Value>) -> String {
-    let error = open(source, config).err().expect("it is refused");
+    let error = open(source, config).err().expect("an error");
     assert_eq!(error.category(), Category::Input, "{error}");
     error.to_string()
 }

@@ -180,7 +180,9 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     let by_norm: Vec<f32> =
         flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
     let before = exact.linear(value).weight().to_f32().unwrap();
-    let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else { panic!("float") };
+    let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else {
+        panic!("expected a quantized weight")
+    };
     let rows = after.dequantize().unwrap();
     for (row, scale) in expected.iter().enumerate() {
         for c in 0..128 {
@@ -213,7 +215,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
                 let ranges = watched(&exact, &mut states);
                 for (node, name, ..) in exact.graph().linears() {
                     let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else {
-                        panic!("float")
+                        panic!("expected a quantized weight")
                     };
                     let input = tensor.input.expect("a static grid");
                     let reported = result.report.tensors.iter();

@@ -30,7 +30,7 @@ fn check(name: &str, found: &str) {
         return;
     }
     let golden = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-    assert_eq!(found, golden, "{name}: if this is meant, run again with {BLESS}=1");
+    assert_eq!(found, golden, "{name}: if this is intended, run again with {BLESS}=1");
 }
 
 #[test]

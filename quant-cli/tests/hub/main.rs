@@ -372,7 +372,7 @@ fn a_silent_server_is_left_and_so_is_a_user_who_stops() {
     let asked = Instant::now();
     running.signal(Signal::INT);
     check_message("interrupted", &running.wait(), 75, &["interrupted"]);
-    assert!(asked.elapsed() < Duration::from_secs(20), "far less than the server is given");
+    assert!(asked.elapsed() < Duration::from_secs(20), "far below the server's delay");
     assert!(!user.cached().contains(&WEIGHTS.to_owned()));
     hub.set_fault(WEIGHTS, None);
     user.run(&hub, inspect("org/tiny")).succeeded();

@@ -209,7 +209,7 @@ impl Writer<'_> {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
                 false => Err(Error::usage(
-                    format!("what `{name}` is made of is not what it was when the run was interrupted"),
+                    format!("the input of `{name}` has changed since the run was interrupted"),
                     "start again without ‹resume›",
                 )),
             };

@@ -59,6 +59,6 @@ mod tests {
         assert!(segments.fit(2, 5) && !segments.fit(2, 4) && !segments.fit(1, 10));
         assert_eq!(segments.positions(5).unwrap(), [0, 1, 0, 0, 1, 0, 1, 2, 3, 4]);
         assert!(Segments::whole().fit(3, 3) && Segments::whole().positions(3).is_none());
-        assert!(!Segments::new(&[0, 1, 0]).fit(1, 3), "a segment cannot be taken up again");
+        assert!(!Segments::new(&[0, 1, 0]).fit(1, 3), "a segment cannot be resumed");
     }
 }

@@ -136,8 +136,8 @@ impl Method {
                 None if prepares(step).is_some() => {}
                 None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
                     return Err(Error::usage(
-                        format!("`{step}` is how weights are rounded, and comes after all steps"),
-                        "put it last, and once: in a recipe as `method` of [quantize]",
+                        format!("`{step}` rounds the weights, so it comes after all other steps"),
+                        "put it last, once; in a recipe it is the `method` of [quantize]",
                     ));
                 }
                 None => {
@@ -150,14 +150,17 @@ impl Method {
             }
         }
         let refused = |reason: String, remedy: &str| -> Result<Self> {
-            Err(Error::usage(format!("steps {} in this order: {reason}", steps.join(", ")), remedy))
+            Err(Error::usage(
+                format!("the steps {} cannot be run in this order: {reason}", steps.join(", ")),
+                remedy,
+            ))
         };
         if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
             return refused("`rotate` folds norms itself".into(), "leave `fold-norms` out");
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason =
-                format!("`{step}` makes another model, which invalidates the result of `{}`", steps[0]);
+                format!("`{step}` changes the model, which invalidates the result of `{}`", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
@@ -258,7 +261,7 @@ pub static METHODS: &[Method] = &[
     plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
     plain(
         "gptq",
-        "rounds column by column and corrects the rest for the error, on a calibration text",
+        "rounds column by column and corrects the remaining columns for the error, on a calibration text",
         &[],
         Rounding::Gptq,
     ),
@@ -357,12 +360,12 @@ mod tests {
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
             ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
-            ("reorder,rotate", "makes another model", "put `rotate` first"),
-            ("awq,fold-norms", "makes another model", "put `fold-norms` first"),
+            ("reorder,rotate", "changes the model", "put `rotate` first"),
+            ("awq,fold-norms", "changes the model", "put `fold-norms` first"),
             ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),
             ("reorder,reorder", "listed twice", "leave one"),
-            ("reorder,gptq,clip", "`gptq` is how weights are rounded", "put it last"),
-            ("gptq,rtn", "`gptq` is how weights are rounded", "once"),
+            ("reorder,gptq,clip", "`gptq` rounds the weights", "put it last"),
+            ("gptq,rtn", "`gptq` rounds the weights", "once"),
             ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),
             ("", "unknown method ``", "known methods"),

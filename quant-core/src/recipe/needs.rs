@@ -50,7 +50,7 @@ impl Plan {
             true => Ok(()),
             false => Err(Error::usage(
                 "the choice of calibration tokens for experts has no effect: no layer of the model has experts",
-                "leave ‹expert_tokens› and ‹expert_floor› out, in a recipe expert_tokens and expert_floor",
+                "leave out ‹expert_tokens› and ‹expert_floor›, or expert_tokens and expert_floor in the recipe",
             )),
         }
     }

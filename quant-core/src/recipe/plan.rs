@@ -297,7 +297,7 @@ impl Plan {
                 format!(
                     "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
                 ),
-                format!("quantize the head too, for example ‹override={head}=w8a16›, which unties the two"),
+                format!("quantize the head too, for example with ‹override={head}=w8a16›, which unties them"),
             ));
         }
         let embedding = outer(embedding, stored.clone(), name, embedding_scheme);

@@ -85,7 +85,7 @@ impl Case {
 
     fn architecture(&self) -> Architecture {
         arch::describe(&ConfigFields::new(Path::new("config.json"), &self.config), &MemorySource::new())
-            .expect("it is read")
+            .expect("a supported configuration")
     }
 
     pub fn vocab(&self) -> usize {
@@ -104,7 +104,7 @@ impl Case {
             if architecture.is_stored_by_columns(&name) {
                 shape.reverse();
             }
-            source.insert_f32(&name, dtype, shape, &values).expect("shapes and names fit");
+            source.insert_f32(&name, dtype, shape, &values).expect("valid names and shapes");
         };
         let mut of_op = |module: String, op: &Op| {
             for parameter in op.parameters() {

@@ -168,7 +168,7 @@ fn shortened(value: &Value) -> String {
 
 /// Describes the first difference of two safetensors files, given its offset.
 fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) -> Result<String> {
-    let describe = |path: &Path| read_header(path).with_context(|| format!("{} is broken", path.display()));
+    let describe = |path: &Path| read_header(path).with_context(|| format!("{} is invalid", path.display()));
     let (of_base, of_ours) = (describe(base)?, describe(ours)?);
     let as_map = |tensors: &[(Entry, u64)]| -> BTreeMap<String, Entry> {
         tensors.iter().map(|(entry, _)| (entry.name.clone(), entry.clone())).collect()
@@ -188,7 +188,7 @@ fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) 
     }
     for ((entry, from_base), (_, from_ours)) in of_base.iter().zip(&of_ours) {
         if from_base != from_ours {
-            return Ok("tensors stand in another order or place".to_owned());
+            return Ok("tensors are in a different order or position".to_owned());
         }
         let start = usize::try_from(*from_base)?;
         let data = start..start + usize::try_from(entry.bytes)?;
@@ -389,7 +389,7 @@ mod tests {
         safetensors(&ours, &[("a", 2), ("c", 3)], &data);
         pair.differs(&["b is missing"]);
         safetensors(&ours, &[("b", 3), ("a", 2)], &data);
-        pair.differs(&["order or place"]);
+        pair.differs(&["order or position"]);
         std::fs::write(&ours, [b"\x02\0\0\0\0\0\0\0{}", &data[..]].concat()).unwrap();
         pair.differs(&["a is missing"]);
         std::fs::write(&ours, b"broken").unwrap();

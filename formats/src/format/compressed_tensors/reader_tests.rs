@@ -45,7 +45,7 @@ impl Memory {
 
 /// The weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
-    let scheme = reader.scheme("m").expect("it is quantized");
+    let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
 }
 

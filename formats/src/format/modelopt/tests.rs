@@ -48,7 +48,7 @@ fn read(
 ) -> Result<QuantizedTensor> {
     let mut reader = container.reader(config).unwrap().unwrap();
     reader.survey(source)?;
-    let scheme = reader.scheme("m").expect("it is quantized");
+    let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
 }
 

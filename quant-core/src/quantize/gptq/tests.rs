@@ -356,7 +356,7 @@ fn bounds_narrow_the_range_of_grids() {
     let free = run(&vec![f32::INFINITY; n * 2]).unwrap().tensor;
     let solved = run(&bounds).unwrap().tensor;
     assert_eq!(solved.scales[5], 0.03_f32 / 7.5);
-    assert_eq!(solved.codes[..2 * k], free.codes[..2 * k], "other rows do not know of it");
+    assert_eq!(solved.codes[..2 * k], free.codes[..2 * k], "other rows are not affected");
     assert!(run(&bounds[1..]).is_err());
     bounds[0] = f32::NAN;
     assert!(run(&bounds).is_err());
