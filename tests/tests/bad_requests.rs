@@ -38,7 +38,7 @@ fn recipes() {
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["no step of method `rtn`", "no steps that can be left out"],
+            &["not a step of method `rtn`", "no steps that can be left out"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],

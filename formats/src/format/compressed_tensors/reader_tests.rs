@@ -237,7 +237,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         (
             "input_activations",
             json!({"num_bits": 8, "type": "float"}),
-            "input_activations.strategy` and the keys beside it",
+            "input_activations.strategy` and the other keys",
         ),
         (
             "input_activations",

@@ -191,7 +191,8 @@ fn typed<'a, T>(
     read: impl Fn(&'a Value) -> Option<T>,
 ) -> Result<Option<T>> {
     let Some(value) = file.header().get(key) else { return Ok(None) };
-    let fault = || GgufFile::broken(file.path(), format!("`{}` is no {what}", printable(key)));
+    let article = if what.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
+    let fault = || GgufFile::broken(file.path(), format!("`{}` is not {article} {what}", printable(key)));
     read(value).map(Some).ok_or_else(fault)
 }
 

@@ -165,7 +165,7 @@ fn counts_are_checked_before_anything_is_made_of_them() {
     };
     let (_scratch, fitting) = read(&with_divisors(2));
     fitting.unwrap();
-    says(&refusal(&with_divisors(1 << 16)), &["rope_freqs.weight", "65536 values", "turn 4 channels"]);
+    says(&refusal(&with_divisors(1 << 16)), &["rope_freqs.weight", "65536 values", "rotate 4 channels"]);
 }
 
 #[test]
@@ -209,10 +209,10 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is no "), "fetch it again"]);
+        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
-    says(&refused(&byte_level), &["`tokenizer.ggml.pre` is no text"]);
+    says(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a text"]);
 }
 
 #[test]
