@@ -13,7 +13,7 @@ use crate::{CancelToken, Error, Result};
 /// experts are computed from the states passed to [`new`](Self::new), which must not change.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// The node whose values the states are.
+    /// The node whose values are the input states.
     from: NodeId,
     /// For each expert, its tokens in ascending order with their router weights.
     tokens: Vec<Vec<(u32, f32)>>,

@@ -30,7 +30,7 @@ pub struct Method {
 }
 
 impl PartialEq for Method {
-    /// Whether both have the same steps and the same rounding.
+    /// Whether two methods have the same steps and the same rounding.
     fn eq(&self, other: &Self) -> bool {
         self.rounding == other.rounding && self.steps() == other.steps()
     }
@@ -209,7 +209,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes, which is that of the method with this rounding and no steps.
+    /// The name in recipes: that of the method with this rounding and no steps.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",
@@ -292,7 +292,7 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// rounding: `rotate,awq,gptq`.
 ///
 /// # Errors
-/// When there is no such method; the message lists all. As [`Method::of`].
+/// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());

@@ -74,8 +74,8 @@ impl Choice {
 /// Measures every candidate on all tokens and chooses the best. The first is no scaling.
 ///
 /// # Errors
-/// Those of `measure`, except for candidates whose scaled weights need a scale that its dtype cannot hold, which are
-/// not better. [`Error::Numeric`] when no error is finite.
+/// Those of `measure`, except that a candidate whose scaled weights need a scale beyond the range of its dtype is
+/// skipped. [`Error::Numeric`] when no error is finite.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,

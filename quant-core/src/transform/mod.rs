@@ -76,7 +76,7 @@ impl Grid {
     }
 }
 
-/// One block, as a [`Transform`] sees it.
+/// A block and the information about it that a [`Transform`] needs.
 #[derive(Debug)]
 pub struct BlockTask<'a> {
     /// The prefix of the block's modules, for messages and records.
@@ -104,7 +104,7 @@ impl BlockTask<'_> {
     }
 }
 
-/// What a transform needs in addition to the block.
+/// The data that a transform needs in addition to the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// The ranges of linears' inputs.
@@ -128,7 +128,7 @@ pub trait Transform: Debug + Send + Sync {
     /// Norms and linears whose stored parameters the search may change, apart from rounding.
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId>;
 
-    /// What it needs in addition to the block.
+    /// The data that it needs in addition to the block.
     fn needs(&self, settings: &TransformSettings) -> Needs;
 
     /// The names of settings that only affect this transform.
@@ -172,7 +172,8 @@ pub trait Transform: Debug + Send + Sync {
         0
     }
 
-    /// The part of it that is kept while the batch passes through the block, before the search: by default all.
+    /// The part of [`memory`](Self::memory) that is kept while the batch passes through the block, before the search:
+    /// by default all of it.
     fn gathering_memory(&self, work: &Workload<'_>) -> u64 {
         self.memory(work)
     }

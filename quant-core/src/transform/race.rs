@@ -34,8 +34,8 @@ const SIGMAS: f64 = 3.0;
 const REGRET: f64 = 0.002;
 /// Tokens that go through the watched module at a time.
 const CHUNK_TOKENS: usize = 2048;
-/// The same number when differences are computed. The float outputs of a round are kept, and the results for a piece
-/// should be small in comparison.
+/// Tokens that go through the watched module at a time when differences are computed. The float outputs of a round are
+/// kept, and the results for a piece should be small in comparison.
 const PREPARED_TOKENS: usize = 512;
 
 /// The state of a candidate in the race.
@@ -295,7 +295,7 @@ impl Batch {
     }
 
     /// The squared error of every token's output with every quantized consumer replaced by `Q(W · s) / s`. `weight` is
-    /// that of the watched linear, if differences need it.
+    /// the weight of the watched linear, if differences need it.
     fn errors(
         &self,
         task: &BlockTask<'_>,

@@ -92,7 +92,7 @@ impl<'a> Take<'a> {
     }
 }
 
-/// The first message: what to load, and how many threads may work on it.
+/// The first message: the file to load, and the number of threads for processing it.
 pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     let mut frame = Frame::default();
     frame.number(VERSION);

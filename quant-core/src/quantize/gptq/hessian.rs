@@ -32,7 +32,7 @@ enum Sum {
     F32(Vec<Vec<f32>>),
 }
 
-/// Tiles of zeros for so many channels.
+/// Zero tiles for `channels` channels.
 fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
     let tile = |first: usize| {
         let height = TILE.min(channels - first);
@@ -41,7 +41,7 @@ fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
     (0..channels).step_by(TILE).map(tile).collect()
 }
 
-/// Values of all tiles.
+/// The number of values in all tiles.
 fn values(channels: u64) -> u64 {
     channels.saturating_mul(channels + TILE as u64) / 2
 }

@@ -47,8 +47,8 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))
 }
 
-/// Fails if a file of channel maxima lacks a linear that SmoothQuant would look up in block `layer`, or has another
-/// width for it.
+/// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
+/// maxima for it.
 fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
     let Some(file) = &outline.settings.smooth.maxima else { return Ok(()) };
     let graph = outline.architecture.graph(layer);
