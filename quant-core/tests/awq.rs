@@ -74,7 +74,7 @@ impl Search {
             cancel: &CancelToken::new(),
         };
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
-        // The search has advanced the batch to the next block, whatever it sampled.
+        // The search has advanced the batch to the next block, regardless of its sample.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
         let values = |states: &HiddenStates| -> Vec<Vec<f32>> {
@@ -216,7 +216,7 @@ fn errors_from_differences_are_those_of_the_definition() {
 }
 
 /// With masked prompts and packed documents, only counted tokens matter, for every route, and the fast and the
-/// reference search find the same.
+/// reference search find the same scales.
 #[test]
 fn masked_and_packed_batches_are_judged_by_what_counts() {
     for (family, scheme, count, length) in [
@@ -320,7 +320,7 @@ fn a_race_ends_near_the_best() {
                 fast.ratio,
                 reference.ratio
             );
-            // An estimate of the same error.
+            // The fast search only estimates this error.
             assert_near(fast.error_after, whole(fast.ratio), 0.3, &what);
         }
         // Single linears of this size are evaluated exactly with their Gram matrix.

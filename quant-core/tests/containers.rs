@@ -20,7 +20,7 @@ fn named(name: &str) -> &'static dyn Container {
     container(name).unwrap()
 }
 
-/// Writes a quantized model in another container.
+/// Writes a quantized model in a different container.
 fn repacked(from: &Quantized, to: &str) -> Quantized {
     let model = from.model();
     let plan = Plan::repack(&model, named(to)).unwrap();

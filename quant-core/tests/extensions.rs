@@ -1,4 +1,4 @@
-//! A third-party transform and container: each is a type in this file, and the pipeline runs them unmodified.
+//! A third-party transform and container: each is a type in this file, and the pipeline runs them without any change.
 
 mod common;
 

@@ -134,7 +134,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     };
     refused(run(&wide("*.layers.0.*"), &windows, 1..3, &before), "grids");
     refused(run(&wide("*"), &windows, 1..3, &before), "grids");
-    // Different scales on the same grids do, too.
+    // Different scales on the same grids also give different states.
     let nvfp4 = |scale_search: ScaleSearch| {
         let recipe = common::recipe("gptq", "nvfp4a16");
         let settings = TransformSettings { scale_search, ..recipe.settings.clone() };

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// The experts of a block, run in one call.
 #[derive(Debug, Clone)]
 pub(super) struct GroupedExperts {
-    /// The nodes of the expert weights per token and of the experts' input.
+    /// The node of the expert weights per token, and the node of the experts' input.
     inputs: [NodeId; 2],
     top_k: usize,
     experts: QuantizedExperts,

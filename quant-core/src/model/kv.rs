@@ -150,7 +150,7 @@ impl KvScheme {
     }
 }
 
-/// How a block caches keys and values, before queries read them.
+/// How a block caches keys and values before queries read them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvCaching {
     /// As `f32`.

@@ -289,7 +289,7 @@ mod tests {
                 let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
                 let whole = flat(&prefill(kind, case.shape, [&q, &k, &v], Segments::whole()).unwrap());
                 check(&case, &whole, &expected);
-                // A prompt, then several tokens at once, then single tokens: the bits are the same.
+                // A prompt, then several tokens at once, then single tokens: the results are bit-identical.
                 let mut cache = LayerCache::new(case.positions);
                 let mut pieces = Vec::new();
                 let mut at = 0;
@@ -343,7 +343,7 @@ mod tests {
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
         assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
-        // Beyond the cache's capacity, and a cache of another format.
+        // Tokens beyond the cache's capacity, and a cache of a different format.
         let mut cache = LayerCache::new(4);
         decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).unwrap();
         assert!(decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).is_err());

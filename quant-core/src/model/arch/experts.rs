@@ -208,8 +208,8 @@ pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Resul
     routing_by(config, keys, &["num_experts_per_tok"])
 }
 
-/// Reads the number of experts and the number of experts per token. Of several keys, the first one present counts; the
-/// last one is the published one.
+/// Reads the number of experts and the number of experts per token. If there are several keys, the first one present is
+/// used; published configurations have the last one.
 ///
 /// # Errors
 /// [`Error::Config`](crate::Error::Config) if a number is missing or out of range.

@@ -3,7 +3,7 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
 //! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
 //! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! a ReLU and the value side of attention, squared through a squared ReLU, and is stopped by everything else. Balance
+//! a ReLU and the value side of attention, is squared by a squared ReLU, and is stopped by everything else. Balance
 //! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
 //! ReLU only commutes with positive scales.
 
@@ -231,8 +231,8 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the last node that mixes tokens, if each token's output depends only on its own block input and its own
-    /// row of that node's value, so that nothing else the output depends on mixes tokens.
+    /// Returns the last node that mixes tokens, if it is the only one that affects the output: each token's output
+    /// depends only on the token's own block input and on its own row of that node's value.
     pub fn only_mixing(&self) -> Option<NodeId> {
         let mixing = (0..self.nodes.len()).rfind(|id| self.nodes[*id].op.reach() == Reach::Window)?;
         let mut needed = vec![false; self.nodes.len()];
@@ -248,7 +248,7 @@ impl BlockGraph {
 
     /// Returns whether a token's value at `to` depends on other tokens' values at `from`, or on the token's position.
     pub fn mixes_tokens(&self, from: NodeId, to: NodeId) -> bool {
-        // For each node from `from` on: whether it depends on `from`, and whether that path mixes tokens.
+        // For each node, beginning with `from`: whether it depends on `from`, and whether that path mixes tokens.
         let mut depends = vec![false; to + 1 - from.min(to)];
         let mut mixes = depends.clone();
         depends[0] = true;

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// The key that holds the text model's fields.
 pub(crate) const TEXT: &str = "text_config";
-/// The text tower's location in transformers' modules, whatever the names in the file.
+/// The module path of the text tower in transformers, which may differ from the names in the file.
 const MODULES: Layout =
     Layout { base: "model.language_model.", blocks: "model.language_model.layers.{}.", heads: &["lm_head"] };
 /// The names of Llava and of the classes derived from it.
@@ -99,7 +99,7 @@ struct Text {
     model_type: &'static str,
     /// The name of its family.
     family: &'static str,
-    /// Default values of the class for missing keys where the family's defaults differ.
+    /// Default values of the class for missing keys, if they differ from the family's defaults.
     defaults: fn() -> Value,
 }
 
@@ -481,7 +481,7 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
-    // In these classes it is outside the text tower and named accordingly.
+    // In these classes, the extra blocks are outside the text tower and named accordingly.
     architecture.further_module = None;
     Ok(())
 }

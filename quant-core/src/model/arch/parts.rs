@@ -113,7 +113,7 @@ pub(super) struct Attention {
     /// `None` if queries and keys are not rotated.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
-    /// Whether other blocks read its keys and values, or it reads those of another block.
+    /// How keys and values are shared with other blocks; `None` if they are not shared.
     pub(super) sharing: Option<Sharing>,
 }
 

@@ -138,7 +138,8 @@ impl Recurrent {
         }
     }
 
-    /// Returns the number of values in its state. A sequence's cache holds one state, whatever the sequence's length.
+    /// Returns the number of values in its state. A sequence's cache holds one state, regardless of the sequence's
+    /// length.
     pub fn state_len(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,

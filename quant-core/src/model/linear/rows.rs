@@ -81,7 +81,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Returns a range of rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    /// Returns a range of rows as `f32` `[rows.len(), k]`, borrowed or widened into `scratch`.
     ///
     /// # Errors
     /// When a quantized weight's parts do not match.

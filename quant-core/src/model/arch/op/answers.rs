@@ -18,7 +18,7 @@ pub enum Reach {
 /// The effect of positive scales on the channels of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalePass {
-    /// The output is not proportional to them.
+    /// The output is not proportional to the scales.
     Stopped,
     /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
     Passed {

@@ -1,8 +1,8 @@
 //! The operations of a decoder block, and everything the rest of the pipeline needs to know about each.
 //!
-//! The matches are exhaustive, so a new operation must answer every question here. Outside this folder and the
-//! evaluation of blocks, no code matches on operations to answer such a question; `tests/stages.rs` lists the places
-//! that name them. Values are `[batch, positions, features]`.
+//! The matches are exhaustive, so the compiler requires every method here to handle a new operation. Outside this
+//! folder and the evaluation of blocks, code calls these methods instead of matching on operations; `tests/stages.rs`
+//! lists the exceptions. Values are `[batch, positions, features]`.
 
 mod answers;
 mod kinds;
@@ -92,8 +92,8 @@ pub enum Op {
     Gated(Activation),
     /// An elementwise function of the input.
     Activation(Activation),
-    /// Selects `width` of every `period` consecutive features, from `start` on: one of the values that a fused linear
-    /// computes.
+    /// Selects `width` of every `period` consecutive features, beginning with feature `start`: one of the values that a
+    /// fused linear computes.
     Slice {
         /// The period, which divides the input's width.
         period: usize,
