@@ -247,7 +247,7 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
             assert_eq!(search.rewrite.tokens.len(), linears, "every linear is counted");
             assert!(search.rewrite.tokens.values().all(|t| *t == counted));
         }
-        // Without the mask the errors differ, so the mask reaches the search.
+        // Without the mask the errors differ, which shows that the search uses the mask.
         let plain = common::windows(128, count, length, 2);
         assert_eq!(plain.tokens(), windows.tokens());
         let plain = Search::by(SearchMode::Reference, &checkpoint, scheme, &plain);

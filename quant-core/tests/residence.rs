@@ -1,4 +1,4 @@
-//! Where hidden states and samples are kept does not change the output, and a resumed run starts from saved states.
+//! The storage of hidden states and samples does not change the output, and a resumed run starts from saved states.
 
 mod common;
 
@@ -216,8 +216,8 @@ fn saved(path: &Path, spill: Option<Spill>) -> StateFiles {
     StateFiles { saved, spill, depends_on: json!("the model"), ..StateFiles::default() }
 }
 
-/// Interrupts a run after `blocks` blocks, resumes it, and compares with a run that was never interrupted. Returns what the
-/// resumed run did.
+/// Interrupts a run after `blocks` blocks, resumes it, and compares the result with that of an uninterrupted run.
+/// Returns the events of the resumed run.
 fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Path)) -> Watch {
     let model = recipe.prepared(tiny.random(2).model()).unwrap();
     let windows = masked_windows(tiny.vocab, 6, 40, 3);

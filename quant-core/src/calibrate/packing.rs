@@ -27,7 +27,7 @@ pub enum Packing {
     Auto,
     /// Windows are cut from the concatenation of all documents; attention crosses document borders.
     Stream,
-    /// Windows contain whole documents where these fit. Attention stays within a document, and positions start at 0 in
+    /// Windows contain whole documents if these fit. Attention stays within a document, and positions start at 0 in
     /// each.
     Documents,
 }
@@ -238,7 +238,7 @@ mod tests {
                     prop_assert_eq!(packed.tokens[row - 1], token - 1);
                 }
             }
-            // No two windows have so much free room that one would do.
+            // No two windows have so much free space that their pieces would fit into one.
             let room: Vec<usize> = packed.uses.chunks(length)
                 .map(|w| w.iter().filter(|u| **u == TokenUse::Padding).count()).collect();
             prop_assert!(room.iter().filter(|r| 2 * **r > length).count() <= 1);

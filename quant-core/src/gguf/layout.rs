@@ -156,7 +156,7 @@ pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     dimensions > 1 && name.ends_with("weight") && KEPT.iter().all(|kept| !name.contains(kept))
 }
 
-/// Removes the dimension of one of convolutions, and of vectors that are stored as a row.
+/// Removes the dimension of size 1 from convolutions and from vectors that are stored as a row.
 fn squeezed(shape: &[usize]) -> Vec<usize> {
     match *shape {
         [channels, 1, kernel] => vec![channels, kernel],

@@ -57,7 +57,8 @@ impl Paged {
         let threads: &dyn Parallel =
             if m * (past + m) * heads.query * d < WORTH_THREADS { &Serial } else { &Rayon };
         self.cache.append(k, v, if m == 1 { &Serial } else { &Rayon }).map_err(cache_error)?;
-        // Queries that the window does not restrict run together; each of the others sees a different range.
+        // Queries that the window does not restrict are computed together; every other query attends to a different
+        // range.
         let whole = window.map_or(m, |w| w.saturating_sub(past).min(m));
         self.attend(0..whole, past, 0, q, out, threads)?;
         for i in whole..m {
@@ -82,7 +83,7 @@ impl Paged {
             return Ok(());
         }
         let (heads, layout) = (self.cache.heads(), *self.cache.layout());
-        // Skip pages that no query sees, and tokens after the last query's.
+        // Skip pages that no query attends to, and tokens after that of the last query.
         let skipped = first / PAGE_TOKENS;
         let lists: Vec<PageList<'_>> = (0..heads.kv)
             .map(|head| PageList {

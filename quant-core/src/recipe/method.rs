@@ -42,7 +42,7 @@ impl Eq for Method {}
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The transform with this name.
+/// Returns the transform with this name.
 pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
     TRANSFORMS.iter().copied().find(|t| t.name() == name)
 }
@@ -86,7 +86,7 @@ impl Method {
         preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
     }
 
-    /// Whether it needs a calibration text with these settings.
+    /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
         self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
@@ -97,7 +97,7 @@ impl Method {
         GptqSettings { inputs: self.usual_inputs, ..GptqSettings::default() }
     }
 
-    /// The method without some of its steps.
+    /// Returns the method without some of its steps.
     ///
     /// # Errors
     /// [`Error::Usage`] for a name that is not one of its steps; the remedy lists them.

@@ -107,7 +107,7 @@ impl Plan {
     }
 }
 
-/// Adapts a format's error to repacking, where grids cannot be chosen.
+/// Adapts a format's error to repacking, which cannot choose grids.
 fn unfit(error: Error) -> Error {
     match error {
         Error::Usage { message, .. } => {

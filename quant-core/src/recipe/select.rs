@@ -27,7 +27,7 @@ pub struct SelectorMatches {
 /// block, so `*=w8a16` applies to the blocks only.
 pub(super) struct Selection<'r> {
     recipe: &'r Recipe,
-    /// For every override, whether it matches a linear of a block.
+    /// Whether each override matches a linear of a block.
     in_blocks: Vec<bool>,
 }
 

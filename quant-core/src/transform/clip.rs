@@ -1,4 +1,4 @@
-//! The clip search: narrows ranges where that lowers the error of a linear's own output.
+//! The clip search: narrows ranges if that lowers the error of a linear's own output.
 //!
 //! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of a bound is that of
 //! the group's own partial product over about 512 sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the

@@ -175,7 +175,7 @@ impl Lane {
     }
 }
 
-/// Splits lanes into those that may still win and those that are eliminated.
+/// Splits candidates into those that may still win and those that are eliminated.
 fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> (Vec<Lane>, Vec<Lane>) {
     let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
     let n = units.len() as f64;

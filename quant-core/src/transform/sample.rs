@@ -7,9 +7,9 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch…
+/// A race uses at most one in this many tokens of the batch, but at least [`ENOUGH_TOKENS`].
 const SHARE: usize = 4;
-/// …unless that is less than this number of tokens.
+/// The minimum number of tokens in a race.
 const ENOUGH_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
@@ -174,7 +174,7 @@ impl Sample {
         (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
     }
 
-    /// The values of some rows, and their places.
+    /// The values of these rows, and the places of their tokens.
     ///
     /// # Errors
     /// When the file that holds them cannot be read.

@@ -51,7 +51,7 @@ impl ProcessWorkers {
         Self::of(Path::new("/proc/self/exe"), threads, cancel)
     }
 
-    /// Workers that run another executable.
+    /// Workers that run the given executable instead of this one.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
         let threads = threads.clamp(1, MOST_THREADS);
         Self {
@@ -323,7 +323,7 @@ impl<'a> Watched<'a> {
     }
 
     /// Retries an operation until it makes progress. After cancellation, it gets a short time to finish, so that
-    /// cancelling a chat answer does not cost a process.
+    /// cancelling a chat answer does not require a new process.
     fn wait<T>(&mut self, mut operation: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
         loop {
             if self.cancel.is_cancelled() {

@@ -316,7 +316,7 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
 /// The longest message accepted as the answer to a question, in bytes.
 ///
 /// A text has at most 16 tokens per byte, which is more than any tokenizer produces for a character that is split into
-/// bytes. The output of a template is limited where it runs.
+/// bytes. The output of a template is limited by the worker itself.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
     const TOKENS_OF_A_BYTE: u64 = 16;

@@ -22,7 +22,7 @@ pub(super) struct GgufFamily {
     pub(super) tensors: &'static [(&'static str, How)],
     /// The prefix of expert modules, and the linears of an expert.
     pub(super) experts: Option<(&'static str, &'static [(&'static str, &'static str)])>,
-    /// Whether llama.cpp rotates pairs of adjacent channels where the checkpoint pairs halves, so that the rows of
+    /// Whether llama.cpp rotates pairs of adjacent channels while the checkpoint pairs halves, so that the rows of
     /// queries and keys are reordered.
     pub(super) pairs_neighbours: bool,
     /// Whether llama.cpp supports sliding windows for the family.

@@ -82,7 +82,7 @@ impl GgufFile {
         }
     }
 
-    /// Adds the tensors of another file.
+    /// Adds the tensors of a further file.
     fn join(&mut self, other: Self) -> Result<()> {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();

@@ -13,9 +13,9 @@ use crate::checkpoint::printable;
 const MAX_ENTRIES: u64 = 1 << 16;
 /// The maximum number of tensors.
 const MAX_TENSORS: u64 = 1 << 20;
-/// The maximum length of a string in bytes. Chat templates have some tens of thousands.
+/// The maximum length of a string in bytes. Chat templates have tens of thousands of bytes.
 const MAX_STRING: u64 = 64 << 20;
-/// The maximum number of elements in all lists together. Vocabularies have some hundreds of thousands.
+/// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands of elements.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.

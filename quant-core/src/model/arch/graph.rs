@@ -51,8 +51,8 @@ pub struct FoldGroup {
     /// The node whose output a scale search observes: the only consumer, or the node where the outputs of all consumers
     /// meet (the output projection of the attention or MLP, or the sum of experts).
     pub inspected: NodeId,
-    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head
-    /// where values pass through grouped-query attention.
+    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head if
+    /// values pass through grouped-query attention.
     pub repeat: usize,
     /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,

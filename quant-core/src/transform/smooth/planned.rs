@@ -20,7 +20,7 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     ))
 }
 
-/// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of another model.
+/// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of a different model.
 pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {

@@ -60,7 +60,7 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether the weight takes part in folds but is never quantized: a router or a gate, where rounding would
+        /// Whether the weight takes part in folds but is never quantized: a router or a gate, because rounding it would
         /// change which experts run.
         stays_float: bool,
     },
@@ -580,8 +580,8 @@ impl Op {
         }
     }
 
-    /// Returns whether its output has the heads of its input, so that an attention that reads the output sees the
-    /// queries, keys or values that entered.
+    /// Returns whether its output has the same heads as its input. An attention that reads the output then has the
+    /// queries, keys or values of the input.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)
