@@ -27,7 +27,7 @@ pub enum Packing {
     Auto,
     /// Windows are cut from the concatenation of all documents; attention crosses document borders.
     Stream,
-    /// Windows contain whole documents if these fit. Attention stays within a document, and positions start at 0 in
+    /// Windows contain whole documents where these fit. Attention stays within a document, and positions start at 0 in
     /// each.
     Documents,
 }

@@ -23,14 +23,14 @@ const PIECE: usize = 1 << 22;
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GgufTensorReport {
-    /// Its name in the file.
+    /// The name in the file.
     pub tensor: String,
-    /// Its type.
+    /// The type.
     pub kind: String,
     /// The requested type, if the rows did not fit it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaces: Option<String>,
-    /// Its shape, outermost dimension first.
+    /// The shape, outermost dimension first.
     pub shape: Vec<usize>,
     /// Size in the file, in bytes.
     pub bytes: u64,

@@ -16,7 +16,7 @@ use super::tensor_values::with_values;
 use super::{Linear, WeightBody};
 use crate::{Error, Result};
 
-/// The experts of a block, run in one call.
+/// The experts of a block that run in one call.
 #[derive(Debug, Clone)]
 pub(super) struct GroupedExperts {
     /// The node of the expert weights per token, and the node of the experts' input.

@@ -45,7 +45,7 @@ pub struct HeadParts {
 }
 
 impl<'a> Head<'a> {
-    /// The head of a decoder, read from its checkpoint if it is not yet in memory.
+    /// Creates the head of a decoder, reading it from the checkpoint if it is not yet in memory.
     pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
         let weight = linear.weight();
         let rows = match &**weight {

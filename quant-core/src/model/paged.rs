@@ -39,7 +39,7 @@ impl Paged {
         Ok(Self { cache, words: Vec::new(), lse: Vec::new() })
     }
 
-    /// Returns the bytes of its pages.
+    /// Returns the size of the pages in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.cache.bytes()
     }

@@ -66,12 +66,12 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of its steps has this setting.
+    /// Whether one of the steps has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
     }
 
-    /// The settings of each of its steps.
+    /// The settings of each step.
     pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
         self.transforms
             .iter()
@@ -80,7 +80,7 @@ impl Method {
             .into()
     }
 
-    /// The names of its steps before rounding, in order.
+    /// The names of the steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         let preparation = self.preparation.map(Preparation::name);
         preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()

@@ -40,9 +40,9 @@ use crate::{Error, Result};
 pub struct Preset {
     /// The name for `--preset`.
     pub name: &'static str,
-    /// Its method.
+    /// The method.
     pub method: &'static str,
-    /// Its scheme.
+    /// The scheme.
     pub scheme: &'static str,
 }
 

@@ -24,9 +24,9 @@ pub(crate) enum States {
 /// The pass of the float block before all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FirstPass {
-    /// Whether it gathers the ranges of linears' inputs.
+    /// Whether the pass gathers the ranges of linears' inputs.
     pub(crate) ranges: bool,
-    /// Whether it advances the float states.
+    /// Whether the pass advances the float states.
     pub(crate) advance: bool,
 }
 

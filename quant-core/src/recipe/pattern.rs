@@ -55,7 +55,7 @@ impl Pattern {
         &self.text
     }
 
-    /// Whether it selects this module.
+    /// Whether the pattern selects this module.
     pub fn matches(&self, module: &str) -> bool {
         self.regex.is_match(module)
     }

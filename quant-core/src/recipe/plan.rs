@@ -25,7 +25,7 @@ pub enum Action {
     Copy,
     /// Written as float, but changed if the method folds scales into it.
     Rewrite {
-        /// Its block.
+        /// The block.
         layer: usize,
         /// The norm or linear of the block.
         node: NodeId,
@@ -59,20 +59,20 @@ pub enum Action {
 /// A tensor of the input, what happens to it, and the tensors that are written for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanEntry {
-    /// Its name as a float tensor of the model.
+    /// The name as a float tensor of the model.
     pub tensor: String,
     /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
     /// embedding.
     pub stored: String,
     /// The index of the block that contains it; `None` outside the blocks.
     pub layer: Option<usize>,
-    /// Its dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
+    /// The dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub turned: bool,
     /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
     pub by_columns: bool,
-    /// The action for it.
+    /// The action for the tensor.
     pub action: Action,
     /// The tensors to write: the tensor itself, or the tensors that represent it, followed by the scales of `cache`.
     pub outputs: Vec<TensorSpec>,
@@ -81,7 +81,7 @@ pub struct PlanEntry {
 }
 
 impl PlanEntry {
-    /// The tensors of the input from which it is made.
+    /// The tensors of the input from which the tensor is computed.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -91,7 +91,7 @@ impl PlanEntry {
         }
     }
 
-    /// Its size in the input, in bytes.
+    /// The size in the input, in bytes.
     pub fn input_bytes(&self) -> u64 {
         self.sources().iter().map(|(_, bytes)| bytes).sum()
     }
@@ -112,7 +112,7 @@ impl PlanEntry {
         Some((module, self.info.shape.as_slice().try_into().ok()?))
     }
 
-    /// The number of bytes written for it.
+    /// The number of bytes to write.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
     }
@@ -144,12 +144,12 @@ struct Draft {
     node: Option<NodeId>,
     module: String,
     shape: [usize; 2],
-    /// Its tensor in the input.
+    /// The tensor in the input.
     stored: String,
-    /// Its name if it stays float.
+    /// The name if it stays float.
     name: String,
     scheme: Option<SchemeRequest>,
-    /// The action for its weight if it is not quantized.
+    /// The action for the weight if it is not quantized.
     float: Action,
 }
 

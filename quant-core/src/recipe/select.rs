@@ -16,7 +16,7 @@ pub struct SelectorMatches {
     pub pattern: String,
     /// The result: `float`, or the scheme.
     pub outcome: String,
-    /// The modules it selects, in model order.
+    /// The selected modules, in model order.
     pub modules: Vec<String>,
 }
 

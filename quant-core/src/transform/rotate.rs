@@ -182,7 +182,7 @@ enum Turn {
 
 /// A tensor of the rotated model.
 struct Turned {
-    /// Its name in the checkpoint.
+    /// The name in the checkpoint.
     stored: String,
     info: TensorInfo,
     /// `None` if it is not modified.

@@ -56,7 +56,7 @@ pub(super) struct Sample {
 /// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
-    /// Its position in the batch.
+    /// The position in the batch.
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,

@@ -85,7 +85,7 @@ impl ProcessWorkers {
         ours.set_write_timeout(Some(LOOK))?;
         let mut command = Command::new(&self.program);
         if self.arguments.is_empty() {
-            // Not set for interpreters, which find their installation by this name.
+            // Programs with arguments may be interpreters, which find their installation by this name.
             command.arg0("quant-text-worker");
         } else {
             // An interpreter's allocator reserves address space for each thread, which counts against the limit.

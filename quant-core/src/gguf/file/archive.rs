@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub struct GgufArchive {
     /// The file's name.
     pub file_name: String,
-    /// Its metadata, in order. An entry for the program that wrote it is added.
+    /// The metadata, in order. An entry for the program that wrote it is added.
     pub metadata: Vec<(String, Value)>,
     /// Whether to write several files if one would be too large.
     pub in_parts: bool,

@@ -32,7 +32,7 @@ pub struct GgufHeader {
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GgufTensor {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// Dimensions, outermost first: the reverse of the order in the file.
     pub shape: Vec<usize>,
@@ -40,7 +40,7 @@ pub struct GgufTensor {
     pub kind: &'static BlockType,
     /// The offset of its first byte from the start of the file.
     pub offset: u64,
-    /// The size of its data in bytes.
+    /// The size of the data in bytes.
     pub bytes: u64,
     /// The part that contains it, counted from 0; always 0 for a model in a single file.
     pub part: usize,

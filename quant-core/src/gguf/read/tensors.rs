@@ -46,7 +46,7 @@ struct Place {
 #[derive(Debug, Clone)]
 struct Piece {
     tensor: GgufTensor,
-    /// Its first row in the file's tensor.
+    /// The first row in the file's tensor.
     first_row: usize,
     view: View,
     /// Columns per row in the file.

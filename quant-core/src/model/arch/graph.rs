@@ -21,7 +21,7 @@ pub type NodeId = usize;
 pub struct Node {
     /// The operation.
     pub op: Op,
-    /// The values that it reads, in the order of the operation's inputs.
+    /// The nodes whose values the node reads, in the order of the operation's inputs.
     pub inputs: Vec<NodeId>,
 }
 
@@ -42,7 +42,7 @@ pub struct BlockGraph {
 pub struct FoldGroup {
     /// A norm or a linear; its output channels are divided by the scale.
     pub producer: NodeId,
-    /// Its output channels that are scaled: all, or the rows of one value of a fused linear.
+    /// The output channels that are scaled: all, or the rows of one value of a fused linear.
     pub rows: Range<usize>,
     /// The balance list: every linear that reads these channels. Their columns are multiplied by the scale.
     pub consumers: Vec<NodeId>,
@@ -105,7 +105,7 @@ pub struct OrderGroup {
     pub producers: Vec<NodeId>,
     /// The linear whose columns are permuted.
     pub consumer: NodeId,
-    /// The node whose value it reads.
+    /// The node whose value the consumer reads.
     pub input: NodeId,
     /// How many times each producer channel is repeated in the consumer's input.
     pub repeat: usize,

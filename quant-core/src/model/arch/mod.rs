@@ -179,9 +179,9 @@ pub struct PerLayerInputs {
 /// Modules that some blocks do not use, though checkpoints may contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unread {
-    /// The first block that does not use them; no later block does either.
+    /// The first of the blocks that do not use them; all later blocks do not use them either.
     pub first: usize,
-    /// Their names inside the block.
+    /// The names inside the block.
     pub modules: &'static [&'static str],
 }
 

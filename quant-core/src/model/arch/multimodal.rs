@@ -43,7 +43,7 @@ const PARTS: [&str; 6] = [
 /// The model that contains a decoder as its text tower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrapper {
-    /// Its class, as in `architectures`.
+    /// The class, as in `architectures`.
     pub class: &'static str,
     /// Name prefix of the text tower, except for the head.
     base: &'static str,

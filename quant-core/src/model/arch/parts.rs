@@ -143,9 +143,9 @@ pub(super) struct HeadNorms {
     pub(super) whole_width: bool,
     /// Whether each head has its own weight, stored as `[heads, head_dim]`; otherwise all heads share one.
     pub(super) by_head: bool,
-    /// Whether they come after the rotation.
+    /// Whether the norms come after the rotation.
     pub(super) after_rope: bool,
-    /// Whether they have no weight.
+    /// Whether the norms have no weight.
     pub(super) weightless: bool,
 }
 

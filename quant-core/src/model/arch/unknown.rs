@@ -163,9 +163,9 @@ const REFUSALS: usize = 16;
 /// A family's reading of a configuration.
 struct Reading {
     family: &'static dyn Family,
-    /// The keys that it reads.
+    /// The keys that the family reads.
     asked: BTreeSet<String>,
-    /// The fields that it rejects, with the reasons.
+    /// The fields that the family rejects, with the reasons.
     refused: Vec<(String, String)>,
 }
 
@@ -220,7 +220,7 @@ struct Telling<'a> {
     key: &'a str,
     value: &'a Value,
     mark: Option<&'static Mark>,
-    /// Its weight in the score.
+    /// The weight in the score.
     weight: i64,
 }
 

@@ -41,7 +41,7 @@ pub struct Carried {
     pub class: String,
     /// Number of tensors; each is copied byte for byte.
     pub tensors: u64,
-    /// Their total size in bytes.
+    /// The total size in bytes.
     pub bytes: u64,
 }
 

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// The order in which columns are rounded, and when the grids of groups are computed.
 ///
-/// Groups always consist of adjacent columns, so no format needs an index of groups.
+/// Groups always consist of adjacent columns, whatever the order, so no format needs an index of groups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActOrder {

@@ -64,7 +64,7 @@ fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// Room for a candidate's block, and for the previous one, parts of which are reused.
+    /// The memory in bytes for a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }

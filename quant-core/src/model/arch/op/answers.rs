@@ -84,9 +84,9 @@ pub enum AttentionInput {
 /// A stored tensor of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameter {
-    /// Its name within the module, such as `weight`.
+    /// The name within the module, such as `weight`.
     pub name: &'static str,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
 }
 
