@@ -1,5 +1,5 @@
 //! Mixtures of experts in the pipeline: each expert only sees its routed tokens, experts without tokens are quantized
-//! too, routers stay float and follow the norm, and nothing depends on the order of experts.
+//! too, routers stay float and are folded with the norm, and nothing depends on the order of experts.
 
 mod common;
 

@@ -329,7 +329,7 @@ fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
     source
 }
 
-/// A gpt-oss: gates and ups alternate as columns of one tensor, with biases in another.
+/// A gpt-oss model: gates and ups alternate as columns of one tensor, with biases in another.
 fn gpt_oss() -> (MemorySource, Map<String, Value>) {
     const EXPERTS: usize = 4;
     let (hidden, intermediate, vocab, heads, head) = (64, 96, 96, 4, 16);

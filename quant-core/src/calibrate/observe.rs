@@ -370,8 +370,8 @@ fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<T
 }
 
 /// Evaluates a block from the values of one node to those of another, for a piece of the batch whose first token is
-/// `first`. Passes the result to `take` in one or more parts, each with the offset of its first token in the piece, and
-/// with the tokens of its rows relative to that offset, or `None` if there is one row per token.
+/// `first`. Passes the result to `take` in one or more parts. Each comes with the offset of its first token in the
+/// piece, and with the tokens of its rows relative to that offset; `None` means one row per token.
 fn run_between(
     block: &Block,
     layout: &BatchLayout,

@@ -1,4 +1,4 @@
-//! Plans a file: every tensor with its type and its source, settled before any compute.
+//! Plans a file: every tensor with its type and its source, determined before any computation.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,7 +1,7 @@
-//! The fourth stage of the pipeline: from the user's request to what happens to each tensor.
+//! The fourth stage of the pipeline: turns the user's request into an action for each tensor.
 //!
-//! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and settles what happens to
-//! every tensor and how many bytes it will take. Later stages follow the plan.
+//! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and determines the action and
+//! the output size for every tensor. Later stages follow the plan.
 
 mod cache_scales;
 mod file;

@@ -1,4 +1,4 @@
-//! The plan: what happens to every tensor, settled before any compute.
+//! The plan: the action for every tensor, determined before any computation.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;

@@ -12,7 +12,7 @@ use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
-/// The method in reports of a run that repacks, whose codes and scales come from the input.
+/// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
     summary: "the numbers of a quantized checkpoint in another format",
@@ -25,7 +25,7 @@ pub static REPACK: Method = Method {
 impl Plan {
     /// Plans to write a quantized checkpoint in the format `container`, with the same value for every weight.
     ///
-    /// If all stored zero points of the input are the midpoint, its grids are symmetric, and are written so if the
+    /// If all stored zero points of the input are the midpoint, its grids are symmetric, and are written as such if the
     /// format makes the distinction.
     ///
     /// # Errors

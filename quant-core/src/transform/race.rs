@@ -101,7 +101,7 @@ pub(super) fn choose(
         }
         seen_tokens.push((seen.heads + seen.tails) as u64);
         let weight = seen.weight(tokens);
-        // The errors of a candidate are summed in token order, so the number of batches does not change a bit.
+        // The errors of a candidate are summed in token order, so they are bit-identical for any number of batches.
         let piece = piece_tokens(sample, kernel);
         let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
         for rows in rows.chunks(sample.tokens_at_a_time(token_bytes, piece)) {

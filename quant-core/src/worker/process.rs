@@ -1,8 +1,8 @@
 //! Workers in processes of their own: one per file, limited in memory, stack and time.
 //!
 //! The file's contents are sent through a socket after the limits are set. If the process ends for any reason, this is
-//! reported as an error in the file. If it hangs, it is killed when the run is cancelled. Otherwise, this program never
-//! waits for it to end; it ends with this program, because its standard input then closes.
+//! reported as an error in the file. If it hangs, it is killed when the run is cancelled. This program never waits for
+//! it to end: it ends with this program, because its standard input then closes.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -85,7 +85,8 @@ impl ProcessWorkers {
         ours.set_write_timeout(Some(LOOK))?;
         let mut command = Command::new(&self.program);
         if self.arguments.is_empty() {
-            // Programs with arguments may be interpreters, which find their installation by this name.
+            // Skipped for programs with arguments: these may be interpreters, which find their installation by this
+            // name.
             command.arg0("quant-text-worker");
         } else {
             // An interpreter's allocator reserves address space for each thread, which counts against the limit.
