@@ -361,8 +361,8 @@ impl HiddenStates {
     }
 }
 
-/// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as `[1, tokens,
-/// width]`.
+/// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
+/// `[1, tokens, width]`.
 fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
