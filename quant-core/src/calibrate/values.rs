@@ -284,7 +284,7 @@ mod tests {
             assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
         }
         assert!(copy.spill().is_some() && memory.spill().is_none());
-        // The file has no name.
+        // The file has no name in the directory.
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

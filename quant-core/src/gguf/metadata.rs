@@ -197,7 +197,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op.computes() {
                 Computes::Norm { eps } => facts.eps = eps,
-                // The factor of a router's input.
+                // This is the factor of a router's input.
                 Computes::Factor(_) if family.has_two_kinds => {}
                 Computes::Factor(factor) => facts.residual = Some(factor),
                 Computes::Rotation(rope) => {

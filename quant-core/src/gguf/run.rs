@@ -276,7 +276,7 @@ impl Writer<'_> {
                 reason: format!("row {row} leaves the range of {}", kind.name),
             });
         }
-        // Added up in order, so that the sums do not depend on threads.
+        // Errors are added in order, so that the sums do not depend on the number of threads.
         for (error, value) in sums {
             squares.error += error;
             squares.value += value;

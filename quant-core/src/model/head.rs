@@ -137,7 +137,7 @@ impl<'a> Head<'a> {
     ) -> Result<()> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        // Existing values are overwritten, so only new ones are cleared.
+        // The product overwrites existing values, so only new ones are cleared.
         out.resize(m * columns.len(), 0.0);
         let weight = rows.rows(columns.clone(), scratch)?;
         multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);

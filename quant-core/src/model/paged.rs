@@ -201,7 +201,7 @@ mod tests {
                 case(2, 32, 2, 2, 150, Some(67)),
                 case(1, 48, 3, 1, 130, Some(64)),
                 case(3, 128, 1, 1, 90, Some(5000)),
-                // Longer than one chunk of the kernels.
+                // A sequence longer than one chunk of the kernels.
                 case(2, 16, 1, 1, 1300, Some(1100)),
             ]
         }

@@ -29,7 +29,7 @@ impl<'a> Segments<'a> {
     pub(crate) fn fit(self, batch: usize, positions: usize) -> bool {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
-            // Either the segment continues, or one begins here.
+            // Each position either continues a segment or begins one.
             let goes_on = |i: usize| i > 0 && starts[i] == starts[i - 1];
             (0..positions).all(|i| starts[i] as usize == i || goes_on(i))
         };

@@ -102,7 +102,7 @@ pub(super) fn clipped(
 ) -> Result<Rewrite> {
     let graph = task.block.graph().clone();
     for (&node, &grid) in task.grids {
-        // Scales that are shared by rows, or searched for during rounding, have no bounds of their own.
+        // Bounds do not apply to scales that are shared by rows or searched for during rounding.
         if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
             continue;
         }
@@ -242,12 +242,12 @@ fn search_group(
             }
             if error < best[row] {
                 best[row] = error;
-                // Infinite if nothing is clipped.
+                // The first candidate does not clip.
                 part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
             }
         }
     }
-    // Added in a fixed order, so that the sums are equal if nothing is clipped.
+    // Errors are added in a fixed order, so that both sums are equal if nothing is clipped.
     part.before += unclipped.iter().sum::<f64>();
     part.after += best.iter().sum::<f64>();
     Ok(())

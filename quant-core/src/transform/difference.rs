@@ -215,7 +215,7 @@ fn pack_right(
             Ok(())
         })
         .collect();
-    // The first error in order, regardless of threads.
+    // Returns the first error in order, regardless of threads.
     results.into_iter().collect::<Result<()>>()?;
     Ok(packed)
 }

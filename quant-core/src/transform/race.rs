@@ -377,7 +377,7 @@ mod tests {
         let lanes = vec![
             lane(0, &with(|_, b| b + 60.0)),
             lane(1, &base),
-            // Negligibly different.
+            // Negligibly worse than the best candidate.
             lane(2, &with(|_, b| b * 1.0001)),
             // Better in some units, worse in others.
             lane(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),

@@ -88,7 +88,8 @@ impl Sample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // Allocated at once, because growing a list holds the old and the new buffer at the same time.
+        // Memory is allocated at once, because growing a list keeps the old and the new buffer in memory at the same
+        // time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -387,7 +388,7 @@ mod tests {
         let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
         assert!(tokens.places.len() as u64 <= most);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
-        // Attention needs the tokens before.
+        // Attention also needs the preceding tokens.
         let whole = sample(layout, true);
         assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
     }

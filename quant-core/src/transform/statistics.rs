@@ -82,7 +82,7 @@ fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> B
     let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
     let rows = |&node: &NodeId| {
         let input = graph.nodes()[node].inputs[0];
-        // If a value has rows for a fraction of the tokens, a larger part of them is kept.
+        // If a value has rows for only a fraction of the tokens, a larger part of its rows is kept.
         let tokens = (wanted.clip_tokens as f64 / task.block.share_of_tokens(input)) as usize;
         (input, SampledRows::new(shape(task, node)[1], layout.counted(), tokens))
     };

@@ -154,7 +154,7 @@ impl Archive for GgufArchive {
 
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>> {
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        // The file may have been read before.
+        // The file's position is unknown, because it may have been read before.
         use std::io::Seek;
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;

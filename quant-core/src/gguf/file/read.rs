@@ -168,7 +168,7 @@ impl<R: Read> Cursor<R> {
     fn string(&mut self, what: &str) -> Result<String, String> {
         let at = self.at;
         let len = self.count(what, MAX_STRING, 1)?;
-        // Bounded by the remaining bytes of the file.
+        // The allocation is bounded by the remaining bytes of the file.
         let mut bytes = vec![0; len as usize];
         self.fill(what, &mut bytes)?;
         String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not UTF-8", printable(what)))

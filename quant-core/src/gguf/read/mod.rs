@@ -107,7 +107,7 @@ impl<'a> About<'a> {
     /// One integer per block, from a list or a single value.
     fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
         let Some(list) = self.get(key).and_then(Value::as_integers) else {
-            // Bounded by the number of tensors, since each block has some.
+            // Every block has tensors, so the number of tensors bounds the allocation.
             let most = self.file.header().tensors.len() as u64;
             return match blocks <= most && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),

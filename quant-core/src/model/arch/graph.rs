@@ -366,7 +366,7 @@ impl BlockGraph {
         else {
             return Vec::new();
         };
-        // The row range of each value of a fused linear.
+        // Returns the row range of the value that a user of a fused linear selects.
         let slice = |(user, _): (NodeId, usize)| match self.nodes[user].op {
             Op::Slice { period, start, width: taken } if period == width => {
                 Some((user, start..start + taken))
@@ -476,7 +476,7 @@ impl BlockGraph {
         }
         match &self.nodes[value].op {
             Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // A single factor for all channels of a token.
+            // This multiplies all channels of a token by the same factor.
             Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
             Op::Linear { .. } => Some((value, None)),
             op if op.stored_norm().is_some() => Some((value, None)),
@@ -500,7 +500,7 @@ impl BlockGraph {
                 }
                 op => match op.scale_pass(port) {
                     ScalePass::Passed { exponent: power, repeat: times, run } => {
-                        // Repeated twice, the channels would no longer form runs of one width.
+                        // After two repetitions, the channels would no longer form runs of one width.
                         if times != 1 && repeat != 1 {
                             return None;
                         }

@@ -339,7 +339,7 @@ pub(super) fn describe(
     let mut architecture = family.describe(&fields)?;
     check_sections(&fields, sections.as_ref(), &architecture)?;
 
-    // Either level may set it. The loader of the tensors checks whether the file has a separate head.
+    // Either level may tie the head. Whether the file has a separate head is checked when tensors are loaded.
     let tied_here = |fields: &ConfigFields<'_>| fields.optional_bool("tie_word_embeddings");
     let inside = nested.as_ref().map(tied_here).transpose()?.flatten().unwrap_or(false);
     architecture.tied = tied_here(config)?.unwrap_or(class.tied) || inside;

@@ -204,7 +204,7 @@ impl Reading {
     fn resemblance(&self, found: &str, telling: &[Telling<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        // Shorter common prefixes are coincidence.
+        // Shorter common prefixes are likely to be coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
         let by_fields = telling.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,

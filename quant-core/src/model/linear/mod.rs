@@ -133,7 +133,7 @@ impl Linear {
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
-            // Not a candle operation, because candle's errors are plain text.
+            // This is not a candle operation, because candle would turn the error into plain text.
             WeightBody::Cuda { linear, .. } => {
                 let values = self.rounded(x)?.flatten_all()?.to_vec1::<f32>()?;
                 let mut dims = x.dims().to_vec();

@@ -170,7 +170,7 @@ impl Sum {
 
 /// The tiles of a sum, each with the index of its first row.
 fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
-    // In reverse order, since the last tiles have the most columns.
+    // Tiles are processed in reverse order, since the last ones have the most columns.
     let tiles = sum.par_iter_mut().enumerate().map(|(i, rows)| (i * TILE, &mut rows[..]));
     tiles.rev().with_max_len(1)
 }

@@ -646,7 +646,7 @@ impl Op {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
             Self::Recurrent(recurrent) => recurrent.product_operations(tokens),
-            // Scores and weighted values; half of them are masked.
+            // Products for scores and for weighted values; half of them are masked.
             Self::Attention(shape) => {
                 tokens * length * (shape.heads() * (shape.head_dim + shape.value_dim)) as f64
             }
