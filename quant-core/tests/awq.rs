@@ -46,7 +46,7 @@ fn opt() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::opt() }
 }
 
-/// One block with its inputs, after a direct search.
+/// A block with its inputs, after a search that a test called directly.
 struct Search {
     block: Block,
     hidden: HiddenStates,
@@ -362,7 +362,7 @@ fn searches_never_end_worse_and_change_what_is_written() {
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {
-            // Changed if a scale was folded in from either side, or a range was narrowed.
+            // A weight changes if a scale was folded into its rows or columns, or a range was narrowed.
             let up = tensor.tensor.replace("up_proj", "down_proj");
             let down = awq.report.tensors.iter().find(|t| t.tensor == up && up != tensor.tensor);
             let scaled = tensor.ratio.is_some() || down.is_some_and(|d| d.ratio.is_some());

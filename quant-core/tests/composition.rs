@@ -107,7 +107,7 @@ fn longer_orders_with_both_roundings() {
         assert_eq!(own.name, name);
         let lost = lost(&tiny, own.clone());
         assert!(lost < 3.0 * rtn + 1e-6, "{name}: {lost} where rounding alone loses {rtn}");
-        // The same method, read from a file.
+        // The same method, but read from a recipe file.
         let toml = recipe(own.clone()).to_toml();
         let again = Recipe::parse(&toml).unwrap();
         assert_eq!((&again.method, &again.method.name), (&own, &own.name));
