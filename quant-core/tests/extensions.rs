@@ -1,4 +1,4 @@
-//! A third-party transform and container: each is a type in this file, and the pipeline runs them unmodified.
+//! A third-party transform and container: each is a type in this file, and the pipeline runs them without any change.
 
 mod common;
 
@@ -129,7 +129,7 @@ fn a_transform_is_folded_and_reported() {
     for transform in [&EVEN, &STRONGER] {
         let written = run(&model, &tiny.config(), &fine(transform), None);
         assert_eq!(written.report.steps, ["even-columns"]);
-        // The same function up to rounding, with different weights.
+        // The model computes the same function up to rounding, with different weights.
         let lost = mean_divergence(&float, &logits(&written.model(), &others), tiny.vocab);
         assert!(lost < 8.0 * rtn, "lost {lost}, but rounding alone loses {rtn}");
         let norm = "model.layers.0.input_layernorm.weight";

@@ -195,7 +195,9 @@ fn plan_tells_which_engines_load_it() {
     let arguments = args!["plan", &model, "--group-size", "32", "--ignore", "q_proj"];
     let text = quant(arguments.clone()).succeeded().stdout;
     assert!(
-        text.contains("`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` are fused into one"),
+        text.contains(
+            "`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` are fused into one"
+        ),
         "{text}"
     );
     let out = scratch.path().join("out");

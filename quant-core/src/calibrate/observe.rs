@@ -1,4 +1,5 @@
-//! The hidden states of the calibration batch as it passes through the blocks, in pieces that a tap may watch.
+//! The hidden states of the calibration batch, which pass through the model block by block, in pieces that a tap may
+//! observe.
 
 use std::borrow::Cow;
 
@@ -8,11 +9,11 @@ use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// Tokens that pass through a block at a time: enough for full speed, few enough that a block's intermediate values
-/// stay small.
+/// Tokens that go through a block at a time: enough for full speed, few enough that a block's intermediate values stay
+/// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
-/// A tap for one piece of a batch: it converts token indices of the piece to those of the batch.
+/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
 struct PieceTap<'a> {
     tap: &'a mut dyn Tap,
     /// The first token of the piece.
@@ -35,8 +36,9 @@ impl Tap for PieceTap<'_> {
     }
 }
 
-/// The hidden states of the calibration batch before a block, `[windows, length, hidden]`, with the layout of the
-/// batch. Their width may change from block to block. They are in memory or in a [file](Spill).
+/// The hidden states of the calibration batch before a block, each followed by the other values that later blocks read:
+/// `[windows, length, width]`. The width may therefore differ from block to block. The states are in memory or in a
+/// [file](Spill).
 #[derive(Debug)]
 pub struct HiddenStates {
     layout: BatchLayout,
@@ -48,7 +50,7 @@ impl HiddenStates {
     /// Creates states `[windows, length, hidden]` of a batch with this layout, row-major.
     ///
     /// # Errors
-    /// [`Error::Internal`] unless there are `tokens · hidden` values.
+    /// [`Error::Internal`] when the number of values is not `tokens · hidden`.
     pub fn new(layout: BatchLayout, hidden: usize, values: impl Into<Values>) -> Result<Self> {
         let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
@@ -58,7 +60,7 @@ impl HiddenStates {
         Ok(Self { layout, hidden, values })
     }
 
-    /// Embeds the windows: the input of the first block.
+    /// The embeddings of the windows: the input of the first block.
     ///
     /// # Errors
     /// When a token is outside the vocabulary, the model has fewer positions than a window, or a row cannot be read or
@@ -70,7 +72,7 @@ impl HiddenStates {
     /// Embeds the windows, into a file if `spill` is given. The states of later blocks then stay in files too.
     ///
     /// # Errors
-    /// As [`embed`](Self::embed), and when there is no space.
+    /// As [`embed`](Self::embed), and when the disk is full.
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let layout = windows.layout();
         let width = model.architecture().state_width(0);
@@ -91,21 +93,21 @@ impl HiddenStates {
         Ok(states)
     }
 
-    /// Returns the number of tokens embedded at a time: all of them if they stay in memory, otherwise a multiple of
-    /// [`CHUNK_TOKENS`], so that products of per-layer inputs get the same rows.
+    /// Tokens embedded at a time: all of them if they stay in memory, otherwise a multiple of [`CHUNK_TOKENS`], so that
+    /// the matrix products for per-layer inputs have the same shapes.
     fn embedded_tokens(&self) -> usize {
         if self.values.spill().is_none() { self.tokens() } else { 4 * CHUNK_TOKENS }
     }
 
-    /// Returns a copy in the same kind of storage.
+    /// Copies the states to the same kind of storage.
     ///
     /// # Errors
-    /// When there is no space for it.
+    /// When there is not enough memory or disk space.
     pub fn try_clone(&self) -> Result<Self> {
         Ok(Self { layout: self.layout.clone(), hidden: self.hidden, values: self.values.try_clone()? })
     }
 
-    /// Returns where values are spilled to, if the states are in a file.
+    /// The storage for values in files; `None` if the states are in memory.
     pub fn spill(&self) -> Option<&Spill> {
         self.values.spill()
     }
@@ -120,27 +122,28 @@ impl HiddenStates {
         &self.values
     }
 
-    /// Returns the number of features per token.
+    /// The number of features of a token's state.
     pub fn width(&self) -> usize {
         self.hidden
     }
 
-    /// Returns the number of tokens in all windows.
+    /// The number of tokens in all windows.
     pub fn tokens(&self) -> usize {
         self.layout.tokens()
     }
 
-    /// Returns the number of windows, and the tokens per window.
+    /// The number of windows, and the number of tokens per window.
     pub fn shape(&self) -> [usize; 2] {
         [self.layout.windows(), self.layout.length()]
     }
 
-    /// Returns the number of windows per chunk, at least one.
+    /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
         (CHUNK_TOKENS / self.layout.length()).max(1)
     }
 
-    /// Iterates over the batch in pieces `[some windows, length, hidden]`, in order, each with its first token.
+    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
         self.pieces(piece).map(move |piece| {
@@ -150,7 +153,7 @@ impl HiddenStates {
         })
     }
 
-    /// Iterates over the states of `tokens` tokens at a time, in order, each with its first token.
+    /// Returns the states in pieces of `tokens` tokens, in order, each with the index of its first token.
     fn pieces(&self, tokens: usize) -> impl Iterator<Item = Result<(usize, Cow<'_, [f32]>)>> {
         (0..self.tokens()).step_by(tokens.max(1)).map(move |first| {
             let end = (first + tokens).min(self.tokens());
@@ -158,10 +161,10 @@ impl HiddenStates {
         })
     }
 
-    /// Returns the states of some tokens, `[1, tokens, width]`.
+    /// The states of these tokens, `[1, tokens, width]`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when a token is out of bounds.
+    /// [`Error::Internal`] when a token is outside the batch.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
         let mut values = Vec::with_capacity(tokens.len() * self.hidden);
         for run in tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
@@ -177,7 +180,7 @@ impl HiddenStates {
         self.layout.segments(first..first + tokens)
     }
 
-    /// Replaces the states by the output of `block`.
+    /// Replaces the states with the output of `block`.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled.
@@ -185,11 +188,11 @@ impl HiddenStates {
         self.advance_watched(block, cancel, &mut CancelTap(cancel))
     }
 
-    /// Replaces the states by the output of `block` while a tap watches. The tap sees the batch in pieces, with token
-    /// indices of the batch.
+    /// Replaces the states with the output of `block` while `tap` observes the evaluation. The tap is called for each
+    /// piece of the batch, with token indices of the whole batch.
     ///
     /// # Errors
-    /// As [`advance`](Self::advance), and when the tap stops the run. Some of the states may then be replaced already.
+    /// As [`advance`](Self::advance), and when the tap stops the run. Some states may then already be replaced.
     pub fn advance_watched(&mut self, block: &Block, cancel: &CancelToken, tap: &mut dyn Tap) -> Result<()> {
         let (graph, length) = (block.graph(), self.layout.length());
         let (layout, piece) = (self.layout.clone(), self.chunk_windows() * length);
@@ -200,8 +203,9 @@ impl HiddenStates {
         })
     }
 
-    /// Replaces the states by others of a given width, `piece` tokens at a time. `run` gets a piece's first token, its
-    /// states and their width, and a function that writes rows starting at a token of the piece.
+    /// Replaces the states with states of `width` features, in pieces of `piece` tokens. `run` gets the index of a
+    /// piece's first token, its states, their width, and a function that writes new rows, given the offset of the first
+    /// one in the piece.
     fn replace(
         &mut self,
         width: usize,
@@ -209,7 +213,7 @@ impl HiddenStates {
         mut run: impl FnMut(usize, &[f32], usize, &mut dyn FnMut(usize, &Tensor) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
         let (old, tokens) = (self.hidden, self.tokens());
-        // Rows of the same width overwrite the rows that they are computed from.
+        // If the width stays the same, new rows overwrite the old ones.
         let mut moved = match old == width {
             true => None,
             false => Some(self.values.zeros_like(tokens * width)?),
@@ -229,7 +233,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Runs the batch through `block` so that a tap can watch, and leaves the states unchanged.
+    /// Runs the batch through `block` only for `tap`. The states do not change.
     ///
     /// # Errors
     /// As [`advance_watched`](Self::advance_watched).
@@ -243,14 +247,14 @@ impl HiddenStates {
     }
 }
 
-/// Parts of a block: from the values of one node to those of another.
+/// Evaluates parts of a block, from the values of one node to those of a later one.
 impl HiddenStates {
-    /// Interprets the states as the values of a node, and replaces them by the values of a later node on which
-    /// everything after it depends.
+    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. All later
+    /// values must depend on the second node only.
     ///
     /// # Errors
-    /// When the later node cannot be computed from the earlier one, or the run is cancelled. Some states may then be
-    /// replaced already.
+    /// When the second node does not depend on the first, or the run is cancelled. Some states may then already be
+    /// replaced.
     pub fn advance_between(&mut self, block: &Block, nodes: [NodeId; 2], cancel: &CancelToken) -> Result<()> {
         let (layout, piece) = (self.layout.clone(), self.piece_between(block, nodes));
         self.replace(block.graph().width(nodes[1]), piece, |first, states, width, put| {
@@ -259,8 +263,8 @@ impl HiddenStates {
         })
     }
 
-    /// Interprets the states as the values of a node, and gathers a statistic of the values of a later node, which may
-    /// have any width.
+    /// Gathers a statistic of the values of the second of `nodes`, which may have any width. The states are the values
+    /// of the first.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of the statistic.
@@ -293,8 +297,8 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Interprets the states as the values of a node, and passes the values of two later nodes, which have a row for
-    /// every token, to `take` piece by piece.
+    /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
+    /// targets must have a row for every token.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -322,8 +326,8 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Interprets the states as the values of a node, and replaces them by the output of the block, given the values of
-    /// another node, `[tokens, features]`.
+    /// Replaces the states, which are the values of `from`, with the output of the block, given the values of another
+    /// node, `[tokens, features]`.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between).
@@ -348,8 +352,7 @@ impl HiddenStates {
         })
     }
 
-    /// Returns the number of tokens that pass through a part of a block at a time: whole windows if the part mixes
-    /// tokens.
+    /// The number of tokens that go through a part of a block at a time: whole windows if the part mixes tokens.
     fn piece_between(&self, block: &Block, nodes: [NodeId; 2]) -> usize {
         match block.graph().mixes_tokens(nodes[0], nodes[1]) {
             true => self.chunk_windows() * self.layout.length(),
@@ -358,16 +361,17 @@ impl HiddenStates {
     }
 }
 
-/// Shapes rows of states as whole windows if a piece consists of them, otherwise as one window.
+/// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
+/// `[1, tokens, width]`.
 fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
 }
 
-/// Runs a piece of a batch from the values of one node to those of another; `first` is the piece's first token. `take`
-/// gets some of the values, the position of their first token in the piece, and the tokens they belong to, counted from
-/// there, unless there is one row per token.
+/// Evaluates a block from the values of one node to those of another, for a piece of the batch whose first token is
+/// `first`. Passes the result to `take` in one or more parts. Each comes with the offset of its first token in the
+/// piece, and with the tokens of its rows relative to that offset; `None` means one row per token.
 fn run_between(
     block: &Block,
     layout: &BatchLayout,
@@ -401,11 +405,11 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of a batch through a block; `first` is the piece's first token. `take` gets
-/// some rows of the output, and the position of their first token in the piece.
+/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// A window that is longer than a chunk passes through attention whole, and through the rest of the block in pieces,
-/// because the rest processes each token independently.
+/// A window longer than [`CHUNK_TOKENS`] goes through attention as a whole, and then in pieces through the rest of the
+/// block, which processes each token independently.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

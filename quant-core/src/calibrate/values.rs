@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Bytes converted at a time.
 const PIECE: usize = 1 << 20;
 
-/// Where a run keeps hidden states and samples of the calibration batch. Its output does not depend on it.
+/// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Residence {
     /// In memory.
@@ -25,7 +25,7 @@ pub enum Residence {
     },
 }
 
-/// Where a run keeps values that do not fit into memory.
+/// The location for values that do not fit into memory.
 ///
 /// Results do not depend on it: the same values are read in the same pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -165,7 +165,7 @@ impl Values {
         self.len == 0
     }
 
-    /// Returns where values are spilled to, if these are in a file.
+    /// The storage for values in files; `None` if these values are in memory.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
             Place::Memory(_) => None,
@@ -196,7 +196,7 @@ impl Values {
         }
     }
 
-    /// Replaces the values starting at `at`.
+    /// Replaces values, beginning with the one at index `at`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -284,7 +284,7 @@ mod tests {
             assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
         }
         assert!(copy.spill().is_some() && memory.spill().is_none());
-        // The file has no name.
+        // The file has no name in the directory.
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

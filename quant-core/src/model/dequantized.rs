@@ -13,7 +13,7 @@ use super::Model;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
-/// Names of auxiliary tensors of quantized weights, after the module's name.
+/// Names of auxiliary tensors of quantized weights, relative to the module's name.
 const BESIDE: [&str; 12] = [
     "input_scale",
     "input_zero_point",

@@ -29,14 +29,14 @@ impl<'a> Segments<'a> {
     pub(crate) fn fit(self, batch: usize, positions: usize) -> bool {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
-            // Either the segment continues, or one begins here.
+            // Each position either continues a segment or begins one.
             let goes_on = |i: usize| i > 0 && starts[i] == starts[i - 1];
             (0..positions).all(|i| starts[i] as usize == i || goes_on(i))
         };
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }
 
-    /// Returns the starts from row `row` of `[batch · positions]` on.
+    /// Returns the segments from row `row` of `[batch · positions]` to the end.
     pub(super) fn starts_from(self, row: usize) -> Option<&'a [u32]> {
         self.starts.and_then(|s| s.get(row..))
     }

@@ -8,13 +8,13 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// The memory in bytes of the program itself, its threads and the tokenizer.
+/// Memory in bytes for the program itself, its threads and the tokenizer.
 const PROGRAM: u64 = 112 << 20;
-/// Rows of a weight that each thread of GPTQ's solver processes.
+/// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
 /// The minimum memory in bytes for a round of a search.
 const MIN_ROUND_BYTES: u64 = 32 << 20;
-/// Tokens that go through a block at a time, unless one window has more.
+/// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
@@ -24,11 +24,11 @@ impl Plan {
         Self::peak_memory_in(plans, model, Residence::Memory)
     }
 
-    /// Decides where a run of all these plans should keep hidden states to stay within `budget` bytes: in memory if
-    /// they fit, otherwise in files, with rounds of searches as large as the budget allows.
+    /// Returns the storage for hidden states with which a run of all these plans stays within `budget` bytes: memory if
+    /// they fit, otherwise files, with search rounds as large as the budget allows.
     ///
     /// # Errors
-    /// The smallest budget in bytes that suffices, if this one does not.
+    /// The smallest sufficient budget in bytes, if this one is too small.
     pub fn residence(plans: &[Self], model: &Model, budget: u64) -> std::result::Result<Residence, u64> {
         let memory = Self::peak_memory(plans, model);
         if memory <= budget {
@@ -42,8 +42,8 @@ impl Plan {
         Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
     }
 
-    /// Estimates the disk space in bytes for hidden states and samples that are kept in files, and for the states saved
-    /// for a resumed run. The output files are not counted.
+    /// The estimated disk space in bytes for hidden states and samples that are kept in files, and for the states that
+    /// are saved so that the run can be resumed. The files of the output are not counted.
     pub fn scratch_bytes(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let of = |plan: &Self| {
             let states = PassPlan::new(plan, false).states_in_memory();
@@ -51,7 +51,7 @@ impl Plan {
             let widest = kinds.map(|kind| kind.graph.width(kind.graph.input())).max().unwrap_or(0) as u64;
             let tokens = (plan.sampling.samples as u64).saturating_mul(plan.sampling.length as u64);
             let copies = match residence {
-                // The saved states, and the next version that will replace them.
+                // The saved states, and their next version, which is written before it replaces them.
                 Residence::Memory => 2 * states.min(2),
                 Residence::Files { .. } => 2 * states.min(2) + states,
             };
@@ -60,15 +60,16 @@ impl Plan {
         plans.iter().filter(|plan| plan.needs_text()).map(of).max().unwrap_or(0)
     }
 
-    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in a given place.
+    /// The estimated peak memory in bytes of one run of all these plans, with hidden states in the given storage.
     pub fn peak_memory_in(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
-        // A tensor whose columns are rotated is in memory twice, before and after the rotation; the last one is kept.
+        // To rotate the columns of a tensor, the whole tensor is in memory before and after the rotation. The last
+        // rotated tensor is cached.
         let rotated =
             if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
         let writing = tensors.saturating_add(rotated);
-        // The data gathered from the batch is shared by all plans.
+        // Data gathered from the batch are shared by all plans, so the largest plan counts.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
             kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
@@ -77,8 +78,8 @@ impl Plan {
         PROGRAM + blocks.max(writing)
     }
 
-    /// A linear in progress: its bytes and those of the next one, its codes, packed codes, and an `f32` copy if a
-    /// transform rewrites it.
+    /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
+    /// packed codes, and an `f32` copy if a transform may rewrite it.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -91,14 +92,14 @@ impl Plan {
         self.entries.iter().map(of).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of the largest weight of a block.
+    /// The size in bytes of the largest input tensor in the blocks.
     fn largest_input(&self) -> u64 {
         self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
-    /// Estimates the peak memory in bytes while a block is processed: the block, the hidden states of the batch, and
-    /// the largest of the steps, which run one after another. Sums saturate, because a requested batch may be so large
-    /// that they exceed 64 bits.
+    /// The peak memory in bytes while a block is processed: the block, the hidden states of the batch, and the largest
+    /// of the steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
+    /// requested.
     fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
         let graph = kind.graph;
         let tokens = match self.needs_text() {
@@ -107,14 +108,14 @@ impl Plan {
         };
         let transforms = self.transforms();
         let gptq = self.method.rounding == Rounding::Gptq;
-        // On the inputs of the quantized model, GPTQ processes experts one at a time, unless a transform has rewritten
+        // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
         // all of them.
         let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && transforms.is_empty();
         let work = Workload { residence, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        // A block rewritten by a transform is held in f32 for the next transform and GPTQ.
+        // A block that a transform has rewritten stays in memory in f32 for the next transform and GPTQ.
         let rewritten = if transforms.len() + usize::from(gptq) > 1 { 4 * work.all_weights() } else { 0 };
         let mut steps = vec![
             pieces.saturating_add(gathering).saturating_add(rewritten),
@@ -131,18 +132,20 @@ impl Plan {
         states.saturating_add(step).saturating_add(self.block_bytes(kind, one_expert))
     }
 
-    /// Returns the bytes per token that are kept of the batch while a block is processed.
+    /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
-        // The document starts and the mask are stored per token, and twice while they are created.
+        // For each token, the layout stores the start of its document and whether it counts. There are two copies while
+        // it is built.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let layout = if plain { 0 } else { 16 };
-        // The sum of the experts' outputs, and the routing of tokens to experts, are kept for the whole batch.
+        // The sum of the experts' outputs and the tokens of each expert are kept for the whole batch.
         let (sum, routed) = if one_expert { graph.expert_sum_bytes() } else { (0, 0) };
         let states = match residence {
             Residence::Files { .. } => 0,
             Residence::Memory => {
                 let copies = PassPlan::new(self, false).states_in_memory();
-                // States of another width are written to a new buffer next to the old one.
+                // If a block changes the width, its output needs a second buffer, so old and new states are in memory
+                // together.
                 let [before, after] =
                     [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
                 let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
@@ -152,12 +155,12 @@ impl Plan {
         states + layout + routed as u64
     }
 
-    /// Returns the memory in bytes for the values of the tokens that pass through a block at a time.
+    /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.settings.search {
-            // A window longer than a chunk passes through attention whole, and through the rest of the block in pieces.
+            // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
                     .linears()
@@ -171,7 +174,7 @@ impl Plan {
         }
     }
 
-    /// Returns the workload of a block for transforms.
+    /// The workload of a transform in a block.
     pub(super) fn workload<'a>(&'a self, kind: BlockKind<'a>) -> Workload<'a> {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let scheme = |entry: &super::PlanEntry| match entry.action {
@@ -183,7 +186,7 @@ impl Plan {
         Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes, residence }
     }
 
-    /// Returns the bytes of the block's weights that are in memory at a time.
+    /// Bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let node = |entry: &super::PlanEntry| match entry.action {
@@ -195,13 +198,13 @@ impl Plan {
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
-    /// Returns the memory in bytes of Hessians while the batch passes through a block, and while a weight is solved.
+    /// The memory in bytes for GPTQ: first while the batch passes through a block, then while a weight is solved.
     fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
         let widths: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
         let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
-        // Codes and their packed form, and the rows that each thread is solving.
+        // Codes, packed codes, and the rows that each thread is processing.
         let linear = |(_, _, [n, k], _): (NodeId, &str, [usize; 2], bool)| {
             (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64
         };
@@ -219,8 +222,8 @@ impl Plan {
     }
 }
 
-/// Returns the bytes outside the experts plus those of all experts, or of only the largest if experts are processed one
-/// at a time.
+/// The bytes of tensors outside the experts, plus those of all experts, or of the largest expert if experts are
+/// processed one at a time.
 fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
     let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
     let mut shared = 0;

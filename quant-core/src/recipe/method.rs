@@ -30,7 +30,7 @@ pub struct Method {
 }
 
 impl PartialEq for Method {
-    /// Whether both have the same steps and the same rounding.
+    /// Whether two methods have the same steps and the same rounding.
     fn eq(&self, other: &Self) -> bool {
         self.rounding == other.rounding && self.steps() == other.steps()
     }
@@ -42,7 +42,7 @@ impl Eq for Method {}
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The transform with this name.
+/// Returns the transform with this name.
 pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
     TRANSFORMS.iter().copied().find(|t| t.name() == name)
 }
@@ -66,12 +66,12 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of its steps has this setting.
+    /// Whether one of the steps has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
     }
 
-    /// The settings of each of its steps.
+    /// The settings of each step.
     pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
         self.transforms
             .iter()
@@ -80,13 +80,13 @@ impl Method {
             .into()
     }
 
-    /// The names of its steps before rounding, in order.
+    /// The names of the steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         let preparation = self.preparation.map(Preparation::name);
         preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
     }
 
-    /// Whether it needs a calibration text with these settings.
+    /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
         self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
@@ -97,7 +97,7 @@ impl Method {
         GptqSettings { inputs: self.usual_inputs, ..GptqSettings::default() }
     }
 
-    /// The method without some of its steps.
+    /// Returns the method without some of its steps.
     ///
     /// # Errors
     /// [`Error::Usage`] for a name that is not one of its steps; the remedy lists them.
@@ -212,7 +212,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes, which is that of the method with this rounding and no steps.
+    /// The name in recipes: that of the method with this rounding and no steps.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",
@@ -295,7 +295,7 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// rounding: `rotate,awq,gptq`.
 ///
 /// # Errors
-/// When there is no such method; the message lists all. As [`Method::of`].
+/// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());

@@ -16,7 +16,7 @@ pub struct SelectorMatches {
     pub pattern: String,
     /// The result: `float`, or the scheme.
     pub outcome: String,
-    /// The modules it selects, in model order.
+    /// The selected modules, in model order.
     pub modules: Vec<String>,
 }
 
@@ -27,7 +27,7 @@ pub struct SelectorMatches {
 /// block, so `*=w8a16` applies to the blocks only.
 pub(super) struct Selection<'r> {
     recipe: &'r Recipe,
-    /// For every override, whether it matches a linear of a block.
+    /// Whether each override matches a linear of a block.
     in_blocks: Vec<bool>,
 }
 

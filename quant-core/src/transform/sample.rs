@@ -7,9 +7,9 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch…
+/// A race uses at most one in this many tokens of the batch, but at least [`ENOUGH_TOKENS`].
 const SHARE: usize = 4;
-/// …unless that is less than this number of tokens.
+/// The minimum number of tokens in a race.
 const ENOUGH_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
@@ -56,7 +56,7 @@ pub(super) struct Sample {
 /// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
-    /// Its position in the batch.
+    /// The position in the batch.
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,
@@ -88,7 +88,8 @@ impl Sample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // Allocated at once, because growing a list holds the old and the new buffer at the same time.
+        // Memory is allocated at once, because growing a list keeps the old and the new buffer in memory at the same
+        // time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -174,7 +175,7 @@ impl Sample {
         (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
     }
 
-    /// The values of some rows, and their places.
+    /// The values of these rows, and the places of their tokens.
     ///
     /// # Errors
     /// When the file that holds them cannot be read.
@@ -387,7 +388,7 @@ mod tests {
         let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
         assert!(tokens.places.len() as u64 <= most);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
-        // Attention needs the tokens before.
+        // Attention also needs the preceding tokens.
         let whole = sample(layout, true);
         assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
     }

@@ -24,7 +24,7 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     Llama,
-    /// With this sliding window.
+    /// Mistral with this sliding window, if any.
     Mistral(Option<usize>),
     Qwen2,
     Qwen3,
@@ -303,7 +303,7 @@ impl Tiny {
             };
             match self.family.experts(layer) {
                 Some((router, experts)) => {
-                    // Large enough logits that weights differ from token to token.
+                    // Logits are large enough that weights differ from token to token.
                     add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
                     linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
                 }

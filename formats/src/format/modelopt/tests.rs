@@ -211,7 +211,11 @@ fn tensors_are_checked() {
         (1, |(_, bytes)| bytes[1] = 0x7f, "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0xb8, "negative scale"),
         (1, |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()), "m.weight_scale"),
-        (0, |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()), "no matching `m.weight` of type U8"),
+        (
+            0,
+            |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()),
+            "no matching `m.weight` of type U8",
+        ),
     ];
     let tensor = quantized([4, 32], "wf4a16-g16-nv", 0.25);
     for (which, damage, expected) in cases {

@@ -28,7 +28,7 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// architecture that is not read; [`Error::Io`].
+/// unsupported architecture; [`Error::Io`].
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -107,7 +107,7 @@ impl<'a> About<'a> {
     /// One integer per block, from a list or a single value.
     fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
         let Some(list) = self.get(key).and_then(Value::as_integers) else {
-            // Bounded by the number of tensors, since each block has some.
+            // Every block has tensors, so the number of tensors bounds the allocation.
             let most = self.file.header().tensors.len() as u64;
             return match blocks <= most && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
@@ -183,7 +183,7 @@ impl<'a> About<'a> {
     }
 }
 
-/// The value of a key. Another type is an error.
+/// The value of a key; an error if it has the wrong type.
 fn typed<'a, T>(
     file: &'a GgufFile,
     key: &str,
@@ -211,7 +211,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error for an architecture that is not read, or not with or without experts.
+/// The error for an architecture that is not supported, or not with experts, or not without them.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {

@@ -163,9 +163,9 @@ const REFUSALS: usize = 16;
 /// A family's reading of a configuration.
 struct Reading {
     family: &'static dyn Family,
-    /// The keys that it reads.
+    /// The keys that the family reads.
     asked: BTreeSet<String>,
-    /// The fields that it rejects, with the reasons.
+    /// The fields that the family rejects, with the reasons.
     refused: Vec<(String, String)>,
 }
 
@@ -204,7 +204,7 @@ impl Reading {
     fn resemblance(&self, found: &str, telling: &[Telling<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        // Shorter common prefixes are coincidence.
+        // Shorter common prefixes are likely to be coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
         let by_fields = telling.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
@@ -220,7 +220,7 @@ struct Telling<'a> {
     key: &'a str,
     value: &'a Value,
     mark: Option<&'static Mark>,
-    /// Its weight in the score.
+    /// The weight in the score.
     weight: i64,
 }
 

@@ -97,7 +97,7 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// Larger blocks only take more time.
+    /// Larger blocks would only take more time.
     const LARGEST_BLOCK: usize = 4096;
 
     /// Checks the ranges of settings.

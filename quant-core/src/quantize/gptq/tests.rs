@@ -104,7 +104,7 @@ fn every_code_is_the_nearest_that_the_definition_leaves() {
             let settings = GptqSettings { act_order, ..GptqSettings::default() };
             held(130, 256, scheme, settings, 1, &[]);
         }
-        // Group sizes that are no multiple of blocks or runs, and block sizes that are no multiple of groups.
+        // Group sizes that are not multiples of blocks or runs, and block sizes that are not multiples of groups.
         for block_size in [1, 7, 100, 4096] {
             let settings = GptqSettings { act_order, block_size, ..GptqSettings::default() };
             held(5, 240, "w4a16-g48-asym", settings, 2, &[0, 100, 239]);
