@@ -154,7 +154,7 @@ fn tokens_per_second() -> Result<String> {
         for name in names {
             let rows = rows(MODELS, &[("threads", "2"), ("name", name)])?;
             let rates = rows.iter().map(|row| number(row, column)).collect::<Result<Vec<_>>>()?;
-            bars.push((name.to_owned(), median(rates), name.starts_with("ours")));
+            bars.push((name.replacen("ours", "quant", 1), median(rates), name.starts_with("ours")));
         }
         panels.push((title.to_owned(), bars));
     }
@@ -171,7 +171,7 @@ fn tokens_per_second() -> Result<String> {
 fn time_to_quantize() -> Result<String> {
     let mut awq = Vec::new();
     for (who, label) in
-        [("ours", "ours"), ("bfloat16", "llm-compressor, bfloat16"), ("float32", "llm-compressor, float32")]
+        [("ours", "quant"), ("bfloat16", "llm-compressor, bfloat16"), ("float32", "llm-compressor, float32")]
     {
         let rows = rows(AWQ_SPEED, &[("who", who)])?;
         let seconds = rows.iter().map(|row| number(row, "seconds")).collect::<Result<Vec<_>>>()?;
@@ -187,7 +187,7 @@ fn time_to_quantize() -> Result<String> {
     ] {
         let rows = rows(GPTQ_SPEED, &[("who", who), ("dtype", dtype)])?;
         let seconds = rows.iter().map(|row| number(row, "seconds")).collect::<Result<Vec<_>>>()?;
-        let label = if dtype.is_empty() { who.to_owned() } else { format!("{who}, {dtype}") };
+        let label = if dtype.is_empty() { "quant".to_owned() } else { format!("{who}, {dtype}") };
         gptq.push((label, median(seconds), who == "ours"));
     }
     Ok(Bars {
