@@ -48,7 +48,7 @@ pub enum Error {
     /// A launch that no device supports.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
-    /// The run-time compiler failed for another reason than a kernel's source.
+    /// The run-time compiler failed for a reason other than a kernel's source.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {
         /// What was attempted.

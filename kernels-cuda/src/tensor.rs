@@ -46,7 +46,7 @@ pub(crate) fn input(
     Ok(Input { m: elements / k, elements, results, copied: elements > 0 && !straight })
 }
 
-/// The input types that weights in this order are multiplied with, in words.
+/// Describes the input types that weights in this order are multiplied with, for messages.
 pub(crate) fn types(order: Order) -> &'static str {
     match order {
         Order::Float => "f16 or bf16",

@@ -132,7 +132,7 @@ fn the_most_splits_cover_all_tokens() {
     }
 }
 
-/// A sequence gives the same bits alone as among others, wherever its pages are.
+/// The result of a sequence is bit-identical whether it is decoded alone or in a batch, wherever its pages are.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -152,7 +152,8 @@ fn a_sequence_does_not_see_its_neighbours() {
     }
 }
 
-/// Several queries of a sequence: none sees a token after its own, and each gives the same bits as alone.
+/// Several queries of a sequence: none sees a token after its own, and each result is bit-identical to that of the
+/// query alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
     if !has_nvrtc() {

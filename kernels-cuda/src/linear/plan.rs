@@ -78,7 +78,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens.
     ///
     /// # Errors
-    /// When weights and activations do not fit each other, or the grid or an index exceeds the kernel's integers.
+    /// When weights and activations do not match, or the grid or an index exceeds the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
         activation: Activation,
@@ -94,7 +94,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens and a given variant, of the scheme of the layout.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// See [`new`](Self::new).
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let small = |value: usize, most: usize, what| {

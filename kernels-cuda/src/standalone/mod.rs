@@ -143,7 +143,7 @@ impl Memory {
     /// Allocates memory with these bytes.
     ///
     /// # Errors
-    /// As [`filled`](Self::filled).
+    /// See [`filled`](Self::filled).
     pub fn of(bytes: &[u8]) -> Result<Self> {
         let memory = Self::filled(bytes.len(), 0)?;
         memory.write(0, bytes)?;
@@ -179,7 +179,7 @@ impl Memory {
     /// Reads from byte `at` on, after everything launched before.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// See [`write`](Self::write).
     pub fn read(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let from = self.within("read", at, bytes.len())?;
         self.gpu.make_current()?;

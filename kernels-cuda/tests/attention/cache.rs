@@ -127,7 +127,7 @@ pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order:
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// As `decode`, with a part of the kernel's source replaced.
+/// Same as `decode`, with a part of the kernel's source replaced.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -259,8 +259,8 @@ pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result:
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// As `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the largest
-/// value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
+/// Same as `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the
+/// largest value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }

@@ -1,7 +1,7 @@
 //! A tile unit: eight registers of up to 16 rows of 64 bytes, and products of two of them added to a third.
 //!
-//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] computes the same
-//! bits in portable code, so that tests run everywhere, and is compared with the hardware if there is one.
+//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] is a bit-exact
+//! emulation in portable code, so that tests run everywhere; on processors that have the unit, tests compare the two.
 //!
 //! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
 //! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
