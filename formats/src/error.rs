@@ -279,7 +279,7 @@ pub enum Error {
         /// The amount, if known.
         bytes: Option<u64>,
     },
-    /// A run needs more memory than it may use, even with everything in files that can be.
+    /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
     #[error("the run needs at least {} MiB of memory, but {}", needed.div_ceil(1 << 20), memory_limit(*budget, *available))]
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
@@ -289,7 +289,7 @@ pub enum Error {
         /// The memory that is available, if that is the limit.
         available: Option<u64>,
     },
-    /// An input tensor has the name of a tensor that would be written for another one.
+    /// An input tensor has the same name as an output tensor of a different linear.
     #[error("{}: tensor `{tensor}` has the same name as a tensor written for `{module}`", path.display())]
     NameTaken {
         /// The shard that holds it.
@@ -309,7 +309,7 @@ pub enum Error {
         /// What to do.
         remedy: String,
     },
-    /// A text was named that is neither a file nor a known set.
+    /// The named text is neither a file nor a known set.
     #[error("{name} is neither a file nor a set of texts")]
     UnknownText {
         /// The name.

@@ -49,7 +49,7 @@ impl<'a> ConfigFields<'a> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// Returns fields of another object at the same place.
+    /// Returns typed access to a different object with the same path.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }
@@ -93,7 +93,7 @@ impl<'a> ConfigFields<'a> {
         format!("{}{key}", self.prefix)
     }
 
-    /// Creates [`Error::Config`] for a key; `reason` ends the sentence that the key begins.
+    /// Creates [`Error::Config`] for a key; `reason` is the rest of a sentence that begins with the key.
     pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
         let field = self.name_of(key);
         Error::Config { path: self.path.to_owned(), field, reason: reason.into() }

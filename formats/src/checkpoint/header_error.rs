@@ -66,7 +66,7 @@ pub enum HeaderError {
         /// The tensor.
         tensor: String,
     },
-    /// There are two `__metadata__`.
+    /// There are two `__metadata__` entries.
     #[error("`__metadata__` appears twice in the header")]
     DuplicateMetadata,
     /// `__metadata__` is not an object of distinct keys with string values.

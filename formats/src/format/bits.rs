@@ -50,7 +50,7 @@ pub fn pack_words(codes: &[u8], bits: u8) -> Vec<u32> {
 /// Unpacks one row of `count` codes. Padding bits are ignored.
 ///
 /// # Errors
-/// When the number of words is not the one that `count` codes take.
+/// When the number of words is not [`words_for`] these codes.
 ///
 /// # Panics
 /// When `bits` is not 1 to 8.

@@ -1,4 +1,4 @@
-//! Files that violate one rule each, and random files.
+//! Files that each violate one rule, and random files.
 
 use proptest::prelude::*;
 
