@@ -1,4 +1,4 @@
-//! The noise floor: the divergence of a model from itself when it is computed equally well in another way.
+//! The noise floor: the divergence between a model and a numerically equivalent computation of it.
 //!
 //! A different order of summation or a different kernel rounds differently. This is simulated by multiplying every
 //! output value of a block by `1 + u · 2⁻⁹`, with `u` uniform in `[−1, 1)`. Rounding to bfloat16 has a similar error,

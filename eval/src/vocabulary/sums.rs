@@ -43,7 +43,7 @@ impl Sums {
         if self.largest == f32::NEG_INFINITY { 0.0 } else { f64::from(self.largest) }
     }
 
-    /// The factor that rescales the sums from our largest logit to `largest`, which must be at least ours.
+    /// The factor that rescales the sums from their own largest logit to `largest`, which must not be smaller.
     #[inline(always)]
     fn factor(&self, largest: f32) -> f64 {
         match self.largest {
