@@ -277,7 +277,7 @@ fn of_stream(
             .map(|i| i * window)
             .map(|at| tokens.window(at..at + window, at + 1..at + window))
             .collect(),
-        // There, fewer than two windows are an error.
+        // llama.cpp requires at least two windows.
         Profile::LlamaCpp { window } if count < 2 * window => Vec::new(),
         Profile::LlamaCpp { window } => (0..count / window)
             .map(|i| {

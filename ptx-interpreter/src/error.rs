@@ -64,7 +64,7 @@ pub enum FaultKind {
     GlobalRace,
     /// Not all threads reached the same barrier.
     BarrierDivergence,
-    /// Lanes that a warp-wide instruction requires are elsewhere.
+    /// Lanes that a warp-wide instruction requires are at a different instruction.
     WarpDivergence,
     /// More instructions than the options allow.
     Runaway,

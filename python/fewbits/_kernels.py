@@ -133,7 +133,7 @@ class _Rows(threading.local):
         return handle
 
     def __del__(self, library: ctypes.CDLL = _LIBRARY) -> None:
-        # At interpreter exit, the module's names may be gone before this is called.
+        # At interpreter exit, the module's names may be cleared before this is called.
         library.qz1_float_rows_free(self.float)
         library.qz1_int8_rows_free(self.int8)
 

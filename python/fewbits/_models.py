@@ -22,7 +22,7 @@ class Generated:
     text: str
     #: Without the token that ended the text.
     tokens: tuple[int, ...]
-    #: Why it ended: ``eos``, ``length``, ``context`` or ``stop``.
+    # : The reason why it ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
 
 

@@ -133,10 +133,10 @@ QUANTIZED = [
      ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
     ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
     ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
-    # optimum treats all linears of blocks as quantized, whatever the configuration says about single ones.
+    # optimum treats all linears of blocks as quantized, even if the configuration leaves some float.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
-    # No library reads this one.
+    # No library reads this format.
     ("demo", "format-qserve-g128",
      ["--format", "qserve", "--method", "rtn", "--scheme", "w4a8-g128-asym-progressive"], None),
     ("sharded-bf16", "format-qserve-channel-ignored",
@@ -154,9 +154,10 @@ QUANTIZED = [
     ("demo", "smoothquant-gptq-w8a8", ["--method", "smoothquant-gptq", "--scheme", "w8a8", *QUICK], False),
     ("demo", "smoothquant-awq-w4a8-g64",
      ["--method", "smoothquant-awq", "--scheme", "w4a8-g64", *QUICK], False),
-    # The KV cache does not matter to these readers.
+    # These implementations ignore the setting of the KV cache.
     ("demo", "qoq-w4a8-g128", ["--method", "qoq", "--scheme", "w4a8-g128-progressive", *QUICK], False),
-    # With random weights, 8-bit inputs would show the readers' different rounding instead of our errors.
+    # With random weights, 8-bit inputs would show the different rounding of the implementations instead of quant's
+    # errors.
     ("qwen2", "qoq-w4-channel", ["--method", "qoq", "--scheme", "w4a16-channel-sym", *QUICK], False),
     ("tinystories-656k", "qoq-w4a8-g64", ["--method", "qoq", "--scheme", "w4a8-g64-progressive", *QUICK], False),
     ("qwen3", "qoq-rtn-w8a8", ["--method", "qoq-rtn", "--scheme", "w8a8", *QUICK], False),

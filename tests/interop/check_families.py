@@ -25,9 +25,9 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers for both, so only the order of sums differs.
+# Quantized weights are the same numbers in both programs, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Maximum ratio of our errors to transformers' where they exceed the tolerance: for the largest error and for the root
+# Maximum ratio of quant's errors to transformers', if they exceed the tolerance: for the largest error and for the root
 # mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
@@ -37,15 +37,15 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gpt
 # Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers cannot read. An independent reader dequantizes them, and the floats are
-# run.
+# Families whose quantized experts transformers cannot read. An independent implementation dequantizes them, and the
+# floats are run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are published quantized. Their values are read from codes and scales without our programs.
+# Models that are published quantized. Their values are read from codes and scales without quant.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
-# Mistakes that a reader could make, expressed as another configuration of the same weights; the logits must then
-# differ.
+# Mistakes that an implementation could make, expressed as a different configuration of the same weights; the logits
+# must then differ.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TRAPS = {
     "a window one longer": ("gemma2", {"sliding_window": make_tiny.WINDOW + 1}),
@@ -168,8 +168,8 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# The same, expressed as other weights under the same configuration: the result of a reader that misinterprets the
-# weights.
+# Such mistakes, expressed as different weights under the same configuration: the result of an implementation that
+# misinterprets the weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
     "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
@@ -242,7 +242,7 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Other tensors under another configuration.
+# Different tensors under a different configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),

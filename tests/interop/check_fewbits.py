@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
-# The sums in float32 are in another order.
+# The sums in float32 are in a different order.
 CLOSE = 2e-4
 
 

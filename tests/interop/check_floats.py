@@ -366,7 +366,7 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding pairs neighbors, ours pairs halves.
+                # Its rotary embedding pairs neighbors, quant's pairs halves.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]

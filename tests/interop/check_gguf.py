@@ -39,7 +39,7 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
-# Relative difference of f32 products in another order.
+# Relative difference of f32 products in a different order.
 TOLERANCE = 1e-5
 
 

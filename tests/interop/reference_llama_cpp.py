@@ -74,7 +74,7 @@ def measure(llama_cpp, gguf, text, length, chunks, directory):
     for _ in range(ATTEMPTS):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-        # It exits with 0 even after most failures, so its output decides.
+        # It exits with 0 even after most failures, so its output is checked.
         final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
         running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
         if final:

@@ -143,7 +143,7 @@ fn an_interrupted_run_goes_on_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // Another damping makes it a different job.
+        // With a different damping it is a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "fingerprint.gptq.damping: was 0.01, is 0.5";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);

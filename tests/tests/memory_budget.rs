@@ -130,7 +130,7 @@ fn a_size_needs_a_unit() {
     check_message("GGUF", &quant(arguments), 2, &["--memory-budget has no effect"]);
 }
 
-/// A killed run is resumed under another budget.
+/// A killed run is resumed under a different budget.
 #[test]
 fn a_resumed_run_may_have_another_budget() {
     let bench = Bench::new(&["--scheme", "w4a16-g32"]);
@@ -145,7 +145,7 @@ fn a_resumed_run_may_have_another_budget() {
         run.signal(Signal::KILL);
     }
     run.wait();
-    // Files of a killed run are gone: only what a resumed run needs is left.
+    // The temporary files of a killed run are gone: only the files that a resumed run needs are left.
     let known = ["lock", "job.json", "journal.jsonl", "out", "states.safetensors", "states.safetensors.new"];
     for entry in std::fs::read_dir(job_of(&out)).into_iter().flatten() {
         let name = entry.unwrap().file_name();

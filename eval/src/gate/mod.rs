@@ -101,7 +101,7 @@ pub struct Check {
     pub profile: String,
     /// What was checked, such as `perplexity against baseline`.
     pub name: String,
-    /// Where the policy requires it.
+    /// The line of the policy that requires the check.
     pub line: usize,
     /// The outcome.
     pub verdict: Verdict,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! models--org--name/
-//!   blobs/<etag>                    what was downloaded; the tag of a hub is a hash of the content
+//!   blobs/<etag>                    the downloaded file; the tag of a hub is a hash of the content
 //!   snapshots/<commit>/<file>       links to blobs
 //!   refs/<revision>                 the commit that a branch or tag stood for when it was fetched
 //!   .quant/checked/<etag>           quant: size and time of a blob whose hash was right

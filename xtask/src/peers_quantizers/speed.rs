@@ -1,6 +1,6 @@
 //! Times all quantizers on the same model, calibration tokens and threads.
 //!
-//! Ours is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
+//! `quant` is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
 //! quantizing call: not the imports, loading the model, or compressing and writing it.
 
 use std::collections::BTreeMap;

@@ -167,7 +167,7 @@ fn byte_symbol(byte: u8) -> char {
 /// The role of a tensor in the equivalence `linear(norm(x))`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// The weight of a norm, which scales the channels that its readers see.
+    /// The weight of a norm, which scales the channels that the linears after it read.
     Norm,
     /// A linear that only reads the norm of this name.
     ReaderOf(String),

@@ -115,7 +115,7 @@ fn contents(mut log: File) -> Result<String> {
     Ok(text)
 }
 
-/// `VmHWM` of a process in bytes; `None` once it has no memory any longer.
+/// `VmHWM` of a process in bytes; `None` once its memory has been freed.
 fn high_water(status_file: &str) -> Option<u64> {
     let status = std::fs::read_to_string(status_file).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
