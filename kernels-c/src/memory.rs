@@ -278,7 +278,7 @@ impl Scope {
     /// A handle that is modified.
     ///
     /// # Safety
-    /// As [`Self::look`], and nobody else may access it.
+    /// As [`Self::look`], and no other code may access it.
     #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
@@ -355,7 +355,7 @@ impl Scope {
         Ok(Output { at, len, scope: self })
     }
 
-    /// Where the message goes, if the caller wants one. Must be entered first.
+    /// The destination of the message, if the caller passed one. Must be entered first.
     ///
     /// # Safety
     /// As [`Self::read`].

@@ -179,7 +179,7 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// What the caller wants rows to be made from.
+/// The source of rows.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),

@@ -73,7 +73,7 @@ pub struct qz1_message {
 
 fields!(qz1_message, capacity, reserved);
 
-/// Why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
+/// The reason why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
 pub(crate) struct Fault {
     status: qz1_status,
     reason: Reason,

@@ -31,7 +31,7 @@ enum What {
     Speed(speed::Args),
 }
 
-/// What to compare in terms of quality alone.
+/// What to compare, for a method without a speed comparison.
 #[derive(Debug, Clone, clap::Args)]
 pub struct QualityArgs {
     #[command(subcommand)]
