@@ -143,7 +143,7 @@ _POOLS: dict[tuple[int, int], _Parallel] = {}
 
 
 def _parallel(threads: int) -> _Parallel | None:
-    """The threads to run on. A forked child creates its own, because it inherits none."""
+    """The threads to run on. A forked child creates its own, because threads are not inherited."""
     if threads <= 1:
         return None
     known = _POOLS.get((os.getpid(), threads))

@@ -1,5 +1,5 @@
-"""transformers on a CPU with packed weights: the linears of a checkpoint stay packed in memory, and our kernels
-multiply them.
+"""transformers on a CPU with packed weights: the linears of a checkpoint stay packed in memory, and this
+package's kernels multiply them.
 
 >>> import fewbits.transformers
 >>> fewbits.transformers.enable()                                       # doctest: +SKIP

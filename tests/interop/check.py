@@ -1,13 +1,13 @@
-"""The interop check: our numbers against transformers', and our bits against an independent reader.
+"""The interop check: quant's numbers against transformers', and its bits against an independent implementation.
 
 Nine kinds of checks, each on its own line with what it measured:
 
-  float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
+  float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
-            without a missing or unexpected key: logits against our own dequantization, at most
+            without a missing or unexpected key: logits against quant's own dequantization, at most
             2e-3 of the largest; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
-            if activations are rounded, because transformers' steps differ from ours)
-  bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
+            if activations are rounded, because transformers' steps differ from quant's)
+  bits      every linear of that checkpoint, dequantized by quant and by independent_pack.py: equal
             bit for bit
   family    a tiny model of each family, float and quantized: see check_families.py
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
@@ -18,7 +18,7 @@ Nine kinds of checks, each on its own line with what it measured:
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
-  page      reports opened in Chromium: what a person sees; see check_pages.py
+  page      reports opened in Chromium: the displayed contents; see check_pages.py
 
 Exits with 1 if one fails.
 """
@@ -252,7 +252,7 @@ class Check:
         return out
 
     def logits(self, model, name, reference_options=()):
-        """Our logits and transformers' of the same windows."""
+        """quant's logits and transformers' of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"

@@ -1,12 +1,12 @@
 """Model families, each against transformers: float and quantized logits, from whole windows and from a cache.
 
 A tiny random model of each is run on windows shorter and longer than its attention windows and than the lengths at
-which its rotation changes. Our logits may differ by 2e-6 of the largest one from transformers' result in double
+which its rotation changes. quant's logits may differ by 2e-6 of the largest one from transformers' result in double
 precision. Above that, they are compared with transformers' own logits in single precision: the root mean square of the
-errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors is a matter of
-chance: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
+errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors varies
+randomly: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
 root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain rounding, AWQ and GPTQ, must
-load without a missing or unexpected key, and give our logits.
+load without a missing or unexpected key, and give quant's logits.
 """
 
 import datetime
@@ -155,7 +155,7 @@ def halves_swapped(rows):
 
 
 def queries_first(tensor):
-    """Reorders rows grouped by key head into all queries, then all keys and values: another way to join them."""
+    """Reorders rows grouped by key head into all queries, then all keys and values: a different order."""
     groups = tensor.unflatten(0, (2, 4, -1))
     parts = [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
     return torch.cat(parts)
@@ -411,7 +411,7 @@ class Family:
         return llama
 
     def as_floats(self, model):
-        """A checkpoint with joined experts, whose linears are the packed ones dequantized by an independent reader."""
+        """A checkpoint with joined experts, whose linears are the packed ones, dequantized independently."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
         shutil.rmtree(floats, ignore_errors=True)
         floats.mkdir()
@@ -492,7 +492,7 @@ class Family:
         return different or "equal", not different
 
     def trap(self, changes, zeroed=None, change=None, whole=None):
-        """Checks that our logits of a changed configuration, of changed weights or other tensors, or with some tensors
+        """Checks that quant's logits of a changed configuration, of changed weights or other tensors, or with some tensors
         zeroed, differ from transformers' logits of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"

@@ -77,7 +77,7 @@ def lm_eval_agrees(model):
 
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
-    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
+    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for quant's kernels."""
     import fewbits.transformers
 
     tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])

@@ -1,4 +1,4 @@
-"""Reports opened in Chromium: what a person sees.
+"""Reports opened in Chromium: their displayed contents.
 
 Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
 window and on a phone. The check examines what the browser rendered: that nothing was fetched and no error was logged;

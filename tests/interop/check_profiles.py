@@ -188,7 +188,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
 
 
 def run_packed(check, llama_cpp, form, scheme, method):
-    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file with its own reader."""
+    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file, which it reads itself."""
 
     def work():
         model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")

@@ -1,7 +1,7 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128. The tokenizer maps
-every byte to one token and puts <s> first.
+Norm weights are random too (an implementation that ignores them must fail), and all widths divide by 128. The tokenizer
+maps every byte to one token and puts <s> first.
 """
 
 import argparse

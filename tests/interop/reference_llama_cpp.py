@@ -27,7 +27,7 @@ import numpy
 
 
 def convert(llama_cpp, model_dir, pre_tokenizer, out):
-    """Runs llama.cpp's converter, and tells it the two things that it cannot recognize in this model."""
+    """Runs llama.cpp's converter, and passes it the two settings that it cannot recognize in this model."""
     source = llama_cpp / "source"
     for path in (source / "gguf-py", source):
         if str(path) not in sys.path:
