@@ -98,7 +98,7 @@ pub struct ModelIdentity {
     pub kv_cache: Option<KvScheme>,
 }
 
-/// How many linears of a model have a scheme.
+/// The number of linears of a model that have a scheme.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SchemeShare {

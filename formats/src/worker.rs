@@ -74,9 +74,9 @@ impl Loadable {
 pub struct Fault {
     /// The line, counted from 1, if known.
     pub line: Option<usize>,
-    /// What is wrong, as the end of a sentence that begins with the file's name.
+    /// The reason, as the end of a sentence that begins with the file's name.
     pub reason: String,
-    /// What to do about it; not shown for tokenizers.
+    /// The remedy; not shown for tokenizers.
     pub remedy: String,
 }
 

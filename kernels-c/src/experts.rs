@@ -225,7 +225,7 @@ pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
 /// are bit-identical to separate products, for any number of threads. If `for_each` fails, `out` may be partly written.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody else uses the handle.
+/// As for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_run(
     handle: *mut qz1_experts,

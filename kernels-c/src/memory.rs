@@ -290,8 +290,8 @@ impl Scope {
     /// Memory that is read.
     ///
     /// # Safety
-    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and nobody writes to them
-    /// during the call.
+    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and no thread may write to
+    /// them during the call.
     pub(crate) unsafe fn slice<T>(
         &self,
         at: *const T,
@@ -429,7 +429,7 @@ impl<'s, T> Output<'s, T> {
     /// The slice, once everything else is entered.
     ///
     /// # Safety
-    /// The memory must be valid for `len` elements, any bits must be a valid element, and nobody else may read or write
+    /// The memory must be valid for `len` elements, any bits must be a valid element, and no other code may read or write
     /// it during the call.
     pub(crate) unsafe fn slice(self) -> &'s mut [T] {
         // The slice lives as long as the scope, which rejects everything that overlaps it.

@@ -23,7 +23,7 @@ pub enum qz1_status {
     Scheme = 3,
     /// Two operands that do not fit each other.
     Mismatch = 4,
-    /// An invalid layout, or packed bytes of another layout.
+    /// An invalid layout, or packed bytes of a different layout.
     LayoutId = 5,
     /// The processor lacks the requested instructions.
     Isa = 6,

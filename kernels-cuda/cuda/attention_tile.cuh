@@ -35,8 +35,8 @@ INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 // Words of a lane in a row of keys, and the number of words per load.
 constexpr int KEY_WORDS = ROW_WORDS / 4;
 constexpr int KEY_WIDE = KEY_WORDS % 4 == 0 ? 4 : KEY_WORDS % 2 == 0 ? 2 : 1;
-// The same for values, and whether half a word remains, if rows with 4 bits have an odd number of blocks of 32
-// features.
+// Words of a lane in a row of values, the number of words per load, and whether half a word remains, if rows with 4
+// bits have an odd number of blocks of 32 features.
 constexpr int VALUE_WORDS = ROW_WORDS / 8;
 constexpr int VALUE_WIDE = VALUE_WORDS % 4 == 0 ? 4 : VALUE_WORDS % 2 == 0 ? 2 : 1;
 constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;

@@ -396,7 +396,7 @@ mod tests {
         let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
-        // Images of another variant, architecture or form are not used.
+        // Images of a different variant, architecture or form are not used.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));

@@ -36,7 +36,7 @@ pub enum Error {
     /// A buffer that the host accesses does not exist, or has bytes that were never written.
     #[error("memory: {message}")]
     Memory {
-        /// What is wrong.
+        /// The reason.
         message: String,
     },
     /// The kernel made an error.

@@ -39,7 +39,7 @@ fn each_container_holds_the_same_numbers() {
         let options = |format| [&GPTQ[..], &["--scheme", scheme, "--format", format]].concat();
         let out = at(&format!("gptq {scheme}"));
         quant(quantize(&model, &out, &options("gptq"))).succeeded();
-        // The other format holds the same weights in another packing, whether written by a run or repacked.
+        // The other format holds the same weights in a different packing, whether written by a run or repacked.
         let other = at(&format!("other {scheme}"));
         quant(quantize(&model, &other, &options("compressed-tensors"))).succeeded();
         let again = at(&format!("again {scheme}"));

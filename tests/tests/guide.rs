@@ -139,7 +139,7 @@ fn coming_from_another_quantizer() {
     assert!(run_page("coming-from.md").contains("out-w8a8"));
 }
 
-/// These pages continue with the `OUT` of another one.
+/// These pages continue with the `OUT` of a different page.
 #[test]
 fn evaluation_gate_and_kernels() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
 //! SmoothQuant on the command line: every option changes the output; the bytes do not depend on threads or
-//! interruptions; and stored channel maxima replace the text, or are refused where they cannot.
+//! interruptions; and stored channel maxima replace the text, or are refused if they cannot.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

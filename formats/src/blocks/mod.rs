@@ -44,7 +44,7 @@ const SUPER: usize = 256;
 
 /// A storage type for rows of weights.
 pub struct BlockType {
-    /// As ggml prints it: `Q4_K`.
+    /// The name, as ggml prints it: `Q4_K`.
     pub name: &'static str,
     /// Its id in a GGUF file.
     pub id: u32,

@@ -27,7 +27,7 @@ pub trait Archive: Debug + Send + Sync {
     /// When that reader rejects the file.
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>>;
 
-    /// Checks all files together, as a reader of the directory does.
+    /// Checks all files together, as a loader of the directory does.
     ///
     /// # Errors
     /// [`Error::Verification`] unless it finds this number of tensors.

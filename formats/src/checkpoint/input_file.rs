@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// A model directory, resolved once; names are looked up inside it.
 #[derive(Debug, Clone)]
 pub(crate) struct Root {
-    /// As the user gave it, for messages.
+    /// The path as the user gave it, for messages.
     given: PathBuf,
     /// With links resolved.
     real: PathBuf,

@@ -76,7 +76,7 @@ pub enum RowsError {
         row: usize,
         /// Index of the group in the row.
         group: usize,
-        /// What happened.
+        /// A description of the failure.
         source: GridError,
     },
     /// The group size does not divide the rows' width.

@@ -71,7 +71,7 @@ pub fn quantize_tensor(
     quantize_within(rows, shape, (scheme, scale_dtype), clip, ScaleContext::default())
 }
 
-/// Quantizes a weight that shares a scale with others, or whose scales are chosen by another search.
+/// Quantizes a weight that shares a scale with others, or whose scales are chosen by a different search.
 ///
 /// # Errors
 /// See [`quantize_rows`].

@@ -227,8 +227,8 @@ impl QuantizedTensor {
         (0..n * groups).map(scale).collect()
     }
 
-    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in
-    /// another dtype or with one level instead of two, per-token activations left float. No weight changes.
+    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in a
+    /// different dtype or with one level instead of two, per-token activations left float. No weight changes.
     ///
     /// # Errors
     /// When the grid is not equivalent: different bits or groups, a zero point that is not the midpoint, a scale that

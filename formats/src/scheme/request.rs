@@ -254,7 +254,7 @@ fn known_integers() -> String {
     }
 }
 
-/// Names of other tools for some of our schemes.
+/// Names that other tools use for some of these schemes.
 const FOREIGN: [(&str, &str); 12] = [
     ("int2", "w2a16"),
     ("int3", "w3a16"),

@@ -46,7 +46,7 @@ pub struct DecodeShape {
     pub out: Float,
 }
 
-/// How sequences are split: only by their own number of tokens.
+/// The rule for splitting sequences, which depends only on their own number of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitRule {
     /// Maximum number of splits.

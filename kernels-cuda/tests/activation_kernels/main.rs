@@ -328,7 +328,7 @@ fn planted_bugs_are_caught() {
     // The barrier in sums over a block.
     let barrier = "slots[threadIdx.x / 32] = word;\n    __syncthreads();";
     is_found(1024, barrier, "slots[threadIdx.x / 32] = word;", race, "ld.shared", "shared");
-    // The same slots for all sums.
+    // Using the same slots for all sums.
     is_found(1024, "(largest, slots[1])", "(largest, slots[0])", race, "st.shared", "shared");
     // The barrier before sums of groups.
     let barrier = "if constexpr (GROUP == 1) {\n        __syncthreads();";

@@ -1,4 +1,4 @@
-//! The measurements, as stored rows and as tables for readers.
+//! The measurements, as stored rows and as formatted tables.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -24,7 +24,7 @@ pub struct Args {
     /// Numbers of threads
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Our schemes, also for the head
+    /// quant's schemes, also for the head
     #[arg(long, value_delimiter = ',', default_value = "w4a16-g128")]
     schemes: Vec<String>,
     /// llama.cpp's types

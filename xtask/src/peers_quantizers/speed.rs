@@ -37,7 +37,7 @@ pub struct Args {
     /// Threads per quantizer
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Rounds, each of which runs ours and the peers in every element type
+    /// Rounds, each of which runs quant and the peers in every element type
     #[arg(long, default_value_t = 3)]
     repeat: usize,
     /// Element types of the peers

@@ -1,5 +1,5 @@
-//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, where a
-//! CPU suffices, NVIDIA's Model Optimizer.
+//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, if a CPU
+//! suffices, NVIDIA's Model Optimizer.
 //!
 //! Peers get quant's calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
 //! scales. quant must lose no more than the best of these, within 0.5 % of that one's divergence or two standard errors

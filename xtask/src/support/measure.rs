@@ -95,7 +95,7 @@ pub fn children_cpu_time() -> Option<Duration> {
 
 /// The index, from 1, of the field of a `stat` file with a process's user time; its system time follows.
 const UTIME: usize = 14;
-/// The same for its children that have ended.
+/// The index of the field with the user time of its children that have ended.
 const CUTIME: usize = 16;
 
 /// The sum of a field of a `stat` file and the next one.

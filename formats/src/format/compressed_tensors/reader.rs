@@ -1,4 +1,4 @@
-//! Reads checkpoints of the written formats, written by quant or by other tools, into logical order.
+//! Reads compressed-tensors checkpoints, written by quant or by other tools, into logical order.
 //!
 //! The reader is strict: an unsupported key is an error that names the key's path, because ignoring it would silently
 //! give wrong results.
