@@ -429,8 +429,8 @@ impl<'s, T> Output<'s, T> {
     /// The slice, once everything else is entered.
     ///
     /// # Safety
-    /// The memory must be valid for `len` elements, any bits must be a valid element, and no other code may read or write
-    /// it during the call.
+    /// The memory must be valid for `len` elements, any bits must be a valid element, and no other code may access it
+    /// during the call.
     pub(crate) unsafe fn slice(self) -> &'s mut [T] {
         // The slice lives as long as the scope, which rejects everything that overlaps it.
         let _: &'s Scope = self.scope;

@@ -47,10 +47,9 @@
 //! - accesses to bytes of a copy in flight. A copy completes when its own thread waits for its group; other lanes of
 //!   the warp may read it after a `bar.warp.sync` or a barrier, other warps after a barrier;
 //! - accesses of two warps to the same shared bytes with no barrier in between, at least one of them a write;
-//! - accesses of two blocks to the same global bytes, at least one of them a plain write, that no atomic orders. The
-//!   writing warp must execute a fence, or meet at a barrier a warp that then executes one, or both in the other order,
-//!   before an atomic of a warp that knows of it; a later atomic on the same address observes it. A fence on the
-//!   reading side is not required;
+//! - accesses of two blocks to the same global bytes, at least one of them a plain write, that no atomic orders. A
+//!   fence and then an atomic must follow the write; if barriers connect them, these may be executed by other warps of
+//!   the block. A later atomic on the same address acquires the write. A fence on the reading side is not required;
 //! - reads and writes of global bytes that another warp of the block wrote, with no barrier in between;
 //! - barriers that not all threads reach, and warp-wide instructions for which lanes are at a different instruction;
 //!   `trap`, endless loops.

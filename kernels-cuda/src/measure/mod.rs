@@ -1,5 +1,5 @@
-//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for what `cargo
-//! xtask gpu` takes to a machine with a GPU.
+//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
+//! benchmarks that `cargo xtask gpu` packs for a machine with a GPU.
 //!
 //! First the device's own ceilings are measured ([`Ceilings`]), then launches of every kernel on shapes of common
 //! models ([`cases`]): many in a row between two events, on memory that is not in any cache. A kernel's share is the

@@ -64,8 +64,8 @@ pub(crate) trait TileUnit: Sized {
     /// and results count as zero.
     unsafe fn add_bf16<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
 
-    /// Expands a step of 64 bytes of 4-bit codes to 128 bytes at `to`, with `minus` subtracted (for every row four
-    /// equal bytes).
+    /// Expands a step of 64 bytes of 4-bit codes to 128 bytes at `to`, with `minus`, four equal bytes per row,
+    /// subtracted.
     unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
     /// Expands a step of 64 bytes of E2M1 codes to 128 bytes at `to`, each twice its value.
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8);
