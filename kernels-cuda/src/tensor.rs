@@ -12,8 +12,8 @@ pub(crate) struct Input {
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,
-    /// Whether it must be copied before kernels read it: it has gaps or another order, or does not begin at a multiple
-    /// of 16 bytes.
+    /// Whether it must be copied before kernels read it: it has gaps or a different order, or does not begin at a
+    /// multiple of 16 bytes.
     pub copied: bool,
 }
 
