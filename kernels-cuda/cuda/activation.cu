@@ -86,7 +86,7 @@ template <int TYPE> INLINE auto narrow(float value) {
         return bf16_of_float(value);
 }
 
-// VECTOR values from `at` on as f32; values beyond `k` are zero.
+// VECTOR values, starting at `at`, as f32; values beyond `k` are zero.
 template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
     constexpr int WORDS = VECTOR * sizeof(Word) / 4;
     if (ALIGNED && at + VECTOR <= k) {

@@ -223,7 +223,7 @@ fn scores_and_scales_grow_together() {
         for (by, doublings) in [(3.9_f32, 5.8_f32), (3.9, 15.0), (30.0, 5.8), (500.0, 40.0)] {
             let mut sequence = Sequence::random(&case, 80, 9);
             sequence.query.fill(1.0);
-            // Tokens from 64 on are in the first warp's second tile; the score is 64 k / 8.
+            // Tokens 64 and later are in the first warp's second tile; the score is 64 k / 8.
             for (t, (key, value)) in
                 sequence.keys.chunks_mut(64).zip(sequence.values.chunks_mut(64)).enumerate()
             {

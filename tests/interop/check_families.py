@@ -346,7 +346,7 @@ class Family:
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
-        # Its weights are floats from the first run on.
+        # Its weights become floats in the first run.
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()

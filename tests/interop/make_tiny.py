@@ -139,7 +139,7 @@ def rope(**parameters):
 
 
 # Small models of each family, with every feature enabled and values that make its effect visible. The check runs
-# windows of 24 and of 112 tokens and decodes from the 56th on. All attention windows, and all lengths at which a
+# windows of 24 and of 112 tokens and decodes starting at the 56th. All attention windows, and all lengths at which a
 # rotation changes, are in between.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}

@@ -72,7 +72,7 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code of a scale: rounded to nearest, ties up; the largest code from 256 on.
+/// The code of a scale: rounded to nearest, ties up; the largest code for scales of 256 and more.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;

@@ -197,7 +197,7 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     Ok(Ok(bytes))
 }
 
-/// Fills `buffer` from `offset` on, continuing after interrupts and short reads.
+/// Fills `buffer` with the bytes at `offset`, continuing after interrupts and short reads.
 ///
 /// # Errors
 /// [`Error::Io`] with path and offset, also when the file ends before the buffer is full.

@@ -35,7 +35,7 @@ pub trait TensorSource: Send + Sync {
     /// Returns the description of a tensor without reading its data.
     fn info(&self, name: &str) -> Option<&TensorInfo>;
 
-    /// Fills `buffer` with the tensor's bytes from `offset` on.
+    /// Fills `buffer` with the tensor's bytes, starting at `offset`.
     ///
     /// # Errors
     /// When there is no such tensor, the range exceeds it, or reading fails.
@@ -149,7 +149,7 @@ pub trait TensorSink: Send {
     /// Whether the tensor is already complete, from an interrupted earlier run.
     fn is_complete(&self, name: &str) -> bool;
 
-    /// Writes the tensor's bytes from `offset` on. Parts of one tensor come in order.
+    /// Writes the tensor's bytes, starting at `offset`. Parts of one tensor come in order.
     ///
     /// # Errors
     /// When the tensor has no spec, the bytes exceed it or leave a gap, or writing fails.

@@ -164,7 +164,7 @@ mod tests {
         size.div_ceil(STEP)
     }
 
-    /// Groups of 16 use vector lanes for any number of rows; wider groups use tiles from 16 rows on. Both match the
+    /// Groups of 16 use vector lanes for any number of rows; wider groups use tiles for 16 rows or more. Both match the
     /// reference.
     #[test]
     fn narrow_groups_are_not_tiled() {

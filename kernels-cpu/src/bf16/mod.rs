@@ -140,7 +140,7 @@ operand!(RightBf16, RIGHT_ROWS, "a right operand");
 /// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, or `out` is not whole rows that `left` has from `first` on.
+/// When the operands have different widths, or `out` is not whole rows that `left` has, starting at strip `first`.
 pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);

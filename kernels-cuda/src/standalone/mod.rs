@@ -165,7 +165,7 @@ impl Memory {
         Region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// Writes from byte `at` on, after everything launched before.
+    /// Writes at byte `at`, after everything launched before.
     ///
     /// # Errors
     /// When this is out of bounds, or an error occurred on the device.
@@ -176,7 +176,7 @@ impl Memory {
         in_action("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
     }
 
-    /// Reads from byte `at` on, after everything launched before.
+    /// Reads at byte `at`, after everything launched before.
     ///
     /// # Errors
     /// See [`write`](Self::write).

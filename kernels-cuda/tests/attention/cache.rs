@@ -141,7 +141,7 @@ pub fn try_decode(
     let (page_count, width) =
         (counts.iter().sum::<usize>() + 1, counts.iter().copied().max().unwrap_or(0) + 1);
     let mut pages = vec![0xff_u8; page_count * case.kv_heads * layout.page_bytes()];
-    // Pages are assigned from the last one on, skipping one.
+    // Pages are assigned in descending order; page 0 stays unused.
     let mut free = (0..page_count as u32).rev();
     let mut table = vec![u32::MAX; sequences.len() * width];
     for (i, (sequence, &count)) in sequences.iter().zip(&counts).enumerate() {
