@@ -48,7 +48,7 @@ unsafe fn give<T>(to: *mut T, value: T) -> Result<(), Code> {
     if to.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: the pointer is not null, and the caller guarantees that it is then valid for a write.
+    // SAFETY: the pointer is not null, and the caller guarantees that any other pointer is valid for a write.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -66,7 +66,7 @@ pub extern "C" fn cuInit(flags: c_uint) -> Code {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     initialised(|_| unsafe { give(count, 1) })
 }
 
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Code {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Code {
     initialised(|_| match ordinal {
-        // SAFETY: as the caller guarantees by the driver's contract.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
         0 => unsafe { give(device, 0) },
         _ => Err(Code::INVALID_DEVICE),
     })
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
         if device != 0 || name.is_null() || len < bytes.len() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller guarantees `len` bytes, which are enough, as checked above.
+        // SAFETY: the caller guarantees that the pointer is valid for `len` bytes, which are enough, as checked above.
         unsafe { name.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     })
@@ -101,7 +101,8 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract. This function may be called before `cuInit`.
+    // SAFETY: the caller guarantees that the pointer is valid, by the contract of the driver's function. This function
+    // may be called before `cuInit`.
     unsafe { give(version, VERSION) }.err().unwrap_or(Code::SUCCESS)
 }
 
@@ -121,7 +122,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
             97 => SHARED_MOST as c_int,
             _ => return Err(Code::INVALID_VALUE),
         };
-        // SAFETY: as the caller guarantees by the driver's contract.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
         if device == 0 { unsafe { give(value, found) } } else { Err(Code::INVALID_DEVICE) }
     })
 }
@@ -130,7 +131,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     initialised(|_| if device == 0 { unsafe { give(context, CONTEXT) } } else { Err(Code::INVALID_DEVICE) })
 }
 
@@ -152,7 +153,7 @@ pub extern "C" fn cuCtxSetCurrent(context: usize) -> Code {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut usize) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     initialised(|_| unsafe { give(context, current()) })
 }
 
@@ -160,7 +161,7 @@ pub unsafe extern "C" fn cuCtxGetCurrent(context: *mut usize) -> Code {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetDevice(device: *mut c_int) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     in_context(|_| unsafe { give(device, 0) })
 }
 
@@ -180,7 +181,8 @@ pub extern "C" fn cuCtxPushCurrent_v2(context: usize) -> Code {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut usize) -> Code {
     initialised(|_| match CONTEXTS.with_borrow_mut(Vec::pop) {
-        // SAFETY: as the caller guarantees by the driver's contract; here the pointer may also be null.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function; here a
+        // pointer may also be null.
         Some(top) => unsafe { if context.is_null() { Ok(()) } else { give(context, top) } },
         None => Err(Code::INVALID_CONTEXT),
     })
@@ -195,7 +197,7 @@ pub extern "C" fn cuCtxSynchronize() -> Code {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     in_context(|device| unsafe {
         give(free, MEMORY.saturating_sub(device.allocated()))?;
         give(total, MEMORY)
@@ -206,7 +208,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     in_context(|device| unsafe { give(address, device.allocate(bytes)?) })
 }
 
@@ -228,7 +230,8 @@ pub unsafe extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: us
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: the caller guarantees `bytes` bytes, by the driver's contract.
+        // SAFETY: the caller guarantees that the pointer is valid for `bytes` bytes, by the contract of the driver's
+        // function.
         let from = unsafe { slice::from_raw_parts(from.cast::<u8>(), bytes) };
         device.bytes(to, bytes).map(|to| to.copy_from_slice(from))
     })
@@ -242,7 +245,8 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usiz
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: the caller guarantees room for `bytes` bytes, by the driver's contract.
+        // SAFETY: the caller guarantees that the pointer is valid for writing `bytes` bytes, by the contract of the
+        // driver's function.
         let to = unsafe { slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         device.bytes(from, bytes).map(|from| to.copy_from_slice(from))
     })
@@ -260,7 +264,7 @@ pub unsafe extern "C" fn cuModuleLoadData(module: *mut usize, image: *const c_ch
         // has a zero.
         let text = unsafe { CStr::from_ptr(image) }.to_str().map_err(|_| Code::INVALID_IMAGE)?;
         let loaded = device.load(text)?;
-        // SAFETY: as the caller guarantees by the driver's contract.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
         unsafe { give(module, loaded) }
     })
 }
@@ -277,10 +281,10 @@ pub unsafe extern "C" fn cuModuleGetFunction(
         if name.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: as the caller guarantees by the driver's contract.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::NOT_FOUND)?;
         let found = device.function(module, name)?;
-        // SAFETY: as the caller guarantees by the driver's contract.
+        // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
         unsafe { give(function, found) }
     })
 }
@@ -321,7 +325,8 @@ pub unsafe extern "C" fn cuLaunchKernel(
         }
         let mut arguments = Vec::new();
         for (i, parameter) in device.parameters(function)?.into_iter().enumerate() {
-            // SAFETY: the caller guarantees a pointer to a value for each parameter, by the driver's contract.
+            // SAFETY: the caller guarantees a pointer to a value for each parameter, by the contract of the driver's
+            // function.
             arguments.push(unsafe { parameter.read(*parameters.add(i)) });
         }
         device.launch(function, [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]], shared, arguments)
@@ -332,7 +337,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(event: *mut usize, _flags: c_uint) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     in_context(|_| unsafe { give(event, 0x30) })
 }
 
@@ -352,7 +357,7 @@ pub extern "C" fn cuEventSynchronize(_event: usize) -> Code {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime(milliseconds: *mut f32, _from: usize, _to: usize) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     in_context(|_| unsafe { give(milliseconds, 1000.0) })
 }
 
@@ -381,7 +386,7 @@ fn words(code: Code) -> &'static CStr {
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(code: Code, text: *mut *const c_char) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
 }
 
@@ -389,6 +394,6 @@ pub unsafe extern "C" fn cuGetErrorName(code: Code, text: *mut *const c_char) ->
 /// See the driver's documentation.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(code: Code, text: *mut *const c_char) -> Code {
-    // SAFETY: as the caller guarantees by the driver's contract.
+    // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.
     unsafe { give(text, words(code).as_ptr()) }.err().unwrap_or(Code::SUCCESS)
 }

@@ -46,7 +46,7 @@ impl Parameter {
     /// # Safety
     /// The pointer must be valid for reading as many bytes as the parameter has.
     pub(crate) unsafe fn read(self, from: *const std::ffi::c_void) -> Argument {
-        // SAFETY: the caller guarantees the bytes; the reads are unaligned.
+        // SAFETY: the caller guarantees that the pointer is valid for these bytes; the reads are unaligned.
         unsafe {
             match self {
                 Self::Word => Argument::U32(from.cast::<u32>().read_unaligned()),

@@ -1,4 +1,5 @@
-//! Where a model departs from its reference on the way through the blocks, and the inputs of its linears.
+//! Compares a model with its reference block by block: the deviation of each block's output, and the range of each
+//! linear's input.
 //!
 //! Both models run block by block over a few windows, so that only one block's hidden states are in memory for each.
 
@@ -85,7 +86,7 @@ pub fn anatomy(
             cancel.check()?;
             let [before, now] = &mut seen[block];
             hidden = [reference.advance(block, &hidden[0], before)?, model.advance(block, &hidden[1], now)?];
-            // Columns after the hidden states carry other data; they are no error of this block.
+            // Columns after the hidden states carry other data; they are not an error of this block.
             let states = |t: &Tensor| t.narrow(D::Minus1, 0, reference.width())?.contiguous();
             let [r, m] = [states(&hidden[0])?, states(&hidden[1])?];
             let [r, m] = [r.flatten_all()?.to_vec1::<f32>()?, m.flatten_all()?.to_vec1::<f32>()?];

@@ -162,7 +162,7 @@ pub fn compare<'a>(
 /// Compares several models with one reference, which runs only once.
 ///
 /// # Errors
-/// As [`compare`].
+/// See [`compare`].
 pub fn compare_all<'a>(
     reference: Reference<'a>,
     models: &[Scored<'a>],

@@ -50,7 +50,7 @@ impl<T: Measured> Journal<T> {
     /// per window.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the file is the journal of another evaluation or not a journal; [`Error::Io`] when it
+    /// [`Error::Usage`] when the file is the journal of a different evaluation or not a journal; [`Error::Io`] when it
     /// cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
         let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });

@@ -15,8 +15,8 @@ pub struct Likelihood {
     pub is_greedy: bool,
 }
 
-/// Scores windows of any lengths, each independently: the tokens from [`Window::first`] on, given those before. Windows
-/// of equal length run together; results are in the order of the windows.
+/// Scores windows of any lengths, each independently: the tokens starting at [`Window::first`], given those before.
+/// Windows of equal length run together; results are in the order of the windows.
 ///
 /// # Errors
 /// [`Error::Usage`] when a window scores no token, has none before them, or is longer than the decoder's positions;

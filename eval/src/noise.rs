@@ -1,4 +1,4 @@
-//! The noise floor: the divergence of a model from itself when it is computed equally well in another way.
+//! The noise floor: the divergence between a model and a numerically equivalent computation of it.
 //!
 //! A different order of summation or a different kernel rounds differently. This is simulated by multiplying every
 //! output value of a block by `1 + u · 2⁻⁹`, with `u` uniform in `[−1, 1)`. Rounding to bfloat16 has a similar error,
@@ -14,8 +14,8 @@ const SCALE: f32 = 1.0 / 512.0;
 /// Number of values that one task disturbs.
 const PIECE: usize = 1 << 14;
 
-/// Disturbs the output of block `block` for windows from number `first` on. The noise depends only on the window's
-/// number, not on how windows are batched.
+/// Disturbs the output of block `block`, for windows whose numbers start at `first`. The noise depends only on the
+/// window's number, not on how windows are batched.
 pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) -> Result<Tensor> {
     let (windows, length, width) = hidden.dims3()?;
     let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;

@@ -15,16 +15,16 @@ pub struct Scores {
     /// Mean negative log-likelihood in nats per token.
     pub nll: Estimate,
     /// Mean negative log-likelihood in bits per byte of the text that the scored tokens cover, comparable across
-    /// tokenizers. Absent where they cover no bytes.
+    /// tokenizers. Absent if they cover no bytes.
     pub bits_per_byte: Option<Estimate>,
-    /// `exp` of the nats per word, where the rule counts words: those of whole documents.
+    /// `exp` of the nats per word, if the rule counts words, those of whole documents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub word_perplexity: Option<Estimate>,
-    /// `exp` of the nats per byte, where the rule reports it.
+    /// `exp` of the nats per byte, if the rule reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub byte_perplexity: Option<Estimate>,
     /// The standard error of the perplexity as llama.cpp computes it, which assumes independent tokens; for comparison
-    /// with its output, where its rule is used.
+    /// with its output; present if its rule is used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_standard_error: Option<f64>,
     /// Each window's mean negative log-likelihood.

@@ -15,13 +15,13 @@ pub struct Position {
     pub(crate) confidence: f64,
     pub(crate) top1: bool,
     pub(crate) top5: f64,
-    /// The divergence of the reference from its disturbed self, in windows where that was measured.
+    /// The divergence of the reference from its disturbed copy, in windows for which it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) floor: Option<f64>,
 }
 
 impl Position {
-    /// Computes them from sums that were accumulated together with the reference's.
+    /// Computes the measurements from sums that were accumulated together with the reference's.
     pub(crate) fn new(reference: &Sums, model: &Sums, noise: Option<&Sums>) -> Self {
         let (r_top, m_top) = (reference.top(), model.top());
         let shared = r_top.iter().filter(|t| m_top.contains(t)).count();

@@ -1,4 +1,4 @@
-//! The rules by which a text becomes scored tokens. Every result names its rule.
+//! The rules that turn a text into scored tokens. Every result names its rule.
 //!
 //! Perplexities differ more between rules than between quantizations, so a number is meaningless without its rule. All
 //! rules run a model on windows and score some of each window's tokens, given those before them in the window:

@@ -1,7 +1,7 @@
 //! An evaluation as a file: what was measured, on what, and by which program. The gate and the report read it.
 //!
 //! A result is validated completely before any of its numbers is used: a file that is truncated, edited or written by a
-//! version with other rules is an error.
+//! version with different rules is an error.
 
 use std::path::Path;
 
@@ -98,7 +98,7 @@ pub struct ModelIdentity {
     pub kv_cache: Option<KvScheme>,
 }
 
-/// How many linears of a model have a scheme.
+/// The number of linears of a model that have a scheme.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SchemeShare {
@@ -176,7 +176,7 @@ impl Evaluation {
     /// Validates a value that was read from `path`.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// See [`read`](Self::read).
     pub fn from_value(value: Value, path: &Path) -> Result<Self> {
         let broken = |reason: String| fault(path, reason);
         check_schema(&value, SCHEMA, path)?;
@@ -186,7 +186,7 @@ impl Evaluation {
         Ok(result)
     }
 
-    /// Checks that the parts of a result are consistent; the error names what is not.
+    /// Checks that the parts of a result are consistent; the error names the inconsistent part.
     fn check(&self) -> Result<(), String> {
         if self.windows == 0 || self.tokens_scored == 0 {
             return Err("scores nothing: it has no windows".into());

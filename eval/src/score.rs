@@ -15,7 +15,7 @@ const NOISE_WINDOWS: usize = 8;
 /// Seed of the noise.
 const NOISE_SEED: u64 = 0;
 
-/// Where hidden states come from.
+/// The source of hidden states.
 #[derive(Clone, Copy)]
 pub(crate) enum Origin<'a> {
     /// A model.

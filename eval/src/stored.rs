@@ -1,8 +1,8 @@
 //! A stored reference, so that a gate that runs on every commit evaluates the float model only once.
 //!
 //! Log-probabilities over a vocabulary are large: 128,256 tokens take 513 kB per position. The inputs of the head are
-//! far smaller, and together with the head give the same bits: `4 · width` bytes per position, and the head once.
-//! Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
+//! far smaller, and together with the head give bit-identical results: `4 · width` bytes per position, and the head
+//! once. Nothing is rounded, so a comparison with the stored reference equals the comparison with the model.
 //!
 //! ```text
 //! magic, 8 bytes │ offset and length of the header, 8 each │ its BLAKE3, 32
@@ -238,8 +238,8 @@ impl Sizes {
     }
 }
 
-/// Scores a text by a model and stores what a comparison with it needs. `about` identifies the program, the model and
-/// the text.
+/// Scores a text by a model and stores the data that a comparison with it needs. `about` identifies the program, the
+/// model and the text.
 ///
 /// The states are written while the model runs; the file gets its name when it is complete.
 ///

@@ -1,4 +1,4 @@
-//! A text cut into windows by a [`Profile`], with what identifies it.
+//! A text cut into windows by a [`Profile`], with the hashes that identify it.
 
 use std::ops::Range;
 use std::path::Path;
@@ -76,7 +76,7 @@ pub struct EvaluationText {
     pub warnings: Vec<String>,
     /// Bytes of the text that the scored tokens cover.
     pub scored_bytes: u64,
-    /// Words of the documents, where the rule counts them.
+    /// Words of the documents, if the rule counts them.
     pub words: Option<u64>,
     /// SHA-256 of the text, with documents joined by an empty line.
     pub text_sha256: String,
@@ -105,8 +105,8 @@ impl EvaluationText {
     /// documents in messages.
     ///
     /// # Errors
-    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is
-    /// another text; when the rule needs a token that the tokenizer does not name.
+    /// When the text does not fill one window, or fewer than `windows`; when WikiText-2 is requested and this is a
+    /// different text; when the rule needs a token that the tokenizer does not name.
     pub fn new(
         tokenization: &Tokenization<'_>,
         documents: &[String],
@@ -277,7 +277,7 @@ fn of_stream(
             .map(|i| i * window)
             .map(|at| tokens.window(at..at + window, at + 1..at + window))
             .collect(),
-        // There, fewer than two windows are an error.
+        // llama.cpp requires at least two windows.
         Profile::LlamaCpp { window } if count < 2 * window => Vec::new(),
         Profile::LlamaCpp { window } => (0..count / window)
             .map(|i| {

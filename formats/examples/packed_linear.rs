@@ -1,4 +1,4 @@
-//! From a checkpoint on disk to a kernel product: the steps of an engine for each linear.
+//! Runs a linear from a checkpoint on disk: the steps that an engine takes for each linear.
 //!
 //! ```text
 //! cargo run --release -p quant-formats --example packed_linear -- OUT model.layers.0.mlp.down_proj

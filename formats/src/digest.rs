@@ -1,7 +1,7 @@
 //! Digests: SHA-256 where users compare them, BLAKE3 where a run verifies its own output.
 //!
 //! Digests that users see are SHA-256, which every system has a program for. Verification hashes every byte two or
-//! three times and nobody else sees the result, so it uses BLAKE3, which is as strong and several times faster.
+//! three times and its digests are not shown to users, so it uses BLAKE3, which is as strong and several times faster.
 
 use sha2::Digest;
 

@@ -63,7 +63,7 @@ pub enum Error {
     /// The request is invalid, or names something that does not exist.
     #[error("{message}")]
     Usage {
-        /// What is wrong with the request.
+        /// The problem with the request.
         message: String,
         /// What to request instead.
         remedy: String,
@@ -125,7 +125,7 @@ pub enum Error {
     Index {
         /// The index file.
         path: PathBuf,
-        /// What is wrong, including the field.
+        /// The reason, including the field.
         reason: String,
     },
     /// The checkpoint lacks a tensor that the configuration implies.
@@ -167,7 +167,7 @@ pub enum Error {
         path: PathBuf,
         /// The key.
         field: String,
-        /// What is wrong with it, as the end of a sentence that begins with the key.
+        /// The reason, as the end of a sentence that begins with the key.
         reason: String,
     },
     /// The model's architecture is unknown.
@@ -207,7 +207,7 @@ pub enum Error {
     UnsupportedQuantization {
         /// The file that specifies it.
         path: PathBuf,
-        /// What is not supported, including the key.
+        /// The unsupported feature, including the key.
         reason: String,
     },
     /// A quantized weight cannot be written in another format without changing it.
@@ -225,7 +225,7 @@ pub enum Error {
     Tokenizer {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// A text for calibration or evaluation is missing, malformed or too short.
@@ -235,7 +235,7 @@ pub enum Error {
         path: PathBuf,
         /// The line, counted from 1, if known.
         line: Option<usize>,
-        /// What is wrong, including counts.
+        /// The reason, including counts.
         reason: String,
     },
     /// An unusable input file of a stage: a chat template, a conversation to render, an evaluation, a policy.
@@ -245,9 +245,9 @@ pub enum Error {
         path: PathBuf,
         /// The line, counted from 1, if known.
         line: Option<usize>,
-        /// What is wrong.
+        /// The reason.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: String,
     },
 
@@ -266,7 +266,7 @@ pub enum Error {
     Unavailable {
         /// What was requested.
         what: String,
-        /// Why it is not available.
+        /// The reason why it is not available.
         reason: String,
         /// The alternative.
         remedy: String,
@@ -279,7 +279,7 @@ pub enum Error {
         /// The amount, if known.
         bytes: Option<u64>,
     },
-    /// A run needs more memory than it may use, even with everything in files that can be.
+    /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
     #[error("the run needs at least {} MiB of memory, but {}", needed.div_ceil(1 << 20), memory_limit(*budget, *available))]
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
@@ -289,7 +289,7 @@ pub enum Error {
         /// The memory that is available, if that is the limit.
         available: Option<u64>,
     },
-    /// An input tensor has the name of a tensor that would be written for another one.
+    /// An input tensor has the same name as an output tensor of a different linear.
     #[error("{}: tensor `{tensor}` has the same name as a tensor written for `{module}`", path.display())]
     NameTaken {
         /// The shard that holds it.
@@ -304,12 +304,12 @@ pub enum Error {
     Recipe {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, including the line or the key.
+        /// The reason, including the line or the key.
         reason: String,
         /// What to do.
         remedy: String,
     },
-    /// A text was named that is neither a file nor a known set.
+    /// The named text is neither a file nor a known set.
     #[error("{name} is neither a file nor a set of texts")]
     UnknownText {
         /// The name.
@@ -361,7 +361,7 @@ pub enum Error {
     Numeric {
         /// The affected tensor or module.
         tensor: String,
-        /// What happened.
+        /// A description of the failure.
         reason: String,
     },
 
@@ -377,7 +377,7 @@ pub enum Error {
     /// A model's output for a text is not finite.
     #[error("the model computes no usable logits: {reason}")]
     Logits {
-        /// What happened.
+        /// A description of the failure.
         reason: String,
     },
 
@@ -386,7 +386,7 @@ pub enum Error {
     Cache {
         /// The block.
         block: Option<usize>,
-        /// What happened.
+        /// A description of the failure.
         reason: String,
     },
 

@@ -19,8 +19,8 @@ pub enum Event {
         /// The number of units.
         units: u64,
     },
-    /// An earlier run has completed some of the current stage's units. They come first; for them, only what later units
-    /// need is computed.
+    /// An earlier run has completed some of the current stage's units. They come first; for these units, only the
+    /// results that later units need are computed.
     Resumed {
         /// How many.
         units: u64,

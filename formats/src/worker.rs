@@ -1,10 +1,10 @@
 //! Isolation of tokenizers and chat templates, which are untrusted input.
 //!
 //! A chat template is a program, and a `tokenizer.json` can be crafted to grow a text without bound, to recurse, or to
-//! run an expression that never ends. No check can detect this in advance. Therefore no caller runs either directly:
-//! callers ask a [`TextWorker`] that a [`TextWorkers`] has loaded, and
-//! [`ModelDirectory`](crate::checkpoint::ModelDirectory) holds the choice. This module defines the traits, the requests
-//! and the responses; the implementations are elsewhere.
+//! run an expression that never ends. No check can detect this in advance. Therefore callers run neither directly: they
+//! send requests to a [`TextWorker`], which a [`TextWorkers`] loads;
+//! [`ModelDirectory`](crate::checkpoint::ModelDirectory) holds the workers to use. This module defines the traits, the
+//! requests and the responses; the implementations are elsewhere.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -26,7 +26,7 @@ pub trait TextWorkers: fmt::Debug + Send + Sync {
 
 /// Holds a tokenizer or a template, and answers requests.
 pub trait TextWorker: fmt::Debug + Send + Sync {
-    /// Returns the answer, in the variant that belongs to the question.
+    /// Returns the answer, in the variant that matches the request.
     ///
     /// # Errors
     /// When the tokenizer or template fails on the input, exceeds its limits, or the run is cancelled.
@@ -74,9 +74,9 @@ impl Loadable {
 pub struct Fault {
     /// The line, counted from 1, if known.
     pub line: Option<usize>,
-    /// What is wrong, as the end of a sentence that begins with the file's name.
+    /// The reason, as the end of a sentence that begins with the file's name.
     pub reason: String,
-    /// What to do about it; not shown for tokenizers.
+    /// The remedy; not shown for tokenizers.
     pub remedy: String,
 }
 
@@ -174,7 +174,7 @@ pub struct RenderedText {
 }
 
 impl Question<'_> {
-    /// Whether an answer has the form that this question requires: another process may send anything.
+    /// Whether a response has the form that this request requires: the process that sent it is not trusted.
     pub fn fits(&self, answer: &Answer) -> bool {
         match (self, answer) {
             (Self::Encode { texts, places, .. }, Answer::Encoded(all)) => {

@@ -145,7 +145,7 @@ pub fn packed(data: &[u8]) {
     let Ok(layout) = Layout::of(&view, input.flag()) else { return };
     let mut bytes = input.bytes(layout.bytes());
     let (n, k, m) = (layout.n(), layout.k(), input.below(20));
-    // Bytes of another length or layout are refused.
+    // Bytes of a different length or layout are refused.
     let cut = input.below(bytes.len());
     assert!(PackedView::new(layout, layout.id(), &bytes[cut + 1..]).is_err());
     assert!(PackedView::new(layout, layout.id() ^ 1, &bytes).is_err());

@@ -24,7 +24,7 @@ enum { M = 5, N = 100, K = 256, GROUP = 64, THREADS = 2 };
 static char reason[200] = "";
 static const qz1_message message = {sizeof(qz1_message), 0, reason, sizeof reason};
 
-/* Our own threads: each takes every second piece. */
+/* Threads of this program: each takes every second piece. */
 struct half {
     size_t first, count;
     qz1_piece piece;
@@ -130,7 +130,7 @@ int main(void) {
     const qz1_values values = {sizeof values, QZ1_TYPE_F32, x, M * K};
     CHECK(qz1_int8_rows_quantize(rows, &layout, &values, NULL, &threads, &message) == QZ1_STATUS_OK);
 
-    /* Two threads with the fastest instructions give the same bits as one thread with portable code. */
+    /* Two threads with the fastest instructions match one thread with portable code bit for bit. */
     CHECK(qz1_multiply(&layout, packed, layout.bytes, rows, bias, N, out, M * N, QZ1_ISA_DETECT, &threads, &message) ==
           QZ1_STATUS_OK);
     CHECK(calls >= 3);

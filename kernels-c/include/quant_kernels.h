@@ -166,7 +166,7 @@ enum qz1_status
   QZ1_STATUS_SCHEME = 3,
   // Two operands that do not fit each other.
   QZ1_STATUS_MISMATCH = 4,
-  // An invalid layout, or packed bytes of another layout.
+  // An invalid layout, or packed bytes of a different layout.
   QZ1_STATUS_LAYOUT_ID = 5,
   // The processor lacks the requested instructions.
   QZ1_STATUS_ISA = 6,
@@ -733,7 +733,7 @@ qz1_status qz1_attend_workspace(const struct qz1_kv_layout *layout,
 // parts of a sequence.
 //
 // A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
-// NaN in both. `isa` is a `QZ1_ISA_…`: all give the same bits, with any number of threads, except for `out` of
+// NaN in both. `isa` is a `QZ1_ISA_…`: all give bit-identical results, with any number of threads, except for `out` of
 // `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
 // calls need separate ones.
 qz1_status qz1_attend(const struct qz1_kv_layout *layout,
@@ -827,8 +827,8 @@ qz1_status qz1_kv_cache_truncate(struct qz1_kv_cache *cache,
 // Removes all tokens; keeps the memory for later tokens.
 qz1_status qz1_kv_cache_clear(struct qz1_kv_cache *cache, const struct qz1_message *message);
 
-// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give the
-// same bits, with any number of threads.
+// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+// bit-identical results, with any number of threads.
 qz1_status qz1_multiply(const struct qz1_layout *layout,
                         const uint8_t *packed,
                         size_t packed_len,

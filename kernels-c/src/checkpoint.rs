@@ -51,7 +51,7 @@ fields!(qz1_linear, scheme);
 /// A string of the caller.
 ///
 /// # Safety
-/// It ends with a zero byte, and nobody changes it during the call.
+/// It must end with a zero byte, and must not change during the call.
 unsafe fn text<'a>(at: *const c_char, what: &'static str) -> Result<&'a CStr, Fault> {
     if at.is_null() {
         return Err(Fault::part(qz1_status::Null, what, "is null"));

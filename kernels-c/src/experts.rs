@@ -186,7 +186,7 @@ pub unsafe extern "C" fn qz1_experts_new(
     out: *mut *mut qz1_experts,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees what `# Safety` asks.
+    // SAFETY: the caller guarantees the requirements of `# Safety`.
     call(message, |scope| unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -215,7 +215,7 @@ pub unsafe extern "C" fn qz1_experts_new(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
     if !handle.is_null() {
-        // SAFETY: the caller guarantees what `# Safety` asks. Freeing memory calls nothing that could panic.
+        // SAFETY: the caller guarantees the requirements of `# Safety`. Freeing memory calls nothing that could panic.
         drop(unsafe { Box::from_raw(handle) });
     }
 }
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
 /// are bit-identical to separate products, for any number of threads. If `for_each` fails, `out` may be partly written.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody else uses the handle.
+/// As for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_run(
     handle: *mut qz1_experts,
@@ -238,7 +238,7 @@ pub unsafe extern "C" fn qz1_experts_run(
     parallel: *const qz1_parallel,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees what `# Safety` asks.
+    // SAFETY: the caller guarantees the requirements of `# Safety`.
     call(message, |scope| unsafe {
         let handle = scope.handle(handle, "the handle")?;
         let out = scope.output(out, out_len, "the output")?;

@@ -297,12 +297,12 @@ pub unsafe extern "C" fn qz1_attend_workspace(
 /// parts of a sequence.
 ///
 /// A query that sees no tokens gets zeros in `out` and minus infinity in `lse`; a head whose query is not finite gets
-/// NaN in both. `isa` is a `QZ1_ISA_…`: all give the same bits, with any number of threads, except for `out` of
+/// NaN in both. `isa` is a `QZ1_ISA_…`: all give bit-identical results, with any number of threads, except for `out` of
 /// `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and concurrent
 /// calls need separate ones.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody writes to the pages meanwhile.
+/// As for `qz1_layout_of`; no thread may write to the pages during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_attend(
     layout: *const qz1_kv_layout,

@@ -75,7 +75,7 @@ pub unsafe extern "C" fn qz1_kv_cache_bytes(cache: *const qz1_kv_cache) -> usize
 /// status is not 0, the cache holds the same tokens as before.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody else uses the handle.
+/// As for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_append(
     cache: *mut qz1_kv_cache,

@@ -23,8 +23,8 @@
 //!
 //! 1. The pointer is valid for as many bytes as the size field of its structure or the accompanying length says; a text
 //!    ends with a zero byte; a handle comes from the function that makes such handles, and was not freed.
-//! 2. Until the call returns, these bytes stay allocated, nobody else writes them, and nobody else reads those that the
-//!    function writes.
+//! 2. Until the call returns, these bytes stay allocated, no other code writes them, and no other code reads those that
+//!    the function writes.
 //! 3. The `for_each` of a [`qz1_parallel`] does what the header says.
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.

@@ -278,7 +278,7 @@ impl Scope {
     /// A handle that is modified.
     ///
     /// # Safety
-    /// As [`Self::look`], and nobody else may access it.
+    /// As [`Self::look`], and no other code may access it.
     #[allow(clippy::mut_from_ref, reason = "it refuses what overlaps")]
     pub(crate) unsafe fn handle<T>(&self, at: *mut T, what: &'static str) -> Result<&mut T, Fault> {
         usable(at.cast_const(), what)?;
@@ -290,8 +290,8 @@ impl Scope {
     /// Memory that is read.
     ///
     /// # Safety
-    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and nobody writes to them
-    /// during the call.
+    /// If the pointer is aligned and not null, it must be valid for reads of `len` elements, and no thread may write to
+    /// them during the call.
     pub(crate) unsafe fn slice<T>(
         &self,
         at: *const T,
@@ -355,7 +355,7 @@ impl Scope {
         Ok(Output { at, len, scope: self })
     }
 
-    /// Where the message goes, if the caller wants one. Must be entered first.
+    /// The destination of the message, if the caller passed one. Must be entered first.
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -429,8 +429,8 @@ impl<'s, T> Output<'s, T> {
     /// The slice, once everything else is entered.
     ///
     /// # Safety
-    /// The memory must be valid for `len` elements, any bits must be a valid element, and nobody else may read or write
-    /// it during the call.
+    /// The memory must be valid for `len` elements, any bits must be a valid element, and no other code may access it
+    /// during the call.
     pub(crate) unsafe fn slice(self) -> &'s mut [T] {
         // The slice lives as long as the scope, which rejects everything that overlaps it.
         let _: &'s Scope = self.scope;

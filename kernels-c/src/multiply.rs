@@ -33,11 +33,11 @@ unsafe fn run(
     }
 }
 
-/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give the
-/// same bits, with any number of threads.
+/// `out = x · Wᵀ + bias` on integers: `out` is `[m, n]`, `bias` is `[n]` or null. `isa` is a `QZ1_ISA_…`; all give
+/// bit-identical results, with any number of threads.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody writes to the handle meanwhile.
+/// As for `qz1_layout_of`; no thread may modify the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_multiply(
     layout: *const qz1_layout,

@@ -153,7 +153,8 @@ mod tests {
         let of = qz1_parallel { struct_size, threads: 4, ctx, for_each: Some(for_each) };
         let mut made = None;
         let status = call(core::ptr::null(), |scope| {
-            // SAFETY: `of` outlives the call, and each `for_each` of these tests does what it may.
+            // SAFETY: `of` outlives the call, and each `for_each` of these tests makes only calls that the contract
+            // allows.
             made = Some(unsafe { Threads::new(scope, &of) }?);
             Ok(())
         });

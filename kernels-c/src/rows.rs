@@ -179,7 +179,7 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// What the caller wants rows to be made from.
+/// The source of rows.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),
@@ -270,7 +270,7 @@ unsafe fn make_of<E: Element>(
 /// A handle's rows, and the static scale that they are quantized with, if there is one.
 ///
 /// # Safety
-/// As [`Scope::read`]; the handle comes from `qz1_int8_rows_new` and nobody else uses it.
+/// As [`Scope::read`]; the handle comes from `qz1_int8_rows_new` and no other thread may use it.
 unsafe fn int8(
     scope: &Scope,
     rows: *mut qz1_int8_rows,
@@ -324,7 +324,7 @@ pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
 /// static scale `by` if it is not null.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody else uses the handle.
+/// As for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_quantize(
     rows: *mut qz1_int8_rows,
@@ -415,7 +415,7 @@ pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
 /// Packs float rows `[m, k]`.
 ///
 /// # Safety
-/// As for `qz1_layout_of`; nobody else uses the handle.
+/// As for `qz1_layout_of`; no other thread may use the handle during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_pack(
     rows: *mut qz1_float_rows,

@@ -23,7 +23,7 @@ pub enum qz1_status {
     Scheme = 3,
     /// Two operands that do not fit each other.
     Mismatch = 4,
-    /// An invalid layout, or packed bytes of another layout.
+    /// An invalid layout, or packed bytes of a different layout.
     LayoutId = 5,
     /// The processor lacks the requested instructions.
     Isa = 6,
@@ -73,7 +73,7 @@ pub struct qz1_message {
 
 fields!(qz1_message, capacity, reserved);
 
-/// Why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
+/// The reason why a call is refused. Holds no heap memory, so that it can be reported when memory is exhausted.
 pub(crate) struct Fault {
     status: qz1_status,
     reason: Reason,

@@ -382,7 +382,7 @@ pub unsafe extern "C" fn qz1_check(
     packed_len: usize,
     message: *const qz1_message,
 ) -> qz1_status {
-    // SAFETY: the caller guarantees what `# Safety` asks: valid pointers, and `packed_len` readable bytes.
+    // SAFETY: the caller guarantees the requirements of `# Safety`: valid pointers, and `packed_len` readable bytes.
     call(message, |scope| unsafe { Ok(self::packed(scope, layout, packed, packed_len)?.check()?) })
 }
 

@@ -1,4 +1,4 @@
-//! Dequantizes packed weights, for layers that run dense and for measuring errors.
+//! Dequantizes packed weights, for layers that are computed densely and for measuring errors.
 
 use std::ops::Range;
 

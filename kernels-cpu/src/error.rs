@@ -25,12 +25,12 @@ pub enum KernelError {
     Mismatch {
         /// The property in which they differ.
         what: &'static str,
-        /// What was expected.
+        /// The expected value.
         expected: usize,
-        /// What was given.
+        /// The given value.
         got: usize,
     },
-    /// Packed bytes of another layout, or of another version of this layout.
+    /// Packed bytes of a different layout, or of a different version of this layout.
     #[error("packed weights have layout {got:#018x}, {expected:#018x} expected")]
     LayoutId {
         /// The id of the requested layout.

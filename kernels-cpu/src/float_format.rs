@@ -231,8 +231,8 @@ fn e2m1_round(x: f32) -> f32 {
 #[inline(always)]
 fn e2m1_code(x: f32) -> u8 {
     let (magnitude, step) = e2m1_step(x);
-    // In the sum the lowest bits count steps. The code exceeds this count by 2 for magnitudes from 2 on, and by 4 from
-    // 4 on.
+    // In the sum the lowest bits count steps. The code exceeds this count by 2 for magnitudes of at least 2, and by 4
+    // for those of at least 4.
     let steps = (magnitude + step * MULTIPLES).to_bits() & 15;
     let below = if magnitude < 4.0 { 2 } else { 4 };
     let below = if magnitude < 2.0 { 0 } else { below };

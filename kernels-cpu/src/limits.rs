@@ -76,18 +76,19 @@ pub struct Peak {
     pub isa: Isa,
     /// The rate for 8-bit integers.
     pub integers: f64,
-    /// The rate for `f32`, or for bf16 where the path multiplies bf16: every product counts.
+    /// The rate for `f32`, or for bf16 if the path multiplies bf16: every product counts.
     pub floats: f64,
 }
 
 impl Peak {
-    /// The part of [`floats`](Self::floats) that activations of `f32` reach; some paths split each into two bf16.
+    /// The share of [`floats`](Self::floats) that is available for `f32` activations: half if the path splits each into
+    /// two bf16.
     pub fn floats_of_f32(&self) -> f64 {
         if self.isa.splits_floats() { self.floats / 2.0 } else { self.floats }
     }
 }
 
-/// Iterations of the loops in registers.
+/// Iterations of the register-only loops.
 const STEPS: usize = 50_000;
 
 /// Operations per second of `run`, which returns the number of operations it did; the best of `rounds`.
@@ -129,7 +130,8 @@ fn sum(words: &[u64], streams: usize) -> u64 {
 #[inline(always)]
 unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [1_i8; 8]));
-    // SAFETY: the caller guarantees the instructions of `L`; each array is as long as the reads from it.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; each array is as long as the reads
+    // from it.
     unsafe {
         let (codes, x) = (L::codes4(codes.as_ptr()), L::activations(x.as_ptr()));
         let mut sums = [L::splat(0); CHAINS];
@@ -143,12 +145,13 @@ unsafe fn dot<L: Lanes>(steps: usize) -> usize {
     2 * PANEL_ROWS * STEP * CHAINS * steps
 }
 
-/// Floating-point products, with the rounding remainders where the path splits values into bf16; returns the number of
+/// Floating-point products, with the rounding remainders if the path splits values into bf16; returns the number of
 /// operations.
 #[inline(always)]
 unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
     let (codes, x) = black_box(([1_u8; 64], [0_u8; 32]));
-    // SAFETY: the caller guarantees the instructions of `L`; each array is as long as the reads from it.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; each array is as long as the reads
+    // from it.
     unsafe {
         let weights = L::weights::<4>(codes.as_ptr(), 0, L::centre(8));
         let mut sums = [L::zero(); CHAINS];
@@ -169,7 +172,8 @@ unsafe fn float<L: FloatLanes>(steps: usize) -> usize {
 unsafe fn keep<L: Lanes>(sums: [L::F; CHAINS]) {
     let mut out = [0.0_f32; PANEL_ROWS];
     for sum in sums {
-        // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are written.
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`; the array holds the sixteen
+        // values that are written.
         unsafe { L::store_f32(out.as_mut_ptr(), sum) };
         black_box(&out);
     }
@@ -240,7 +244,7 @@ mod x86 {
     }
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => sum_avx2(words, streams),
@@ -252,7 +256,7 @@ mod x86 {
     }
 
     pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => dot_avx2(steps),
@@ -266,7 +270,7 @@ mod x86 {
     }
 
     pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Avx2 => float_avx2(steps),
@@ -293,7 +297,7 @@ mod arm {
     compiled!(sum_neoni8mm, dot_neoni8mm, float_neoni8mm, NeonI8mm, "neon,dotprod,i8mm");
 
     pub(super) fn read(token: IsaToken, words: &[u64], streams: usize) -> u64 {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => sum_neon(words, streams),
@@ -305,7 +309,7 @@ mod arm {
     }
 
     pub(super) fn dots(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => dot_neon(steps),
@@ -318,7 +322,7 @@ mod arm {
     }
 
     pub(super) fn floats(token: IsaToken, steps: usize) -> usize {
-        // SAFETY: the token proves that the processor has the instructions of the chosen function.
+        // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function.
         unsafe {
             match token.isa() {
                 Isa::Neon => float_neon(steps),

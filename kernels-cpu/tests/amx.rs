@@ -1,5 +1,5 @@
-//! The tile unit belongs to the thread, and other code of the process may use it: kernels release it on every way out,
-//! and if the system does not permit tiles, another path is used.
+//! Tile state is per thread, and other code of the process may use it: kernels release it on every exit path, and if
+//! the system does not permit tiles, another path is used.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod common;
@@ -81,7 +81,7 @@ fn multiply(token: IsaToken, weight: &PackedLinear, parallel: &dyn Parallel) -> 
 /// Checks the unit after every piece, on the thread that ran it.
 struct Watched;
 
-// SAFETY: each number is called once, and all calls have returned at the end.
+// SAFETY: `for_each` calls each number once, and returns when all calls have returned.
 unsafe impl Parallel for Watched {
     fn threads(&self) -> usize {
         2
@@ -136,8 +136,8 @@ fn product_of_host(left: &[i8; 1024], right: &[i8; 1024]) -> [i32; 256] {
     sums
 }
 
-/// A host program that configures the unit before each of its own products continues to work with unchanged results,
-/// and the configuration that it leaves does not disturb the kernels.
+/// A host program that configures the unit before each of its own products still gets unchanged results, and the
+/// configuration that it leaves does not disturb the kernels.
 #[test]
 fn a_host_may_use_tiles_itself() {
     let Some(token) = amx() else { return };

@@ -1,5 +1,5 @@
-//! A row has the same bits alone and among others, on every path, for all kinds of activations and any number of
-//! threads.
+//! The result of a row is bit-identical whether it is computed alone or in a batch, on every path, for all kinds of
+//! activations and any number of threads.
 
 mod common;
 
@@ -79,7 +79,7 @@ fn weights(bits: u8, n: usize, [groups, size]: [usize; 2], zeros: bool, progress
 
 #[test]
 fn rows_are_the_same_in_every_batch() {
-    // Numbers of panels that fill tiles or not; groups that are computed in parallel or one at a time.
+    // Counts that are multiples of the panels per tile or not; groups that are computed in parallel or one at a time.
     for (bits, n, groups, zeros, progressive) in [
         (4, 5 * 16 + 3, [7, 32], false, false),
         (4, 16, [1, 100], true, false),

@@ -1,4 +1,4 @@
-//! At the widest accepted groups, the largest possible sums do not overflow; wider groups are rejected.
+//! With the widest accepted groups, the largest possible sums do not overflow; wider groups are rejected.
 
 use quant_kernels_cpu::{
     Int8Rows, Isa, KernelError, Layout, PackedLinear, RowLayout, ScaleType, Scales, Serial, StaticScale,
@@ -45,7 +45,7 @@ fn limits_are_the_largest_there_are() {
 #[test]
 fn extremes_at_the_limits_are_exact() {
     for (bits, sums, progressive, _) in LIMITS {
-        // The width that is accepted, not the one that should be: a bound that is too large gives wrong sums here.
+        // This is the width that is accepted: a bound that is too large gives wrong sums here.
         let width = (1..24).rev().fold(1_usize, |width, bit| {
             let more = width + (1 << bit) / 2;
             if accepts(more, bits, sums, progressive) { more } else { width }

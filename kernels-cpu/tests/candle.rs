@@ -1,4 +1,4 @@
-//! Linears on candle tensors give the same bits as the underlying kernels.
+//! Linears on candle tensors give results that are bit-identical to those of the underlying kernels.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,11 +15,11 @@ use quant_kernels_cpu::{
 const STATIC: Activations = Activations::Static(StaticScale { scale: 0.03, zero: 7 });
 const ALL: [Activations; 3] = [Activations::Float, Activations::PerToken, STATIC];
 
-/// Separate threads that count calls.
+/// Separate threads, with a count of the parallel calls.
 #[derive(Clone, Default)]
 struct Threads(Arc<AtomicUsize>);
 
-// SAFETY: each number is called once, and all calls have returned at the end.
+// SAFETY: `for_each` calls each number once, and returns when all calls have returned.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         3
@@ -73,7 +73,7 @@ fn direct<E: Element>(weight: &PackedLinear, activations: Activations, x: &[E]) 
     out
 }
 
-/// The same for a tensor, in its type.
+/// The results of calling the kernels directly with a tensor, in its type.
 fn expected(weight: &PackedLinear, activations: Activations, x: &Tensor) -> Vec<f32> {
     let x = x.flatten_all().unwrap();
     match x.dtype() {
@@ -259,8 +259,8 @@ fn there_is_no_gradient() {
     assert!(y.backward().unwrap_err().to_string().contains("quantized-linear"));
 }
 
-/// Five linears of any sizes at once, more than one call of threads takes: the same results as separately, with fewer
-/// calls of threads.
+/// Five linears of any sizes at once, more than one parallel call takes: the results are the same as separately, with
+/// fewer parallel calls.
 #[test]
 fn linears_that_read_the_same_run_at_once() {
     let threads = Threads::default();
@@ -299,7 +299,7 @@ fn linears_that_read_the_same_run_at_once() {
             .unwrap()
             .is_empty()
     );
-    // Linears with other groups, widths or activations do not share rows.
+    // Linears whose groups, widths or activations differ do not share rows.
     let first = QuantizedLinear::new(weights[0].clone(), Activations::Float, &runner).unwrap();
     for (weight, activations) in [
         (weight([8, 96], 96), Activations::Float),

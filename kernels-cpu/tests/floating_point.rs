@@ -100,7 +100,7 @@ impl Case {
         rows
     }
 
-    /// Integer products: the same bits on all paths, equal to the definition.
+    /// Integer products are bit-identical on all paths, and equal to the definition.
     fn check_integers(&self) {
         let (view, packed) = (self.view(), self.packed());
         let rows = self.rows(Isa::Scalar, packed.layout());
@@ -116,7 +116,7 @@ impl Case {
         }
     }
 
-    /// Floats: the same bits on all paths except those with bf16, and all within the bound.
+    /// Float products are bit-identical on all paths except those with bf16, and all are within the bound.
     fn check_floats(&self) {
         let (view, packed) = (self.view(), self.packed());
         let expected = reference::float_linear(&view, &self.x, self.bias.as_deref());

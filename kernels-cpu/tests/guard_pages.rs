@@ -66,7 +66,7 @@ unsafe impl GlobalAlloc for Fence {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         let side = SIDE.get();
         if side == Side::Off || memory.align() > PAGE {
-            // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
+            // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
             return unsafe { System.alloc(memory) };
         }
         let pages = memory.size().next_multiple_of(PAGE);
@@ -348,7 +348,7 @@ fn planted_fault() {
     });
 }
 
-/// This program, under the same emulator if there is one.
+/// This test program, run under the same emulator, if any.
 fn this_program() -> Command {
     let this = std::env::current_exe().unwrap();
     let Some(emulator) = std::env::var_os("QUANT_EMULATOR") else { return Command::new(this) };

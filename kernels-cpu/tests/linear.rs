@@ -96,7 +96,7 @@ impl Case {
         self.rows_for(IsaToken::detect(), layout)
     }
 
-    /// The rows of a path; those for a tile unit include its order, too.
+    /// The rows of a path; for a tile unit they are also stored in its order.
     fn rows_for(&self, token: IsaToken, layout: &Layout) -> Int8Rows {
         let mut rows = Int8Rows::new(token);
         match self.fixed {
@@ -107,8 +107,8 @@ impl Case {
         rows
     }
 
-    /// Floats: all paths except those with bf16 give the same bits, the emulated tile unit gives those of the real one,
-    /// and all are within the bound.
+    /// Floats: results are bit-identical on all paths except those with bf16; the emulated tile unit matches the real
+    /// one, and all are within the bound.
     fn check_float(&self) {
         let view = self.view();
         let packed = PackedLinear::pack(&view, None, false, &Backwards).unwrap();
@@ -315,7 +315,7 @@ fn misuse_is_an_error() {
     };
     assert_eq!(multiply(&rows, None, &mut out[..59]), 1);
     assert_eq!(multiply(&rows, Some(&[0.0; 19]), &mut out), 1);
-    // Activations of other groups, and with a zero point when the layout has no sums.
+    // Activations with different groups, and with a zero point when the layout has no sums.
     let other = Case::new([3, 20, 1], 64, 4, Kind::Float, false, false, false, 1);
     let packed_other = PackedLinear::pack(&other.view(), None, true, &Serial).unwrap();
     assert_eq!(multiply(&other.rows(packed_other.layout()), None, &mut out), 4);
@@ -336,7 +336,7 @@ fn misuse_is_an_error() {
             .code(),
         3
     );
-    // Bytes of another layout, or too few.
+    // Bytes of a different layout, or too few bytes.
     let layout = *packed.layout();
     assert_eq!(PackedView::new(layout, layout.id() ^ 1, view_of.bytes()).unwrap_err().code(), 5);
     assert_eq!(PackedView::new(layout, layout.id(), &view_of.bytes()[1..]).unwrap_err().code(), 1);

@@ -33,22 +33,22 @@ impl Short {
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, memory: Memory) -> *mut u8 {
         ASKED.set(ASKED.get() + memory.size());
-        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         if Self::has_some() { unsafe { System.alloc(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn alloc_zeroed(&self, memory: Memory) -> *mut u8 {
-        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         if Self::has_some() { unsafe { System.alloc_zeroed(memory) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn realloc(&self, at: *mut u8, memory: Memory, size: usize) -> *mut u8 {
-        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         if Self::has_some() { unsafe { System.realloc(at, memory, size) } } else { std::ptr::null_mut() }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, memory: Memory) {
-        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on.
+        // SAFETY: the caller guarantees the contract of `GlobalAlloc`, which is passed on to `System`.
         unsafe { System.dealloc(at, memory) }
     }
 }

@@ -1,5 +1,5 @@
-//! Arbitrary packed bytes: all paths compute the same from them, and the check rejects those that do not encode
-//! numbers.
+//! Arbitrary packed bytes: all paths give bit-identical results for them, and the check rejects those that do not
+//! encode numbers.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::{
@@ -27,7 +27,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
 }
 
-/// The values that a path multiplies with, found with one token per feature.
+/// The values that a path uses for the weights, found with one token per feature.
 fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
     let (n, k) = (view.layout().n(), view.layout().k());
     let mut identity = vec![0.0; k * k];
@@ -40,7 +40,7 @@ fn multiplied(view: PackedView<'_>, isa: Isa) -> Vec<f32> {
 }
 
 proptest! {
-    /// Any bytes, including NaN codes of weights and scales: all paths give the bits of the portable one.
+    /// Any bytes, including NaN codes of weights and scales: results are bit-identical to those of the portable path.
     #[test]
     fn all_paths_make_the_same_of_any_bytes(
         n in 1_usize..40, groups in 1_usize..4, size in prop_oneof![1_usize..40, Just(16), Just(32)],

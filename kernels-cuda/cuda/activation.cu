@@ -3,7 +3,7 @@
 // The definition is that of the CPU kernels' `activation`: per token `s = max |x| / 127`, `a = round(x · (127 / max
 // |x|))`, half to even; static `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`; a row that contains NaN or an infinity
 // has the scale NaN and codes of zero. Plain rows and silu(gate) · up are bit-identical to it. The sum of squares of a
-// norm is added in another order.
+// norm is added in a different order.
 //
 // A block processes one row: it reads the row once, in vectors of 16 bytes, keeps it in registers as f32, and rounds it
 // from there. Rows that do not fit a block's registers are read again, from L2. Only k determines which threads process
@@ -86,7 +86,7 @@ template <int TYPE> INLINE auto narrow(float value) {
         return bf16_of_float(value);
 }
 
-// VECTOR values from `at` on as f32; values beyond `k` are zero.
+// VECTOR values, starting at `at`, as f32; values beyond `k` are zero.
 template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
     constexpr int WORDS = VECTOR * sizeof(Word) / 4;
     if (ALIGNED && at + VECTOR <= k) {

@@ -4,10 +4,11 @@
 //   p            from S, with the token's scale and zero point and the sums of q, in f32
 //   O^T += V^T P [16 features, 8 heads], with the token's scale multiplied into P before it is rounded to f16
 //
-// Codes become f16 without a subtraction: a code in bits 2 to 5 below the exponent of 256 is 256 + code, in bits 6 to 9
-// below that of 16 it is 16 + code, a byte below that of 1024 is 1024 + code. These offsets are subtracted once, in
-// f32: from S by starting at -sum(offset · q), from O with the sum of the rounded P. The rest of v's grid is v = scale
-// (code - CENTRE) + (zero + CENTRE scale), of which only the first part is multiplied with the rounded P.
+// Codes become f16 without a subtraction: in bits 2 to 5 of an f16 with the exponent of 256, a code gives 256 + code;
+// in bits 6 to 9 with the exponent of 16, it gives 16 + code; and a byte with the exponent of 1024 gives 1024 + code.
+// These offsets are subtracted once, in f32: from S by starting at -sum(offset · q), from O with the sum of the rounded
+// P. The rest of v's grid is v = scale (code - CENTRE) + (zero + CENTRE scale), of which only the first part is
+// multiplied with the rounded P.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -35,8 +36,8 @@ INLINE float minus_infinity() { return __int_as_float(0xff800000); }
 // Words of a lane in a row of keys, and the number of words per load.
 constexpr int KEY_WORDS = ROW_WORDS / 4;
 constexpr int KEY_WIDE = KEY_WORDS % 4 == 0 ? 4 : KEY_WORDS % 2 == 0 ? 2 : 1;
-// The same for values, and whether half a word remains, if rows with 4 bits have an odd number of blocks of 32
-// features.
+// Words of a lane in a row of values, the number of words per load, and whether half a word remains, if rows with 4
+// bits have an odd number of blocks of 32 features.
 constexpr int VALUE_WORDS = ROW_WORDS / 8;
 constexpr int VALUE_WIDE = VALUE_WORDS % 4 == 0 ? 4 : VALUE_WORDS % 2 == 0 ? 2 : 1;
 constexpr bool VALUE_TAIL = ROW_WORDS % 8 == 4;

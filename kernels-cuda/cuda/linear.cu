@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     bool is_second = false, is_first_chunk = true;
     for (u32 tile = begin; tile < end; tile++) {
         // This tile has arrived, and if sums are computed, the next one too. After the barrier this holds for all
-        // threads, the sums of this tile are written, and nobody reads the slot of the previous tile.
+        // threads, the sums of this tile are written, and no thread reads the slot of the previous tile any more.
         copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
         set_barrier(set);
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;

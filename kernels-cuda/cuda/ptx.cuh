@@ -217,7 +217,7 @@ template <int COUNT> INLINE void barrier_of(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
-// A fence for the whole device: whoever sees writes of this thread after it also sees those before it.
+// A fence for the whole device: a thread that sees a write of this thread after the fence also sees those before it.
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Returns the previous value.

@@ -2,9 +2,9 @@
 //!
 //! Names and structure follow [`quant_kernels_cpu::candle`]: a [`QuantizedLinear`] is a [`Module`] like
 //! `candle_nn::Linear`, and a [`CustomOp1`]; a [`Runner`] is the device and the kernels that the linears of a model
-//! share; [`Activations`] says how inputs are quantized. Weights are packed in the order of [`layout`](crate::layout),
-//! in memory that candle allocates. candle also allocates results and workspaces, on the device's stream, which every
-//! launch is put on.
+//! share; [`Activations`] determines how inputs are quantized. Weights are packed in the order of
+//! [`layout`](crate::layout), in memory that candle allocates. candle also allocates results and workspaces, on the
+//! device's stream, which every launch is put on.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -63,8 +63,8 @@ impl PackedLinear {
     /// and FP8 weights require, and [`Order::Int8`] for the others; set `sums` if activations may have a zero point.
     ///
     /// # Errors
-    /// As [`WeightLayout::of`] and [`WeightLayout::pack`]; when the bias is not `[n]`, the device is not CUDA, or it
-    /// has too little memory.
+    /// See [`WeightLayout::of`] and [`WeightLayout::pack`]; also when the bias is not `[n]`, the device is not CUDA, or
+    /// it has too little memory.
     pub fn pack(
         view: &WeightView<'_>,
         bias: Option<&[f32]>,
@@ -134,7 +134,7 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// A runner on this device, for weights and inputs on it.
+    /// Creates a runner on this device, for weights and inputs on it.
     ///
     /// # Errors
     /// When the device is not CUDA, or older than every supported architecture.
@@ -185,7 +185,7 @@ impl Runner {
         stream.context().bind_to_thread().w()?;
         for launch in &launches {
             // SAFETY: the device, and with it the context, is dropped after the kernels. Images are in the user's own
-            // directory, and the documentation says that they are run.
+            // directory, and the documentation of [`Runner`] says that they are run.
             let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
             let kernel = kernel.map_err(Error::wrap)?;
             // SAFETY: the arguments are those of the call, on regions that it has checked. They are freed on this
@@ -220,12 +220,12 @@ pub struct QuantizedLinear {
 }
 
 impl QuantizedLinear {
-    /// A linear with these weights, and the bias they were packed with.
+    /// Creates a linear with these weights, and the bias that they were packed with.
     ///
     /// # Errors
-    /// When the weights are on another device than the runner's or are packed for other activations; when a static
-    /// scale is not positive, or its zero point needs sums that the weights were packed without; with
-    /// [`Activations::Float`], when `k` is not a multiple of 8.
+    /// When the weights are not on the runner's device, or are packed for different activations; when a static scale is
+    /// not positive, or its zero point needs sums that the weights were packed without; with [`Activations::Float`],
+    /// when `k` is not a multiple of 8.
     pub fn new(
         weight: Arc<PackedLinear>,
         activations: Activations,
@@ -235,7 +235,7 @@ impl QuantizedLinear {
             return Err(KernelError::Scheme("weights on another device than the runner's"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
-        // A call of no rows fails for every reason for which all calls would fail.
+        // Planning a call without rows detects every error that does not depend on the input.
         linear.plan(Float::F16, 0)?;
         Ok(linear)
     }
@@ -250,11 +250,11 @@ impl QuantizedLinear {
         self.activations
     }
 
-    /// The results of several linears for the same input, one [`forward`](Module::forward) after another, without
-    /// synchronization between them. The CPU has the same function, for engines that run on both.
+    /// Runs several linears on the same input, one [`forward`](Module::forward) after another, without synchronization
+    /// between them. The CPU has the same function, for engines that run on both.
     ///
     /// # Errors
-    /// As `forward`.
+    /// See `forward`.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         linears.iter().map(|linear| linear.forward(x)).collect()
     }

@@ -150,14 +150,14 @@ pub struct Kernels<C = Nvrtc> {
 }
 
 impl Default for Kernels {
-    /// With images of the run-time compiler, cached in the default directory.
+    /// Creates an empty map; images come from the run-time compiler, and are cached in the default directory.
     fn default() -> Self {
         Self::new(ImageCache::new())
     }
 }
 
 impl<C: Compiler> Kernels<C> {
-    /// With images from the given cache.
+    /// Creates an empty map, with images from the given cache.
     pub fn new(images: ImageCache<C>) -> Self {
         Self { images, loaded: Mutex::default() }
     }

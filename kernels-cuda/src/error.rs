@@ -23,7 +23,7 @@ pub enum Error {
     /// The driver returned an error.
     #[error("CUDA driver: cannot {action}: {reason}")]
     Driver {
-        /// What was attempted.
+        /// The operation that was attempted.
         action: &'static str,
         /// The driver's message.
         reason: String,
@@ -48,10 +48,10 @@ pub enum Error {
     /// A launch that no device supports.
     #[error("cannot launch a kernel: {0}")]
     Launch(&'static str),
-    /// The run-time compiler failed for another reason than a kernel's source.
+    /// The run-time compiler failed for a reason other than a kernel's source.
     #[error("CUDA run-time compiler: cannot {action}: {reason}")]
     Nvrtc {
-        /// What was attempted.
+        /// The operation that was attempted.
         action: &'static str,
         /// Its words.
         reason: String,
@@ -80,7 +80,7 @@ pub enum Error {
     NvrtcNamed {
         /// The path from the environment variable.
         path: String,
-        /// Why it is invalid.
+        /// The reason why it is invalid.
         reason: String,
     },
     /// The driver rejected an image.

@@ -65,7 +65,7 @@ pub struct ImageCache<C = Nvrtc> {
 }
 
 impl ImageCache {
-    /// Images of the run-time compiler, in [`default_directory`].
+    /// Creates a cache of images of the run-time compiler, in [`default_directory`].
     pub fn new() -> Self {
         Self::in_directory(default_directory(), Nvrtc)
     }
@@ -78,7 +78,8 @@ impl Default for ImageCache {
 }
 
 impl<C: Compiler> ImageCache<C> {
-    /// Images in a directory, which is created when something is stored; without a directory, everything is compiled.
+    /// Creates a cache in a directory, which is created when something is stored; without a directory, everything is
+    /// compiled.
     pub fn in_directory(directory: Option<PathBuf>, compiler: C) -> Self {
         Self { directory, compiler }
     }
@@ -86,7 +87,7 @@ impl<C: Compiler> ImageCache<C> {
     /// The image of a variant: read from the directory, or compiled and stored.
     ///
     /// # Errors
-    /// As the compiler.
+    /// Those of [`Compiler::compile`].
     pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
         let Some(directory) = &self.directory else {
             return self.compiler.compile(variant, architecture, form);
@@ -209,7 +210,7 @@ fn decode(file: &[u8]) -> Option<Image> {
     Some(Image { log: String::from_utf8(log.to_vec()).ok()?, bytes: bytes.to_vec() })
 }
 
-/// Writes a file under a temporary name and renames it: readers see either all of it or nothing.
+/// Writes a file under a temporary name and renames it: other programs see either all of it or nothing.
 fn store(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let directory = path.parent().unwrap_or(Path::new("."));
@@ -395,7 +396,7 @@ mod tests {
         let newest = dir.path().join(file_name(&key(&variant("1"), SM, Form::Cubin), [13, 0]));
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
-        // Images of another variant, architecture or form are not used.
+        // Images of a different variant, architecture or form are not used.
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));

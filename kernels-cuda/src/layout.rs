@@ -104,8 +104,8 @@ impl WeightLayout {
     /// progressive; with floating-point codes, which are only multiplied with floats, also 16.
     ///
     /// # Errors
-    /// - As [`Layout::of`].
-    /// - Another group size.
+    /// - All errors of [`Layout::of`].
+    /// - An unsupported group size.
     /// - A symmetric grid in `Order::Int8` whose zero point is more than half the number of its codes.
     /// - `sums` with float activations.
     /// - Progressive weights of 8 bits.
@@ -126,7 +126,7 @@ impl WeightLayout {
     /// The layout with these properties, for callers that have packed bytes but no view; like [`Layout::from_parts`].
     ///
     /// # Errors
-    /// As [`of`](Self::of).
+    /// See [`of`](Self::of).
     pub fn from_parts(
         [n, k]: [usize; 2],
         code_bits: usize,
@@ -151,7 +151,7 @@ impl WeightLayout {
     /// The layout of codes of a floating-point format, for float activations; like [`Layout::from_float_parts`].
     ///
     /// # Errors
-    /// As [`of`](Self::of).
+    /// See [`of`](Self::of).
     pub fn from_float_parts(
         [n, k]: [usize; 2],
         format: FloatFormat,
@@ -168,7 +168,7 @@ impl WeightLayout {
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, middle, order, sums, .. } = self;
         let layout = &self;
-        // Differences to a larger middle do not fit signed numbers of this many bits.
+        // With a larger middle, `q − middle` would not fit a signed number of this many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
         }
@@ -328,8 +328,8 @@ impl WeightLayout {
         8.0 * self.bytes() as f64 / (self.n as f64 * self.k as f64)
     }
 
-    /// Identifies the order and everything that it depends on: bytes of one layout are never read as those
-    /// of another.
+    /// Identifies the order and everything that it depends on, so that bytes of one layout are never read with a
+    /// different one.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -352,7 +352,7 @@ impl WeightLayout {
         });
         let words =
             [TAG, VERSION].into_iter().chain(sizes).chain([scales, middle, order, u64::from(self.sums)]);
-        // Nothing is added for integers.
+        // Integer formats are not hashed.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

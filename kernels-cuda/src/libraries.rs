@@ -65,7 +65,7 @@ const NVRTC_NAMES: &[&str] = if cfg!(windows) {
     &["libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12"]
 };
 
-/// Whether the CUDA driver's library can be loaded. Does not tell whether there is a GPU: see [`device_count`].
+/// Whether the CUDA driver's library can be loaded. This does not imply that there is a GPU: see [`device_count`].
 pub fn driver_available() -> bool {
     require_driver().is_ok()
 }
@@ -120,8 +120,8 @@ fn require_driver() -> Result<()> {
 fn driver_library() -> Result<&'static Library> {
     static FOUND: OnceLock<Option<Library>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
-        // SAFETY: loading a library runs its initializers, which the driver's library is made for. Whoever sets the
-        // loader's search path ensures that it leads to the driver.
+        // SAFETY: loading a library runs its initializers, which for the driver's library is safe. Users who set the
+        // loader's search path ensure that it leads to the driver.
         DRIVER_NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok())
     });
     found.as_ref().ok_or(Error::DriverMissing)
@@ -245,7 +245,7 @@ fn beside(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
 impl Nvrtc {
     fn of(library: &'static Library) -> Result<Self> {
         /// # Safety
-        /// The library's function of that name has the type `F`.
+        /// The library's function of that name must have the type `F`.
         unsafe fn find<F: Copy>(library: &'static Library, function: &'static str) -> Result<F> {
             // SAFETY: by the contract of this function, it has the type `F`.
             unsafe { library.get::<F>(function.as_bytes()) }
@@ -275,7 +275,7 @@ impl Nvrtc {
 mod tests {
     use super::*;
 
-    /// Holds on every machine: with a GPU, with only a driver, and with neither.
+    /// Holds on every machine: with a GPU, with a driver only, or with neither.
     #[test]
     fn asking_never_panics_and_answers_agree() {
         for _ in 0..2 {
@@ -316,7 +316,7 @@ mod tests {
         assert!(of(directory.path()).contains("libnvrtc.so.12"));
     }
 
-    /// A library, but another one.
+    /// A library that is not NVRTC.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_library_without_the_functions_is_an_error() {

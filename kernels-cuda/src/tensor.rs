@@ -12,8 +12,8 @@ pub(crate) struct Input {
     pub elements: usize,
     /// The dimensions of the results, `[.., n]`.
     pub results: Vec<usize>,
-    /// Whether it must be copied before kernels read it: it has gaps or another order, or does not begin at a multiple
-    /// of 16 bytes.
+    /// Whether it must be copied before kernels read it: it has gaps or a different order, or does not begin at a
+    /// multiple of 16 bytes.
     pub copied: bool,
 }
 
@@ -46,7 +46,7 @@ pub(crate) fn input(
     Ok(Input { m: elements / k, elements, results, copied: elements > 0 && !straight })
 }
 
-/// The input types that weights in this order are multiplied with, in words.
+/// Describes the input types that weights in this order are multiplied with, for messages.
 pub(crate) fn types(order: Order) -> &'static str {
     match order {
         Order::Float => "f16 or bf16",

@@ -7,7 +7,7 @@ use quant_kernels_cuda::attention::{KvPageLayout, TILE_TOKENS};
 const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
 proptest! {
-    /// What is written to any slot is read back as the CPU's grid represents it, and nothing else changes.
+    /// Values written to any slot are read back as the CPU's grid represents them, and nothing else changes.
     #[test]
     fn tokens_are_read_as_written_and_leave_others_alone(
         kind in prop::sample::select(KINDS.to_vec()),

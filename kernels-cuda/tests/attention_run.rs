@@ -132,7 +132,7 @@ fn the_most_splits_cover_all_tokens() {
     }
 }
 
-/// A sequence gives the same bits alone as among others, wherever its pages are.
+/// The result of a sequence is bit-identical whether it is decoded alone or in a batch, wherever its pages are.
 #[test]
 fn a_sequence_does_not_see_its_neighbours() {
     if !has_nvrtc() {
@@ -152,7 +152,8 @@ fn a_sequence_does_not_see_its_neighbours() {
     }
 }
 
-/// Several queries of a sequence: none sees a token after its own, and each gives the same bits as alone.
+/// Several queries of a sequence: none sees a token after its own, and each result is bit-identical to that of the
+/// query alone.
 #[test]
 fn queries_do_not_see_what_comes_after_them() {
     if !has_nvrtc() {
@@ -222,7 +223,7 @@ fn scores_and_scales_grow_together() {
         for (by, doublings) in [(3.9_f32, 5.8_f32), (3.9, 15.0), (30.0, 5.8), (500.0, 40.0)] {
             let mut sequence = Sequence::random(&case, 80, 9);
             sequence.query.fill(1.0);
-            // Tokens from 64 on are in the first warp's second tile; the score is 64 k / 8.
+            // Tokens 64 and later are in the first warp's second tile; the score is 64 k / 8.
             for (t, (key, value)) in
                 sequence.keys.chunks_mut(64).zip(sequence.values.chunks_mut(64)).enumerate()
             {

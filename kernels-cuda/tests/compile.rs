@@ -15,7 +15,7 @@ use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
 use support::{has_nvrtc, is_there};
 
-/// The directory of CUDA's programs; without it they are searched for on the path.
+/// The directory of CUDA's programs; if unset, they are looked up on `PATH`.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 
 /// If set, all variants are compiled for all architectures.

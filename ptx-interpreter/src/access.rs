@@ -350,8 +350,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Reads a row as the lane that provides its address. The lanes that receive it are others, so bytes that another
-    /// lane copied asynchronously need a warp barrier first.
+    /// Reads a row on behalf of the lane that provides its address. Other lanes receive it, so bytes that were copied
+    /// asynchronously need a warp barrier first.
     fn read_row(&mut self, w: usize, lane: usize, spot: Spot, out: &mut [u8]) -> Result<(), Wrong> {
         self.read(w, lane, spot, out, false)
     }

@@ -59,7 +59,7 @@ fn place(o: &Opcode<'_>) -> Place {
     }
 }
 
-/// The operation; `None` if the statement is of another kind or has unsupported modifiers.
+/// The operation; `None` if the statement is of a different kind or has unsupported modifiers.
 pub(crate) fn memory<'a>(
     r: &mut Resolver<'a>,
     s: &Statement<'a>,

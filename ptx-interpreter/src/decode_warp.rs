@@ -8,7 +8,7 @@ use crate::resolve::Resolver;
 use crate::statement::{Operand, Statement};
 use crate::types::Type;
 
-/// The operation; `None` if the statement is of another kind or has unsupported modifiers.
+/// The operation; `None` if the statement is of a different kind or has unsupported modifiers.
 pub(crate) fn warp<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Result<Option<Operation>> {
     Ok(match o.name {
         "bar" | "barrier" => barrier(r, s, o)?,

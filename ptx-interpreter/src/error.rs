@@ -36,7 +36,7 @@ pub enum Error {
     /// A buffer that the host accesses does not exist, or has bytes that were never written.
     #[error("memory: {message}")]
     Memory {
-        /// What is wrong.
+        /// The reason.
         message: String,
     },
     /// The kernel made an error.
@@ -64,7 +64,7 @@ pub enum FaultKind {
     GlobalRace,
     /// Not all threads reached the same barrier.
     BarrierDivergence,
-    /// Lanes that a warp-wide instruction requires are elsewhere.
+    /// Lanes that a warp-wide instruction requires are at a different instruction.
     WarpDivergence,
     /// More instructions than the options allow.
     Runaway,

@@ -52,7 +52,7 @@ impl Machine<'_> {
         mask: u32,
         operation: &Operation,
     ) -> Result<Option<Next>> {
-        // The lanes that must be here.
+        // The lanes that must reach the instruction.
         let wanted = match operation {
             Operation::WarpBarrier { mask }
             | Operation::Shuffle { mask, .. }

@@ -371,7 +371,7 @@ impl<'a> Machine<'a> {
         Ok(if waits { Next::Barrier } else { Next::On })
     }
 
-    /// Checks that the lanes required by a warp-wide instruction are here; if not, returns what the warp does next.
+    /// Checks that the lanes required by a warp-wide instruction have reached it; if not, returns the warp's next step.
     pub fn together(&mut self, w: usize, pc: usize, active: u32, mask: Option<Slot>) -> Result<Option<Next>> {
         let warp = &self.warps[w];
         let wanted = match mask {

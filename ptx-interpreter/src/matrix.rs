@@ -84,12 +84,13 @@ fn place_a(lane: usize, r: usize, i: usize, per: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r % 2), (lane % 4) * per + i + (r / 2) * 4 * per)
 }
 
-/// For B: row (along k) and column.
+/// The row (along k) and column of an element of B.
 fn place_b(lane: usize, r: usize, i: usize, per: usize) -> (usize, usize) {
     ((lane % 4) * per + i + r * 4 * per, lane / 4)
 }
 
-/// For C and D in four registers of one element each: rows `g` and `g + 8`, two neighbouring columns.
+/// The row and column of an element of C or D, which have four registers of one element each: rows `g` and `g + 8`, two
+/// neighbouring columns.
 fn place_c(lane: usize, r: usize) -> (usize, usize) {
     (lane / 4 + 8 * (r / 2), (lane % 4) * 2 + r % 2)
 }

@@ -157,7 +157,7 @@ pub(crate) enum Operation {
         b: Slot,
         with: Option<(Join, Slot, bool)>,
     },
-    /// `set`: all ones or 1.0 where the comparison holds.
+    /// `set`: all ones or 1.0 if the comparison holds.
     Set {
         f: Two,
         d: Slot,
@@ -225,7 +225,7 @@ pub(crate) enum Operation {
         b: Slot,
         fence: bool,
     },
-    /// Copies `bytes` bytes, of which `size` (a slot) are read; none where `ignore` holds.
+    /// Copies `bytes` bytes, of which `size` (a slot) are read; none if `ignore` holds.
     CopyAsync {
         to: Address,
         from: Address,

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A warp of a block: the block's number plus one, and the warp. Block 0 means nobody.
+/// A warp of a block: the block's number plus one, and the warp. Block 0 stands for no warp.
 pub(crate) type Party = (u32, u32);
 
 type Seen = Rc<HashMap<Party, u32>>;
@@ -18,7 +18,7 @@ type Seen = Rc<HashMap<Party, u32>>;
 struct View {
     /// By warp of its block: the time before which it knows the accesses.
     known: Vec<u32>,
-    /// As `known`, for accesses that a fence has followed.
+    /// Same as `known`, for accesses that a fence has followed.
     fenced: Vec<u32>,
     /// What it acquired from atomics.
     seen: Seen,
@@ -125,7 +125,7 @@ impl Order {
         }
     }
 
-    /// Whether an access of a party at a time is ordered before what the running warp does now.
+    /// Whether an access of a party at a time is ordered before the current access of the running warp.
     pub fn follows(&self, party: Party, time: u32) -> bool {
         let (block, warp) = party;
         let Some(view) = self.views.get(self.warp) else { return true };
@@ -135,7 +135,7 @@ impl Order {
             || view.seen.get(&party).is_some_and(|seen| time < *seen)
     }
 
-    /// As [`follows`](Self::follows), for a read; reads by warps of the same block are not checked.
+    /// Same as [`follows`](Self::follows), for a read; reads by warps of the same block are not checked.
     pub fn follows_read(&self, party: Party, time: u32) -> bool {
         party.0 == self.block || self.follows(party, time)
     }

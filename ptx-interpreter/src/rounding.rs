@@ -1,7 +1,7 @@
 //! Rounding of f64 values to narrower formats, in each direction of PTX.
 //!
 //! Sums and products of narrow values are computed in f64 and rounded once: if f64 cannot represent a sum exactly, it
-//! is rounded to odd, so that the second rounding knows on which side the value lies.
+//! is rounded to odd, so that the second rounding gives the correct result.
 
 use half::{bf16, f16};
 

@@ -17,7 +17,7 @@ const NO_LANE: u8 = u8::MAX;
 struct Trace {
     /// Barriers completed before the last write, plus one; 0: never written.
     written: u32,
-    /// The same for the last reads that are not ordered among each other.
+    /// Barriers completed before the last reads, plus one; 0: none. These reads are not ordered among each other.
     read: u32,
     /// The warps of those reads.
     readers: u32,
@@ -110,7 +110,7 @@ impl Shared {
         Ok(offset)
     }
 
-    /// Whether the accesses of `other` at `time` are ordered before what `warp` does now.
+    /// Whether the accesses of `other` at `time` are ordered before the current access of `warp`.
     fn ordered(&self, warp: usize, other: usize, time: u32) -> bool {
         warp == other || time < self.seen[warp][other]
     }

@@ -193,7 +193,7 @@ macro_rules! one {
     }};
 }
 
-/// As `one`, with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
+/// Same as `one`, with two sources: `two!(u32, |a, b| a & b)`, or `two!(u32, u32, |a, b| ...)`.
 macro_rules! two {
     ($t:ty, |$a:ident, $b:ident| $e:expr) => {
         two!($t, $t, |$a, $b| $e)
@@ -210,7 +210,7 @@ macro_rules! two {
     }};
 }
 
-/// As `one`, with three sources, of one type or of three.
+/// Same as `one`, with three sources, of one type or of three.
 macro_rules! three {
     ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {
         three!($t, $t, $t, |$a, $b, $c| $e)

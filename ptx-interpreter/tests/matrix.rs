@@ -223,7 +223,7 @@ fn single_elements_are_where_the_isa_has_them() {
             "bf16" => u32::from(half::bf16::ONE.to_bits()),
             _ => 1,
         };
-        // The elements of the other factor are numbered, so that a wrong position gives another number.
+        // The elements of the other factor are numbered, so that a wrong position gives a different number.
         let count = |kind: &str, i: usize| match kind {
             "f16" => u32::from(half::f16::from_f32((i % 128) as f32).to_bits()),
             "bf16" => u32::from(half::bf16::from_f32((i % 128) as f32).to_bits()),

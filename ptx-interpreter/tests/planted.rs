@@ -269,7 +269,7 @@ fn a_missing_guard() {
             text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
         assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
     }
-    // With faults not as errors, both faults of a kind are reported, and the launch continues.
+    // If faults are not errors, both faults of a kind are reported, and the launch continues.
     let mut memory = Memory::new();
     let launch = with(&mut memory);
     let options = Options { fault_is_error: false, ..Options::default() };

@@ -20,7 +20,7 @@ Texts = Union[str, "PathLike[str]", Iterable[Any]]
 
 
 def code() -> str:
-    """The file of the native part. A run can only be resumed with the same one."""
+    """The file of the native part. A run can only be resumed with the same file."""
     found = _native.__file__
     if found is None:
         raise AssertionError("the native part has no file")

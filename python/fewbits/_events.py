@@ -77,7 +77,7 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class Noted(Event):
-    """A remark; ``label`` is ``note``, or ``lost`` for what a format cannot represent."""
+    """A remark; ``label`` is ``note``, or ``lost`` for something that a format cannot represent."""
 
     label: str
     message: str

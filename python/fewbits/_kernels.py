@@ -133,7 +133,7 @@ class _Rows(threading.local):
         return handle
 
     def __del__(self, library: ctypes.CDLL = _LIBRARY) -> None:
-        # At interpreter exit, the module's names may be gone before this is called.
+        # At interpreter exit, the module's names may be cleared before this is called.
         library.qz1_float_rows_free(self.float)
         library.qz1_int8_rows_free(self.int8)
 
@@ -143,7 +143,7 @@ _POOLS: dict[tuple[int, int], _Parallel] = {}
 
 
 def _parallel(threads: int) -> _Parallel | None:
-    """The threads to run on. A forked child creates its own, because it inherits none."""
+    """The threads to run on. A forked child creates its own, because threads are not inherited."""
     if threads <= 1:
         return None
     known = _POOLS.get((os.getpid(), threads))

@@ -22,7 +22,7 @@ class Generated:
     text: str
     #: Without the token that ended the text.
     tokens: tuple[int, ...]
-    #: Why it ended: ``eos``, ``length``, ``context`` or ``stop``.
+    # : The reason why it ended: ``eos``, ``length``, ``context`` or ``stop``.
     end: str
 
 
@@ -81,7 +81,7 @@ class Model:
         return None if found is None or found["id"] is None else int(found["id"])
 
     def encode(self, texts: Iterable[str], *, special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text, with or without those that the tokenizer adds."""
+        """The tokens of each text, with or without the special tokens that the tokenizer adds."""
         request = {"texts": list(texts), "special": special_tokens}
         tokens: list[list[int]] = self._ask("encode", request)
         return tokens

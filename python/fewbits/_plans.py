@@ -81,7 +81,7 @@ class Plan(Result):
 
     @property
     def smallest_budget_bytes(self) -> int | None:
-        """The smallest ``memory_budget``, where that is known: hidden states are then kept in files."""
+        """The smallest ``memory_budget``, if known; with it, hidden states are kept in files."""
         return self._fields.get("smallest_budget_bytes")
 
     @property

@@ -190,7 +190,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
 
 
 def _rows(dataset: Texts, column: str) -> Texts:
-    """A dataset whose texts are in a column of another name."""
+    """A dataset whose texts are in a column of a different name."""
     if isinstance(dataset, (str, PathLike)):
         return dataset
 

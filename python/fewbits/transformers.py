@@ -1,5 +1,5 @@
-"""transformers on a CPU with packed weights: the linears of a checkpoint stay packed in memory, and our kernels
-multiply them.
+"""transformers on a CPU with packed weights: the linears of a checkpoint stay packed in memory, and this
+package's kernels multiply them.
 
 >>> import fewbits.transformers
 >>> fewbits.transformers.enable()                                       # doctest: +SKIP
@@ -22,7 +22,7 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 _METHOD = "compressed-tensors"
 _LOGGER = logging.getLogger("fewbits")
-#: The quantizer that ours replaced.
+# : The quantizer that this package's one replaced.
 _BEFORE: list[Any] = []
 
 

@@ -52,7 +52,7 @@ fn results(given: Vec<Given>) -> Result<Vec<(String, Evaluation)>> {
     Ok(results)
 }
 
-/// Judges results; the verdict is part of the answer.
+/// Judges results; the verdict is part of the result.
 pub fn gate(request: &str, session: &Session) -> Result<String> {
     let asked: Gate = parse(request)?;
     let files = asked.results.iter().filter_map(|given| match given {

@@ -39,7 +39,7 @@ const WORKER: &str = "import sys; from importlib.util import spec_from_file_loca
                       f = s('fewbits._native', sys.argv[1]); n = m(f); f.loader.exec_module(n); sys.exit(n.text_worker())";
 
 impl Place {
-    /// The same information for the command line.
+    /// This location in the form that the command line takes.
     pub fn embedding(self) -> quant_cli::Embedding {
         let worker = self.worker();
         quant_cli::Embedding { code: self.code, worker }

@@ -59,7 +59,7 @@ def test_kernels_give_what_the_floats_give(model: Path, rtn: Path, packed: fewbi
         one.log_likelihoods(request)[0][0]
         for one in (packed, fewbits.Model(rtn, execution="fake"), fewbits.Model(model))
     )
-    # They differ by the rounding of activations and sums, not by that of weights.
+    # They differ by the rounding of activations and sums, not of weights.
     assert math.isclose(kernels, fake, rel_tol=1e-3) and abs(original - fake) > abs(kernels - fake)
 
 

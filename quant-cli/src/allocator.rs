@@ -67,7 +67,7 @@ fn end(size: usize) -> ! {
              or the container's), or use smaller settings; `quant plan` predicts the memory of a run, and \
              `quant quantize --resume` continues an interrupted one\n"
         );
-        // A write error is ignored: nobody may be reading stderr.
+        // Write errors are ignored: stderr may be closed.
         let _ = rustix::io::write(std::io::stderr().as_fd(), &text.bytes[..text.len]);
     }
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))

@@ -129,7 +129,7 @@ fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
 /// [`Error::Memory`] if there is no room for their stacks; [`Error::Usage`] if `QUANT_ISA` names an instruction set
 /// that the processor does not have.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
-    // An unavailable kernel path is reported before anything is computed on another one.
+    // An unavailable kernel path is reported before anything is computed on a different one.
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
         remedy: "set QUANT_ISA to one of these names, or unset it to use the widest".into(),

@@ -37,8 +37,8 @@ pub fn print_raw(text: &str) -> Result<()> {
     written.map_err(|e| Error::io("write", "standard output", e))
 }
 
-/// Prints a message to stderr, with settings named as options. A write error is ignored: nobody may be reading stderr,
-/// and that must not stop the work.
+/// Prints a message to stderr, with settings named as options. Write errors are ignored: stderr may be closed, and that
+/// must not stop the work.
 pub fn tell(text: &str) {
     let text = worded(text, &CommandLine);
     let text = printable_lines(&text);
@@ -65,7 +65,7 @@ pub fn refused_arguments(error: &clap::Error) -> u8 {
     u8::try_from(error.exit_code()).unwrap_or(2)
 }
 
-/// Whether a run ended because nobody reads its output any longer.
+/// Whether a run ended because its output was closed.
 pub fn is_closed_pipe(error: &Error) -> bool {
     matches!(error, Error::Io { path, source, .. }
         if path == Path::new("standard output") && source.kind() == ErrorKind::BrokenPipe)

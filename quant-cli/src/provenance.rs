@@ -17,7 +17,7 @@ pub fn tool(execution: Execution, gpu: Option<&str>, cache_is_simulated: bool, s
     Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),
-        // A program that was replaced while it runs cannot tell which build it was.
+        // Absent or wrong if the executable was replaced while it runs.
         sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),

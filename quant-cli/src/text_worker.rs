@@ -16,9 +16,9 @@ pub fn is_asked_for(arguments: &[OsString]) -> bool {
     arguments.get(1).is_some_and(|argument| argument == WORKER_ARGUMENT)
 }
 
-/// Serves until the other process has no more questions or has ended.
+/// Serves requests until the other process closes the connection or ends.
 pub fn run() -> u8 {
-    // A panic on a crafted file is reported as an answer, and nobody reads this process's output.
+    // A panic on a crafted file is reported as a response, since the output of this process is not shown.
     std::panic::set_hook(Box::new(|_| ()));
     match answer() {
         Ok(()) => 0,

@@ -1,13 +1,13 @@
-"""The interop check: our numbers against transformers', and our bits against an independent reader.
+"""The interop check: quant's numbers against transformers', and its bits against an independent implementation.
 
 Nine kinds of checks, each on its own line with what it measured:
 
-  float     logits of float models, ours against transformers', at most 1e-3 of the largest logit
+  float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
-            without a missing or unexpected key: logits against our own dequantization, at most
+            without a missing or unexpected key: logits against quant's own dequantization, at most
             2e-3 of the largest; perplexity against `quant eval`, within 0.1 % (5e-2 and 0.5 %
-            if activations are rounded, because transformers' steps differ from ours)
-  bits      every linear of that checkpoint, dequantized by us and by independent_pack.py: equal
+            if activations are rounded, because transformers' steps differ from quant's)
+  bits      every linear of that checkpoint, dequantized by quant and by independent_pack.py: equal
             bit for bit
   family    a tiny model of each family, float and quantized: see check_families.py
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
@@ -18,7 +18,7 @@ Nine kinds of checks, each on its own line with what it measured:
             against the program that the profile is named after: see check_profiles.py
   workflow  the examples under docs/ci, against the schemas of GitHub and GitLab, and their policy
             as `quant gate` reads it: see check_workflows.py
-  page      reports opened in Chromium: what a person sees; see check_pages.py
+  page      reports opened in Chromium: the displayed contents; see check_pages.py
 
 Exits with 1 if one fails.
 """
@@ -133,10 +133,10 @@ QUANTIZED = [
      ["--method", "gptq", "--format", "gptq", "--scheme", "w3a16-g64-asym", *QUICK], False),
     ("demo", "format-gptq-w2-g32", ["--method", "gptq", "--format", "gptq", "--scheme", "w2a16-g32", *QUICK], False),
     ("tied", "format-gptq-rtn", ["--format", "gptq", "--method", "rtn", "--group-size", "32"], False),
-    # optimum treats all linears of blocks as quantized, whatever the configuration says about single ones.
+    # optimum treats all linears of blocks as quantized, even if the configuration leaves some float.
     ("demo", "format-gptq-ignored",
      ["--format", "gptq", "--method", "rtn", "--ignore", "*.layers.1.*"], None),
-    # No library reads this one.
+    # No library reads this format.
     ("demo", "format-qserve-g128",
      ["--format", "qserve", "--method", "rtn", "--scheme", "w4a8-g128-asym-progressive"], None),
     ("sharded-bf16", "format-qserve-channel-ignored",
@@ -154,9 +154,10 @@ QUANTIZED = [
     ("demo", "smoothquant-gptq-w8a8", ["--method", "smoothquant-gptq", "--scheme", "w8a8", *QUICK], False),
     ("demo", "smoothquant-awq-w4a8-g64",
      ["--method", "smoothquant-awq", "--scheme", "w4a8-g64", *QUICK], False),
-    # The KV cache does not matter to these readers.
+    # These implementations ignore the setting of the KV cache.
     ("demo", "qoq-w4a8-g128", ["--method", "qoq", "--scheme", "w4a8-g128-progressive", *QUICK], False),
-    # With random weights, 8-bit inputs would show the readers' different rounding instead of our errors.
+    # With random weights, 8-bit inputs would show the different rounding of the implementations instead of quant's
+    # errors.
     ("qwen2", "qoq-w4-channel", ["--method", "qoq", "--scheme", "w4a16-channel-sym", *QUICK], False),
     ("tinystories-656k", "qoq-w4a8-g64", ["--method", "qoq", "--scheme", "w4a8-g64-progressive", *QUICK], False),
     ("qwen3", "qoq-rtn-w8a8", ["--method", "qoq-rtn", "--scheme", "w8a8", *QUICK], False),
@@ -251,7 +252,7 @@ class Check:
         return out
 
     def logits(self, model, name, reference_options=()):
-        """Our logits and transformers' of the same windows."""
+        """quant's logits and transformers' of the same windows."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"

@@ -1,12 +1,12 @@
 """Model families, each against transformers: float and quantized logits, from whole windows and from a cache.
 
 A tiny random model of each is run on windows shorter and longer than its attention windows and than the lengths at
-which its rotation changes. Our logits may differ by 2e-6 of the largest one from transformers' result in double
+which its rotation changes. quant's logits may differ by 2e-6 of the largest one from transformers' result in double
 precision. Above that, they are compared with transformers' own logits in single precision: the root mean square of the
-errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors is a matter of
-chance: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
+errors may be 1.5 times as large, and the largest error 4 times. The largest of some 30 000 errors varies
+randomly: over random models of the same family it was between 0.8 and 2.5 times transformers', while the ratio of the
 root mean squares stayed between 1.0 and 1.2. Checkpoints quantized to 4 bits, by plain rounding, AWQ and GPTQ, must
-load without a missing or unexpected key, and give our logits.
+load without a missing or unexpected key, and give quant's logits.
 """
 
 import datetime
@@ -25,9 +25,9 @@ from safetensors.torch import save_file as save_torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 TOLERANCE = 2e-6
-# Quantized weights are the same numbers for both, so only the order of sums differs.
+# Quantized weights are the same numbers in both programs, so only the order of sums differs.
 QUANTIZED_TOLERANCE = 1e-5
-# Maximum ratio of our errors to transformers' where they exceed the tolerance: for the largest error and for the root
+# Maximum ratio of quant's errors to transformers', if they exceed the tolerance: for the largest error and for the root
 # mean square.
 LARGEST_RATIO, MEAN_RATIO = 4, 1.5
 LENGTHS = [24, 112]
@@ -37,15 +37,15 @@ METHODS = {"rtn": ["--method", "rtn"], "awq": SAMPLES, "gptq": ["--method", "gpt
 # Checked on every change; the other families take turns by the day.
 ALWAYS = ["gemma3", "phi3"]
 PER_DAY = 6
-# Families whose quantized experts transformers cannot read. An independent reader dequantizes them, and the floats are
-# run.
+# Families whose quantized experts transformers cannot read. An independent implementation dequantizes them, and the
+# floats are run.
 THROUGH_FLOATS = ["gpt_oss", "gpt_oss-mxfp4", "gpt_oss-floats", "granitemoe", "gemma4-experts", "gpt2", "gpt2-scaled",
                   "gpt2-bare", "granitemoehybrid-experts", "llama4", "llama4-bias", "mistral4", *make_tiny.BUILT_AS_LLAMA]
-# Models that are published quantized. Their values are read from codes and scales without our programs.
+# Models that are published quantized. Their values are read from codes and scales without quant.
 STORED_QUANTIZED = ["gpt_oss-mxfp4", "deepseek_v3-fp8"]
 
-# Mistakes that a reader could make, expressed as another configuration of the same weights; the logits must then
-# differ.
+# Mistakes that an implementation could make, expressed as a different configuration of the same weights; the logits
+# must then differ.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TRAPS = {
     "a window one longer": ("gemma2", {"sliding_window": make_tiny.WINDOW + 1}),
@@ -155,7 +155,7 @@ def halves_swapped(rows):
 
 
 def queries_first(tensor):
-    """Reorders rows grouped by key head into all queries, then all keys and values: another way to join them."""
+    """Reorders rows grouped by key head into all queries, then all keys and values: a different order."""
     groups = tensor.unflatten(0, (2, 4, -1))
     parts = [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
     return torch.cat(parts)
@@ -168,8 +168,8 @@ def gates_before_values(tensor):
     return torch.cat([parts[0], parts[2], parts[1]], dim=1).flatten(0, 1)
 
 
-# The same, expressed as other weights under the same configuration: the result of a reader that misinterprets the
-# weights.
+# Such mistakes, expressed as different weights under the same configuration: the result of an implementation that
+# misinterprets the weights.
 WEIGHT_TRAPS = {
     "norms multiply by what is stored": ("qwen3_5", scaled("layernorm.weight", lambda w: w - 1)),
     "norms of Gemma multiply by what is stored": ("gemma3", scaled("layernorm.weight", lambda w: w - 1)),
@@ -242,7 +242,7 @@ def norms_swapped(tensors):
     return {name: tensors[other.get(name, name)] for name in tensors}
 
 
-# Other tensors under another configuration.
+# Different tensors under a different configuration.
 TENSOR_TRAPS = {
     "keys of each block's own": ("gemma4-shared", {"num_kv_shared_layers": 0}, with_keys_of_their_own),
     "experts behind the norm of the MLP": ("gemma4-experts", {}, norms_swapped),
@@ -346,7 +346,7 @@ class Family:
         window = self.tokens(LENGTHS[-1])
         model = reference_model.load(self.as_floats(out) if self.name in THROUGH_FLOATS else out)
         theirs = reference_model.logits(model, window).numpy()
-        # Its weights are floats from the first run on.
+        # Its weights become floats in the first run.
         with torch.inference_mode():
             model.double()
         exact = reference_model.logits(model, window, torch.float64).numpy()
@@ -411,7 +411,7 @@ class Family:
         return llama
 
     def as_floats(self, model):
-        """A checkpoint with joined experts, whose linears are the packed ones dequantized by an independent reader."""
+        """A checkpoint with joined experts, whose linears are the packed ones, dequantized independently."""
         floats, read = self.check.scratch / f"{model.name}-floats", self.check.scratch / "packed.safetensors"
         shutil.rmtree(floats, ignore_errors=True)
         floats.mkdir()
@@ -492,7 +492,7 @@ class Family:
         return different or "equal", not different
 
     def trap(self, changes, zeroed=None, change=None, whole=None):
-        """Checks that our logits of a changed configuration, of changed weights or other tensors, or with some tensors
+        """Checks that quant's logits of a changed configuration, of changed weights or other tensors, or with some tensors
         zeroed, differ from transformers' logits of the right model."""
         model = self.check.model(self.name)
         wrong = self.check.scratch / "trap"

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "calibration-data/heldout/narrative.txt").read_text()
-# The sums in float32 are in another order.
+# The sums in float32 are in a different order.
 CLOSE = 2e-4
 
 
@@ -77,7 +77,7 @@ def lm_eval_agrees(model):
 
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
-    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for our kernels."""
+    """Compares logits and texts of packed checkpoints, unpacked by transformers and packed for quant's kernels."""
     import fewbits.transformers
 
     tokens = torch.tensor([[1, 17, 99, 250, 31, 8, 77, 402, 5, 5, 300, 12]])

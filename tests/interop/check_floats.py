@@ -1,17 +1,17 @@
 """Floating-point formats against torch, transformers and compressed-tensors.
 
-  numbers  the value of every code, in the tables of the independent reader and in torch
-  floats   a checkpoint that `quant quantize` wrote: the weights that we read from it, those of the independent reader
+  numbers  the value of every code, in the tables of the independent implementation and in torch
+  floats   a checkpoint that `quant quantize` wrote: the weights that quant reads from it, those of the independent one
            (equal in f32) and those of transformers after its first forward pass (equal in the type it was loaded
            in), without a missing, unexpected or mismatched key; linears that engines fuse have one global scale
-  inputs   activations on tensors, ours and compressed-tensors' own simulation of them, equal bit for bit
-  modelopt NVFP4 in ModelOpt's layout: the weights that we read from it are those of the independent reader, except for
+  inputs   activations on tensors, quant's and compressed-tensors' own simulation of them, equal bit for bit
+  modelopt NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
            the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
            converts back to that file byte for byte
-  source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that we
-           read
+  source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that
+           quant reads
   converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file,
-           dequantized by its own `gguf`, are the weights that we read
+           dequantized by its own `gguf`, are the weights that quant reads
   cache    keys and values in FP8: their rounding against numpy alone, for every value of the format and values
            between and beyond; and the logits of a model with calibrated scales, against transformers' own simulation
 """
@@ -176,7 +176,7 @@ def inputs(check):
 
 
 def source(check):
-    """The weights that we read from native FP8 blocks made by torch, some of which are cut off at an edge."""
+    """The weights that quant reads from native FP8 blocks made by torch, some of which are cut off at an edge."""
     model, out = check.model("demo"), check.scratch / "native-fp8"
     shutil.copytree(model, out)
     weights = load_torch(out / "model.safetensors")
@@ -207,7 +207,7 @@ def source(check):
 
 
 def modelopt_fp8(check):
-    """The weights that we read from ModelOpt's FP8 per tensor, made by torch, with scales of inputs and of a cache."""
+    """The weights that quant reads from ModelOpt's FP8 per tensor, made by torch, with input and cache scales."""
     model, out = check.model("demo"), check.scratch / "modelopt-fp8"
     shutil.copytree(model, out)
     expected, stored = {}, {}
@@ -276,7 +276,7 @@ def cache_numbers(check):
 
 
 def cache_logits(check):
-    """Our logits and transformers' with the same scales: far closer to each other than either is to floats."""
+    """quant's logits and transformers' with the same scales: far closer to each other than either is to floats."""
     out, plain = check.scratch / "cache", check.scratch / "cache-plain"
     check.program("quant", "quantize", check.model("demo"), "-o", out, "--quiet", "--scheme", "wf8a16kvf8-channel",
                   "--method", "rtn", *QUICK)
@@ -366,7 +366,7 @@ def converted(check, llama_cpp, scheme, options):
                 (f"mlp.{p}_proj", f"ffn_{p}") for p in ("gate", "up", "down")]:
             weight = ours[f"model.layers.{layer}.{part}.weight"]
             if (count := heads.get(name.removeprefix("attn_"))) is not None:
-                # Its rotary embedding pairs neighbors, ours pairs halves.
+                # Its rotary embedding pairs neighbors, quant's pairs halves.
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             other = found[f"blk.{layer}.{name}.weight"]

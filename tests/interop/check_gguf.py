@@ -2,11 +2,11 @@
 
   blocks    rows of every block type: bytes equal to the output of `ggml_quantize_chunk`, with and
             without an importance; random bytes decoded to the floats of gguf's own dequantizers
-  refined   rows by our own search: less weighted error than with `ggml_quantize_chunk`
-  files     every mixture: each tensor of our file equal to that of llama-quantize, also with an importance
-            matrix that we wrote
-  convert   tensors and keys of our F32 file equal to the converter's
-  score     llama-perplexity on our file against `quant eval` on the same file, both with float weights
+  refined   rows by quant's own search: less weighted error than with `ggml_quantize_chunk`
+  files     every mixture: each tensor of quant's file equal to that of llama-quantize, also with an importance
+            matrix that quant wrote
+  convert   tensors and keys of quant's F32 file equal to the converter's
+  score     llama-perplexity on quant's file against `quant eval` on the same file, both with float weights
   loads     files of other families, loaded and scored by llama.cpp; for many also the tensors equal to the converter's
 
 check.py runs these as its `gguf` checks.
@@ -39,7 +39,7 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
 # llama-perplexity prints four digits after the decimal point.
 DIGITS = 5e-5
-# Relative difference of f32 products in another order.
+# Relative difference of f32 products in a different order.
 TOLERANCE = 1e-5
 
 
@@ -134,7 +134,7 @@ def blocks(check, llama_cpp):
 
 
 def refined(check, llama_cpp):
-    """Our own search: gguf-py reads rows of every type, and their weighted error is less than ggml's."""
+    """quant's own search: gguf-py reads rows of every type, and their weighted error is less than ggml's."""
     library, gguf = importlib.import_module("ggml").Ggml(llama_cpp), reader(llama_cpp)
     random = numpy.random.default_rng(21)
     values = (random.standard_t(5, (100, COLUMNS)) * 0.02).astype("<f4")
@@ -211,7 +211,7 @@ def convert(check, llama_cpp):
 
 
 def perplexities(check, llama_cpp, path, text, length, windows):
-    """llama.cpp's perplexity and ours for one file with float weights."""
+    """llama.cpp's perplexity and quant's for one file with float weights."""
     with_llama_cpp = importlib.import_module("reference_llama_cpp").measure
     theirs = with_llama_cpp(llama_cpp, path, text, length, windows, check.scratch)["perplexity"]
     ours = json.loads(check.program("quant", "eval", path, "--text", text, "--profile", f"llamacpp-{length}",

@@ -1,4 +1,4 @@
-"""Reports opened in Chromium: what a person sees.
+"""Reports opened in Chromium: their displayed contents.
 
 Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
 window and on a phone. The check examines what the browser rendered: that nothing was fetched and no error was logged;
@@ -297,7 +297,7 @@ def run_all(check, chromium, only):
 
     work = {"quantize": quantize, "eval": evaluated, "eval-alone": alone, "gate": gate}
     with sync_playwright() as playwright:
-        # The pages are our own, and Chromium does not run as root otherwise.
+        # The pages are trusted, and Chromium does not run as root otherwise.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name in names:
             page(check, browser, name, work[name])

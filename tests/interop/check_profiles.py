@@ -19,7 +19,7 @@ import math
 import shutil
 from pathlib import Path
 
-# In nats, or relative to the other value: f32 arithmetic in another order stays far below it.
+# In nats, or relative to the other value: f32 arithmetic in a different order stays far below it.
 TOLERANCE = 1e-4
 # Digits after the decimal point that llama-perplexity prints.
 PERPLEXITY_DIGITS, ERROR_DIGITS = 4, 5
@@ -47,7 +47,7 @@ WHOLE = [
     ("books-7m", None, "wt2-llamacpp-512", "wikitext-2", None),
 ]
 # Checkpoints that llama.cpp's converter reads, dequantizes and writes as f32: the format and how to make it. Only
-# groups, and widths that fill words. No GPTQ zeros of 0, which it reads as another number (docs/formats/gptq.md).
+# groups, and widths that fill words. No GPTQ zeros of 0, which it reads as a different number (docs/formats/gptq.md).
 PACKED = [
     ("gptq", "w4a16-g64-sym", ["--method", "rtn"]),
     ("gptq", "w8a16-g32-sym", ["--method", "gptq"]),
@@ -58,7 +58,7 @@ PACKED = [
     ("compressed-tensors", "w8a8", ["--method", "rtn"]),
     ("compressed-tensors", "w4a8-g64", ["--method", "rtn"]),
 ]
-# llama.cpp leaves activations float, so ours uses a scheme with the same weights that does so too.
+# llama.cpp leaves activations float, so quant uses a scheme with the same weights that does so too.
 FLOAT_ACTIVATIONS = {"w8a8": "w8a16-channel-sym", "w4a8-g64": "w4a16-g64"}
 PACKED_PROFILE, PACKED_WINDOWS = "llamacpp-256", 4
 
@@ -188,7 +188,7 @@ def run(check, llama_cpp, name, tokenizer, profile, text, windows):
 
 
 def run_packed(check, llama_cpp, form, scheme, method):
-    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file with its own reader."""
+    """Results of `quant eval` for a checkpoint, and of llama.cpp for the same file, which it reads itself."""
 
     def work():
         model = with_tokenizer(check.model("demo"), "bos", check.scratch / "demo-bos")

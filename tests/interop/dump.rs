@@ -1,16 +1,15 @@
-//! `interop-dump`: our own numbers for the interop check, as safetensors.
+//! `interop-dump`: quant's numbers for the interop check, as safetensors.
 //!
-//! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token
-//!   windows, float or quantized model;
+//! * `interop-dump logits MODEL TOKENS.json OUT`: `logits` `[windows, length, vocab]` of some token windows, float or
+//!   quantized model;
 //! * `interop-dump decoded MODEL TOKENS.json OUT`: the same logits from a cache: half of each window at once, the rest
 //!   token by token;
-//! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its
-//!   tensor name;
+//! * `interop-dump weights MODEL OUT`: every linear of the blocks as `f32`, dequantized, by its tensor name;
 //! * `interop-dump chats MODEL CHATS.jsonl OUT.json`: the text, the tokens and the assistant's part of every
 //!   conversation;
 //! * `interop-dump tokens MODEL TEXT LENGTH COUNT OUT.json`: the first windows of a text;
 //! * `interop-dump encode TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded in a block type; files are little-endian;
-//! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with our own search;
+//! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with quant's own search;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type represent;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as inputs of a linear: `fp8-token`,
 //!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as cached keys and values: `kv-fp8`.

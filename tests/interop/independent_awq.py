@@ -44,7 +44,7 @@ def dequantize(checkpoint, module, group_size):
 
 
 def check_plain_layers(checkpoint, names):
-    """Every linear layer left in float must be listed; otherwise readers expect it to be packed."""
+    """Every linear layer left in float must be listed; otherwise loaders expect it to be packed."""
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
         is_linear = (name != module and len(entry["shape"]) == 2

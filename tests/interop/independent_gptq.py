@@ -4,12 +4,12 @@ Written from the description of the format, so that it shares no code with the p
 or with any engine. For a linear layer X of shape [out, in], b bits, groups of g:
 
   X.qweight  int32 [in*b/32, out]    a little-endian stream of b-bit codes down every column
-  X.qzeros   int32 [in/g, out*b/32]  the same along every row, each zero less one
+  X.qzeros   int32 [in/g, out*b/32]  the same along every row, each zero minus one
   X.scales   half  [in/g, out]
   X.g_idx    int32 [in]              the group of every input
 
 and w[o, i] = (q[i, o] - z[g_idx[i], o]) * s[g_idx[i], o], computed in f32 with one rounding. The one
-is taken from all zeros of a word at once, with borrows; of 3 bits, from each modulo 8.
+is taken from all zeros of a word at once, with borrows; with 3 bits, from each zero modulo 8.
 """
 
 import argparse

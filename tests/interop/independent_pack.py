@@ -20,7 +20,7 @@ and w = (q - z) * scale, computed in f32 with one rounding. Values whose width d
 straddle words, as compressed-tensors has written them since 0.18. Floating-point weights are read by
 independent_floats.py.
 
-Prints one line of JSON a packed tensor: its scheme and, given the float original, the relative RMS
+Prints one line of JSON per packed tensor: its scheme and, given the float original, the relative RMS
 error (plain rounding only: a method that folds scales changes the original weights too).
 """
 
@@ -95,7 +95,7 @@ def scheme_of(module, quantization):
 
 
 def check_plain_layers(checkpoint, quantization):
-    """Every linear layer left in float must be ignored; otherwise readers expect it to be packed."""
+    """Every linear layer left in float must be ignored; otherwise loaders expect it to be packed."""
     quantized = set(checkpoint.packed_modules())
     for name, (_, _, entry) in checkpoint.places.items():
         module = name.removesuffix(".weight")
@@ -177,7 +177,7 @@ def relative_rms_error(weight, original):
 
 
 def write_float_checkpoint(checkpoint, weights, directory):
-    """The same model, all tensors in f32 and without quantization_config, for any reader."""
+    """The same model, all tensors in f32 and without quantization_config, for any program."""
     directory.mkdir(parents=True)
     quantized = tuple(f"{module}.weight_" for module in checkpoint.packed_modules())
     plain = {name: checkpoint.read(name) for name in checkpoint.places

@@ -5,13 +5,13 @@ any engine. For a linear layer X of shape [N, K]:
 
   X.qweight    int8 [N, K/2]     with n = 32 nt + 16 p + 8 h + nl and k = 32 kt + 16 kh + 4 kl + kr, code
                                  [n, k] is in byte ((nt K/32 + kt) 32 + 4 nl + kl) 16 + 8 kh + 4 h + kr,
-                                 in its low nibble where p is 0, else in the high one
+                                 in its low nibble if p is 0, else in the high one
   X.s1_scales  half [N]
-  X.s2_scales  int8 [K/128, N]   of 32 outputs, number 8 j + nl stands at 4 nl + j
+  X.s2_scales  int8 [K/128, N]   of 32 outputs, number 8 j + nl is at 4 nl + j
   X.s2_zeros   int8 [K/128, N]   likewise; to be added to code * s2 modulo 256
   X.s1_szeros  half [N]          without groups: zero * s1
 
-or, of 8 bits, X.weight int8 [N, K] and X.dequant_scale half [N]. What a kernel gets is
+or, of 8 bits, X.weight int8 [N, K] and X.dequant_scale half [N]. A kernel computes
 w[n, k] = int8(code * s2 + s2_zero) * s1, or (code - zero) * s1, computed in f32 with one rounding.
 """
 

@@ -1,7 +1,7 @@
 """Makes a tiny random checkpoint of a family, to compare decoders on features that small real models lack.
 
-Norm weights are random too (a reader that forgets them must fail), and all widths divide by 128. The tokenizer maps
-every byte to one token and puts <s> first.
+Norm weights are random too (an implementation that ignores them must fail), and all widths divide by 128. The tokenizer
+maps every byte to one token and puts <s> first.
 """
 
 import argparse
@@ -80,7 +80,7 @@ VARIANTS = {
     "qwen2-max-window-layers": QWEN2_MIXED | {"max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "attention_bias": True},
     "qwen3-unbiased": {"model_type": "qwen3", "head_dim": 64},
-    # Experts narrower than the block, a number of them that is not a power of two, heads of another width.
+    # Experts narrower than the block, a number of them that is not a power of two, heads of a different width.
     "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3-moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3-moe-mixed": QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1,
@@ -138,9 +138,9 @@ def rope(**parameters):
     return {"rope_parameters": {"rope_theta": 10000.0} | parameters}
 
 
-# Small models of each family, with every feature enabled and numbers that make it show. The check runs windows of 24
-# and of 112 tokens and decodes from the 56th on. All attention windows, and all lengths at which a rotation changes,
-# are in between.
+# Small models of each family, with every feature enabled and values that make its effect visible. The check runs
+# windows of 24 and of 112 tokens and decodes starting at the 56th. All attention windows, and all lengths at which a
+# rotation changes, are in between.
 WINDOW, ORIGINAL = 40, 64
 LAYERS = {"num_hidden_layers": 4, "sliding_window": WINDOW}
 GEMMA = LAYERS | {"query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
@@ -152,7 +152,7 @@ GEMMA4 = LAYERS | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0
 ALTERNATING = {"layer_types": [SLIDING, FULL, FULL, SLIDING]}
 HEAD = 24
 LINEAR = "linear_attention"
-# More value heads than key heads, with another width.
+# More value heads than key heads, with a different width.
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
           "linear_value_head_dim": 24, "layer_types": [LINEAR, FULL, LINEAR, LINEAR]} | rope(
               rope_type="default", partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True)
@@ -321,7 +321,7 @@ FAMILIES = {
     # transformers has no class for it, so it is built from Llama's class and read as such.
     "phimoe": {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 64,
                "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
-    # No longer than the original length, beyond which readers differ.
+    # No longer than the original length, beyond which implementations differ.
     "phimoe-longrope": {
         "model_type": "phimoe", "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
         "max_position_embeddings": 512, "original_max_position_embeddings": 128, "sliding_window": WINDOW} | rope(
@@ -364,7 +364,8 @@ WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_di
 ENGINES = {
     "granite-128": {"model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
                     "residual_multiplier": 0.6, "logits_scaling": 2.5},
-    # Within the original positions, because vLLM takes the scaling of queries by position from another configuration.
+    # Within the original positions, because vLLM takes the scaling of queries by position from a different
+    # configuration.
     "ministral3-128": {"model_type": "ministral3", "head_dim": 32, "sliding_window": None} | rope(
         **yarn(mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256), llama_4_scaling_beta=0.7,
         max_position_embeddings=512),
@@ -476,7 +477,7 @@ def make_model(variant, seed):
             elif parameter.ndim == 1 or name.endswith(("q_norm.weight", "k_norm.weight")):
                 center = 0.0 if centered and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.3 * noise)
-                # Unscaled scores would be so large that single precision decides which key wins.
+                # Unscaled scores would be so large that rounding in single precision decides which key wins.
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
             else:

@@ -27,7 +27,7 @@ import numpy
 
 
 def convert(llama_cpp, model_dir, pre_tokenizer, out):
-    """Runs llama.cpp's converter, and tells it the two things that it cannot recognize in this model."""
+    """Runs llama.cpp's converter, and passes it the two settings that it cannot recognize in this model."""
     source = llama_cpp / "source"
     for path in (source / "gguf-py", source):
         if str(path) not in sys.path:
@@ -74,7 +74,7 @@ def measure(llama_cpp, gguf, text, length, chunks, directory):
     for _ in range(ATTEMPTS):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         output = done.stdout + done.stderr
-        # It exits with 0 even after most failures, so its output decides.
+        # It exits with 0 even after most failures, so its output is checked.
         final = re.search(r"Final estimate: PPL = ([0-9.]+) \+/- ([0-9.]+)", output)
         running = [float(value) for value in re.findall(r"\[\d+\]([0-9.]+),", output)]
         if final:

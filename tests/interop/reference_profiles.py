@@ -1,4 +1,4 @@
-"""Prints what a profile of `quant eval` should measure, computed with transformers, as JSON.
+"""Prints the expected results of a profile of `quant eval`, computed with transformers, as JSON.
 
 Profiles, with L and S in tokens; a window is scored in one forward pass without a cache:
 

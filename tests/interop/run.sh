@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The interop check: independent readers load our output. See README.md.
+# The interop check: independent implementations load quant's output. See README.md.
 #
 # Creates the environment and builds the programs it needs; nothing else is required. Real models are taken from
 # ../shared/data if that exists; otherwise the parts that need them are SKIPPED.
@@ -11,7 +11,7 @@ bash tests/interop/setup_venv.sh "$venv"
 llama_cpp=${QUANT_INTEROP_LLAMA_CPP:-target/interop-llama-cpp}
 status=0
 bash tests/interop/setup_llama_cpp.sh "$llama_cpp" || status=$?
-# 3: it cannot be created on this machine, and a line with SKIPPED has said why.
+# 3: it cannot be created on this machine, and a line with SKIPPED has reported why.
 ((status == 0 || status == 3)) || exit "$status"
 status=0
 bash tests/interop/setup_chromium.sh >target/interop-chromium || status=$?

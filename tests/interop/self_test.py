@@ -4,7 +4,7 @@ Every scheme is packed by make_packed.py, and read once by transformers and once
 the same logits. Then a file is damaged in every way that matters, and the checks must refuse it. The checks of profiles
 get an evaluator that follows the rule, and must pass, and then some that follow slightly different rules. llama.cpp
 takes part if target/interop-llama-cpp exists. Workflows are broken in ways that YAML allows, and pages in ways that a
-browser shows.
+browser reveals.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ class Profiles(unittest.TestCase):
 
     def verdict(self, profile, wrong=None, change=None):
         """Failures and output of the cases of a profile on the demo model; `wrong` replaces a rule of
-        reference_profiles.py on our side only, `change` edits our output."""
+        reference_profiles.py on quant's side only, `change` edits quant's output."""
         rules = importlib.import_module("reference_profiles")
 
         def evaluate(_check, _name, _command, *options):
@@ -241,7 +241,7 @@ class Profiles(unittest.TestCase):
                 self.assertGreater(failures, 0, output)
 
     def test_programs_notice_a_wrong_rule_themselves(self):
-        """Without the rule computed with transformers, which our side also uses."""
+        """Without the rule computed with transformers, which quant's side also uses."""
         profiles = importlib.import_module("check_profiles")
         rules = importlib.import_module("reference_profiles")
         with mock.patch.object(profiles.Comparison, "rule", lambda *_: None):

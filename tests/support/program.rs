@@ -20,8 +20,8 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// The `quant` binary, built from the current sources with the same profile as the tests.
 ///
 /// It belongs to another package, so cargo does not guarantee that it exists. It is built with the same choice of
-/// packages as `cargo test --workspace`, because another choice would give dependencies other features and compile them
-/// again. If it is already built, this takes only a moment.
+/// packages as `cargo test --workspace`, because a different choice would give dependencies different features and
+/// compile them again. If it is already built, this takes only a moment.
 ///
 /// # Panics
 /// When it cannot be built.

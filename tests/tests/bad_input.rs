@@ -327,7 +327,7 @@ fn configuration() {
     ]);
 }
 
-/// A tensor whose name would be written for another one.
+/// A tensor that has the same name as an output tensor of a different linear.
 #[test]
 fn names_that_are_taken() {
     let model = broken(|m| {
@@ -367,7 +367,8 @@ fn blocks_that_are_not_counted() {
     check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
 }
 
-/// If embedding and head are declared tied but two different ones are stored, both are used, as in other readers.
+/// If embedding and head are declared tied but two different ones are stored, both are used, as in other
+/// implementations.
 #[test]
 fn tied_heads_that_differ() {
     let perplexity = |tied: bool, head: bool| {

@@ -512,7 +512,7 @@ fn a_closed_stdout_ends_quietly() {
     }
 }
 
-/// If nobody reads the progress, the work goes on.
+/// If stderr is closed, the work continues.
 #[test]
 fn a_closed_or_full_stderr_stops_nothing() {
     let scratch = tempfile::tempdir().unwrap();

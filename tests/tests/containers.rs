@@ -83,7 +83,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
         assert_eq!(hashes(&out.join(format)), hashes(&at("whole").join(format)), "{format}");
     }
     assert_eq!(names(&out), ["awq", "compressed-tensors"]);
-    // The state that a run leaves behind if it dies between the two: one is there.
+    // The state that a run leaves if it is killed between the two: only one exists.
     std::fs::remove_dir_all(out.join("awq")).unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat()));
     check_message("one of two", &run, 2, &["compressed-tensors exists already", "add --force"]);

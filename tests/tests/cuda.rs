@@ -108,8 +108,8 @@ fn kernels_are_measured_on_the_device() {
         assert!(shown.contains(kernel["kernel"].as_str().unwrap()), "{shown}");
         assert_eq!((&kernel["shape"], &kernel["tokens"]), (&"4096".into(), &1.into()));
         assert_eq!(kernel["all_seconds"].as_array().unwrap().len(), 5);
-        // On the stand-in any two events are one second apart, so times mean nothing; the relations between the numbers
-        // do.
+        // On the stand-in any two events are one second apart, so times are meaningless; only the relations between the
+        // numbers are checked.
         assert_eq!(kernel["bound"], "bytes");
         let floor = number("gb_per_second") / measured["ceilings"]["copy_gb_per_second"].as_f64().unwrap();
         assert!((number("share") / floor - 1.0).abs() < 1e-9, "{kernel}");

@@ -81,7 +81,7 @@ fn reports_show_what_was_measured() {
     ] {
         assert!(page.contains(part), "no {part}");
     }
-    // A report about other weights does not count.
+    // A report about different weights is ignored.
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
     for (broken, says) in [
@@ -152,14 +152,14 @@ fn outputs_and_comparisons_that_make_no_sense() {
     let run = eval(args!["--report", at("pipe")]);
     assert!(run.code() == Some(2) && run.stderr.contains("named pipe"), "{run}");
 
-    // The same model, evaluated alone and against another one.
+    // The same model, evaluated alone and against a second one.
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =
         eval(args!["--reference", demo_model(), "--report", at("page.html"), "--compare", at("alone.json")]);
     assert!(run.code() == Some(2) && run.stderr.contains("against another reference"), "{run}");
 }
 
-/// A tokenizer with more tokens than the embedding has rows belongs to another model.
+/// A tokenizer with more tokens than the embedding has rows belongs to a different model.
 #[test]
 fn a_larger_tokenizer_is_refused() {
     let scratch = tempfile::tempdir().unwrap();

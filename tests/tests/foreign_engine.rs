@@ -1,4 +1,4 @@
-//! A model that another engine runs is scored like ours: the same windows, sums and statistics from its logits.
+//! A model that a different engine runs is scored like quant's: the same windows, sums and statistics from its logits.
 
 use std::cell::Cell;
 
@@ -15,7 +15,7 @@ use quant_tests::models::write_cut_demo_model;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// A third-party engine: here one of our decoders that returns all logits of a window.
+/// A third-party engine: here a decoder of `quant-core` that returns all logits of a window.
 struct Foreign<'a> {
     decoder: &'a Decoder,
     asked: Cell<usize>,

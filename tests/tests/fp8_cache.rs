@@ -185,7 +185,7 @@ fn files_are_obeyed_and_restated() {
     let scheme = &json_of(&at("modelopt").join("config.json"))["quantization_config"]["kv_cache_scheme"];
     assert_eq!(*scheme, json!({ "dynamic": false, "num_bits": 8, "type": "float" }));
 
-    // The direct conversion, and the one through the other layout, give the same.
+    // The direct conversion, and the conversion through the other layout, give the same.
     quantize(&at("model"), &at("direct"), &[&options[..], &BATCH, &["--format", "modelopt"]].concat())
         .succeeded();
     assert_eq!(scale(&tensors(&at("direct")), "k_proj.k_scale"), scale(&before, "k_scale"));

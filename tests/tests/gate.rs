@@ -89,7 +89,7 @@ fn numbers(mut result: Value) -> Value {
     result
 }
 
-/// Recomputes the SHA-256 of a changed result, as if it had been measured so.
+/// Recomputes the SHA-256 of a changed result, as if these values had been measured.
 fn seal(result: &mut Value) {
     let fields = result.as_object_mut().unwrap();
     let kept: Vec<_> = ["seconds", "tokens_per_second", "sha256"]
@@ -470,7 +470,7 @@ fn a_stopped_evaluation_goes_on() {
     assert_eq!(numbers(resumed.json()), numbers(whole));
 }
 
-/// A verdict does not depend on whether anyone reads it.
+/// A verdict does not change if its output is closed.
 #[test]
 fn a_failing_gate_fails_into_a_closed_pipe() {
     let bench = Bench::get();

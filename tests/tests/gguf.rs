@@ -157,7 +157,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["--resume"]);
     assert!(!out.exists());
-    // Other types make it a different job.
+    // With different types it is a different job.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["other inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
@@ -232,7 +232,7 @@ fn codes_of_symmetric_checkpoints_are_kept() {
         quant(args!["quantize", &model, "-o", &packed, "--method", "rtn", "--scheme", scheme]).succeeded();
         let summary = quant(quantize(&packed, &file, &["--json"])).json();
         assert_eq!(summary["types"][kind], 14, "{scheme}");
-        // Exactly the same weights, with products in another order.
+        // Exactly the same weights, with products in a different order.
         let ratio = perplexity(&packed) / perplexity(&file);
         assert!((ratio - 1.0).abs() < 1e-6, "{scheme}: {ratio}");
     }
@@ -267,7 +267,7 @@ fn importance_matrices_are_gathered_written_and_read() {
     assert_ne!(perplexity(&at("one.gguf")), perplexity(&at("plain.gguf")));
     // Gathered or read, the importance gives the same file, except for the names of the text and of the file.
     assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
-    // Importance of another model.
+    // The importance matrix of a different model.
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));

@@ -39,7 +39,7 @@ fn each_container_holds_the_same_numbers() {
         let options = |format| [&GPTQ[..], &["--scheme", scheme, "--format", format]].concat();
         let out = at(&format!("gptq {scheme}"));
         quant(quantize(&model, &out, &options("gptq"))).succeeded();
-        // The other format holds the same weights in another packing, whether written by a run or repacked.
+        // The other format holds the same weights in a different packing, whether written by a run or repacked.
         let other = at(&format!("other {scheme}"));
         quant(quantize(&model, &other, &options("compressed-tensors"))).succeeded();
         let again = at(&format!("again {scheme}"));
@@ -143,7 +143,7 @@ fn an_interrupted_run_goes_on_to_the_same_bytes() {
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
         check_message("SIGINT", &run.wait(), 75, &["--resume"]);
-        // Another damping makes it a different job.
+        // With a different damping it is a different job.
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "fingerprint.gptq.damping: was 0.01, is 0.5";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);

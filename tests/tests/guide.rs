@@ -139,7 +139,7 @@ fn coming_from_another_quantizer() {
     assert!(run_page("coming-from.md").contains("out-w8a8"));
 }
 
-/// These pages continue with the `OUT` of another one.
+/// These pages continue with the `OUT` of a different page.
 #[test]
 fn evaluation_gate_and_kernels() {
     let scratch = tempfile::tempdir().unwrap();
@@ -187,7 +187,7 @@ fn programs_are_those_of_the_examples() {
     assert_eq!(block(&text, "c"), read("kernels-c/examples/hello.c"));
 }
 
-/// Every page either is run above or only has commands of other programs; the README lists all pages.
+/// Every page is either run above or has only commands of other programs; the README lists all pages.
 #[test]
 fn no_page_is_forgotten() {
     let readme = std::fs::read_to_string(workspace_root().join("README.md")).unwrap();

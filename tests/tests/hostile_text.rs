@@ -1,6 +1,6 @@
-//! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that each is an
-//! error of its file with an exit code, whatever it does there. For valid files, that process gives the same answers as
-//! the libraries did before.
+//! Chat templates and tokenizers that recurse, grow or never end. They run in a separate process, so that each is
+//! reported as an error of its file with an exit code, whatever it does there. For valid files, that process gives the
+//! same results as the libraries in one process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -49,7 +49,7 @@ impl Bench {
         path
     }
 
-    /// A question through the chat template, where only the template matters.
+    /// A question through the chat template, whose result depends on the template only.
     fn chat(&self) -> Command {
         command(args!["generate", self.model(), "--chat", "--prompt", "Hello", "--max-new-tokens", "1"])
     }

@@ -136,7 +136,7 @@ fn each_signal_stops_where_nothing_is_lost() {
     }
 }
 
-/// Bytes are guaranteed for one program and instruction set; a job shared by two would have the bytes of neither.
+/// Output bytes are reproducible for one program and instruction set; a job shared by two would match neither.
 #[test]
 fn another_program_or_instruction_set_does_not_resume() {
     let bench = Bench::new();
@@ -152,7 +152,7 @@ fn another_program_or_instruction_set_does_not_resume() {
         (run.status.code(), String::from_utf8_lossy(&run.stderr).into_owned())
     };
 
-    // Every processor has this path, and it is nobody's default.
+    // Every processor has this path, and it is never the default.
     let mut narrow = Command::new(program());
     narrow.env("QUANT_ISA", "scalar");
     // Trailing bytes do not change the behavior of an executable.
@@ -252,7 +252,7 @@ fn two_runs_on_one_output() {
         check_message("the second", &run, 5, &["out.job", "another process", &holder]);
     }
     first.signal(Signal::CONT);
-    // The first one did not notice.
+    // The first run was not affected.
     let run = first.wait().succeeded();
     assert!(run.stderr.is_empty() || !run.stderr.contains("error"), "{run}");
     assert_eq!(&hashes(&out), undisturbed());

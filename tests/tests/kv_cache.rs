@@ -66,7 +66,7 @@ fn the_configuration_is_followed_unless_told_otherwise() {
     assert_eq!(inspected["kv_cache"], "kv4");
 }
 
-/// A reference caches as its own configuration says, so that the loss due to the cache alone can be measured.
+/// A reference uses the KV cache of its own configuration, so that the loss due to the cache alone can be measured.
 #[test]
 fn a_model_is_compared_with_itself_on_floats() {
     let scratch = tempfile::tempdir().unwrap();
@@ -85,7 +85,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     let page = std::fs::read_to_string(at("page.html")).unwrap();
     assert!(page.contains("keys and values cached in 4 bits") && page.contains("kv4, a scale and a zero"));
 
-    // To the gate, it is a different model from its reference, and from one with another cache.
+    // The gate treats it as a different model from its reference, and from one with a different cache.
     std::fs::write(
         at("gate.toml"),
         "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"kl\"\nat_most = 1.0\n",
@@ -240,7 +240,7 @@ fn what_makes_no_sense_is_refused() {
     }
 }
 
-/// A journal for another cache is not continued.
+/// A journal for a different cache is not continued.
 #[test]
 fn journals_of_another_cache_are_refused() {
     let scratch = tempfile::tempdir().unwrap();

@@ -185,7 +185,7 @@ fn messages_name_settings_and_no_options() {
     );
 }
 
-/// The sources of a library, without comments and the model card (a file about the program).
+/// The sources of a library, without comments and without the model card, which is about the program.
 fn code(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
     for entry in std::fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();

@@ -117,7 +117,7 @@ fn a_small_stack() {
     run(limited("-s 128", &quantize)).succeeded();
 }
 
-/// A pipe in place of a file is refused if nobody can be at its other end; the program never waits for one.
+/// A pipe in place of a file is refused if no process can be at its other end; the program never waits for one.
 #[test]
 fn pipes_in_the_place_of_files() {
     let bench = Bench::new();

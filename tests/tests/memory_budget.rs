@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// Far more calibration text than model: the hidden states are most of the memory.
-const BATCH: [&str; 4] = ["--samples", "6000", "--seq-len", "64"];
+const BATCH: [&str; 4] = ["--samples", "3000", "--seq-len", "64"];
 
 struct Bench {
     scratch: TempDir,
@@ -36,7 +36,7 @@ impl Bench {
         tiny.write(&bench.at("model"));
         // Every character is a token.
         let line = |i: usize| format!("{i} {} {}\n", i * 7919 % 1009, i * i % 8191);
-        std::fs::write(bench.at("text.txt"), (0..40_000).map(line).collect::<String>()).unwrap();
+        std::fs::write(bench.at("text.txt"), (0..20_000).map(line).collect::<String>()).unwrap();
         bench
     }
 
@@ -80,14 +80,13 @@ fn a_run_stays_within_its_budget() {
     for options in [
         &["--method", "awq", "--scheme", "w4a16-g32"][..],
         &["--method", "gptq", "--scheme", "w4a16-g32"],
-        &["--method", "awq-gptq", "--scheme", "w4a16-g32"],
         &["--preset", "smoothquant-w8a8"],
     ] {
         let bench = Bench::new(options);
         let plan = bench.plan();
         let [memory, smallest] =
             ["peak_memory_bytes", "smallest_budget_bytes"].map(|key| plan[key].as_u64().unwrap());
-        assert!(smallest + (200 << 20) < memory, "{options:?}: {smallest} and {memory}");
+        assert!(smallest + (100 << 20) < memory, "{options:?}: {smallest} and {memory}");
         let large = bench.run("large", &["--memory-budget", &mib(memory)]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
         // More than the states of the batch, so that the budget below would not suffice.
@@ -130,7 +129,7 @@ fn a_size_needs_a_unit() {
     check_message("GGUF", &quant(arguments), 2, &["--memory-budget has no effect"]);
 }
 
-/// A killed run is resumed under another budget.
+/// A killed run is resumed under a different budget.
 #[test]
 fn a_resumed_run_may_have_another_budget() {
     let bench = Bench::new(&["--scheme", "w4a16-g32"]);
@@ -145,7 +144,7 @@ fn a_resumed_run_may_have_another_budget() {
         run.signal(Signal::KILL);
     }
     run.wait();
-    // Files of a killed run are gone: only what a resumed run needs is left.
+    // The temporary files of a killed run are gone: only the files that a resumed run needs are left.
     let known = ["lock", "job.json", "journal.jsonl", "out", "states.safetensors", "states.safetensors.new"];
     for entry in std::fs::read_dir(job_of(&out)).into_iter().flatten() {
         let name = entry.unwrap().file_name();

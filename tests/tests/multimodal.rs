@@ -123,7 +123,7 @@ fn every_verb_works_on_it() {
     let kl = eval["comparison"]["kl"]["mean"].as_f64().unwrap();
     assert!((0.0..0.2).contains(&kl), "{kl}");
 
-    // Converted to another format.
+    // Converted to a different format.
     let again = scratch.path().join("again");
     quant(args!["quantize", &out, "-o", &again, "--format", "gptq"]).succeeded();
     let tensors = read_safetensors(&again.join("model.safetensors"));

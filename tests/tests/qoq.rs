@@ -1,4 +1,4 @@
-//! QoQ on the command line: both executions read the output back to the same numbers, steps can be left out or are
+//! QoQ on the command line: both execution modes give the same numbers for the output, steps can be left out or are
 //! refused, and the ablation prints a table.
 
 use quant_tests::files::snapshot;
@@ -127,7 +127,8 @@ fn the_ablation_is_a_table_of_paired_rows() {
     assert_eq!(refused.code(), Some(2), "{refused}");
 }
 
-/// What a format cannot represent of the activations is lost and reported; the weights are the same in all formats.
+/// Activation quantization that a format cannot represent is dropped and reported; the weights are the same in all
+/// formats.
 #[test]
 fn one_run_writes_what_engines_read_with_and_without_activations() {
     let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Quantized checkpoints as an engine reads them, without a model: the linears that the pipeline wrote, compared with
-//! the weights that it reads back.
+//! Quantized checkpoints read as by an engine, without a model: the linears that the pipeline wrote, compared with the
+//! weights that it reads back.
 
 use std::path::Path;
 

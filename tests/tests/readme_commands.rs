@@ -1,5 +1,4 @@
-//! Runs the documents' commands and compares their options with the program's, so that neither can drift from the
-//! other.
+//! Runs the documents' commands and compares their options with the program's, so that the two stay consistent.
 
 use std::collections::BTreeSet;
 use std::path::Path;

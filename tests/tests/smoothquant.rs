@@ -1,5 +1,5 @@
 //! SmoothQuant on the command line: every option changes the output; the bytes do not depend on threads or
-//! interruptions; and stored channel maxima replace the text, or are refused where they cannot.
+//! interruptions; and stored channel maxima replace the text, or are refused if they cannot.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -79,7 +79,7 @@ fn bytes_depend_on_neither_threads_nor_where_the_maxima_come_from() {
         let plan = args!["plan", demo_model()].into_iter().chain(options.iter().map(OsString::from));
         check_message(first, &quant(plan), 2, &says);
     }
-    // Maxima of another model are refused before anything is computed, also by `plan`.
+    // Maxima of a different model are refused before anything is computed, also by `plan`.
     let other = at("other");
     TinyLlama { hidden: 32, ..TinyLlama::default() }.write(&other);
     let options = [&preset[..], &["--channel-maxima", kept_text]].concat();

@@ -246,7 +246,7 @@ fn fp4_beside_fp8_is_mxfp4() {
             );
         }
     }
-    // Errors name the tensor: another type, another grid, an invalid exponent.
+    // Errors name the tensor: a wrong type, a wrong grid, an invalid exponent.
     let config: Value =
         serde_json::from_slice(&std::fs::read(at("fp4").join("config.json")).unwrap()).unwrap();
     let stored = read_safetensors(&at("fp4").join("model.safetensors"));
@@ -309,7 +309,7 @@ fn fp8_of_modelopt_is_read() {
     assert!(read("out") == read("expected"));
     let inspected = quant(args!["inspect", at("native"), "--json"]).json();
     assert_eq!(inspected["kv_cache"], "kvf8");
-    // After conversion for other readers, the cache scales are where those look for them.
+    // After conversion for other loaders, the cache scales are where these look for them.
     quant(args!["quantize", at("native"), "-o", at("ct"), "--format", "compressed-tensors", "--quiet"])
         .succeeded();
     let restated = read_safetensors(&at("ct").join("model.safetensors"));
@@ -465,7 +465,7 @@ fn every_container_can_be_rounded_once_more() {
     let at = |name: &str| scratch.path().join(name);
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
         .write(&at("model"));
-    // Power-of-two scales are found again exactly; another global scale changes all values slightly.
+    // Power-of-two scales are found again exactly; a different global scale changes all values slightly.
     for (scheme, format, most) in [
         ("nvfp4a16", "compressed-tensors", 0.09),
         ("mxfp4a16", "compressed-tensors", 0.0),

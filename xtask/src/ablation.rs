@@ -1,7 +1,8 @@
-//! `cargo xtask ablation`: what each step of QoQ contributes on the real models, by `quant eval --ablation`.
+//! `cargo xtask ablation`: measures the contribution of each step of QoQ on the real models, by `quant eval
+//! --ablation`.
 //!
 //! Changes of the KL from row to row are paired by window. Steps that add bits back, or only rewrite the model, should
-//! not raise it; where one does by more than twice the error of its change, the record says so.
+//! not raise it; the record lists those that raise it by more than twice the error of the change.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,5 +1,6 @@
 //! `cargo xtask bench-eval`: the evaluator on layers in the shape of Llama 3.2 1B with the full head: alone, against a
-//! model, and against a stored reference. It is compared with transformers in float32 on the same windows, in turns.
+//! model, and against a stored reference. It is compared with transformers in float32 on the same windows, in
+//! alternating runs.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> Result<()> {
         let _ = fetched.join();
     }
     steps.step("python", python::run);
-    // Its readers compute on one core most of the time.
+    // Its programs compute on one core most of the time.
     let mut interop = Command::new(std::env::current_exe()?);
     steps.beside("interop", interop.arg("interop"), |steps| {
         steps.step("outside", outside::run);

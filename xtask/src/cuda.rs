@@ -92,7 +92,7 @@ pub fn run() -> Result<()> {
     execute(with_toolkit(&mut command)?.env(STAND_IN, &stand_in))
 }
 
-/// Compiles all listed variants for all architectures; the tests share them out.
+/// Compiles all listed variants for all architectures; the variants are divided among the tests.
 ///
 /// # Errors
 /// When a variant does not compile as required.

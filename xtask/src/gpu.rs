@@ -117,7 +117,7 @@ pub fn run(args: &Args) -> Result<()> {
         test.sanitized.iter().map(|one| format!("{} {one}\n", test.name)).collect()
     };
     fs::write(out.join("tests/sanitized.txt"), TESTS.iter().map(lines).collect::<String>())?;
-    // The other machine uses the kernels compiled here, whichever compiler it has.
+    // The other machine uses the kernels compiled here, whichever compiler is installed there.
     fs::write(images.join(ANY_COMPILER), "")?;
     for file in ["README.md", "bench_torch.py", MARK] {
         let from = root().join(SCRIPTS).join(file);

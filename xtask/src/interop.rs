@@ -1,8 +1,7 @@
-//! `cargo xtask interop`: loads our output with independent readers.
+//! `cargo xtask interop`: loads quant's output with independent implementations.
 //!
-//! The check itself is `tests/interop/run.sh`, which creates the virtual environment it needs. This command passes on
-//! its output and watches it: a line that starts with `SKIPPED` counts as a failure if the shared models and texts
-//! exist.
+//! The check itself is `tests/interop/run.sh`, which creates the virtual environment it needs. This command prints its
+//! output and scans it: a line that starts with `SKIPPED` counts as a failure if the shared models and texts exist.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};

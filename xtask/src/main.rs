@@ -24,7 +24,7 @@ enum Command {
     Ci(ci::Args),
     /// Run what takes too long for CI: advisories, wide property tests, benchmarks
     Nightly(nightly::Args),
-    /// Load our output with independent readers
+    /// Load quant's output with independent implementations
     Interop,
     /// Run the kernels' tests under AddressSanitizer
     Sanitize,
@@ -63,9 +63,9 @@ enum Command {
     /// Measure the accuracy loss of floating-point weights on the real models, compared with integers of the same width
     #[command(name = "quality-floats")]
     QualityFloats(quality::Args),
-    /// Compare our floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
+    /// Compare quant's floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
     PeersFloats(quality::Args),
-    /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by our search and by GPTQ
+    /// Measure the accuracy loss of GGUF types on the real model by llama-quantize, by quant's search and by GPTQ
     #[command(name = "quality-gguf")]
     QualityGguf(quality::Args),
     /// Measure the error rates of the accuracy gate on a real model
@@ -74,14 +74,14 @@ enum Command {
     BenchKernels(bench_kernels::Args),
     /// Compare AWQ's fast search with the reference: choices, regret, time
     SearchAgreement(search_agreement::Args),
-    /// Compare our AWQ with llm-compressor's, on the same calibration tokens
+    /// Compare quant's AWQ with llm-compressor's, on the same calibration tokens
     PeersAwq(peers_quantizers::Args),
-    /// Compare our GPTQ with llm-compressor's and gptqmodel's, on the same calibration tokens
+    /// Compare quant's GPTQ with llm-compressor's and gptqmodel's, on the same calibration tokens
     PeersGptq(peers_quantizers::Args),
-    /// Compare our SmoothQuant with llm-compressor's, on the same calibration tokens
+    /// Compare quant's SmoothQuant with llm-compressor's, on the same calibration tokens
     #[command(name = "peers-smoothquant")]
     PeersSmoothQuant(peers_quantizers::QualityArgs),
-    /// Compare our kernels with those of other engines, in turns within one run
+    /// Compare quant's kernels with those of other engines, interleaved within one run
     PeersKernels(peers_kernels::Args),
     /// Compare the experts of a layer in one call with single products and with llama.cpp's, in turns within one run
     PeersExperts(peers_experts::Args),

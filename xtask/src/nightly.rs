@@ -28,7 +28,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("hub", ci::hub);
     steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
-    // This step needs another compiler, separate builds of a few crates, and emulated processors.
+    // This step needs a different compiler, separate builds of a few crates, and emulated processors.
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);

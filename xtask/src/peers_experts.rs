@@ -1,5 +1,5 @@
-//! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. Ours in one call, ours as single
-//! products, and llama.cpp's are measured in one run, in turns.
+//! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. quant's experts in one call,
+//! quant's single products, and llama.cpp's experts are measured in one run, interleaved.
 //!
 //! Workers, turns and limits are those of [`peers_kernels`](crate::peers_kernels). All workers get the same routing.
 
@@ -24,7 +24,7 @@ const HOT: usize = EXPERTS / 10;
 /// Maximum error of an output, root mean square over root mean square, after three products at 4 bits.
 const ERROR: f64 = 0.35;
 const SETTLE: Duration = Duration::from_millis(8);
-/// The contestants of ours that are compared with peers.
+/// quant's contestants that are compared with peers.
 const OURS: [&str; 3] = ["w4a8-g128", "w4a8-g32", "w4a16-g128"];
 
 /// What to measure.
@@ -287,7 +287,8 @@ fn page(turns: &[Turn]) -> String {
     page
 }
 
-/// Speedup of one of our contestants in one call over the fastest peer, over single products, and over dense layers.
+/// Speedup of one of quant's contestants in one call over the fastest peer, over single products, and over dense
+/// layers.
 fn ratios(of: &[&Turn], tokens: usize, name: &str) -> String {
     let Some(ours) = name.strip_prefix("experts ").filter(|ours| OURS.contains(ours)) else {
         return String::new();

@@ -310,7 +310,7 @@ mod tests {
         entry.float().unwrap().widen(&checkpoint.read(entry).unwrap())
     }
 
-    /// The effective weight `linear · diag(norm)` stays bit-identical, and channels did change.
+    /// The effective weight `linear · diag(norm)` stays bit-identical, although channels were changed.
     fn assert_equivalent(before: &Path, after: &Path, planted: &Planted, factor: f32) {
         let (before, after) = (Checkpoint::open(before).unwrap(), Checkpoint::open(after).unwrap());
         let mut readers = 0;

@@ -1,7 +1,7 @@
 //! `cargo xtask quality-gguf`: the accuracy loss of GGUF types on the real model whose rows they fit, by
-//! `llama-quantize`, by our search, and by GPTQ.
+//! `llama-quantize`, by quant's search, and by GPTQ.
 //!
-//! All three use the same types, the same number of bytes, and the same importance matrix, which our calibration
+//! All three use the same types, the same number of bytes, and the same importance matrix, which quant's calibration
 //! gathered; GPTQ reads the same text. They see the same windows, so differences are paired, and their error is that of
 //! the differences between windows. The objective of the search was chosen on calibration texts; claims are checked on
 //! the evaluation texts. With Q4_K_M and IQ4_XS, both must lose less than `llama-quantize`, by more than two paired

@@ -1,5 +1,5 @@
-//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; nightly also those of the fuzz
-//! targets.
+//! `cargo xtask sanitize`: runs the tests of all unsafe code under AddressSanitizer; the nightly run also includes
+//! those of the fuzz targets.
 //!
 //! The compiler flag is a nightly one, but the runtime comes with the stable toolchain. The standard library and the
 //! dependencies' build scripts are not instrumented. Tests plant a fault for every instruction set, within the heap and

@@ -106,7 +106,7 @@ impl Metric {
         }
     }
 
-    /// Returns the metric's value in a result; `None` if the result was measured without what it needs.
+    /// Returns the metric's value in a result; `None` if the result lacks the measurements that the metric needs.
     pub fn value(self, result: &Evaluation) -> Option<f64> {
         self.of(result).map(|v| v.value)
     }

@@ -101,13 +101,13 @@ pub struct Check {
     pub profile: String,
     /// What was checked, such as `perplexity against baseline`.
     pub name: String,
-    /// Where the policy requires it.
+    /// The line of the policy that requires the check.
     pub line: usize,
     /// The outcome.
     pub verdict: Verdict,
     /// The value that was checked: a degradation, or the capped metric.
     pub value: f64,
-    /// Its standard error, where it has one.
+    /// Its standard error, if it has one.
     pub standard_error: Option<f64>,
     /// The lower confidence bound of the degradation, at the one-sided level.
     pub low: Option<f64>,
@@ -234,7 +234,7 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
     });
     let caps = policy.caps.iter().map(|c| (c.metric.is_comparison(), &c.results, c.line));
     for (_, names, line) in tests.chain(caps).filter(|(compares, ..)| *compares) {
-        // With a different KV-cache format it is another model.
+        // With a different KV-cache format it counts as a different model.
         let itself = |e: &Evaluation| {
             let same = |r: &ModelIdentity| r.sha256 == e.model.sha256 && r.kv_cache == e.model.kv_cache;
             e.reference.as_ref().is_some_and(same)

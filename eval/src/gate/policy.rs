@@ -73,7 +73,7 @@ pub struct NonInferiority {
     pub margin: f64,
     /// The results it applies to; all if empty.
     pub results: Vec<String>,
-    /// Its place in the policy.
+    /// Its line in the policy.
     pub line: usize,
 }
 
@@ -98,7 +98,7 @@ pub struct Cap {
     pub at_least: Option<f64>,
     /// The results it applies to; all if empty.
     pub results: Vec<String>,
-    /// Its place in the policy.
+    /// Its line in the policy.
     pub line: usize,
 }
 

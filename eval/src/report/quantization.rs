@@ -9,7 +9,7 @@ use quant_core::transform::ChannelOutlier;
 use super::svg::{self, Series};
 use super::{bytes, page, tile};
 
-/// How one linear is stored.
+/// The storage of one linear.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinearCell {
     /// The block.

@@ -51,7 +51,7 @@ impl Estimate {
         Some(t * self.standard_error?)
     }
 
-    /// The estimate in another unit.
+    /// The estimate in a different unit.
     pub fn scaled(self, factor: f64) -> Self {
         Self { mean: self.mean * factor, standard_error: self.standard_error.map(|e| e * factor) }
     }

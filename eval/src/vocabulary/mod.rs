@@ -73,7 +73,7 @@ impl Source<'_> {
     }
 
     /// Computes the logits of these tokens at these positions. If the head multiplies as a whole, `whole` holds all
-    /// logits from position `first` on.
+    /// logits, starting at position `first`.
     fn tile(
         &self,
         (rows, first): (Range<usize>, usize),

@@ -43,7 +43,7 @@ impl Sums {
         if self.largest == f32::NEG_INFINITY { 0.0 } else { f64::from(self.largest) }
     }
 
-    /// The factor that rescales the sums from our largest logit to `largest`, which must be at least ours.
+    /// The factor that rescales the sums from their own largest logit to `largest`, which must not be smaller.
     #[inline(always)]
     fn factor(&self, largest: f32) -> f64 {
         match self.largest {
@@ -176,7 +176,7 @@ fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
     lanes.iter().sum::<f64>() + rest.map(|((&w, &r), &x)| term(w, r, x)).sum::<f64>()
 }
 
-/// Accumulates each model's logits for the tokens from `first` on. The first of `sums` and of `rows` is the
+/// Accumulates each model's logits for the tokens starting at `first`. The first of `sums` and of `rows` is the
 /// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` has twice the length of a
 /// row.
 #[inline(always)]

@@ -72,7 +72,7 @@ fn half_of_e4m3(code: u8) -> f32 {
     }
 }
 
-/// The code of a scale: rounded to nearest, ties up; the largest code from 256 on.
+/// The code of a scale: rounded to nearest, ties up; the largest code for scales of 256 and more.
 fn e4m3(x: f32) -> u8 {
     if x.is_nan() || x <= 0.0 {
         return 0;
@@ -132,7 +132,7 @@ fn exponent(most: f32) -> u8 {
     // Rounded to single precision: just below a large power of two, the logarithm rounds up to that of the power.
     let below = f64::from(most).log2() as f32;
     match most > 0.0 {
-        // Where it would be negative, the reference wraps around: then all codes are 0.
+        // A negative exponent wraps around in the reference: then all codes are 0.
         true if below.is_finite() => match (below.floor() as i32 - 2 + 127) as u8 {
             255 => 0,
             exponent => exponent,

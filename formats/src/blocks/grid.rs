@@ -1,5 +1,5 @@
-//! The values that blocks of a type can represent, for our own search: the steps between values, what parts of a block
-//! share, and how the fields are packed.
+//! The values that blocks of a type can represent, for the search in `refine`: the steps between values, the fields
+//! that parts of a block share, and how the fields are packed.
 
 use super::iq4::LEVELS;
 

@@ -1,7 +1,7 @@
 //! Block types: rows of weights in blocks of 32 or 256, each with its own scales, as in ggml's files.
 //!
 //! A block type is data ([`BlockType`]): name, id, length and bytes of a block, and two functions. Each type's
-//! arithmetic is in its own file. Encoding uses the reference search: the bytes equal those of llama.cpp's own
+//! arithmetic is in its own file. Encoding uses the reference search by default: its bytes equal those of llama.cpp's
 //! quantizer, which computes in scalar `f32` in the same order. `docs/formats/gguf.md` draws the blocks.
 
 mod block;
@@ -44,7 +44,7 @@ const SUPER: usize = 256;
 
 /// A storage type for rows of weights.
 pub struct BlockType {
-    /// As ggml prints it: `Q4_K`.
+    /// The name, as ggml prints it: `Q4_K`.
     pub name: &'static str,
     /// Its id in a GGUF file.
     pub id: u32,
@@ -168,7 +168,7 @@ impl BlockType {
     /// Encodes a row with a given search.
     ///
     /// # Panics
-    /// As [`encode`](Self::encode).
+    /// See [`encode`](Self::encode).
     pub fn encode_by(&self, search: Search, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         match search {
             Search::Refined => self.encode_refined(row, importance, out),
@@ -176,12 +176,12 @@ impl BlockType {
         }
     }
 
-    /// Encodes a row with scales from our own search, which gives a smaller error than [`encode`](Self::encode). It
-    /// minimizes `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square `σ²` of the row. Without
-    /// `importance`, every element has an importance of 1.
+    /// Encodes a row with scales from this crate's own search, which gives a smaller error than
+    /// [`encode`](Self::encode). It minimizes `Σ importance·(σ² + value²)^¼·(value − stored)²`, with the mean square
+    /// `σ²` of the row. Without `importance`, every element has an importance of 1.
     ///
     /// # Panics
-    /// As [`encode`](Self::encode).
+    /// See [`encode`](Self::encode).
     pub fn encode_refined(&self, row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
         let Some(grid) = self.grid else { return self.encode(row, importance, out) };
         assert_eq!(Some(out.len()), self.row_bytes(row.len()), "bytes of a {} row", self.name);
@@ -196,7 +196,7 @@ impl BlockType {
     /// Decodes the bytes of a row.
     ///
     /// # Panics
-    /// As [`encode`](Self::encode).
+    /// See [`encode`](Self::encode).
     pub fn decode(&self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(Some(bytes.len()), self.row_bytes(out.len()), "bytes of a {} row", self.name);
         (self.decode)(bytes, out);

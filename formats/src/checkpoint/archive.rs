@@ -1,7 +1,7 @@
-//! Archives: how named tensors and their metadata become files. How a linear becomes tensors is packing; see `format`.
+//! Archives: how named tensors and their metadata become files. Packing, in `format`, turns a linear into tensors.
 //!
 //! An archive determines the position of every byte of a set of tensors; [`CheckpointWriter`](super::CheckpointWriter)
-//! does the rest for all of them: staging, resuming, reading back, publishing.
+//! does the rest for all archives: staging, resuming, reading back, publishing.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -13,7 +13,8 @@ use crate::{Error, Result};
 
 /// A file format that holds tensors.
 pub trait Archive: Debug + Send + Sync {
-    /// Assigns these tensors to files, none with more than `max_file_bytes` of tensor data where they can be split.
+    /// Assigns these tensors to files, none with more than `max_file_bytes` of tensor data, unless a single tensor is
+    /// larger or the format has only one file.
     ///
     /// # Errors
     /// [`Error::Usage`] when there is nothing to write or too much; [`Error::Internal`] when a tensor cannot be written
@@ -26,7 +27,7 @@ pub trait Archive: Debug + Send + Sync {
     /// When that reader rejects the file.
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>>;
 
-    /// Checks all files together, as a reader of the directory does.
+    /// Checks all files together, as a loader of the directory does.
     ///
     /// # Errors
     /// [`Error::Verification`] unless it finds this number of tensors.

@@ -49,7 +49,7 @@ impl<'a> ConfigFields<'a> {
         ConfigFields { path: self.path, map: self.map, prefix: self.prefix.clone(), asked: Some(asked) }
     }
 
-    /// Returns fields of another object at the same place.
+    /// Returns typed access to a different object with the same path.
     pub fn with_map<'b>(&'b self, map: &'b Map<String, Value>) -> ConfigFields<'b> {
         ConfigFields { path: self.path, map, prefix: self.prefix.clone(), asked: self.asked }
     }
@@ -93,7 +93,7 @@ impl<'a> ConfigFields<'a> {
         format!("{}{key}", self.prefix)
     }
 
-    /// Creates [`Error::Config`] for a key; `reason` ends the sentence that the key begins.
+    /// Creates [`Error::Config`] for a key; `reason` is the rest of a sentence that begins with the key.
     pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
         let field = self.name_of(key);
         Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
@@ -109,7 +109,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns an integer from 0 to 2³¹, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_usize(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let reason = match value {
@@ -130,7 +130,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns an integer from 0 to 2³¹.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is absent or something else.
+    /// [`Error::Config`] when it is absent or invalid.
     pub fn require_usize(&self, key: &str) -> Result<usize> {
         let value = self.optional_usize(key)?;
         self.required(key, value)
@@ -139,7 +139,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns an integer from 1 to 2³¹: a size that must not be zero.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is absent, zero or something else.
+    /// [`Error::Config`] when it is absent, zero or otherwise invalid.
     pub fn require_positive(&self, key: &str) -> Result<usize> {
         match self.require_usize(key)? {
             0 => Err(self.error(key, "is 0, expected at least 1")),
@@ -150,7 +150,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns an integer from 1 to 2³¹, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is zero or something else.
+    /// [`Error::Config`] when it is zero or otherwise invalid.
     pub fn optional_positive(&self, key: &str) -> Result<Option<usize>> {
         if self.get(key).is_none() { Ok(None) } else { self.require_positive(key).map(Some) }
     }
@@ -158,7 +158,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a finite number, if present; integers are accepted.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_f64(&self, key: &str) -> Result<Option<f64>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_f64().filter(|v| v.is_finite()) {
@@ -170,7 +170,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a finite number.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is absent or something else.
+    /// [`Error::Config`] when it is absent or invalid.
     pub fn require_f64(&self, key: &str) -> Result<f64> {
         let value = self.optional_f64(key)?;
         self.required(key, value)
@@ -179,7 +179,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a boolean, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_bool(&self, key: &str) -> Result<Option<bool>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_bool() {
@@ -191,7 +191,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a string, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_str(&self, key: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_str() {
@@ -203,7 +203,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a string.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is absent or something else.
+    /// [`Error::Config`] when it is absent or invalid.
     pub fn require_str(&self, key: &str) -> Result<&'a str> {
         let value = self.optional_str(key)?;
         self.required(key, value)
@@ -212,7 +212,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a list of strings, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_str_list(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of texts", describe(v)));
@@ -226,7 +226,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a list of integers from 0 to 2³¹, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_usize_list(&self, key: &str) -> Result<Option<Vec<usize>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of integers", describe(v)));
@@ -241,7 +241,7 @@ impl<'a> ConfigFields<'a> {
     /// Returns a nested object, such as `rope_scaling`, if present.
     ///
     /// # Errors
-    /// [`Error::Config`] when it is something else.
+    /// [`Error::Config`] when it is invalid.
     pub fn optional_object(&self, key: &str) -> Result<Option<ConfigFields<'a>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_object() {

@@ -1,4 +1,4 @@
-//! The requirements that every sink checks of its callers.
+//! The checks that every sink makes of its callers' arguments.
 
 use std::collections::BTreeSet;
 
@@ -7,10 +7,10 @@ use super::header::MAX_RANK;
 use super::names::{name_fault, printable};
 use crate::{Error, Result};
 
-/// Checks the specs: distinct names, and shapes that our own reader accepts.
+/// Checks the specs: distinct names, and shapes that this crate's reader accepts.
 ///
 /// # Errors
-/// [`Error::Internal`]: specs come from our plan, not from a file.
+/// [`Error::Internal`]: specs come from the caller, not from a file.
 pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
     let mut names = BTreeSet::new();
     for TensorSpec { name, info } in specs {

@@ -106,7 +106,7 @@ impl ModelDirectory {
     /// - The errors of [`ShardedCheckpoint::open`].
     pub fn open(path: &Path) -> Result<ModelDirectory> {
         let root = Root::open(path)?;
-        // Weights first: a directory of pickle files is reported as such, whatever its configuration says.
+        // Weights first: a directory of pickle files is reported as such, even if its configuration is invalid.
         let source = ShardedCheckpoint::open_in(&root)?;
         let config_path = root.join(CONFIG);
         let config = read_config(&root, &config_path)?;

@@ -147,7 +147,7 @@ impl Dtype {
         if let Self::Opaque(of) = self {
             return Some(of.bytes());
         }
-        // Split in two, so that only lengths that do not fit overflow.
+        // Computed in two parts, so that it overflows only if the length itself does not fit.
         let bits = self.bits() as u64;
         let rest = elements % 8 * bits;
         let whole = (elements / 8).checked_mul(bits)?.checked_add(rest / 8)?;

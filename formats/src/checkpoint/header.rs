@@ -1,9 +1,9 @@
 //! The header of a safetensors file, validated against the file.
 //!
 //! A file is an 8-byte little-endian length `n`, `n` bytes of JSON, and the data that the JSON divides among tensors
-//! without gaps or overlap. The parser is our own because a lenient one (which accepts duplicate names, an object in
-//! place of a number, or trailing data that belongs to no tensor) lets two readers see two different models in one
-//! file. No declared length is allocated before it is compared with the file.
+//! without gaps or overlap. This crate has its own strict parser, because lenient ones (which accept duplicate names,
+//! an object in place of a number, or trailing data that belongs to no tensor) let two implementations read two
+//! different models from one file. No declared length is allocated before it is compared with the file.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -151,8 +151,8 @@ fn check_ranges(
     Ok(())
 }
 
-/// The state of reading a header. `failure` carries a typed error through serde, which only supports text; `inside` is
-/// the context for an error of the parser itself.
+/// The state of reading a header. `failure` carries a typed error through serde, whose errors are text only; `inside`
+/// is the context for an error of the parser itself.
 struct Collected {
     limits: Limits,
     tensors: BTreeMap<String, Located>,

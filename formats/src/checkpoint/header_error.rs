@@ -57,7 +57,7 @@ pub enum HeaderError {
     BadEntry {
         /// The tensor.
         tensor: String,
-        /// What is wrong with its entry.
+        /// The reason.
         reason: String,
     },
     /// Two entries have the same name.
@@ -66,13 +66,13 @@ pub enum HeaderError {
         /// The tensor.
         tensor: String,
     },
-    /// There are two `__metadata__`.
+    /// There are two `__metadata__` entries.
     #[error("`__metadata__` appears twice in the header")]
     DuplicateMetadata,
     /// `__metadata__` is not an object of distinct keys with string values.
     #[error("`__metadata__` must be an object of text values: {reason}")]
     BadMetadata {
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
     /// A tensor's name cannot be displayed or stored safely.
@@ -80,7 +80,7 @@ pub enum HeaderError {
     BadName {
         /// The name, escaped and truncated.
         name: String,
-        /// What is wrong with it, as the end of the sentence.
+        /// The reason, as the end of the sentence.
         reason: &'static str,
     },
     /// An unknown element type with an invalid name.
@@ -162,7 +162,7 @@ pub enum HeaderError {
         first_end: u64,
         /// The tensor that begins inside it.
         second: String,
-        /// Where that begins.
+        /// First byte of that tensor.
         second_begin: u64,
     },
     /// The file ends before a tensor does, as after an interrupted download.

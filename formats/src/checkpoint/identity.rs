@@ -1,4 +1,4 @@
-//! A digest that identifies a model, so that results can name what they are about.
+//! A digest that identifies a model, so that results can state which model they belong to.
 
 use std::io::Read;
 use std::path::Path;

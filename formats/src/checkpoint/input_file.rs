@@ -1,8 +1,8 @@
 //! Files of a model directory, which are untrusted.
 //!
-//! A name in an index or a link in a directory must not make us read another file of the machine, and a pipe or device
-//! in place of a file must not block us. Files are read by positioned reads, never mapped: a file that shrinks while
-//! mapped kills the process.
+//! A name in an index or a link in a directory must not cause any other file of the machine to be read, and a pipe or
+//! device in place of a file must not block the run. Files are read by positioned reads, never mapped: reading a
+//! mapping of a file that has shrunk kills the process.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// A model directory, resolved once; names are looked up inside it.
 #[derive(Debug, Clone)]
 pub(crate) struct Root {
-    /// As the user gave it, for messages.
+    /// The path as the user gave it, for messages.
     given: PathBuf,
     /// With links resolved.
     real: PathBuf,
@@ -37,7 +37,7 @@ pub(crate) enum Lookup {
     Absent,
     /// A dangling link.
     Dangling,
-    /// Something that must not be read; the reason ends the sentence that the name begins.
+    /// Something that must not be read; the reason is the rest of a sentence that begins with the name.
     Refused(String),
 }
 
@@ -134,7 +134,8 @@ fn cache_blobs(snapshot: &Path) -> Option<PathBuf> {
 
 /// Returns why a name from a file may not be used as a path below a directory, as the end of a sentence.
 ///
-/// Also rejects what only other systems would interpret as a path, so that a checkpoint means the same everywhere.
+/// Also rejects names that only other systems would interpret as paths, so that a checkpoint has the same meaning on
+/// every system.
 pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         return Some("is empty");
@@ -196,7 +197,7 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
     Ok(Ok(bytes))
 }
 
-/// Fills `buffer` from `offset` on, continuing after interrupts and short reads.
+/// Fills `buffer` with the bytes at `offset`, continuing after interrupts and short reads.
 ///
 /// # Errors
 /// [`Error::Io`] with path and offset, also when the file ends before the buffer is full.

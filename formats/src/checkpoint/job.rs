@@ -152,7 +152,7 @@ impl Job {
         self.path.join(STATES)
     }
 
-    /// The place of the old target between two renames.
+    /// The path of the old target between the two renames.
     pub(crate) fn previous(&self) -> PathBuf {
         self.path.join(PREVIOUS)
     }
@@ -160,7 +160,7 @@ impl Job {
     /// Returns the job's request, if the job can be resumed.
     ///
     /// # Errors
-    /// [`Error::Usage`] when the record is damaged: the purpose of the staged files is then unknown.
+    /// [`Error::Usage`] when the record is damaged: the request that the staged files belong to is then unknown.
     pub(crate) fn read_record(&self) -> Result<Option<Value>> {
         let path = self.path.join(RECORD);
         let damaged = |reason: String| {
@@ -197,7 +197,7 @@ impl Job {
         let lock = self.path.join(LOCK);
         fs.remove_file(&lock).map_err(|e| Error::io("remove", lock, e))?;
         match fs.remove_dir(&self.path) {
-            // Another run may have started in it as soon as the lock was gone.
+            // Another run may have started in it as soon as the lock was removed.
             Err(e) if e.kind() != ErrorKind::DirectoryNotEmpty => Err(Error::io("remove", &self.path, e)),
             _ => Ok(()),
         }
@@ -210,7 +210,7 @@ impl Job {
             return Ok(());
         }
         if self.target.symlink_metadata().is_ok() {
-            // The replacement succeeded; only cleanup was missing.
+            // The replacement had succeeded; only the cleanup remained.
             return remove_if_present(fs, &previous);
         }
         fs.rename_new(&previous, &self.target).map_err(|e| Error::io("restore", &self.target, e))?;
@@ -224,7 +224,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
         Err(e) => return Err(failure(fs, "create", path, 0, e)),
     }
-    // A user's own directory of that name must not be mistaken for a job: its contents would be removed.
+    // A user's own directory of that name must not be mistaken for a job, whose contents would be removed.
     let foreign = match path.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() => foreign_entry(path),
         Ok(_) => Ok(Some("is not a directory".to_owned())),
@@ -232,7 +232,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
     };
     match foreign {
         Ok(None) => Ok(()),
-        // Removed in the meantime: the caller retries.
+        // The directory was removed in the meantime: the caller retries.
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(

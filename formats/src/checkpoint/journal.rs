@@ -1,8 +1,8 @@
 //! The journal of completed tensors, for a run that resumes after an interruption.
 //!
-//! It has one line per tensor, appended only after the tensor's bytes are durable. Its claims are checked: on resuming,
-//! every tensor it names is read back and hashed. So a line torn by a crash, or damaged since, only costs the work on
-//! that tensor. It also holds records, which the writer of the tensors keeps for a later run.
+//! It has one line per tensor, appended only after the tensor's bytes are durable. Its entries are verified: on
+//! resuming, every tensor it names is read back and hashed. So a line that was torn by a crash, or damaged later, only
+//! costs the work on that tensor. It also holds records that a caller stores for a resumed run.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -48,8 +48,8 @@ impl Journal {
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
-    /// Reads a journal; empty if the file is missing. Lines that do not parse are skipped, and of two lines on one
-    /// tensor or record the later one counts.
+    /// Reads a journal; empty if the file is missing. Lines that do not parse are skipped, and of two lines for the
+    /// same tensor or record the later one counts.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match path.symlink_metadata() {

@@ -135,7 +135,7 @@ impl ShardLayout {
         for shard in &self.shards {
             hash.update((shard.name.len() as u64).to_le_bytes());
             hash.update(shard.name.as_bytes());
-            // The header determines its own length.
+            // A header determines its own length, so lengths need not be hashed.
             hash.update(&shard.header);
         }
         hash.finalize().into()

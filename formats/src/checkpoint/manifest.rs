@@ -1,7 +1,7 @@
 //! `quant_manifest.json`, the list of the written files.
 //!
-//! It is written last and holds length and SHA-256 of every other file, so that anyone can tell a complete copy from a
-//! damaged one. It depends only on these files and the version.
+//! It is written last and holds length and SHA-256 of every other file, so that a copy can be checked for completeness
+//! and damage. It depends only on these files and the version.
 
 use std::collections::HashMap;
 

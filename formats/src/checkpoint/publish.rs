@@ -1,8 +1,8 @@
 //! The step from prepared to published.
 //!
-//! Before it the target is absent or old, after it the new one; there is no state between. The exception is a file
-//! system that cannot exchange two directories: there, the old target is set aside between two renames, and after a
-//! crash at that moment the next run restores it.
+//! Before it, the target is absent or old; after it, the target is the new checkpoint; there is no intermediate state.
+//! The exception is a file system that cannot exchange two directories: there, the old target is set aside between two
+//! renames, and after a crash at that moment the next run restores it.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 /// A larger manifest was not written by this program.
 const MANIFEST_CAP: u64 = 64 << 20;
 
-/// What may be replaced at a target.
+/// The targets that may be replaced.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     /// Whether replacing is allowed at all.
@@ -40,7 +40,7 @@ pub struct Published {
     pub bytes: u64,
     /// Whether an older target was replaced.
     pub replaced: bool,
-    /// Staging files that could not be removed, if any; this does not affect the result.
+    /// Staging files that could not be removed, if any; they do not affect the result.
     pub leftover: Option<PathBuf>,
 }
 
@@ -48,7 +48,7 @@ pub struct Published {
 ///
 /// # Errors
 /// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this program did not write or
-/// that was changed since (as far as lengths show), so that a mistyped path cannot destroy a home directory or the
+/// that was changed afterwards (as far as lengths show), so that a mistyped path cannot destroy a home directory or the
 /// original model.
 pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {

@@ -46,7 +46,7 @@ impl ShardIndex {
         }
         let names: BTreeSet<&str> = pairs.values().map(String::as_str).collect();
         let shards: Vec<String> = names.into_iter().map(str::to_owned).collect();
-        // On some file systems these would be the same file.
+        // On some file systems these names would be the same file.
         let mut folded = BTreeMap::new();
         for shard in &shards {
             if let Some(other) = folded.insert(shard.to_lowercase(), shard) {

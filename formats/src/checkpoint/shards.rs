@@ -1,8 +1,8 @@
 //! The tensors of a model directory, in one file or several.
 //!
 //! Every header is read and checked when the checkpoint is opened; data is read on demand by positioned reads. Files
-//! are opened once and stay open, so that the data comes from the files that were checked, even if a name refers to
-//! another file later.
+//! are opened once and stay open, so that the data comes from the files that were checked, even if a name later refers
+//! to a different file.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -62,7 +62,7 @@ impl ShardedCheckpoint {
     /// Opens one safetensors file with any name, and checks its header.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// See [`open`](Self::open).
     pub fn open_file(path: &Path) -> Result<Self> {
         let (shard, header) = Shard::open(path.to_owned(), path)?;
         let tensors =
@@ -214,7 +214,7 @@ impl Shard {
     }
 }
 
-/// Fails when a range exceeds its tensor: an error of the caller, not of the file.
+/// Fails when a range exceeds its tensor, which is an error of the caller, not of the file.
 pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize) -> Result<()> {
     match offset.checked_add(len as u64) {
         Some(end) if end <= tensor_bytes => Ok(()),
@@ -311,7 +311,7 @@ fn match_index(
     Ok(tensors)
 }
 
-/// A single file next to the shards must at least describe the same tensors.
+/// Checks that a single file next to the shards describes the same tensors.
 fn compare_single(root: &Root, real: &Path, tensors: &BTreeMap<String, Place>) -> Result<(), ShardFault> {
     let (_, header) = Shard::open(root.join(SINGLE), real)?;
     let mut differing: Vec<&str> = header
@@ -344,7 +344,7 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
     Ok(vec![format!("not part of the checkpoint, ignored: {}", listed(stray, 8))])
 }
 
-/// Why a directory with these entries holds no supported checkpoint.
+/// The reason why a directory with these entries holds no supported checkpoint.
 pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let path = path.to_owned();
     let other: Vec<&str> =

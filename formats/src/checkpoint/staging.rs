@@ -44,8 +44,8 @@ pub(crate) fn stage(
     Ok((shards, journal))
 }
 
-/// Takes over the shards of an interrupted job. Files that do not match their shard are created again; everything but
-/// shards is removed, since every run adds the other files again.
+/// Takes over the shards of an interrupted job. Files that do not match their shard are created again; all other files
+/// are removed, since every run adds them again.
 pub(crate) fn restage(fs: &dyn FileSystem, job: &Job, layout: &ShardLayout) -> Result<Vec<Staged>> {
     let out = job.out();
     remove_strays(fs, &out, layout)?;
@@ -125,7 +125,7 @@ pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<(
     if differences.len() > LISTED {
         list.push_str(&format!("\n  and {} more", differences.len() - LISTED));
     }
-    // First in the list: a run by another version cannot be resumed, whatever its settings.
+    // First in the list: a run by a different version cannot be resumed, whatever its settings.
     if differences.iter().any(|d| d.starts_with("fingerprint.program.")) {
         return Err(Error::usage(
             format!("{} was started by another build or under another instruction set:{list}", job.display()),
@@ -140,7 +140,7 @@ pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<(
 }
 
 /// Fails before creating anything when the files and 2 % more do not fit. Files that an earlier run left in the job
-/// directory are overwritten or removed, and count as free.
+/// directory will be overwritten or removed, and count as free space.
 pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_bytes: u64) -> Result<()> {
     let Some(existing) = target.ancestors().skip(1).find(|p| p.exists()) else { return Ok(()) };
     let Some(free) = fs.free_bytes(existing).map_err(|e| Error::io("measure", existing, e))? else {

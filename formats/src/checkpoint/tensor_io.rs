@@ -35,7 +35,7 @@ pub trait TensorSource: Send + Sync {
     /// Returns the description of a tensor without reading its data.
     fn info(&self, name: &str) -> Option<&TensorInfo>;
 
-    /// Fills `buffer` with the tensor's bytes from `offset` on.
+    /// Fills `buffer` with the tensor's bytes, starting at `offset`.
     ///
     /// # Errors
     /// When there is no such tensor, the range exceeds it, or reading fails.
@@ -50,7 +50,7 @@ pub trait TensorSource: Send + Sync {
     }
 
     /// Returns these blocks, row by row: codes, two neighbouring columns per byte with the lower one in the low nibble;
-    /// and exponents, one for each 32 columns. `None` if the tensor is stored otherwise.
+    /// and exponents, one for each 32 columns. `None` if the tensor is not stored in such blocks.
     ///
     /// # Errors
     /// When reading fails.
@@ -149,24 +149,24 @@ pub trait TensorSink: Send {
     /// Whether the tensor is already complete, from an interrupted earlier run.
     fn is_complete(&self, name: &str) -> bool;
 
-    /// Writes the tensor's bytes from `offset` on. Parts of one tensor come in order.
+    /// Writes the tensor's bytes, starting at `offset`. Parts of one tensor come in order.
     ///
     /// # Errors
     /// When the tensor has no spec, the bytes exceed it or leave a gap, or writing fails.
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Keeps a record with the tensors, so that a resumed run can report what an earlier one did. It becomes durable
-    /// with the next [`commit`](Self::commit), never before the tensors written ahead of it.
+    /// Stores a record with the tensors, so that a resumed run can report the results of an earlier one. It becomes
+    /// durable with the next [`commit`](Self::commit), never before the tensors written ahead of it.
     ///
-    /// A sink that cannot be resumed need not keep any.
+    /// A sink that cannot be resumed need not store records.
     ///
     /// # Errors
-    /// When it cannot be kept.
+    /// When it cannot be stored.
     fn remember(&mut self, _key: &str, _value: &serde_json::Value) -> Result<()> {
         Ok(())
     }
 
-    /// Returns a record kept by this run or the one it resumes.
+    /// Returns a record stored by this run or by the one that it resumes.
     fn recall(&self, _key: &str) -> Option<serde_json::Value> {
         None
     }
@@ -174,7 +174,7 @@ pub trait TensorSink: Send {
     /// Reads the bytes of a tensor that [is complete](Self::is_complete), whether this run wrote it or one that it
     /// resumes; `None` from a sink that cannot read them back.
     ///
-    /// A method that follows the quantized model resumes from there.
+    /// Methods that calibrate on the quantized model resume from these bytes.
     ///
     /// # Errors
     /// When they cannot be read.
@@ -189,7 +189,7 @@ pub trait TensorSink: Send {
     fn commit(&mut self) -> Result<()>;
 }
 
-/// As [`require_finite`], for little-endian elements of a weight type.
+/// Same as [`require_finite`], for little-endian elements of a weight type.
 pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[u8]) -> Result<()> {
     const ELEMENTS: usize = 4096;
     let mut values = [0.0; ELEMENTS];
@@ -211,7 +211,7 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
 }
 
 /// Converts the error for a part of a tensor that is not finite to one with count and first position in the whole
-/// tensor, which is read again for this.
+/// tensor, which is read again to find them.
 pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
     const PIECE: u64 = 8 << 20;
     let Error::NonFinite { path, tensor, .. } = &error else { return error };

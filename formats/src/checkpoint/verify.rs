@@ -15,11 +15,11 @@ use super::manifest::PublishedFile;
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
-/// Bytes per read: enough that hashing them while reading the next is worth the hand-over.
+/// Bytes per read: enough to outweigh the cost of handing them to the thread that hashes them during the next read.
 const CHUNK: usize = 4 << 20;
 
-/// Reads a shard back: its header byte for byte and through the strict reader, then each tensor
-/// against the hash of what was written.
+/// Reads a shard back: its header byte for byte and through the strict reader, then compares each tensor with the hash
+/// of the bytes that were written.
 ///
 /// # Errors
 /// [`Error::Verification`] naming the tensor; [`Error::Interrupted`].
@@ -101,7 +101,7 @@ pub(crate) fn tensor_digest(file: &File, path: &Path, tensor: &PlacedTensor) -> 
     Ok(hash.finalize().into())
 }
 
-/// Passes on a range of a file chunk by chunk; while one is used, the next is read.
+/// Reads a range of a file in chunks, and passes each to a function while the next is read.
 pub(crate) fn each_chunk(
     file: &File,
     path: &Path,

@@ -41,7 +41,7 @@ pub struct WriteOptions {
     pub max_shard_bytes: u64,
     /// Bytes of the files that will be added to the shards, as far as known, for the check of the free disk space.
     pub companion_bytes: u64,
-    /// Identifies the input of the tensors: a resumed job must have started with the same.
+    /// Identifies the input of the tensors: a resumed job must have started with the same fingerprint.
     pub fingerprint: Value,
     /// The version that the manifest names.
     pub tool_version: String,
@@ -52,7 +52,7 @@ pub struct WriteOptions {
 }
 
 impl Default for WriteOptions {
-    /// Neither force nor resume, shards of 5 GB, no fingerprint, the version of this crate.
+    /// Neither `force` nor `resume`, shards of 5 GB, no fingerprint, the version of this crate.
     fn default() -> Self {
         Self {
             force: false,
@@ -161,7 +161,7 @@ impl CheckpointWriter {
         match stage(&*fs, &job, &layout, &record) {
             Ok((shards, journal)) => Ok(Self::assemble(fs, job, layout, options, shards, journal)),
             Err(error) => {
-                // None of it can be resumed, and it may fill the disk.
+                // The incomplete files cannot be resumed, and may fill the disk.
                 let _ = job.remove(&*fs);
                 Err(error)
             }
@@ -273,7 +273,7 @@ impl CheckpointWriter {
     /// Adds a copy of an accompanying file, in chunks.
     ///
     /// # Errors
-    /// As [`Self::add_file`], and when the file cannot be read.
+    /// See [`Self::add_file`]; also when the file cannot be read.
     pub fn add_copy(&mut self, sidecar: &Sidecar) -> Result<()> {
         let original = &sidecar.path;
         let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -328,7 +328,7 @@ impl CheckpointWriter {
     /// Calls [`Self::publish_observed`] without observer or cancellation.
     ///
     /// # Errors
-    /// As [`Self::publish_observed`].
+    /// See [`Self::publish_observed`].
     pub fn publish(self) -> Result<Published> {
         self.publish_observed(&Silent, &CancelToken::new())
     }
@@ -336,7 +336,7 @@ impl CheckpointWriter {
     /// Reads back everything that was written and moves it to the target in one step.
     ///
     /// # Errors
-    /// As [`Self::prepare`] and [`Prepared::publish`].
+    /// See [`Self::prepare`] and [`Prepared::publish`].
     pub fn publish_observed(self, observer: &dyn Observer, cancel: &CancelToken) -> Result<Published> {
         self.prepare(observer, cancel)?.publish()
     }
@@ -407,7 +407,7 @@ impl CheckpointWriter {
             files.push(file.clone());
             observer.event(&Event::UnitDone { detail: name.clone() });
         }
-        // Checks what a reader of the directory will see, including the index.
+        // Checks the directory as a loader will see it, including the index.
         self.options.archive.check_directory(out, self.tensors.len())?;
         observer.event(&Event::StageDone);
         Ok(files)

@@ -50,7 +50,7 @@ pub fn pack_words(codes: &[u8], bits: u8) -> Vec<u32> {
 /// Unpacks one row of `count` codes. Padding bits are ignored.
 ///
 /// # Errors
-/// When the number of words is not the one that `count` codes take.
+/// When the number of words is not [`words_for`] these codes.
 ///
 /// # Panics
 /// When `bits` is not 1 to 8.
@@ -202,7 +202,7 @@ fn spread<const BITS: usize>(stream: [u8; 8]) -> [u8; 8] {
     codes.to_le_bytes()
 }
 
-/// A mask with `ones` bits from bit `first` on in every field of `field` bits.
+/// A mask with `ones` bits, starting at bit `first`, in every field of `field` bits.
 const fn every(field: usize, first: usize, ones: usize) -> u64 {
     u64::MAX / (u64::MAX >> (64 - field)) * (((1 << ones) - 1) << first)
 }

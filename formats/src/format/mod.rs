@@ -1,4 +1,4 @@
-//! Checkpoint formats: how a [`QuantizedTensor`] becomes bytes that other engines load, and back.
+//! Checkpoint formats: conversion of a [`QuantizedTensor`] to bytes that other engines load, and back.
 //!
 //! Everything that an engine's layout requires (keys, nibble order, packing direction) is behind [`Container`]; to add
 //! a format, add a file here and an entry in [`CONTAINERS`].
@@ -42,19 +42,19 @@ pub struct FusedLinears {
     pub parts: Vec<String>,
 }
 
-/// How a decoder is embedded in a larger model, as far as configurations must name it.
+/// The position of a decoder within a larger model, as far as it appears in quantization configurations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WrapperNames {
     /// Outermost modules outside the decoder that may hold linears, all float: `visual`, `multi_modal_projector`.
     pub outside: Vec<String>,
-    /// Name prefixes of the decoder's modules in the file, and the prefixes that readers with other module names use
-    /// instead: `("language_model.model.", "model.language_model.")`.
+    /// Name prefixes of the decoder's modules in the file, and the prefixes that loaders with different module names
+    /// use instead: `("language_model.model.", "model.language_model.")`.
     pub renamed: Vec<(&'static str, &'static str)>,
 }
 
 impl WrapperNames {
-    /// Returns regular expressions for all modules outside the decoder, for readers that match from the start of a
-    /// name. Some readers have these modules below `model.`.
+    /// Returns regular expressions for all modules outside the decoder, for loaders that match from the start of a
+    /// name. Some loaders have these modules below `model.`.
     pub fn outside_patterns(&self) -> impl Iterator<Item = String> {
         self.outside.iter().map(|module| format!(r"(model\.)?{}\..*", regex::escape(module)))
     }
@@ -84,8 +84,8 @@ pub struct ModuleSchemes<'a> {
 }
 
 impl ModuleSchemes<'_> {
-    /// All names that readers may use for these modules: their own names, those of fused linears that consist of them,
-    /// and the renamed ones of readers whose module names differ from the tensor names in the file.
+    /// All names that loaders may use for these modules: their own names, those of fused linears that consist of them,
+    /// and the renamed ones of loaders whose module names differ from the tensor names in the file.
     pub fn all_names(&self, modules: &[&str]) -> Vec<String> {
         let mut names: Vec<String> =
             modules.iter().copied().chain(self.fused_of(modules)).map(str::to_owned).collect();
@@ -104,7 +104,7 @@ impl ModuleSchemes<'_> {
     }
 
     /// Returns engine names of the fused linears all of whose parts are among `modules`. Engines that do not know the
-    /// parts of a fused linear look for its own name.
+    /// parts of a fused linear look for the name of the fused linear.
     pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
         let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
         let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
@@ -141,7 +141,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
         false
     }
 
-    /// Whether configurations specify the rounding of inputs; in other formats they stay float.
+    /// Whether configurations specify the rounding of inputs; in other formats inputs stay float.
     fn keeps_activations(&self) -> bool {
         true
     }
@@ -213,7 +213,7 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The tensors of [`layout`](Self::layout) with their bytes, in the same order.
     ///
     /// # Errors
-    /// As [`layout`](Self::layout).
+    /// See [`layout`](Self::layout).
     fn pack(&self, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(TensorSpec, Vec<u8>)>>;
 
     /// The tensor that holds the static FP8 scale of keys or values, by the linear that computes them; `None` if the
@@ -225,18 +225,18 @@ pub trait Container: std::fmt::Debug + Send + Sync {
     /// The value of `quantization_config` in `config.json`.
     fn quantization_config(&self, schemes: &ModuleSchemes<'_>) -> Value;
 
-    /// Files next to `config.json` that readers of this format require.
+    /// Files next to `config.json` that loaders of this format require.
     fn companion_files(&self, _schemes: &ModuleSchemes<'_>) -> Vec<(&'static str, Value)> {
         Vec::new()
     }
 
-    /// Warnings about readers that cannot load these schemes.
+    /// Warnings about loaders that do not support these schemes.
     fn warnings(&self, schemes: &ModuleSchemes<'_>) -> Vec<String>;
 
-    /// Returns a reader for checkpoints with this `quantization_config`; `None` if it is of another format.
+    /// Returns a reader for checkpoints with this `quantization_config`; `None` if it describes a different format.
     ///
     /// # Errors
-    /// When it is of this format but uses an unsupported feature: the reason, naming the key.
+    /// When it describes this format but uses an unsupported feature: the reason, naming the key.
     fn reader(&self, quantization_config: &Value) -> Result<Option<Box<dyn PackedReader>>, String>;
 }
 
@@ -291,19 +291,19 @@ pub trait PackedReader: Send + Sync {
     /// The tensors that hold a weight, checked to exist with the dtype and shape that the scheme implies.
     ///
     /// # Errors
-    /// When one is missing, or has another dtype or shape.
+    /// When one is missing, or its dtype or shape differs.
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>>;
 
     /// The zero points of a weight, `[n, groups]`, if its scheme has any.
     ///
     /// # Errors
-    /// As [`tensors`](Self::tensors).
+    /// See [`tensors`](Self::tensors).
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>>;
 
     /// Reads the quantized weight.
     ///
     /// # Errors
-    /// As [`tensors`](Self::tensors), and when the contents are invalid.
+    /// See [`tensors`](Self::tensors); also when the contents are invalid.
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor>;
 }
 
@@ -313,7 +313,7 @@ pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &Gptq
 /// Returns the format of that name.
 ///
 /// # Errors
-/// When there is none; the message lists the known ones.
+/// When no format has that name; the message lists the known names.
 pub fn container(name: &str) -> Result<&'static dyn Container> {
     CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
@@ -329,7 +329,7 @@ pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
 /// Returns the formats of those names.
 ///
 /// # Errors
-/// As [`container`], and when the list is empty or has a duplicate.
+/// See [`container`]; also when the list is empty or has a duplicate.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
     const REMEDY: &str = "name each format once";
     if names.is_empty() {

@@ -6,8 +6,8 @@
 //! | `X_blocks` | U8 | `[experts, n, k / 32, 16]` | two E2M1 codes per byte, that of the lower column in the low nibble |
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
-//! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to the user, none of
-//! the model's linears is quantized.
+//! The values are exact in bf16 and are read as such, expert by expert (`model/fused_experts.rs`): to callers, all of
+//! the model's linears are float.
 
 use quant_kernels_cpu::e8m0_value;
 use serde_json::Value;

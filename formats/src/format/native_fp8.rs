@@ -1,5 +1,5 @@
 //! FP8 checkpoints with `quant_method: "fp8"`, the layout that DeepSeek, Qwen and others publish. Read, not written:
-//! compressed-tensors expresses the same, and its readers handle partial blocks at the edges correctly.
+//! compressed-tensors expresses the same, and its loaders handle partial blocks at the edges correctly.
 //!
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
@@ -81,7 +81,7 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
 }
 
 impl NativeFp8 {
-    /// Creates an FP8 reader that has not surveyed the tensors yet; `static_inputs` enables input scales.
+    /// Creates an FP8 reader that has not examined the tensors yet; `static_inputs` enables input scales.
     pub(super) fn new(static_inputs: bool) -> Self {
         Self { static_inputs, reads_fp4: false, modules: BTreeMap::new() }
     }

@@ -127,7 +127,7 @@ impl QuantizedCheckpoint {
     /// Creates a checkpoint from its tensors and its `quantization_config`; `path` is for messages.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// See [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, settings: &Value) -> Result<Self> {
         let unsupported = |reason| Error::UnsupportedQuantization { path: path.to_owned(), reason };
         Self::with_reader(source, reader(settings).map_err(unsupported)?)
@@ -204,7 +204,7 @@ impl QuantizedCheckpoint {
     }
 }
 
-/// Finds the modules that have codes and that are quantized according to the configuration.
+/// Finds the modules that have codes and are quantized according to the configuration.
 fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<QuantizedLinear>> {
     let mut found = Vec::new();
     for tensor in source.names() {

@@ -165,8 +165,8 @@ pub fn static_grid([lowest, highest]: [f32; 2], symmetric: bool) -> StaticScale 
     StaticScale { scale, zero: zero as i8 }
 }
 
-/// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every reader
-/// represents exactly; 1 for an input that was always 0.
+/// Returns the scale of FP8 inputs from `lowest` to `highest`: `max |x| / 448`, rounded to BF16, which every
+/// implementation represents exactly; 1 for an input that was always 0.
 pub fn fp8_static_scale([lowest, highest]: [f32; 2]) -> f32 {
     let exact = highest.max(-lowest) / FloatFormat::E4m3.largest();
     let scale = half::bf16::from_f32(exact).to_f32();

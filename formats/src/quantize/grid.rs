@@ -12,10 +12,10 @@
 //! | code | `clamp(round(w / s) + z, 0, 2^b − 1)` | the same |
 //! | value | `(code − z) · s` | the same |
 //!
-//! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and
-//! `value = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Power-of-two
-//! scales (the MX formats) follow from the bits of `a`: for E4M3 the smallest with `a / s ≤ 448`, for E2M1 the exponent
-//! is `⌊log₂ a⌋ − 2`, plus one if the mantissa of `a` is at least 1.75, as in compressed-tensors. For scales shared by
+//! A grid of floating-point numbers is symmetric: `s = round_to_dtype(a / largest)`, `code = nearest(w / s)` and `value
+//! = number(code) · s`, where `largest`, `nearest` and `number` are those of the [`FloatFormat`]. Power-of-two scales
+//! (the MX formats) follow from the bits of `a`: for E4M3 the smallest with `a / s ≤ 448`, for E2M1 the exponent is
+//! `⌊log₂ a⌋ − 2`, plus one if the mantissa of `a` is at least 1.75, as in compressed-tensors. For scales shared by
 //! several rows, see `shared.rs`.
 //!
 //! `round` is to the nearest integer, half to even. The scale is rounded to its stored dtype *before* anything is
@@ -25,15 +25,14 @@
 //! # Edge cases
 //!
 //! * **All zeros** (including −0.0): `s = 1`, every code is `z`, every value exactly 0. Floating-point codes keep the
-//!   sign
-//!   of a zero. (compressed-tensors writes the smallest step of the dtype as the scale; the values are the same.)
-//! * **A scale that rounds to 0** becomes the smallest positive value of its dtype: 2⁻²⁴ in F16,
-//!   2⁻¹³³ in BF16, 2⁻¹⁴⁹ in F32. The grid is then coarser than the group requires, and weights
-//!   below half of it become 0: the error is at most 2⁻²⁵ in F16, but the entire group may become 0.
-//! * **A scale in the subnormal range of its dtype** is rounded like any other, by up to half of that
-//!   smallest value; if it is rounded down, the largest weights saturate.
-//! * **A scale or value that overflows** its dtype is an error ([`GridError::Overflow`]): a reader
-//!   that computes in that dtype would get infinity.
+//!   sign of a zero. (compressed-tensors writes the smallest step of the dtype as the scale; the values are the same.)
+//! * **A scale that rounds to 0** becomes the smallest positive value of its dtype: 2⁻²⁴ in F16, 2⁻¹³³ in BF16, 2⁻¹⁴⁹
+//!   in F32. The grid is then coarser than the group requires, and weights below half of it become 0: the error is at
+//!   most 2⁻²⁵ in F16, but the entire group may become 0.
+//! * **A scale in the subnormal range of its dtype** is rounded like any other, by up to half of that smallest value;
+//!   if it is rounded down, the largest weights saturate.
+//! * **A scale or value that overflows** its dtype is an error ([`GridError::Overflow`]): an implementation that
+//!   computes in that dtype would get infinity.
 //! * **NaN and infinity** have no grid; [`Extent::of`] detects them.
 
 use quant_kernels_cpu::e8m0_value;
@@ -45,8 +44,8 @@ use crate::{Error, Result};
 /// `1.5 · 2²³`. Between 2²³ and 2²⁴ adjacent `f32` values are 1 apart, so for `|x| ≤ 2²²` the addition `x + MAGIC`
 /// itself rounds, half to even, and the integer is in the low bits of the sum.
 ///
-/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so there `round_ties_even` becomes a
-/// function call per weight; this takes one addition per four weights.
+/// Baseline x86-64 has no rounding instruction (`roundps` came with SSE4.1), so `round_ties_even` compiles to a
+/// function call per weight there; this takes one addition per four weights.
 const MAGIC: f32 = 12_582_912.0;
 
 /// Weights that a loop keeps in flight: four SSE registers, two of AVX.
@@ -132,7 +131,7 @@ impl Extent {
     }
 }
 
-/// Why a group has no grid.
+/// The reason why a group has no grid.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GridError {
@@ -281,7 +280,7 @@ impl GridRule {
     /// Returns the grid for weights from `−amax` to `amax`.
     ///
     /// # Errors
-    /// As [`fit`](Self::fit).
+    /// See [`fit`](Self::fit).
     pub(super) fn fit_amax(self, amax: f32) -> Result<Grid, GridError> {
         self.fit(Extent { min: -amax, max: amax })
     }

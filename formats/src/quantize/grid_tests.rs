@@ -132,7 +132,7 @@ fn subnormal_weights_and_scales_stay_finite() {
 fn overflow_is_an_error_not_infinity() {
     let f16 = rule(4, true, Dtype::F16);
     assert!(matches!(f16.fit_weights(&[1e6]), Err(GridError::Overflow { .. })));
-    // The scale fits, but 8 times the scale does not: a reader computing in F16 would get −inf …
+    // The scale fits, but 8 times the scale does not: an implementation that computes in F16 would get −inf …
     assert!(matches!(f16.fit_weights(&[-65472.0]), Err(GridError::Overflow { .. })));
     // … while 7 times the scale, on the positive side, fits; so does a scale that was rounded up.
     assert!(f16.fit_weights(&[65472.0]).is_ok());
@@ -204,7 +204,7 @@ proptest! {
         let mut faked = weights.clone();
         grid.fake_quantize(&mut faked);
         for ((&w, &code), &fake) in weights.iter().zip(&codes).zip(&faked) {
-            // The table at the top of grid.rs, literally.
+            // The formulas in the table at the top of grid.rs.
             let expected = ((w / grid.scale()).round_ties_even() as i32 + i32::from(grid.zero())).clamp(0, max);
             prop_assert_eq!(i32::from(code), expected);
             prop_assert_eq!(grid.code(w), code);

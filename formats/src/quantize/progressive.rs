@@ -24,7 +24,7 @@
 use super::grid::{Extent, Grid, GridError, GridRule, round_even, smallest_positive};
 use crate::checkpoint::Dtype;
 
-/// The range of the first level, out of 127, which keeps the second level within int8.
+/// The range of the first level, less than 127, which keeps the second level within int8.
 pub const PROTECTIVE_RANGE: f32 = 119.0;
 
 /// The dtype of row scales.

@@ -1,4 +1,4 @@
-//! The input of the quantizers: rows of a weight, widened one at a time, and the errors they can have.
+//! The input of the quantizers: rows of a weight, widened one at a time, and the errors that they can cause.
 
 use std::path::PathBuf;
 
@@ -54,7 +54,7 @@ impl Rows<'_> {
     }
 }
 
-/// Why rows could not be quantized.
+/// The reason why rows could not be quantized.
 ///
 /// Positions are relative to the given rows; [`within`](Self::within) converts it into an [`Error`] that names the
 /// tensor.
@@ -76,7 +76,7 @@ pub enum RowsError {
         row: usize,
         /// Index of the group in the row.
         group: usize,
-        /// What happened.
+        /// A description of the failure.
         source: GridError,
     },
     /// The group size does not divide the rows' width.

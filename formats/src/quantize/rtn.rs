@@ -60,7 +60,7 @@ pub fn quantize_rtn(
 /// to [`ErrorStats::of`].
 ///
 /// # Errors
-/// As [`quantize_rows`].
+/// See [`quantize_rows`].
 pub fn quantize_tensor(
     rows: Rows<'_>,
     shape: [usize; 2],
@@ -71,10 +71,10 @@ pub fn quantize_tensor(
     quantize_within(rows, shape, (scheme, scale_dtype), clip, ScaleContext::default())
 }
 
-/// Quantizes a weight that shares a scale with others, or whose scales are chosen by another search.
+/// Quantizes a weight that shares a scale with others, or whose scales are chosen by a different search.
 ///
 /// # Errors
-/// As [`quantize_rows`].
+/// See [`quantize_rows`].
 pub fn quantize_within(
     rows: Rows<'_>,
     shape: [usize; 2],
@@ -111,8 +111,8 @@ pub fn quantize_within(
 }
 
 /// Quantizes rows of width `columns` into the caller's slices: [`quantize_tensor`] for a weight in parts. Returns the
-/// error of these rows, relative to the weights before clipping. For a scheme whose rows share scales, these must be
-/// all rows.
+/// error of these rows, relative to the weights before clipping. For a scheme whose rows share scales, the slice must
+/// contain all rows.
 ///
 /// # Errors
 /// As [`quantize_rtn`]; also [`RowsError::Layout`] when the lengths of slices are inconsistent. If there are several
@@ -212,7 +212,7 @@ pub fn fake_quantize(
 /// [`fake_quantize`] for some rows of a weight, starting at row `first`, with the scales that its rows share.
 ///
 /// # Errors
-/// As [`fake_quantize`].
+/// See [`fake_quantize`].
 pub fn fake_quantize_within(
     weights: &mut [f32],
     columns: usize,
@@ -250,7 +250,7 @@ pub fn fake_quantize_within(
 /// The first-level scales of rows `[n, columns]`, if the scheme has two levels.
 ///
 /// # Errors
-/// As [`quantize_rows`].
+/// See [`quantize_rows`].
 pub fn row_scales(
     weights: &[f32],
     columns: usize,
@@ -273,7 +273,7 @@ pub fn row_scales(
 /// has two levels, `row_scales` are the scales of these rows.
 ///
 /// # Errors
-/// As [`quantize_rows`].
+/// See [`quantize_rows`].
 pub fn fake_quantize_group(
     weights: &mut [f32],
     group_size: usize,

@@ -79,7 +79,7 @@ impl FromStr for ScaleSearch {
     }
 }
 
-/// What the grids of a weight depend on besides the weight itself.
+/// The parameters of a weight's grids, besides the weight itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ScaleContext {
     /// How group scales are chosen, if there is a choice.
@@ -208,7 +208,7 @@ impl SharedScales {
     /// Computes the scales of a whole weight.
     ///
     /// # Errors
-    /// As [`SharedExtents::scales`].
+    /// See [`SharedExtents::scales`].
     pub fn of(
         rows: Rows<'_>,
         columns: usize,

@@ -42,7 +42,7 @@ impl QuantizedTensor {
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
-    /// When the parts are inconsistent; readers of files must call this to rule it out.
+    /// When the parts are inconsistent; code that reads files must call this to rule it out.
     pub fn view(&self) -> Result<WeightView<'_>> {
         self.view_with(None)
     }
@@ -50,7 +50,7 @@ impl QuantizedTensor {
     /// Returns a view with the [codes of the scales](Self::scale_codes) in place of scales if there is a global one.
     ///
     /// # Errors
-    /// As [`view`](Self::view).
+    /// See [`view`](Self::view).
     pub fn view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
         let group_size = self.scheme.granularity.group_size(self.shape[1]);
         if self.levels.is_some() != self.scheme.is_progressive() {
@@ -227,12 +227,12 @@ impl QuantizedTensor {
         (0..n * groups).map(scale).collect()
     }
 
-    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in
-    /// another dtype or with one level instead of two, per-token activations left float. No weight changes.
+    /// Returns the same matrix on an equivalent grid: symmetric or with the midpoint as stored zero point, scales in a
+    /// different dtype or with one level instead of two, per-token activations left float. No weight changes.
     ///
     /// # Errors
-    /// When the grid is not equivalent: other bits or groups, a zero point that is not the midpoint, a scale that is
-    /// not exact in the dtype.
+    /// When the grid is not equivalent: different bits or groups, a zero point that is not the midpoint, a scale that
+    /// is not exact in the dtype.
     pub fn restated(mut self, scheme: LinearScheme, scale_dtype: Dtype) -> Result<Self, String> {
         let columns = self.shape[1];
         let group_size = |scheme: LinearScheme| scheme.granularity.group_size(columns);
@@ -279,7 +279,7 @@ impl QuantizedTensor {
     /// Returns the whole matrix as `f32`, `[n, k]` row-major.
     ///
     /// # Errors
-    /// As [`view`](Self::view).
+    /// See [`view`](Self::view).
     pub fn dequantize(&self) -> Result<Vec<f32>> {
         let mut out = vec![0.0; self.shape[0] * self.shape[1]];
         let view = self.view()?;

@@ -165,8 +165,8 @@ impl LinearScheme {
 
     /// The dtype of stored scales for weights of dtype `weight`.
     ///
-    /// FP8 scales are BF16: some readers round scales to the model's dtype on loading, and BF16 is exact in F16 (within
-    /// its range), BF16 and F32. Scales of `wf8a16-channel` have the weight's dtype.
+    /// FP8 scales are BF16: some loaders round scales to the model's dtype, and BF16 is exact in F16 (within its
+    /// range), BF16 and F32. Scales of `wf8a16-channel` have the weight's dtype.
     pub fn scale_dtype(&self, weight: Dtype) -> Dtype {
         match (self.fixed_scales(), self.float_format(), self.granularity, self.activations) {
             (Some(fixed), ..) => fixed.dtype(),
@@ -175,7 +175,7 @@ impl LinearScheme {
         }
     }
 
-    /// Whether it is NVFP4: E4M3 scales with one F32 for the whole tensor.
+    /// Whether the scheme is NVFP4: E4M3 scales with one F32 for the whole tensor.
     pub fn has_global_scale(&self) -> bool {
         self.fixed_scales() == Some(ScaleFormat::E4m3)
     }

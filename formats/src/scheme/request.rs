@@ -65,7 +65,7 @@ impl SchemeRequest {
     /// of scales must be requested explicitly. Aliases such as `fp8` and `nvfp4` are accepted.
     ///
     /// # Errors
-    /// When a part is not understood; the message lists the valid ones.
+    /// When a part is invalid; the message lists the valid ones.
     pub fn refine(self, text: &str) -> Result<Self> {
         let text = float::alias(text).unwrap_or(text);
         let mut parts = text.split('-');
@@ -122,7 +122,7 @@ impl SchemeRequest {
         Ok(scheme)
     }
 
-    /// Returns the scheme with the first word of a name, `w4a16`; `None` if it is not understood.
+    /// Returns the scheme with the first word of a name, `w4a16`; `None` if it is invalid.
     fn with_head(self, head: &str) -> Option<Self> {
         let (weight, activations) = head.strip_prefix('w')?.split_once('a')?;
         let mut weight = WeightRequest::named(weight)?;
@@ -182,7 +182,7 @@ impl SchemeRequest {
         }
     }
 
-    /// 4-bit integers with FP8 activations, as the only engine kernel for them requires.
+    /// 4-bit integers with FP8 activations, in the form that the only engine kernel for them requires.
     fn is_w4afp8(self) -> bool {
         self.activations == ActivationScheme::Fp8Token
             && self.granularity == Granularity::Group(W4AFP8_GROUP)
@@ -254,7 +254,7 @@ fn known_integers() -> String {
     }
 }
 
-/// Names of other tools for some of our schemes.
+/// Names that other tools use for some of these schemes.
 const FOREIGN: [(&str, &str); 12] = [
     ("int2", "w2a16"),
     ("int3", "w3a16"),

@@ -68,7 +68,7 @@ pub(super) enum Family {
 /// The result of planning: the plan, and its kernels.
 pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
 
-/// The error for a plan of another family than the function's.
+/// The error for a plan whose family differs from that of the function.
 pub(super) fn another_family() -> Fault {
     Fault::new(qz1_status::Mismatch, "a plan of another family")
 }

@@ -98,7 +98,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
                 QZ1_TYPE_F32 => Output::F32,
                 _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
             };
-            // Operands that do not fit each other are rejected before a device is needed.
+            // Operands that do not match are rejected before a device is needed.
             LinearScheme::new(&layout, activation, output)?;
             let device = DeviceLimits::current()?;
             let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;

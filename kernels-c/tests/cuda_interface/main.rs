@@ -30,7 +30,7 @@ fn stand_in() -> Option<PathBuf> {
     is_there(found.as_ref().map(|_| ())).then(|| PathBuf::from(named.unwrap_or_default()))
 }
 
-/// Where compiled kernels are kept between runs.
+/// The directory of compiled kernels, which is kept between runs.
 fn images() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-images")
 }

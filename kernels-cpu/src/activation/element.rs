@@ -25,7 +25,7 @@ pub(crate) mod sealed {
         const KIND: Kind;
         const ZERO: Self;
 
-        /// The same slice, if its elements are `f32`.
+        /// Returns the slice itself, if its elements are `f32`.
         fn as_f32(_: &[Self]) -> Option<&[f32]> {
             None
         }

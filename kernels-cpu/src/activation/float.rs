@@ -14,8 +14,8 @@ use crate::{IsaToken, KernelError, Parallel};
 /// Features of a step in the order in which pairs of bf16 are multiplied: (0, 2), (4, 6), (1, 3), (5, 7).
 pub(crate) const PAIRS: [usize; 4] = [0, 4, 1, 5];
 
-/// The number of bf16 values that represent an activation where a path multiplies bf16: the rounded value, the rounded
-/// remainder of that, and so on. Each part adds as many products again.
+/// The number of bf16 values that represent an activation on paths that multiply bf16: the rounded value, the rounded
+/// remainder of that, and so on. The number of products is proportional to the number of parts.
 ///
 /// On [`Isa::Amx`](crate::Isa::Amx) any number may be chosen. [`Isa::Avx512Bf16`](crate::Isa::Avx512Bf16) always uses
 /// two, and all other paths multiply the `f32` itself. Activations of type bf16 have one part everywhere.
@@ -41,11 +41,11 @@ pub struct FloatRows {
     pub(crate) token: IsaToken,
     parts: Bf16Parts,
     /// `[strips][padded_k / STEP][rows of the strip][STEP]`: bits of an `f32`, or of two pairs of bf16. Empty if the
-    /// token has a tile unit.
+    /// instruction set has a tile unit.
     pub(crate) words: Vec<u32>,
     /// `[strips][groups][rows of the strip]`; for a tile unit `[row tiles][groups][rows]`.
     pub(crate) sums: Vec<f32>,
-    /// The tiling for the tile unit, if the token has one.
+    /// The tiling for the tile unit, if the instruction set has one.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
     /// Whether the input type was bf16: the second half of every value is zero.
@@ -55,7 +55,7 @@ pub struct FloatRows {
 }
 
 impl FloatRows {
-    /// Creates an empty buffer for these instructions, with two parts where they multiply bf16.
+    /// Creates an empty buffer for these instructions, with two parts if they multiply bf16.
     pub fn new(token: IsaToken) -> Self {
         Self::in_parts(token, Bf16Parts::default())
     }
@@ -158,13 +158,13 @@ impl FloatRows {
         self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
     }
 
-    /// The tiling for the tile unit, if the token has one.
+    /// The tiling for the tile unit, if the instruction set has one.
     pub(crate) fn tiling_of(&self, m: usize, layout: RowLayout, in_bf16: bool) -> Option<Tiling> {
         let parts = if in_bf16 { 1 } else { 1 + self.parts as usize };
         self.token.has_tiles().then(|| Tiling::new(m, layout, 2 * STEP, parts))
     }
 
-    /// Makes room for rows. All that remains of earlier calls is overwritten later.
+    /// Makes room for rows. Contents left over from earlier calls are overwritten later.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         resize(&mut self.words, Some(extent.codes))?;
         resize(&mut self.tiles, Some(extent.tiles))?;
@@ -276,8 +276,9 @@ pub(super) unsafe fn pack_tiles<L: RowLanes, const PARTS: usize>(
             // Every block begins within its group; the last one may end beyond it.
             let x = &group[block * steps * STEP..];
             let whole = (x.len() / STEP).min(steps);
-            // SAFETY: the caller guarantees the instructions of `L`. `x` holds `whole` steps. The parts are `part`
-            // words apart, and each has room for `whole` steps in this row, within `words` by the assertion above.
+            // SAFETY: the caller guarantees that the processor has the instructions of `L`. `x` holds `whole` steps.
+            // The parts are `part` words apart, and each has room for `whole` steps in this row, within `words` by the
+            // assertion above.
             unsafe { L::split_steps::<PARTS>(x.as_ptr(), whole, to.as_mut_ptr(), part, &mut sum) };
             for step in whole..steps {
                 let mut values = [0.0; STEP];

@@ -1,4 +1,5 @@
-//! Norms and gates as floats, for layers that are not quantized; and results rounded to the type of the activations.
+//! Norms and gates as floats, for layers that are not quantized, and rounding of results to the type of the
+//! activations.
 
 use super::element::Element;
 use super::source::{GateUp, Gated, Norm, RmsNorm, Source};
@@ -49,7 +50,7 @@ pub fn silu_mul<E: Element>(
     Ok(())
 }
 
-/// Values that one piece of work rounds.
+/// Values per piece of work when results are rounded.
 const PIECE: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.

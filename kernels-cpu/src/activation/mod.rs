@@ -4,17 +4,17 @@
 //! row of zeros, or whose largest magnitude is below [`SMALLEST`], has `s = 0`; a row that contains NaN or an infinity
 //! has `s = NaN`, and so does everything that is computed from it.
 //!
-//! Static: one scale and one zero point for all tokens, from calibration:
-//! `a = clamp(round(x · (1 / s)) + a₀, −128, 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point
-//! of 0; the widths that [`Layout::of`] accepts allow for it.
+//! Static: one scale and one zero point for all tokens, from calibration: `a = clamp(round(x · (1 / s)) + a₀, −128,
+//! 127)`, `x ≈ s · (a − a₀)`. Such codes can be −128 even with a zero point of 0; the widths that [`Layout::of`]
+//! accepts allow for it.
 //!
 //! The codes are stored with their sums over the groups of the weights, which are multiplied with the zero points of
 //! the weights.
 //!
 //! The input may be the activations themselves, their RMSNorm, or `silu(gate) · up`: the latter two are computed into
 //! memory that stays in the L1 or L2 cache, and rounded from there. Activations are `f32`, f16 or bf16 ([`Element`]);
-//! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and every instruction set, split and
-//! number of threads gives the same bits.
+//! all arithmetic is in `f32`, in the order of [`reference`](crate::reference), and results are bit-identical for every
+//! instruction set, division of work and number of threads.
 //!
 //! Rows are stored in strips of up to twelve rows, the height of a kernel tile; up to sixteen rows form a single strip.
 //! A strip stores the eight codes of every row step by step, so that a kernel reads it sequentially. For a tile unit,
@@ -102,7 +102,7 @@ pub struct Int8Rows {
     /// `[m]`
     pub(crate) scales: Vec<f32>,
     pub(crate) zero: i32,
-    /// The same rows for the tile unit, if the token has one and there are enough rows for it.
+    /// The same rows for the tile unit, if the instruction set has one and there are enough rows for it.
     pub(crate) tiling: Option<Tiling>,
     pub(crate) tiles: Vec<Line>,
     pub(crate) tile_sums: Vec<i32>,
@@ -280,7 +280,7 @@ impl Int8Rows {
         tiled.then(|| Tiling::new(m, layout, STEP, 1))
     }
 
-    /// Makes room for rows. All that remains of earlier calls is overwritten later.
+    /// Makes room for rows. Contents left over from earlier calls are overwritten later.
     pub(crate) fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
         if extent.tiles > 0 {
             resize(&mut self.tiles, Some(extent.tiles))?;

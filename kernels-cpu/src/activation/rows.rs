@@ -1,8 +1,8 @@
 //! The inner loops along one row, written once over [`RowLanes`].
 //!
 //! Sums use 64 lanes: value `i` is added to lane `i mod 64` by a fused multiply-add, in order; then the upper half of
-//! the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the definition, so all
-//! instruction sets give the same bits.
+//! the lanes is added to the lower half, from 32 + 32 down to 1 + 1. This order is part of the definition, so results
+//! are bit-identical on all instruction sets.
 
 use super::RowLayout;
 use super::element::{Element, sealed::Kind};
@@ -43,8 +43,8 @@ unsafe fn load<L: RowLanes, E: Element>(x: &[E], at: usize) -> L::F {
         part[..left.len()].copy_from_slice(left);
         part.as_ptr()
     };
-    // SAFETY: `from` is valid for sixteen values of the type of `E::KIND`; the caller guarantees the instructions of
-    // `L`.
+    // SAFETY: `from` is valid for sixteen values of the type of `E::KIND`; the caller guarantees that the processor has
+    // the instructions of `L`.
     unsafe {
         match E::KIND {
             Kind::F32 => L::load_f32(from.cast()),
@@ -61,7 +61,8 @@ unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
     let mut part = [E::ZERO; LANES];
     let whole = left.len() >= LANES;
     let to = if whole { left.as_mut_ptr() } else { part.as_mut_ptr() };
-    // SAFETY: `to` is valid for sixteen values of the type of `E::KIND`; the caller guarantees the instructions of `L`.
+    // SAFETY: `to` is valid for sixteen values of the type of `E::KIND`; the caller guarantees that the processor has
+    // the instructions of `L`.
     unsafe {
         match E::KIND {
             Kind::F32 => L::store_f32(to.cast(), a),
@@ -77,7 +78,7 @@ unsafe fn store<L: RowLanes, E: Element>(x: &mut [E], at: usize, a: L::F) {
 /// The magnitude as bits: magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
 #[inline(always)]
 unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe { L::and(L::as_i32(a), L::splat(0x7fff_ffff)) }
 }
 
@@ -87,7 +88,7 @@ unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
 /// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let mut most = [L::splat(0); SUMS];
         let mut at = 0;
@@ -111,7 +112,7 @@ pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
 #[inline(always)]
 pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) -> f32 {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..x.len()).step_by(LANES) {
@@ -127,7 +128,7 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
 #[inline(always)]
 pub(super) unsafe fn narrow<L: RowLanes, E: Element>(x: &[f32], out: &mut [E]) {
     assert_eq!(x.len(), out.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         for at in (0..x.len()).step_by(LANES) {
             store::<L, E>(out, at, load::<L, f32>(x, at));
@@ -146,7 +147,7 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
 ) -> f32 {
     let k = x.len();
     assert!(weight.len() == k && out.len() == k && residual.as_ref().is_none_or(|r| r.len() == k));
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let mut sums = [L::zero(); SUMS];
         for (i, at) in (0..k).step_by(LANES).enumerate() {
@@ -190,7 +191,7 @@ fn inverse_root(lanes: &mut [f32; 64], k: usize, eps: f32) -> f32 {
 #[inline(always)]
 pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out: &mut [f32]) -> f32 {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let mut most = L::splat(0);
         for at in (0..out.len()).step_by(LANES) {
@@ -207,7 +208,7 @@ pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out
 pub(super) unsafe fn gelu_tanh_mul<L: RowLanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     use crate::reference::GELU;
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         for at in (0..out.len()).step_by(LANES) {
             let g = load::<L, f32>(gate, at);
@@ -227,7 +228,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     out: &mut [f32],
 ) {
     assert!(gate.len() == up.len() && gate.len() == out.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let (most, one) = (L::splat_f32(limit), L::splat_f32(1.0));
         for at in (0..out.len()).step_by(LANES) {
@@ -244,7 +245,7 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
 #[inline(always)]
 pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: &[f32]) {
     assert_eq!(sum.len(), y.len());
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let weight = L::splat_f32(weight);
         for at in (0..y.len()).step_by(LANES) {
@@ -258,7 +259,7 @@ pub(super) unsafe fn add_weighted<L: RowLanes>(sum: &mut [f32], weight: f32, y: 
 /// `g / (1 + e^−g)`, see [`crate::reference::silu`].
 #[inline(always)]
 unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe { L::mul_f32(g, sigmoid::<L>(g)) }
 }
 
@@ -266,7 +267,7 @@ unsafe fn silu<L: RowLanes>(g: L::F) -> L::F {
 #[inline(always)]
 unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
     use crate::reference::{EXP_TERMS, LN_2, LOG2_E, SILU_END};
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let end = L::splat_f32(SILU_END);
         let z = L::sub_f32(L::zero(), g);
@@ -293,8 +294,8 @@ pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid
     assert!(r < rows && row.len() == layout.k);
     assert!(codes.len() == layout.padded() * rows && sums.len() == layout.groups() * rows);
     let finite = grid.scale.is_finite();
-    // SAFETY: the caller guarantees the instructions of `L`. A step of the row begins at `(step · rows + r) · STEP`
-    // with `step < groups · steps`, so its eight codes are within `codes` by the assertion above.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`. A step of the row begins at `(step
+    // · rows + r) · STEP` with `step < groups · steps`, so its eight codes are within `codes` by the assertion above.
     unsafe {
         let (inverse, zero) = (L::splat_f32(grid.inverse), L::splat_f32(grid.zero));
         let code = |v: L::F| -> L::I {
@@ -364,7 +365,7 @@ pub(super) unsafe fn pack_tiles<L: RowLanes>(
     words: &mut [u32],
     sums: &mut [f32],
 ) {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         match tiling.parts {
             1 => super::float::pack_tiles::<L, 1>(row, layout, tiling, r, words, sums),

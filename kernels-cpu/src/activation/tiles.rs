@@ -92,7 +92,8 @@ pub(super) unsafe fn copy_row(
     let row_bytes = tiling.row_bytes();
     assert!(tile_row < tiling.rows && r < rows && codes.len() == rows * layout.padded());
     for (g, block) in (0..tiling.groups).flat_map(|g| (0..blocks).map(move |block| (g, block))) {
-        // SAFETY: the row's bytes in the tile of this block, which is within the tiles that the caller guarantees.
+        // SAFETY: the offset is that of this row in the tile of this block, within the tiles for which the caller
+        // guarantees that `to` is valid.
         let mut to = unsafe { to.add(((g * blocks + block) * tiling.rows + tile_row) * row_bytes) };
         let first = block * steps;
         let whole = steps.min(layout.steps - first);
@@ -106,7 +107,7 @@ pub(super) unsafe fn copy_row(
             }
             from += rows * STEP;
         }
-        // SAFETY: the rest of the row's bytes.
+        // SAFETY: `to` is now at the rest of this row's bytes in the tile, which hold `steps − whole` steps.
         unsafe { to.write_bytes(0, (steps - whole) * STEP) };
     }
 }
@@ -163,7 +164,7 @@ mod tests {
         size.div_ceil(STEP)
     }
 
-    /// Groups of 16 use vector lanes for any number of rows; wider groups use tiles from 16 rows on. Both match the
+    /// Groups of 16 use vector lanes for any number of rows; wider groups use tiles for 16 rows or more. Both match the
     /// reference.
     #[test]
     fn narrow_groups_are_not_tiled() {

@@ -3,8 +3,8 @@
 use super::kernel::Tile;
 use crate::simd::Lanes;
 
-/// Lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. Fewer than the step has, since keys
-/// take less time than values; the rest is prefetched during the other passes.
+/// Lines to prefetch per step of sixty-four keys, for keys of 4, 8 and 16 bits. Fewer lines than a step reads, since
+/// keys take less time than values; the rest is prefetched during the other passes.
 pub(super) const KEY_LINES: [usize; 3] = [2, 4, 14];
 /// Lines to prefetch while sixteen scores of every row are converted to probabilities.
 pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
@@ -43,7 +43,8 @@ impl<'a> Ahead<'a> {
         let now = lines.min(self.left);
         for line in 0..lines {
             if line < now {
-                // SAFETY: the caller guarantees the instructions of `L`; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch address need
+                // not be valid.
                 unsafe { L::prefetch(self.at.wrapping_add(64 * line)) };
             }
         }

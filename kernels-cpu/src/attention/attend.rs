@@ -355,8 +355,8 @@ impl<'l> Call<'_, 'l> {
                 tile.sum[t] = *self.word(self.room.sums + row).cast::<f32>();
             }
         }
-        // SAFETY: the token of `path` proves the instructions; `attend_to` checked page numbers and lengths; the caller
-        // guarantees `out`.
+        // SAFETY: the `IsaToken` of `path` proves that the processor has the instructions; `attend_to` checked page
+        // numbers and lengths; the caller guarantees that `out` is valid for these rows.
         unsafe { (self.path.attend[rows.len() - 1])(&tile) }
     }
 

@@ -1,4 +1,4 @@
-//! `eˣ` in sixteen lanes, with the same bits on all instruction sets.
+//! `eˣ` in sixteen lanes, bit-identical on all instruction sets.
 
 use super::grid::ROUND;
 use crate::simd::Lanes;
@@ -18,7 +18,7 @@ const TERMS: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_552, 0.008_363_353, 0.001_
 /// The processor must have the instructions of `L`.
 #[inline(always)]
 pub(super) unsafe fn exp<L: Lanes>(x: L::F) -> L::F {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let (one, minus) = (L::splat_f32(1.0), L::splat_f32(-1.0));
         let x = L::max_f32(x, L::splat_f32(LEAST));

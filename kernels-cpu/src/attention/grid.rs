@@ -36,7 +36,7 @@ pub struct HeadGrid {
 /// Quantizes the values `x` of one head of one token to `bits`, 4 or 8: codes from 0 to `2^bits − 1`.
 ///
 /// # Errors
-/// When `codes` has the wrong length, `bits` is another number, or a value is beyond ±65504 or NaN.
+/// When `codes` has the wrong length, `bits` is neither 4 nor 8, or a value is beyond ±65504 or NaN.
 pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid, KernelError> {
     KernelError::length("codes", x.len(), codes.len())?;
     let levels = match bits {
@@ -49,7 +49,7 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     // Adding zero turns a negative zero into a positive one.
     let zero = rounded_down(low + 0.0);
     let from = zero.to_f32();
-    // Here too: zeros of different sign compare as equal, so which of them is the maximum is undefined.
+    // The addition is needed here too: zeros of different sign compare as equal, so either may be the maximum.
     let scale = rounded_up((high - from) / levels + 0.0);
     let step = scale.to_f32();
     if step == 0.0 {

@@ -75,8 +75,8 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
     let at = scores.as_mut_ptr().cast::<f32>();
     let end = (0..MR).fold(0, |end, m| end.max(t.seen[m]));
     let mut masses = [Mass::NONE; TILE_ROWS];
-    // SAFETY: all reads and writes are within what the caller guarantees: pages and tokens stay below their counts,
-    // offsets are those of the layout, and scores are written before they are read.
+    // SAFETY: all reads and writes are within the memory that the caller guarantees to be valid: pages and tokens stay
+    // below their counts, offsets are those of the layout, and scores are written before they are read.
     unsafe {
         let d = t.layout.head_dim();
         if end <= t.first {
@@ -148,8 +148,8 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
     out: *mut f32,
 ) {
     let d = t.layout.head_dim();
-    // SAFETY: steps and features stay within the panels, panels within the page, and the caller guarantees page and
-    // `out`.
+    // SAFETY: steps and features stay within the panels, panels within the page, and the caller guarantees that the
+    // page and `out` are valid.
     unsafe {
         let mut scores = [[L::zero(); NP]; MR];
         if BITS == 16 {
@@ -233,7 +233,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
     let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
     let bytes = 2 * step_bytes::<L, BITS>();
-    // SAFETY: panels are those for which the caller guarantees scores, and pages are those of the chunk.
+    // SAFETY: the caller guarantees that the scores of these panels exist, and pages are those of the chunk.
     unsafe {
         let mut minus = [L::zero(); MR];
         for m in 0..MR {
@@ -301,7 +301,8 @@ const fn centre<const BITS: usize>() -> i32 {
 /// See [`attend`]; `to` must have room for the probabilities of two steps.
 #[inline(always)]
 unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
-    // SAFETY: the caller guarantees the instructions of `L` and room at `to`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L` and that `to` has room for the
+    // result.
     unsafe { if BITS == 16 { L::store_f32(to.cast(), p) } else { L::store_probabilities(to, p) } }
 }
 
@@ -311,7 +312,8 @@ unsafe fn store<L: ValueLanes, const BITS: usize>(to: *mut u8, p: L::F) {
 /// See [`attend`].
 #[inline(always)]
 unsafe fn keep<L: Lanes>(lanes: L::F, panel: usize, [first, end]: [usize; 2], other: f32) -> L::F {
-    // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are loaded.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; the array holds the sixteen values
+    // that are loaded.
     unsafe {
         let mut kept = array::<L>(lanes);
         for (i, lane) in kept.iter_mut().enumerate() {
@@ -328,7 +330,8 @@ unsafe fn keep<L: Lanes>(lanes: L::F, panel: usize, [first, end]: [usize; 2], ot
 #[inline(always)]
 unsafe fn array<L: Lanes>(lanes: L::F) -> [f32; PANEL_ROWS] {
     let mut array = [0.0; PANEL_ROWS];
-    // SAFETY: the caller guarantees the instructions of `L`; the array holds the sixteen values that are stored.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; the array holds the sixteen values
+    // that are stored.
     unsafe { L::store_f32(array.as_mut_ptr(), lanes) };
     array
 }
@@ -362,7 +365,7 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
     let panel = PAGE_TOKENS / STEP * bytes;
     let row = CHUNK * size_of::<f32>();
     // SAFETY: steps stay within the page, and panels of features within the head; the probabilities of a row are stored
-    // in the memory of its scores. The caller guarantees the page, `p` and `out`.
+    // in the memory of its scores. The caller guarantees that the page, `p` and `out` are valid.
     unsafe {
         let out = |m: usize, g: usize| t.out.add(m * d + (f + g) * PANEL_ROWS);
         let mut sums = [[L::zero(); NF]; MR];
@@ -433,7 +436,7 @@ pub(super) unsafe fn join<L: ValueLanes>(
     if other.total == 0.0 {
         return mass;
     }
-    // SAFETY: features are below `head_dim`, for which the caller guarantees both pointers.
+    // SAFETY: features are below `head_dim`, for which the caller guarantees that both pointers are valid.
     unsafe {
         if mass.total == 0.0 {
             out.copy_from_nonoverlapping(part, head_dim);

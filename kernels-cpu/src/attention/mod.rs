@@ -22,8 +22,8 @@
 //!
 //! Tokens are divided along the list into chunks of 1024, each with its own maximum; a chunk's sums run over its tokens
 //! in order, and chunks are merged in order. This order is fixed, so results do not depend on the division of work or
-//! the number of threads. All instruction sets give the same bits except `avx512bf16`, which rounds `p_t · s_t` to
-//! bf16; maxima, totals and log-sum-exps are the same there too.
+//! the number of threads. Results are bit-identical on all instruction sets except `avx512bf16`, which rounds `p_t ·
+//! s_t` to bf16; maxima, totals and log-sum-exps are the same there too.
 //!
 //! # The bound
 //!
@@ -37,9 +37,8 @@
 //! - Sums of at most 1024 values in a chunk, merging of chunks, and a division: `(1024 + 3 · ⌈n / 1024⌉ + 8) · 2⁻²⁴`.
 //!
 //! `|out − exact| ≤ (2ε + 2 (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ [+ 2⁻⁸]) Σ P_t (|s_t| |c_t − centre| + |z_t + centre · s_t|)`,
-//! where the term in brackets applies to `avx512bf16`; and
-//! `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³ |lse|`. These bounds assume that no `p_t · s_t` that
-//! matters is below `10⁻³⁸`.
+//! where the term in brackets applies to `avx512bf16`; and `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³
+//! |lse|`. These bounds assume that no `p_t · s_t` that matters is below `10⁻³⁸`.
 
 mod ahead;
 mod append;

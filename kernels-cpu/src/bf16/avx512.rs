@@ -14,7 +14,7 @@ const LANES: usize = 16;
 
 /// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
 pub(super) fn multiply(_: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
-    // SAFETY: the token proves that the processor has the features that the function is compiled with.
+    // SAFETY: the `IsaToken` proves that the processor has the features that the function is compiled for.
     unsafe { tile(strip, panel) }
 }
 

@@ -29,7 +29,7 @@ pub const RIGHT_ROWS: usize = 32;
 pub struct Avx512Bf16(());
 
 impl Avx512Bf16 {
-    /// Returns the token if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
+    /// Returns the proof if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
     /// them.
     pub fn detect() -> Option<Self> {
         Isa::dense_bf16().then_some(Self(()))
@@ -140,7 +140,7 @@ operand!(RightBf16, RIGHT_ROWS, "a right operand");
 /// `out` is `[rows, n]`, row-major; it is overwritten. Allocates nothing and spawns no threads.
 ///
 /// # Panics
-/// When the operands have different widths, or `out` is not whole rows that `left` has from `first` on.
+/// When the operands have different widths, or `out` is not whole rows that `left` has, starting at strip `first`.
 pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
@@ -173,7 +173,7 @@ fn multiply(token: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
     avx512::multiply(token, strip, panel)
 }
 
-/// No token exists here.
+/// Never called: `Avx512Bf16` cannot be created on this architecture.
 #[cfg(not(target_arch = "x86_64"))]
 fn multiply(_: Avx512Bf16, _: &[u32], _: &[u32]) -> Tile {
     [[0.0; RIGHT_ROWS]; LEFT_ROWS]
@@ -240,7 +240,7 @@ mod tests {
                 let bound = (k as f64 + 2.0) * 2.0_f64.powi(-24) * magnitude + 1e-37;
                 prop_assert!((f64::from(*got) - exact).abs() <= bound, "{got} {exact}");
             }
-            // A part of the product equals the same part of the whole.
+            // A part of the product is bit-identical to the same part of the whole product.
             let strips = m.div_ceil(LEFT_ROWS);
             let first = seed as usize % strips;
             let rows = (m - first * LEFT_ROWS).min(1 + seed as usize % 30);

@@ -186,7 +186,7 @@ impl QuantizedExperts {
         }
     }
 
-    /// The same, with results in the type of `x`.
+    /// [`run`](Self::run), with results rounded to the type of `x`.
     fn run_narrow<E: Element>(
         &self,
         x: &[E],

@@ -262,7 +262,7 @@ impl QuantizedLinear {
             .collect()
     }
 
-    /// The same, with results in the type of `x`.
+    /// [`run`](Self::run), with results rounded to the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
         self.runner.lend(|rows, parallel| {
             // Only grows, so that a call with few rows clears no memory of one with many.

@@ -113,8 +113,8 @@ impl<'a> Experts<'a> {
     /// Checks that experts match.
     ///
     /// # Errors
-    /// When there are no experts or more than 32 bits can count, a shape differs from that of the first expert, gate
-    /// and up have different groups, or a bias has the wrong length.
+    /// When there are no experts or 2³² or more, a shape differs from that of the first expert, gate and up have
+    /// different groups, or a bias has the wrong length.
     pub fn new(experts: &'a [Expert<'a>]) -> Result<Self, KernelError> {
         let first = experts.first().ok_or(KernelError::Scheme("a layer without experts"))?;
         if experts.len() > NO_EXPERT as usize {

@@ -85,7 +85,7 @@ impl ExpertsPlan {
         self.top_k
     }
 
-    /// Bytes that an [`ExpertsWorkspace`] holds at least after it is [reserved](ExpertsWorkspace::reserve).
+    /// The minimum size in bytes of an [`ExpertsWorkspace`] after it is [reserved](ExpertsWorkspace::reserve).
     pub fn workspace_bytes(&self) -> usize {
         self.bytes().unwrap_or(usize::MAX)
     }
@@ -305,7 +305,7 @@ impl Memory<'_> {
     /// There must be [room](Buffer::room) for the segment, segments must not overlap, and each unit may be processed
     /// only once.
     pub(super) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
-        // SAFETY: the safety contract of this function is that of both.
+        // SAFETY: both functions have the safety contract of this function.
         unsafe {
             match self {
                 Self::Int8(memory) => memory.strip(all, i, source, None),

@@ -189,8 +189,8 @@ impl Experts<'_> {
                 let columns = panels.start * PANEL_ROWS..(panels.end * PANEL_ROWS).min(width);
                 let part = Part { rows: &rows, units, panels };
                 // SAFETY: `each_part` yields parts of the rows and panels that fit into the results; the rows were
-                // prepared for the experts' layouts; `Experts::new` checked the shapes of weights and biases; the token
-                // proves the instructions.
+                // prepared for the experts' layouts; `Experts::new` checked the shapes of weights and biases; the
+                // `IsaToken` proves that the processor has the instructions.
                 let (gates, ups) =
                     unsafe { (part.multiply(gate, &mut results), part.multiply(up, &mut others)) };
                 for (r, (gates, ups)) in gates.zip(ups).enumerate() {
@@ -240,7 +240,7 @@ impl Experts<'_> {
                     let part = Part { rows: &rows, units, panels };
                     // SAFETY: `each_part` yields parts of the rows and panels that fit into the results; the rows were
                     // prepared for the experts' layouts; `Experts::new` checked the shapes of weights and biases; the
-                    // token proves the instructions.
+                    // `IsaToken` proves that the processor has the instructions.
                     let products = unsafe { part.multiply(down, &mut results) };
                     for (r, y) in products.enumerate() {
                         let row = own.rows[1].row + at.start + r;

@@ -1,8 +1,8 @@
 //! Rotations of activations: the orthonormal Hadamard transform of rows.
 //!
 //! `y = H x / √n` with `H` a matrix of ±1 and `H Hᵀ = n I`: it spreads outlier channels over all channels (QuaRot, §4).
-//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform:
-//! `(W Hᵀ)(H x) = n W x`.
+//! A weight that reads rotated rows is rotated once beforehand, each of its rows by the same transform: `(W Hᵀ)(H x) =
+//! n W x`.
 //!
 //! Orders are `2^p · m`, `m` odd: `H = H₁ ⊗ H₂ ⊗ … ⊗ S`, with factors `Hᵢ` of orders `4 mᵢ ≤ 256`, `m = Π mᵢ`, and `S`
 //! of Sylvester, `S[r, c] = (−1)^(number of bits that r and c share)`. Among the factorizations of `m`, those that
@@ -31,8 +31,8 @@
 //! A row costs `n (p − 2f + Σ 4mᵢ)` additions, `f` the number of factors. They are done at distances 1, 2, 4 and so on
 //! within the Sylvester part, then factor by factor from the last, each sum in order of columns; finally the row is
 //! multiplied by `1 / √n`, rounded. This order is part of the definition
-//! ([`reference::hadamard`](crate::reference::hadamard)), so all instruction sets and numbers of threads give the same
-//! bits. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of the exact one.
+//! ([`reference::hadamard`](crate::reference::hadamard)), so results are bit-identical for all instruction sets and
+//! numbers of threads. A value is within `(p + Σ 4mᵢ + 2) · 2⁻²⁴ · Σ |x| / √n` of the exact one.
 
 mod construct;
 mod rows;

@@ -33,8 +33,8 @@ unsafe fn load<L: RowLanes>(x: &[f32]) -> L::F {
         part[..x.len()].copy_from_slice(x);
         part.as_ptr()
     };
-    // SAFETY: the pointer is valid for the sixteen values that are loaded; the caller guarantees the instructions of
-    // `L`.
+    // SAFETY: the pointer is valid for the sixteen values that are loaded; the caller guarantees that the processor has
+    // the instructions of `L`.
     unsafe { L::load_f32(from.cast()) }
 }
 
@@ -42,12 +42,13 @@ unsafe fn load<L: RowLanes>(x: &[f32]) -> L::F {
 #[inline(always)]
 unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
     if x.len() >= LANES {
-        // SAFETY: the pointer is valid for the sixteen values that are stored; the caller guarantees the instructions
-        // of `L`.
+        // SAFETY: the pointer is valid for the sixteen values that are stored; the caller guarantees that the processor
+        // has the instructions of `L`.
         return unsafe { L::store_f32(x.as_mut_ptr(), a) };
     }
     let mut part = [0.0; LANES];
-    // SAFETY: `part` holds the sixteen values that are stored; the caller guarantees the instructions of `L`.
+    // SAFETY: `part` holds the sixteen values that are stored; the caller guarantees that the processor has the
+    // instructions of `L`.
     unsafe { L::store_f32(part.as_mut_ptr(), a) };
     x.copy_from_slice(&part[..x.len()]);
 }
@@ -58,7 +59,7 @@ unsafe fn store<L: RowLanes>(x: &mut [f32], a: L::F) {
 /// The processor must have the instructions of `L`. This holds for all functions below.
 #[inline(always)]
 pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: &[Factor], scale: f32) {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         sylvester::<L>(x, 1 << power);
         let mut stride = 1 << power;
@@ -83,14 +84,15 @@ pub(super) unsafe fn transform<L: RowLanes>(x: &mut [f32], power: u32, factors: 
 /// `(a + b, a − b)` of lanes at a distance.
 #[inline(always)]
 unsafe fn within<L: RowLanes, const DISTANCE: usize>(v: L::F, signs: L::F) -> L::F {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe { L::add_f32(L::partner::<DISTANCE>(v), L::flip(v, signs)) }
 }
 
 /// Transforms every `order` neighbours, `order` a power of two, at distances 1, 2, 4 and so on.
 #[inline(always)]
 unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
-    // SAFETY: the caller guarantees the instructions of `L`; `step` is within the block, which is whole registers.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`; `step` is within the block, which
+    // is whole registers.
     unsafe {
         let signs = SIGNS.map(|s| L::load_f32(s.as_ptr().cast()));
         for part in x.chunks_mut(LANES) {
@@ -150,8 +152,8 @@ unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Facto
     let mut column = [const { MaybeUninit::<[f32; LANES]>::uninit() }; LARGEST];
     for first in (0..stride).step_by(LANES) {
         let width = LANES.min(stride - first);
-        // SAFETY: the caller guarantees the instructions of `L`; rows and columns of the factor are below its order;
-        // all `order` values of the column are written before they are read.
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`; rows and columns of the factor
+        // are below its order; all `order` values of the column are written before they are read.
         unsafe {
             for (a, column) in column[..order].iter_mut().enumerate() {
                 L::store_f32(column.as_mut_ptr().cast(), load::<L>(&x[a * stride + first..][..width]));

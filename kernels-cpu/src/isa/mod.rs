@@ -4,8 +4,8 @@
 //! `neon`, `neondot` or `neoni8mm`; anywhere `amxemulated`, or `f32` for the widest that does not split floats into
 //! bf16. Surrounding whitespace and case are ignored. An unknown name, or a path that the processor lacks, is an error
 //! of [`Isa::detect_checked`], which a program should call when it starts. [`Isa::detect`] cannot fail, and never
-//! selects a slow path because of a typing error: for a path that the processor lacks it selects the widest that is not
-//! wider, and for an unknown name the default.
+//! selects a slow path because of a typo: for a path that the processor lacks it selects the widest that is not wider,
+//! and for an unknown name the default.
 //!
 //! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
 
@@ -19,7 +19,7 @@ use std::sync::LazyLock;
 
 use crate::KernelError;
 
-/// A path through the kernels. Integer products give the same bits on all paths. So do float products, except on paths
+/// A path through the kernels. Integer products are bit-identical on all paths. So are float products, except on paths
 /// that split floats into bf16, see [`splits_floats`](Self::splits_floats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -110,7 +110,7 @@ impl Isa {
             Self::NeonDotprod => Self::Neon.is_available() && is_aarch64_feature_detected!("dotprod"),
             #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
             Self::NeonI8mm => Self::NeonDotprod.is_available() && is_aarch64_feature_detected!("i8mm"),
-            // Paths of another architecture.
+            // Paths of other architectures.
             #[allow(unreachable_patterns, reason = "there may be none left")]
             _ => false,
         }
@@ -133,13 +133,13 @@ impl Isa {
         matches!(self, Self::Avx512Bf16 | Self::Amx | Self::AmxEmulated)
     }
 
-    /// The path that is used if `QUANT_ISA` names none: the fastest known for this processor.
+    /// The path that is used if `QUANT_ISA` names no path: the fastest one known for this processor.
     pub fn fastest() -> Self {
         preference::fastest()
     }
 
-    /// The fastest path of this processor, or the one that `QUANT_ISA` names; detected once. Where
-    /// [`detect_checked`](Self::detect_checked) fails, the widest path that is not wider than the one named, or the
+    /// The fastest path of this processor, or the one that `QUANT_ISA` names; detected once. If
+    /// [`detect_checked`](Self::detect_checked) fails: the widest path that is not wider than the one named, or the
     /// fastest for an unknown name.
     pub fn detect() -> Self {
         *FOUND.as_ref().unwrap_or_else(|(instead, _)| instead)
@@ -180,14 +180,14 @@ impl Isa {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
                 let narrower = |most: Self| Self::available().filter(|isa| *isa <= most).last();
-                // A name of another architecture gives no hint for this one.
+                // A name of another architecture says nothing about the width on this one.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))
             }
         }
     }
 
-    /// A token that proves that the processor has this path.
+    /// Returns an [`IsaToken`], the proof that the processor has this path.
     ///
     /// # Errors
     /// [`KernelError::Isa`] when it is not available.
@@ -207,7 +207,7 @@ static FOUND: LazyLock<Result<Isa, (Isa, KernelError)>> = LazyLock::new(|| {
 pub struct IsaToken(Isa);
 
 impl IsaToken {
-    /// The token of [`Isa::detect`].
+    /// The proof for the path of [`Isa::detect`].
     pub fn detect() -> Self {
         Self(Isa::detect())
     }
@@ -232,7 +232,7 @@ mod tests {
     fn expected_paths_are_there() {
         let names: Vec<_> = Isa::available().map(Isa::name).collect();
         assert!(names.contains(&"scalar") && Isa::detect().is_available());
-        // A run that forces a path must not use another.
+        // If a path is forced, no other path may be used.
         assert_eq!(Isa::detect_checked(), Ok(Isa::detect()));
         if let Ok(expected) = std::env::var("QUANT_EXPECTED_ISAS") {
             assert_eq!(names.join(","), expected);

@@ -2,7 +2,7 @@
 //!
 //! Usually it is the widest. The table [`KNOWN`] lists processors on which an instruction exists but is slow, with the
 //! evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends on
-//! this: `QUANT_ISA` and tokens accept any path that the processor has.
+//! this: `QUANT_ISA` and [`Isa::token`](super::Isa::token) accept any path that the processor has.
 
 use super::Isa;
 
@@ -13,7 +13,7 @@ struct Known {
     vendor: &'static str,
     /// Identifies the processors. Family and model do not: virtual machines may report arbitrary ones.
     applies: fn() -> bool,
-    /// The path to leave out.
+    /// The path that is not used by default.
     slow: Isa,
 }
 
@@ -21,7 +21,7 @@ struct Known {
 const KNOWN: [Known; 1] = [
     // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
     // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
-    // Where tiles are available they are preferred to both, so this matters where they are not permitted.
+    // Where tiles are available they are preferred to both, so this row matters only if they are not permitted.
     Known {
         vendor: "GenuineIntel",
         applies: || is_x86_feature_detected!("avx512fp16"),

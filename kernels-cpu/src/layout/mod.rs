@@ -348,8 +348,8 @@ impl Layout {
         self.channels_at() + self.channel_bytes()
     }
 
-    /// Identifies the order of bytes and everything that it depends on: bytes of one layout are never read as those of
-    /// another.
+    /// Identifies the order of bytes and everything that it depends on, so that bytes of one layout are never read with
+    /// a different one.
     pub fn id(&self) -> u64 {
         let scales = match self.scales {
             ScaleType::F16 => 1,
@@ -366,7 +366,7 @@ impl Layout {
         let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
-        // Integers add nothing, so that their ids are those from before other formats existed.
+        // Integer formats are not hashed, so that their ids remain those from before other formats existed.
         let words = words.chain(float);
         // FNV-1a.
         words.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {

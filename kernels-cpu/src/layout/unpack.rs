@@ -100,7 +100,7 @@ impl Layout {
             let panel = self.panel_of(packed, row);
             for (g, out) in out.chunks_exact_mut(self.group_size).enumerate() {
                 let (zero, mut scale) = (i32::from(self.zero(panel, row, g)), self.scale(panel, row, g));
-                // The values that kernels use, whatever the bytes are.
+                // These are the values that kernels use, even if the bytes encode NaN.
                 let byte =
                     panel[self.scales_at() + (g * PANEL_ROWS + row % PANEL_ROWS) * self.scales.bytes()];
                 match self.scales {

@@ -4,7 +4,7 @@
 //! The hardware prefetcher follows sequential lines, but does not predict where a tile continues when its panels end.
 //! With `k` of a few thousand, a panel's codes are a few pages, so waiting at their beginning takes a tenth of the
 //! time, and the scales of groups, scattered over single lines, take as much again. Both are prefetched while the
-//! previous panels are multiplied: those of the next tile, which for a thread usually come next in memory.
+//! previous panels are multiplied: the data of a thread's next tile usually comes next in memory.
 
 use crate::layout::{Layout, PANEL_ROWS, ScaleType};
 use crate::simd::Lanes;
@@ -66,14 +66,15 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
     };
     let scales = layout.scales_at() + group * PANEL_ROWS * scale_bytes;
     for p in NP..2 * NP {
-        // SAFETY: the caller guarantees the instructions of `L`; a prefetch has no other effect, whatever the address.
+        // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other effect,
+        // whatever the address.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
     if layout.middle().is_none() {
         let zeros = layout.zeros_at() + group * PANEL_ROWS * layout.code_bits() / 8;
         for p in NP..2 * NP {
-            // SAFETY: the caller guarantees the instructions of `L`; a prefetch has no other effect, whatever the
-            // address.
+            // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other
+            // effect, whatever the address.
             unsafe { L::prefetch(weights.wrapping_add(p * panel + zeros)) };
         }
     }

@@ -199,10 +199,10 @@ impl Path {
             Isa::NeonDotprod => tiles_of_neon!(neondot_tile),
             #[cfg(target_arch = "aarch64")]
             Isa::NeonI8mm => tiles_of_neon!(neoni8mm_tile),
-            // Paths of another architecture.
+            // Paths of other architectures.
             _ => {}
         }
-        // Only the portable path is left: `rows` and `panels` select a tile of its own for every other path.
+        // Only the portable path is left: every other path was matched by `rows` and `panels` above.
         debug_assert!(matches!(self.isa, Isa::Scalar | Isa::AmxEmulated) && rows <= 2 && panels == 1);
         if rows == 1 { scalar::<CODES, KIND, 1, 1> } else { scalar::<CODES, KIND, 2, 1> }
     }

@@ -7,10 +7,10 @@
 //! Floating-point codes are multiplied as their value, which is also exact in both.
 //!
 //! A group's products are added in order; pairs of bf16 are added in blocks of 256 features, and the blocks in order.
-//! So a row gives the same bits alone and among others. With one or two rows there are too few independent sums to hide
-//! the latency of a product, which shows on paths with two bf16 per value: there, two groups, or blocks, are computed
-//! in parallel. More than two would read more memory locations at once, and are slower; with groups that are not
-//! divided into blocks, the processor cannot overlap one with the next.
+//! So a row's result is bit-identical whether it is computed alone or in a batch. With one or two rows there are too
+//! few independent sums to hide the latency of a product, which shows on paths with two bf16 per value: there, two
+//! groups, or blocks, are computed in parallel. More than two would read more memory locations at once, and are slower;
+//! with groups that are not divided into blocks, the processor cannot overlap one with the next.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
@@ -38,7 +38,7 @@ pub(crate) unsafe fn multiply<
 ) {
     let layout = t.layout;
     let (groups, steps) = (layout.groups(), layout.steps());
-    // SAFETY: all reads are within what the caller guarantees, as in the tile of integers.
+    // SAFETY: all reads are within the memory that the caller guarantees to be valid, as in the tile of integers.
     unsafe {
         let table = table_of::<L, CODES>(layout);
         let mut totals = [[L::zero(); NP]; MR];
@@ -102,7 +102,7 @@ pub(crate) unsafe fn multiply<
 /// The processor must have the instructions of `L`.
 #[inline(always)]
 unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Table {
-    // SAFETY: the caller guarantees the instructions of `L`.
+    // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         match CODES {
             codes::E2M1 | codes::E4M3 => L::values::<CODES>(),
@@ -127,7 +127,7 @@ unsafe fn plus<L: FloatLanes, const MR: usize, const NP: usize>(
 ) {
     for m in 0..MR {
         for p in 0..NP {
-            // SAFETY: the caller guarantees the instructions of `L`.
+            // SAFETY: the caller guarantees that the processor has the instructions of `L`.
             sums[m][p] = unsafe { L::fma(block[m][p], L::splat_f32(1.0), sums[m][p]) };
         }
     }
@@ -172,7 +172,7 @@ unsafe fn add_steps<
                 let ahead = ahead_of(behind.0);
                 add_step::<L, CODES, REST, MR, NP>(&mut sums[1], behind, table, panel, ahead);
             }
-            // After the last step these point past the end, and are not dereferenced.
+            // After the last step, these pointers are past the end and are not dereferenced.
             at = at.wrapping_add(step_bytes);
             x = x.wrapping_add(t.strip * FLOAT_STEP);
         }

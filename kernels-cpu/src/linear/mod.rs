@@ -7,16 +7,16 @@
 //! Weights have 4 or 8 bits with a scale per group or row, or are progressive; activations have 8 bits, quantized per
 //! token or static (W4A8, W8A8, QServe's W4A8). Sums of a group are exact in `i32`; a group's sum is converted to
 //! float, rounded once, and added to the total by a fused multiply-add, group by group. Finally the total is multiplied
-//! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition: all
-//! instruction sets, divisions of work and thread counts give the same bits.
+//! by the scale of the activations, and a bias is added in the same rounding. This order is part of the definition:
+//! results are bit-identical for all instruction sets, divisions of work and thread counts.
 //!
 //! # Floats
 //!
 //! `y = Σ_g s_g (Σ_{k∈g} (q − c)·x + (c − z) Σ_{k∈g} x) + b` (W4A16, W8A16), with `c` the zero point of a symmetric
 //! grid, otherwise 8 or 128, the midpoint of the 4 or 8 bits that codes are stored in. Each group's products are added
-//! in order of `k` by fused multiply-adds, and so are groups. All paths give the same bits except `avx512bf16` and
-//! `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default two, with an
-//! error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are within
+//! in order of `k` by fused multiply-adds, and so are groups. Results are bit-identical on all paths except
+//! `avx512bf16` and `amx`: there a value of `x` is the sum of several bf16 ([`Bf16Parts`](crate::Bf16Parts), by default
+//! two, with an error of at most `2⁻¹⁶`), and their products are added in `f32` in a different order. All are within
 //! `(2⁻¹⁶ + (k + 4) · 2⁻²³) Σ |ŵ| |x|` of the exact result, `|ŵ|` with `|q − c| + |c − z|` instead of `|q − z|`; with
 //! one part `2⁻⁸` replaces `2⁻¹⁶`, with three `2⁻²⁴`. Split values treat subnormals as zero.
 //!
@@ -99,7 +99,8 @@ impl<'a> PackedView<'a> {
     /// `bias` is `[n]`.
     ///
     /// # Errors
-    /// When `x` was quantized for other groups, a length is wrong, or `x` has a zero point and the layout no sums.
+    /// When `x` was quantized for a different [`RowLayout`](crate::RowLayout), a length is wrong, or `x` has a zero
+    /// point and the layout no sums.
     pub fn multiply(
         &self,
         token: IsaToken,
@@ -114,7 +115,7 @@ impl<'a> PackedView<'a> {
     /// Computes `out = x · Wᵀ + bias` on floats, with the instructions that `x` was packed for.
     ///
     /// # Errors
-    /// When `x` was packed for other groups, or a length is wrong.
+    /// When `x` was packed for a different [`RowLayout`](crate::RowLayout), or a length is wrong.
     pub fn multiply_float(
         &self,
         x: &FloatRows,

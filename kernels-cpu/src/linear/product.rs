@@ -97,7 +97,7 @@ fn run(
             let strips = b * own.block..((b + 1) * own.block).min(x.strips());
             let panels = c * own.chunk..((c + 1) * own.chunk).min(panels);
             // SAFETY: lengths were checked above; pieces write to disjoint products, strips or panels, and `Parallel`
-            // calls each at most once; the token proves the instructions.
+            // calls each at most once; the `IsaToken` proves that the processor has the instructions.
             unsafe {
                 let out = Out::whole(own.out.pointer(), own.weight.layout.n());
                 own.weight.part(own.path, x, strips, panels, own.bias, out);
@@ -223,12 +223,12 @@ impl PackedView<'_> {
                 let mut row = rows.start;
                 while row < rows.end {
                     let count = path.rows(rows.end - row);
-                    // A tile of fewer rows may use another number of panels.
+                    // A tile with fewer rows may process a different number of panels.
                     let width = if path.panels(count) == taken { taken } else { 1 };
                     for first in (0..taken).step_by(width) {
                         let column = (panel + first) * PANEL_ROWS;
                         // SAFETY: every offset is that of an element within the slices, whose lengths follow from the
-                        // layout; the caller guarantees `out`.
+                        // layout; the caller guarantees that `out` is valid.
                         unsafe {
                             let at = rows.start * steps + row - rows.start;
                             let sums_at = rows.start * groups + row - rows.start;

@@ -33,7 +33,7 @@ pub(crate) struct Rows<'a> {
     /// Bytes per step of a row.
     pub(super) step_bytes: usize,
     pub(super) activations: Bytes<'a>,
-    /// Integers or floats of four bytes each.
+    /// Integers or floats, four bytes each.
     pub(super) sums: Bytes<'a>,
     pub(super) eights: Option<&'a [i32]>,
     pub(super) scales: Option<&'a [f32]>,

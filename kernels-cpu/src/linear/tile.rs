@@ -87,8 +87,8 @@ pub(crate) unsafe fn multiply<
     let ahead = Ahead::new(layout, NP, ahead::distance(MR, bits));
     // The offset that was subtracted from every code becomes part of its zero point.
     let offset = if bits == 4 { 0 } else { L::OFFSET };
-    // SAFETY: all reads are within what the caller guarantees: step, group and row stay below their counts, and the
-    // offsets are those of the layout.
+    // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
+    // their counts, and the offsets are those of the layout.
     unsafe {
         let mut totals = [[L::zero(); NP]; MR];
         let mut at = t.weights;
@@ -133,7 +133,7 @@ pub(crate) unsafe fn multiply<
                         };
                     }
                 }
-                // After the last step these point past the end, and are not dereferenced.
+                // After the last step, these pointers are past the end and are not dereferenced.
                 at = at.wrapping_add(step_bytes);
                 a = a.wrapping_add(t.strip * STEP);
             }
@@ -204,7 +204,7 @@ pub(crate) unsafe fn scales_of<L: Lanes, const NP: usize>(
     panel: usize,
     first: usize,
 ) -> [L::F; NP] {
-    // SAFETY: the caller guarantees sixteen scales from `first` on in each panel.
+    // SAFETY: the caller guarantees that each panel has sixteen scales starting at `first`.
     unsafe {
         let mut out = [L::zero(); NP];
         match kind {
@@ -313,7 +313,8 @@ fn columns_of(columns: usize, p: usize) -> usize {
 #[inline(always)]
 unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::F {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: the caller guarantees `from`; the array holds all sixteen values that are loaded.
+    // SAFETY: the caller guarantees that `from` is valid for these columns; the array holds all sixteen values that are
+    // loaded.
     unsafe {
         from.copy_to_nonoverlapping(part.as_mut_ptr(), columns_of(columns, p));
         L::load_f32(part.as_ptr().cast())
@@ -327,7 +328,8 @@ unsafe fn load_part<L: Lanes>(from: *const f32, columns: usize, p: usize) -> L::
 #[inline(always)]
 unsafe fn store_part<L: Lanes>(to: *mut f32, value: L::F, columns: usize, p: usize) {
     let mut part = [0.0_f32; PANEL_ROWS];
-    // SAFETY: the array has room for the sixteen values that are stored; the caller guarantees `to`.
+    // SAFETY: the array has room for the sixteen values that are stored; the caller guarantees that `to` is valid for
+    // these columns.
     unsafe {
         L::store_f32(part.as_mut_ptr(), value);
         part.as_ptr().copy_to_nonoverlapping(to, columns_of(columns, p));

@@ -7,7 +7,7 @@
 /// nothing cancels. If the sum overflows `f32`, `r` is NaN.
 ///
 /// # Panics
-/// When the two have different lengths.
+/// When `x` and the weight have different lengths.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     assert_eq!(x.len(), weight.len(), "a weight of another width");
     let mut lanes = [0.0_f32; 64];
@@ -35,7 +35,7 @@ pub(crate) const LN_2: [f32; 2] = [core::f32::consts::LN_2, -1.904_654_3e-9];
 pub(crate) const EXP_TERMS: [f32; 8] =
     [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0];
 
-/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with a custom exponential, so that all machines give the same bits:
+/// `g · σ(g)`, `σ(g) = 1 / (1 + e^−g)`, with a custom exponential, so that results are bit-identical on all machines:
 /// `e^z = 2^n · Σ rⁱ / i!`, `n = round(z · log₂ e)`, `r = z − n · ln 2`, where the sum up to `i = 7` is computed by
 /// Horner's rule with fused multiply-adds.
 ///

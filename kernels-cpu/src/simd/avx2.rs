@@ -21,7 +21,7 @@ pub(crate) struct AvxVnni;
 /// Sixteen 4-bit halves of eight bytes, the low half of each first.
 #[inline(always)]
 pub(super) unsafe fn halves(at: *const u8) -> __m128i {
-    // SAFETY: the caller guarantees 8 bytes; every x86-64 processor has SSE2.
+    // SAFETY: the caller guarantees that the pointer is valid for 8 bytes; every x86-64 processor has SSE2.
     unsafe {
         let (both, low) = (_mm_loadl_epi64(at.cast()), _mm_set1_epi8(0x0f));
         let high = _mm_and_si128(_mm_srli_epi16::<4>(both), low);
@@ -31,14 +31,14 @@ pub(super) unsafe fn halves(at: *const u8) -> __m128i {
 
 #[inline(always)]
 unsafe fn load(at: *const u8) -> [__m256i; 2] {
-    // SAFETY: the caller guarantees 64 bytes.
+    // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
     unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
 }
 
 /// `sum + Σ codes · a` over four bytes per lane, for codes below 32.
 #[inline(always)]
 unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller guarantees AVX2.
+    // SAFETY: the caller guarantees that the processor has AVX2.
     unsafe {
         let pairs =
             _mm256_add_epi16(_mm256_maddubs_epi16(codes[0], a[0]), _mm256_maddubs_epi16(codes[1], a[1]));
@@ -49,7 +49,7 @@ unsafe fn dot_small(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m25
 /// `sum + Σ codes · a` over four bytes per lane, for 8-bit codes.
 #[inline(always)]
 unsafe fn dot_halves(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller guarantees AVX2.
+    // SAFETY: the caller guarantees that the processor has AVX2.
     unsafe {
         let mask = _mm256_set1_epi8(0x0f);
         let low = codes.map(|c| _mm256_and_si256(c, mask));
@@ -63,14 +63,14 @@ unsafe fn dot_halves(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m2
 
 #[inline(always)]
 unsafe fn dot_vnni(sum: __m256i, codes: [__m256i; 2], a: [__m256i; 2]) -> __m256i {
-    // SAFETY: the caller guarantees AVX-VNNI.
+    // SAFETY: the caller guarantees that the processor has AVX-VNNI.
     unsafe { _mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32(sum, codes[0], a[0]), codes[1], a[1]) }
 }
 
 macro_rules! lanes {
     ($name:ident, $dot4:ident, $dot8:ident) => {
-        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees the instruction set, and
-        // pointers that are valid for the bytes that are loaded and stored.
+        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees that the processor has the
+        // instruction set, and that pointers are valid for the bytes that are loaded and stored.
         impl Lanes for $name {
             type I = [__m256i; 2];
             type F = [__m256; 2];
@@ -311,12 +311,14 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
+                // be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn prefetch_write(at: *const u8) {
-                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
+                // be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
             }
         }

@@ -24,7 +24,7 @@ macro_rules! lanes {
 
             #[inline(always)]
             unsafe fn splat(value: i32) -> __m512i {
-                // SAFETY: the caller guarantees AVX-512, here and in all methods below.
+                // SAFETY: the caller guarantees that the processor has AVX-512, here and in all methods below.
                 unsafe { _mm512_set1_epi32(value) }
             }
             #[inline(always)]
@@ -44,17 +44,17 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_i32(at: *const u8) -> __m512i {
-                // SAFETY: the caller guarantees 64 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
                 unsafe { _mm512_loadu_si512(at.cast()) }
             }
             #[inline(always)]
             unsafe fn load_u8(at: *const u8) -> __m512i {
-                // SAFETY: the caller guarantees 16 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
                 unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(at.cast())) }
             }
             #[inline(always)]
             unsafe fn load_u4(at: *const u8) -> __m512i {
-                // SAFETY: the caller guarantees 8 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 8 bytes.
                 unsafe { _mm512_cvtepu8_epi32(super::avx2::halves(at)) }
             }
             #[inline(always)]
@@ -99,12 +99,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_f32(at: *const u8) -> __m512 {
-                // SAFETY: the caller guarantees 64 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
                 unsafe { _mm512_loadu_ps(at.cast()) }
             }
             #[inline(always)]
             unsafe fn load_bf16(at: *const u8) -> __m512 {
-                // SAFETY: the caller guarantees 32 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 32 bytes.
                 unsafe {
                     let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
                     _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
@@ -112,12 +112,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_f16(at: *const u8) -> __m512 {
-                // SAFETY: the caller guarantees 32 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 32 bytes.
                 unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
             }
             #[inline(always)]
             unsafe fn load_e8m0(at: *const u8) -> __m512 {
-                // SAFETY: the caller guarantees 16 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
                 unsafe {
                     let exponents = _mm512_slli_epi32::<23>(Self::load_u8(at));
                     // The smallest value is subnormal.
@@ -126,7 +126,7 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn load_e4m3(at: *const u8) -> __m512 {
-                // SAFETY: the caller guarantees 16 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
                 unsafe {
                     let words = _mm256_cvtepu8_epi16(_mm_loadu_si128(at.cast()));
                     _mm512_cvtph_ps(_mm256_slli_epi16::<7>(words))
@@ -160,12 +160,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn store_f32(at: *mut f32, a: __m512) {
-                // SAFETY: the caller guarantees 16 values.
+                // SAFETY: the caller guarantees that the pointer is valid for 16 values.
                 unsafe { _mm512_storeu_ps(at, a) }
             }
             #[inline(always)]
             unsafe fn codes4(at: *const u8) -> [__m512i; 2] {
-                // SAFETY: the caller guarantees 64 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
                 unsafe {
                     let (both, low) = (_mm512_loadu_si512(at.cast()), _mm512_set1_epi8(0x0f));
                     [_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16::<4>(both), low)]
@@ -173,7 +173,8 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes_e2m1(at: *const u8) -> [__m512i; 2] {
-                // SAFETY: the caller guarantees 64 bytes; the table is the 16 bytes that are loaded.
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes; the table is the 16 bytes that
+                // are loaded.
                 unsafe {
                     let table = _mm512_broadcast_i32x4(_mm_loadu_si128(E2M1_DOUBLED.as_ptr().cast()));
                     Self::codes4(at).map(|codes| _mm512_shuffle_epi8(table, codes))
@@ -181,12 +182,12 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn codes8(at: *const u8) -> [__m512i; 2] {
-                // SAFETY: the caller guarantees 128 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
                 unsafe { [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())] }
             }
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [__m512i; 2] {
-                // SAFETY: the caller guarantees 8 values.
+                // SAFETY: the caller guarantees that the pointer is valid for 8 values.
                 unsafe {
                     // Two loads: a single one would be split in general registers, and not broadcast on loading.
                     let at = at.cast::<i32>();
@@ -206,7 +207,8 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> __m512i {
-                // SAFETY: the caller guarantees AVX-512 and the bytes of the step.
+                // SAFETY: the caller guarantees that the processor has AVX-512, and that the pointer is valid for the
+                // bytes of the step.
                 unsafe {
                     let (words, shift, mask) = match BITS {
                         4 => (_mm512_loadu_si512(at.cast()), 8 * (part % 4) + 4 * (part / 4), 0x0f),
@@ -218,12 +220,14 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
+                // be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn prefetch_write(at: *const u8) {
-                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
+                // be valid.
                 unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
             }
         }
@@ -251,7 +255,8 @@ impl FloatLanes for Avx512Bf16 {
             // Integers of eight bits are exact in bf16.
             *word = (((i % 16) as i32 - centre) as f32).to_bits().wrapping_shr(16) as u16;
         }
-        // SAFETY: the array has as many words as the register; the caller guarantees the instruction set.
+        // SAFETY: the array has as many words as the register; the caller guarantees that the processor has the
+        // instruction set.
         unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_set1_epi32(centre)) }
     }
     #[inline(always)]
@@ -262,12 +267,14 @@ impl FloatLanes for Avx512Bf16 {
             // All values are exact in bf16.
             *word = format.value(i as u8 % 16).to_bits().wrapping_shr(16) as u16;
         }
-        // SAFETY: the array has as many words as the register; the caller guarantees the instruction set.
+        // SAFETY: the array has as many words as the register; the caller guarantees that the processor has the
+        // instruction set.
         unsafe { (_mm512_loadu_si512(words.as_ptr().cast()), _mm512_setzero_si512()) }
     }
     #[inline(always)]
     unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> __m512bh {
-        // SAFETY: the caller guarantees the bytes of the step, and the instruction set.
+        // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step, and that the processor has
+        // the instruction set.
         unsafe {
             if CODES == codes::E4M3 {
                 let words = _mm512_loadu_si512(at.add(64 * (part % 2)).cast());
@@ -303,7 +310,8 @@ impl FloatLanes for Avx512Bf16 {
     }
     #[inline(always)]
     unsafe fn dot_float<const REST: bool>(sum: __m512, w: __m512bh, x: *const u8, part: usize) -> __m512 {
-        // SAFETY: the caller guarantees the 32 bytes of the step, and the instruction set.
+        // SAFETY: the caller guarantees that the pointer is valid for the 32 bytes of the step, and that the processor
+        // has the instruction set.
         unsafe {
             let x = x.add(8 * part).cast::<i32>();
             let (rounded, rest) = (x.read_unaligned(), x.add(1).read_unaligned());
@@ -320,7 +328,8 @@ impl ValueLanes for Avx512Bf16 {
 
     #[inline(always)]
     unsafe fn store_probabilities(at: *mut u8, p: __m512) {
-        // SAFETY: the caller guarantees 32 bytes, and the instruction set.
+        // SAFETY: the caller guarantees that the pointer is valid for 32 bytes, and that the processor has the
+        // instruction set.
         unsafe {
             let order = _mm256_setr_epi16(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
             let rounded = core::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(p));
@@ -329,7 +338,8 @@ impl ValueLanes for Avx512Bf16 {
     }
     #[inline(always)]
     unsafe fn dot_probabilities(sum: __m512, w: __m512bh, p: *const u8, part: usize) -> __m512 {
-        // SAFETY: the caller guarantees the 16 bytes of the step, and the instruction set.
+        // SAFETY: the caller guarantees that the pointer is valid for the 16 bytes of the step, and that the processor
+        // has the instruction set.
         unsafe {
             let pair = p.add(4 * part).cast::<i32>().read_unaligned();
             _mm512_dpbf16_ps(sum, w, bf16(_mm512_set1_epi32(pair)))

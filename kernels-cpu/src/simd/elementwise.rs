@@ -1,7 +1,7 @@
 //! Operations on sixteen neighbouring values of a row, for norms, activations, rounding and transforms.
 //!
-//! Every method is one correctly rounded operation, or a selection of values, so that all instruction sets give the
-//! same bits.
+//! Every method is one correctly rounded operation, or a selection of values, so that results are bit-identical on all
+//! instruction sets.
 
 use core::array::from_fn;
 
@@ -61,7 +61,7 @@ pub(crate) trait RowLanes: Lanes {
         sum: &mut [f32; 8],
     ) {
         for step in 0..steps {
-            // SAFETY: the caller guarantees the steps, and the words of all parts.
+            // SAFETY: the caller guarantees that the pointers are valid for these steps and for the words of all parts.
             unsafe {
                 let values = x.add(8 * step).cast::<[f32; 8]>().read_unaligned();
                 sum.iter_mut().zip(values).for_each(|(sum, v)| *sum += v);
@@ -127,7 +127,7 @@ impl RowLanes for Scalar {
     #[inline(always)]
     unsafe fn store_codes(a: Self::I, low: *mut i8, high: *mut i8) {
         let codes = a.map(|v| v as i8);
-        // SAFETY: the caller guarantees eight bytes at each pointer.
+        // SAFETY: the caller guarantees that each pointer is valid for eight bytes.
         unsafe {
             codes.as_ptr().copy_to_nonoverlapping(low, 8);
             codes.as_ptr().add(8).copy_to_nonoverlapping(high, 8);
@@ -135,12 +135,12 @@ impl RowLanes for Scalar {
     }
     #[inline(always)]
     unsafe fn store_bf16(at: *mut bf16, a: Self::F) {
-        // SAFETY: the caller guarantees room for 16 values.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 values.
         unsafe { at.cast::<[bf16; 16]>().write_unaligned(a.map(bf16::from_f32)) }
     }
     #[inline(always)]
     unsafe fn store_f16(at: *mut f16, a: Self::F) {
-        // SAFETY: the caller guarantees room for 16 values.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 values.
         unsafe { at.cast::<[f16; 16]>().write_unaligned(a.map(f16::from_f32)) }
     }
     #[inline(always)]
@@ -153,7 +153,8 @@ impl RowLanes for Scalar {
     }
 }
 
-/// Functions of a module over [`RowLanes`], compiled for each instruction set and selected by a token.
+/// Functions of a module over [`RowLanes`], compiled for each instruction set and selected by an
+/// [`IsaToken`](crate::IsaToken).
 macro_rules! dispatched {
     ($rows:ident, $($(#[$doc:meta])* fn $name:ident [$($e:ident)?] [$($const:ident)?]
         ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?;)*) => {$(
@@ -179,8 +180,8 @@ macro_rules! dispatched {
                 // SAFETY: compiled with the features that the lanes require, which the caller guarantees.
                 unsafe { $rows::$name::<$crate::simd::neon::Neon, $($e)? $($const)?>($($arg),*) }
             }
-            // SAFETY: the token proves that the processor has the instructions of the chosen function; `Scalar` needs
-            // none.
+            // SAFETY: the `IsaToken` proves that the processor has the instructions of the chosen function; `Scalar`
+            // needs none.
             unsafe {
                 match token.isa() {
                     #[cfg(target_arch = "x86_64")]

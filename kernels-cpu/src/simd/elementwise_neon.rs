@@ -1,6 +1,6 @@
 //! [`RowLanes`] in four registers of 128 bits.
 //!
-//! One implementation serves all: dotprod and i8mm only add byte products, which are not used here.
+//! All NEON paths share this implementation: dotprod and i8mm only add byte products, which are not used here.
 
 use core::arch::aarch64::*;
 use core::arch::asm;
@@ -15,7 +15,8 @@ use super::neon::{Neon, both};
 #[inline(always)]
 unsafe fn to_f16(floats: float32x4_t) -> uint16x4_t {
     let halves: uint16x4_t;
-    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees.
+    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees that the processor
+    // has.
     unsafe {
         asm!("fcvtn {0:v}.4h, {1:v}.4s", lateout(vreg) halves, in(vreg) floats, options(pure, nomem, nostack, preserves_flags));
     }
@@ -25,7 +26,7 @@ unsafe fn to_f16(floats: float32x4_t) -> uint16x4_t {
 /// The upper half of four floats, rounded half to even; NaN keeps its sign and becomes quiet.
 #[inline(always)]
 unsafe fn upper_halves(a: float32x4_t) -> uint16x4_t {
-    // SAFETY: the caller guarantees NEON.
+    // SAFETY: the caller guarantees that the processor has NEON.
     unsafe {
         let bits = vreinterpretq_u32_f32(a);
         let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
@@ -35,8 +36,8 @@ unsafe fn upper_halves(a: float32x4_t) -> uint16x4_t {
     }
 }
 
-// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
-// that are valid for the bytes that are loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees that the processor has the
+// instruction set, and that pointers are valid for the bytes that are loaded and stored.
 impl RowLanes for Neon {
     const WIDE: bool = false;
 

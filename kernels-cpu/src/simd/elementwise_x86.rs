@@ -11,7 +11,7 @@ use super::elementwise::RowLanes;
 /// The upper half of eight floats, rounded half to even; NaN keeps its sign and becomes quiet.
 #[inline(always)]
 unsafe fn upper_halves(a: __m256) -> __m256i {
-    // SAFETY: the caller guarantees AVX2.
+    // SAFETY: the caller guarantees that the processor has AVX2.
     unsafe {
         let bits = _mm256_castps_si256(a);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
@@ -22,8 +22,8 @@ unsafe fn upper_halves(a: __m256) -> __m256i {
     }
 }
 
-// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
-// that are valid for the bytes that are loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees that the processor has the
+// instruction set, and that pointers are valid for the bytes that are loaded and stored.
 impl RowLanes for Avx2 {
     const WIDE: bool = false;
 
@@ -157,8 +157,8 @@ impl RowLanes for Avx2 {
     }
 }
 
-// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees the instruction set, and pointers
-// that are valid for the bytes that are loaded and stored.
+// SAFETY of every block below: by the contract of `RowLanes`, the caller guarantees that the processor has the
+// instruction set, and that pointers are valid for the bytes that are loaded and stored.
 impl RowLanes for Avx512Vnni {
     const WIDE: bool = true;
 

@@ -1,8 +1,8 @@
 //! The sixteen rows of a panel as one value, independent of the width of registers.
 //!
 //! Kernels are written once over [`Lanes`]; its implementations define the width of registers and how they multiply.
-//! Integer operations wrap and are exact everywhere, and float operations are single correctly rounded ones, so that
-//! all instruction sets give the same bits.
+//! Integer operations wrap and are exact everywhere, and each float operation is a single, correctly rounded one, so
+//! that results are bit-identical on all instruction sets.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -98,8 +98,8 @@ pub(crate) trait Lanes: Copy {
     /// The maximum; `b` if either is NaN.
     unsafe fn max_f32(a: Self::F, b: Self::F) -> Self::F {
         let (mut left, mut right) = ([0.0; 16], [0.0; 16]);
-        // SAFETY: the arrays hold the sixteen values that are stored and loaded; the caller guarantees the instruction
-        // set.
+        // SAFETY: the arrays hold the sixteen values that are stored and loaded; the caller guarantees that the
+        // processor has the instruction set.
         unsafe {
             Self::store_f32(left.as_mut_ptr(), a);
             Self::store_f32(right.as_mut_ptr(), b);
@@ -166,7 +166,7 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait FloatLanes: Lanes {
     /// The number of parts in which a step is multiplied.
     const PARTS: usize;
-    /// Whether products are added one at a time, in order of features: then all such lanes give the same bits.
+    /// Whether products are added one at a time, in order of features; results of all such lanes are bit-identical.
     const ORDERED: bool;
     /// The table that converts codes to floats.
     type Table: Copy;
@@ -214,17 +214,18 @@ macro_rules! one_by_one {
 
             #[inline(always)]
             unsafe fn centre(centre: i32) -> Self::Table {
-                // SAFETY: the caller guarantees the instruction set.
+                // SAFETY: the caller guarantees that the processor has the instruction set.
                 unsafe { Self::splat(centre) }
             }
             #[inline(always)]
             unsafe fn values<const CODES: usize>() -> Self::Table {
-                // SAFETY: the caller guarantees the instruction set.
+                // SAFETY: the caller guarantees that the processor has the instruction set.
                 unsafe { if CODES == $crate::simd::codes::E2M1 { Self::e2m1_table() } else { Self::splat(0) } }
             }
             #[inline(always)]
             unsafe fn weights<const CODES: usize>(at: *const u8, part: usize, table: Self::Table) -> Self::W {
-                // SAFETY: the caller guarantees the instruction set and the bytes of the step.
+                // SAFETY: the caller guarantees that the processor has the instruction set, and that the pointer is
+                // valid for the bytes of the step.
                 unsafe {
                     match CODES {
                         $crate::simd::codes::E2M1 => Self::e2m1(Self::code::<4>(at, part), table),
@@ -240,9 +241,9 @@ macro_rules! one_by_one {
                 x: *const u8,
                 part: usize,
             ) -> Self::F {
-                // SAFETY: the caller guarantees the eight floats of the step.
+                // SAFETY: the caller guarantees that the pointer is valid for the eight floats of the step.
                 let x = unsafe { x.cast::<f32>().add(part).read_unaligned() };
-                // SAFETY: the caller guarantees the instruction set.
+                // SAFETY: the caller guarantees that the processor has the instruction set.
                 unsafe { Self::fma(w, Self::splat_f32(x), sum) }
             }
         }
@@ -253,12 +254,14 @@ macro_rules! one_by_one {
 
             #[inline(always)]
             unsafe fn store_probabilities(at: *mut u8, p: Self::F) {
-                // SAFETY: the caller guarantees 64 bytes, and the instruction set.
+                // SAFETY: the caller guarantees that the pointer is valid for 64 bytes, and that the processor has the
+                // instruction set.
                 unsafe { Self::store_f32(at.cast(), p) }
             }
             #[inline(always)]
             unsafe fn dot_probabilities(sum: Self::F, w: Self::W, p: *const u8, part: usize) -> Self::F {
-                // SAFETY: the caller guarantees the eight probabilities of the step, and the instruction set.
+                // SAFETY: the caller guarantees that the pointer is valid for the eight probabilities of the step, and
+                // that the processor has the instruction set.
                 unsafe { Self::dot_float::<true>(sum, w, p, part) }
             }
         }

@@ -32,14 +32,14 @@ pub(super) type Quad<T> = [T; 4];
 
 #[inline(always)]
 unsafe fn load(at: *const u8) -> Quad<uint8x16_t> {
-    // SAFETY: the caller guarantees 64 bytes.
+    // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
     unsafe { [vld1q_u8(at), vld1q_u8(at.add(16)), vld1q_u8(at.add(32)), vld1q_u8(at.add(48))] }
 }
 
 /// Sixteen bytes, each widened.
 #[inline(always)]
 unsafe fn widen(bytes: uint8x16_t) -> Quad<int32x4_t> {
-    // SAFETY: the caller guarantees NEON.
+    // SAFETY: the caller guarantees that the processor has NEON.
     unsafe {
         let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
         [
@@ -62,7 +62,8 @@ pub(super) fn both<A: Copy, B: Copy, C>(a: Quad<A>, b: Quad<B>, f: impl Fn(A, B)
 #[inline(always)]
 unsafe fn from_f16(halves: uint16x4_t) -> float32x4_t {
     let floats: float32x4_t;
-    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees.
+    // SAFETY: the instruction uses only registers, and is part of NEON, which the caller guarantees that the processor
+    // has.
     unsafe {
         asm!("fcvtl {0:v}.4s, {1:v}.4h", lateout(vreg) floats, in(vreg) halves, options(pure, nomem, nostack, preserves_flags));
     }
@@ -75,7 +76,8 @@ macro_rules! dot_by_lane {
         #[inline(always)]
         unsafe fn $name<const LANE: usize>(sum: int32x4_t, codes: uint8x16_t, b: int8x16_t) -> int32x4_t {
             let mut sum = sum;
-            // SAFETY: the instruction uses only registers; the caller guarantees it, and is compiled for it.
+            // SAFETY: the instruction uses only registers; the caller guarantees that the processor has it, and is
+            // compiled for it.
             unsafe {
                 asm!(
                     concat!($instruction, " {0:v}.4s, {1:v}.16b, {2:v}.4b[{3}]"),
@@ -91,7 +93,7 @@ macro_rules! dot_by_lane {
 dot_by_lane!(sdot, "sdot");
 dot_by_lane!(usdot, "usdot");
 
-/// How an instruction set multiplies; everything else is the same for all.
+/// The multiplications of an instruction set; everything else is the same for all NEON paths.
 trait Dot {
     const OFFSET: i32;
 
@@ -117,7 +119,7 @@ trait Dot {
 /// The products of both halves of two registers, in 16 bits.
 #[inline(always)]
 unsafe fn products(a: uint8x16_t, b: int8x16_t) -> [int16x8_t; 2] {
-    // SAFETY: the caller guarantees NEON.
+    // SAFETY: the caller guarantees that the processor has NEON.
     unsafe {
         let a = vreinterpretq_s8_u8(a);
         [vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)]
@@ -130,14 +132,14 @@ impl Dot for Neon {
     #[inline(always)]
     unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
         let at = at.cast::<i32>();
-        // SAFETY: the caller guarantees 8 values, and NEON.
+        // SAFETY: the caller guarantees that the pointer is valid for 8 values, and that the processor has NEON.
         unsafe {
             [at.read_unaligned(), at.add(1).read_unaligned()].map(|a| vreinterpretq_s8_s32(vdupq_n_s32(a)))
         }
     }
     #[inline(always)]
     unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-        // SAFETY: the caller guarantees NEON.
+        // SAFETY: the caller guarantees that the processor has NEON.
         unsafe {
             let [low, high] = products(codes[0], a[0]);
             let (codes, a) = (vreinterpretq_s8_u8(codes[1]), a[1]);
@@ -148,7 +150,7 @@ impl Dot for Neon {
     }
     #[inline(always)]
     unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-        // SAFETY: the caller guarantees NEON.
+        // SAFETY: the caller guarantees that the processor has NEON.
         unsafe {
             let (first, second) = (products(codes[0], a[0]), products(codes[1], a[1]));
             let low = vpadalq_s16(vpaddlq_s16(first[0]), second[0]);
@@ -158,7 +160,7 @@ impl Dot for Neon {
     }
 }
 
-/// Products by lane: no activation is broadcast, and one load serves both halves of a step.
+/// Products by lane: activations are not broadcast, and both halves of a step share one load.
 macro_rules! dot_products {
     ($name:ident, $offset:literal, $dot:ident $(, $rows:item)?) => {
         impl Dot for $name {
@@ -166,17 +168,18 @@ macro_rules! dot_products {
 
             #[inline(always)]
             unsafe fn activations(at: *const i8) -> [int8x16_t; 2] {
-                // SAFETY: the caller guarantees 8 values, and NEON.
+                // SAFETY: the caller guarantees that the pointer is valid for 8 values, and that the processor has
+                // NEON.
                 unsafe { [vcombine_s8(vld1_s8(at), vdup_n_s8(0)); 2] }
             }
             #[inline(always)]
             unsafe fn small(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-                // SAFETY: the caller guarantees the instruction.
+                // SAFETY: the caller guarantees that the processor has the instruction.
                 unsafe { $dot::<1>($dot::<0>(sum, codes[0], a[0]), codes[1], a[1]) }
             }
             #[inline(always)]
             unsafe fn whole(sum: int32x4_t, codes: [uint8x16_t; 2], a: [int8x16_t; 2]) -> int32x4_t {
-                // SAFETY: the caller guarantees the instruction.
+                // SAFETY: the caller guarantees that the processor has the instruction.
                 unsafe { Self::small(sum, codes, a) }
             }
             $(#[inline(always)] $rows)?
@@ -199,7 +202,7 @@ dot_products!(
         if !(2..=4).contains(&MR) {
             return 0;
         }
-        // SAFETY: the caller guarantees the contract of `Lanes::rows`, and i8mm.
+        // SAFETY: the caller guarantees the contract of `Lanes::rows`, and that the processor has i8mm.
         unsafe { matrices::<CODES, MR>(sums, at, a, strip, steps) }
         steps
     }
@@ -209,7 +212,8 @@ dot_products!(
 #[inline(always)]
 unsafe fn usmmla(sum: int32x4_t, codes: uint8x16_t, a: int8x16_t) -> int32x4_t {
     let mut sum = sum;
-    // SAFETY: the instruction uses only registers; the caller guarantees it, and is compiled for it.
+    // SAFETY: the instruction uses only registers; the caller guarantees that the processor has it, and is compiled for
+    // it.
     unsafe {
         asm!(
             "usmmla {0:v}.4s, {1:v}.16b, {2:v}.16b",
@@ -230,7 +234,8 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
     strip: usize,
     steps: usize,
 ) {
-    // SAFETY: the caller guarantees the steps, the rows and i8mm.
+    // SAFETY: the caller guarantees that the pointers are valid for these steps and rows, and that the processor has
+    // i8mm.
     unsafe {
         let zero = vdupq_n_s32(0);
         // The sums of two pairs of rows, each with the eight pairs of rows of the panel.
@@ -249,7 +254,7 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
             });
             for (pair, products) in products.iter_mut().enumerate().take(MR.div_ceil(2)) {
                 let a = a.add((step * strip + 2 * pair) * 8);
-                // A single last row is loaded twice, since there may be no memory behind it.
+                // A single last row is loaded twice, since the memory after it may not be accessible.
                 let a = if 2 * pair + 1 < MR { vld1q_s8(a) } else { vcombine_s8(vld1_s8(a), vld1_s8(a)) };
                 for quad in 0..4 {
                     for half in 0..2 {
@@ -270,8 +275,8 @@ unsafe fn matrices<const CODES: usize, const MR: usize>(
 
 macro_rules! lanes {
     ($name:ident) => {
-        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees the instruction set, and
-        // pointers that are valid for the bytes that are loaded and stored.
+        // SAFETY of every block below: by the contract of `Lanes`, the caller guarantees that the processor has the
+        // instruction set, and that pointers are valid for the bytes that are loaded and stored.
         impl Lanes for $name {
             type I = Quad<int32x4_t>;
             type F = Quad<float32x4_t>;
@@ -411,12 +416,12 @@ macro_rules! lanes {
                 unsafe {
                     let (table, offset) = (vreinterpretq_u8_s32(table[0]), vdupq_n_s32(E2M1_OFFSET));
                     codes.map(|codes| {
-                        // The first of a lane's four bytes is the code; the lookups of the other three, which are zero,
-                        // are masked out.
+                        // The first byte of a lane's four is the code; the other three are zero, and the results of
+                        // looking them up are masked out.
                         let doubled = vqtbl1q_u8(table, vreinterpretq_u8_s32(codes));
                         let doubled = vandq_s32(vreinterpretq_s32_u8(doubled), vdupq_n_s32(0xff));
                         let values = vcvtq_n_f32_s32::<1>(vsubq_s32(doubled, offset));
-                        // The sign comes from the code, so that zeros have one, too.
+                        // The sign is taken from the code, so that zeros keep theirs.
                         let sign = vshlq_n_u32::<28>(vreinterpretq_u32_s32(codes));
                         vbslq_f32(vdupq_n_u32(1 << 31), vreinterpretq_f32_u32(sign), values)
                     })
@@ -521,7 +526,8 @@ macro_rules! lanes {
             }
             #[inline(always)]
             unsafe fn prefetch(at: *const u8) {
-                // SAFETY: the caller guarantees the instruction set; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instruction set; a prefetch address need not
+                // be valid.
                 unsafe { asm!("prfm pldl1keep, [{0}]", in(reg) at, options(nostack, preserves_flags, readonly)) }
             }
         }

@@ -13,7 +13,7 @@ use crate::float_format::{e4m3_packed, e4m3_scale_packed, e8m0_packed};
 pub(crate) struct Scalar;
 
 unsafe fn bytes<const N: usize>(at: *const u8) -> [u8; N] {
-    // SAFETY: the caller guarantees the bytes; byte arrays have an alignment of 1.
+    // SAFETY: the caller guarantees that the pointer is valid for these bytes; byte arrays have an alignment of 1.
     unsafe { at.cast::<[u8; N]>().read() }
 }
 
@@ -49,17 +49,17 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn load_i32(at: *const u8) -> Self::I {
-        // SAFETY: the caller guarantees 64 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
         from_fn(|i| i32::from_le_bytes(unsafe { bytes(at.add(4 * i)) }))
     }
     #[inline(always)]
     unsafe fn load_u8(at: *const u8) -> Self::I {
-        // SAFETY: the caller guarantees 16 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
         unsafe { bytes::<16>(at) }.map(i32::from)
     }
     #[inline(always)]
     unsafe fn load_u4(at: *const u8) -> Self::I {
-        // SAFETY: the caller guarantees 8 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 8 bytes.
         let halves = unsafe { bytes::<8>(at) };
         from_fn(|i| i32::from(halves[i / 2] >> (4 * (i % 2)) & 0x0f))
     }
@@ -93,27 +93,27 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn load_f32(at: *const u8) -> Self::F {
-        // SAFETY: the caller guarantees 64 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
         from_fn(|i| f32::from_le_bytes(unsafe { bytes(at.add(4 * i)) }))
     }
     #[inline(always)]
     unsafe fn load_bf16(at: *const u8) -> Self::F {
-        // SAFETY: the caller guarantees 32 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 32 bytes.
         from_fn(|i| bf16::from_le_bytes(unsafe { bytes(at.add(2 * i)) }).to_f32())
     }
     #[inline(always)]
     unsafe fn load_f16(at: *const u8) -> Self::F {
-        // SAFETY: the caller guarantees 32 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 32 bytes.
         from_fn(|i| f16::from_le_bytes(unsafe { bytes(at.add(2 * i)) }).to_f32())
     }
     #[inline(always)]
     unsafe fn load_e8m0(at: *const u8) -> Self::F {
-        // SAFETY: the caller guarantees 16 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
         unsafe { bytes::<16>(at) }.map(e8m0_packed)
     }
     #[inline(always)]
     unsafe fn load_e4m3(at: *const u8) -> Self::F {
-        // SAFETY: the caller guarantees 16 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 bytes.
         unsafe { bytes::<16>(at) }.map(e4m3_scale_packed)
     }
     #[inline(always)]
@@ -130,28 +130,28 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn store_f32(at: *mut f32, a: Self::F) {
-        // SAFETY: the caller guarantees 16 values.
+        // SAFETY: the caller guarantees that the pointer is valid for 16 values.
         unsafe { at.cast::<[f32; 16]>().write_unaligned(a) }
     }
     #[inline(always)]
     unsafe fn codes4(at: *const u8) -> [Self::B; 2] {
-        // SAFETY: the caller guarantees 64 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
         let both = unsafe { bytes::<64>(at) };
         [both.map(|b| b & 0x0f), both.map(|b| b >> 4)]
     }
     #[inline(always)]
     unsafe fn codes_e2m1(at: *const u8) -> [Self::B; 2] {
-        // SAFETY: the caller guarantees 64 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 64 bytes.
         unsafe { Self::codes4(at) }.map(|codes| codes.map(|code| E2M1_DOUBLED[usize::from(code)]))
     }
     #[inline(always)]
     unsafe fn codes8(at: *const u8) -> [Self::B; 2] {
-        // SAFETY: the caller guarantees 128 bytes.
+        // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
         unsafe { [bytes(at), bytes(at.add(64))] }
     }
     #[inline(always)]
     unsafe fn activations(at: *const i8) -> [Self::A; 2] {
-        // SAFETY: the caller guarantees 8 values.
+        // SAFETY: the caller guarantees that the pointer is valid for 8 values.
         unsafe { at.cast::<[[i8; 4]; 2]>().read() }
     }
     #[inline(always)]
@@ -164,7 +164,7 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     unsafe fn code<const BITS: usize>(at: *const u8, part: usize) -> Self::I {
-        // SAFETY: the caller guarantees the bytes of the step.
+        // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
         let codes = unsafe { if BITS == 4 { Self::codes4(at) } else { Self::codes8(at) } };
         from_fn(|r| i32::from(codes[part / 4][4 * r + part % 4]))
     }

@@ -9,7 +9,7 @@ use crate::common::{Backwards, Stream};
 
 pub const KINDS: [KvType; 3] = [KvType::Kv4, KvType::Kv8, KvType::F16];
 
-/// A sequence, its pages in any order among others, and queries.
+/// A sequence, its pages, shuffled among other pages, and queries.
 pub struct Case {
     pub layout: KvLayout,
     pub heads: Heads,
@@ -93,7 +93,7 @@ impl Case {
         (out, lse)
     }
 
-    /// Checks all instruction sets: the same bits except for outputs with bf16, and within the bound.
+    /// Checks all instruction sets: results are bit-identical except for outputs with bf16, and within the bound.
     pub fn check(&self) {
         let lists = self.lists();
         let expected = self.run(Isa::Scalar, &lists, &Serial);

@@ -58,8 +58,8 @@ proptest! {
     }
 }
 
-/// Sequences of many chunks: the same bits for every number of threads and order, for few rows (one piece of work per
-/// chunk) and many (one piece per block of rows).
+/// Sequences of many chunks: results are bit-identical for every number of threads and order, for few rows (one piece
+/// of work per chunk) and many (one piece per block of rows).
 #[test]
 fn long_sequences_do_not_depend_on_the_split() {
     for (kind, heads, tokens, m) in [
@@ -86,7 +86,8 @@ fn long_sequences_do_not_depend_on_the_split() {
     }
 }
 
-/// A query has the same bits alone, divided by chunks, or among many, divided by rows.
+/// The result of a query is bit-identical whether it is computed alone, divided by chunks, or in a batch, divided by
+/// rows.
 #[test]
 fn prefill_equals_decoding() {
     for kind in KINDS {

@@ -6,7 +6,7 @@ use quant_kernels_cpu::Parallel;
 /// Runs pieces in reverse order, and claims to have many threads, so that pieces become small.
 pub struct Backwards;
 
-// SAFETY: each number is called once, and all calls have returned at the end.
+// SAFETY: `for_each` calls each number once, and returns when all calls have returned.
 unsafe impl Parallel for Backwards {
     fn threads(&self) -> usize {
         7
@@ -17,10 +17,10 @@ unsafe impl Parallel for Backwards {
     }
 }
 
-/// A number of separate threads.
+/// This number of separate threads.
 pub struct Threads(pub usize);
 
-// SAFETY: each number is called once, and all calls have returned at the end.
+// SAFETY: `for_each` calls each number once, and returns when all calls have returned.
 unsafe impl Parallel for Threads {
     fn threads(&self) -> usize {
         self.0
@@ -38,7 +38,7 @@ unsafe impl Parallel for Threads {
 /// Unwinds after this number of pieces.
 pub struct Panics(pub usize);
 
-// SAFETY: each number is called at most once, and no call is running when it unwinds.
+// SAFETY: `for_each` calls each number at most once, and no call is running when it unwinds.
 unsafe impl Parallel for Panics {
     fn threads(&self) -> usize {
         1

@@ -46,7 +46,7 @@ pub struct DecodeShape {
     pub out: Float,
 }
 
-/// How sequences are split: only by their own number of tokens.
+/// The rule for splitting sequences, which depends only on their own number of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SplitRule {
     /// Maximum number of splits.
@@ -148,10 +148,10 @@ impl DecodeShape {
         self.plan_with(SplitRule::default())
     }
 
-    /// Plans a launch with another rule for splits, which is another variant of the kernel.
+    /// Plans a launch with a different rule for splits, which is a different variant of the kernel.
     ///
     /// # Errors
-    /// As [`plan`](Self::plan), and when the rule allows no splits, or splits that are not multiples of 64 tokens.
+    /// See [`plan`](Self::plan); also when the rule allows no splits, or splits that are not multiples of 64 tokens.
     pub fn plan_with(&self, rule: SplitRule) -> Result<DecodePlan, KernelError> {
         if self.kv_heads == 0 || self.query_heads == 0 || !self.query_heads.is_multiple_of(self.kv_heads) {
             return Err(KernelError::Mismatch {

@@ -121,7 +121,7 @@ impl KvPageLayout {
     /// how many tiles are contiguous.
     pub fn id(&self) -> u64 {
         let words = [VERSION, TILE_TOKENS as u64, self.bits() as u64, self.head_dim as u64];
-        // FNV-1a, with another initial value than that of other layouts.
+        // FNV-1a, with an initial value that differs from that of other layouts.
         words.into_iter().flat_map(u64::to_le_bytes).fold(0x9ae1_6a3b_2f90_404f, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })

@@ -110,14 +110,14 @@ impl WeightLayout {
                 scale[0] = whole;
             }
             (Scales::Float(s), _) => scale = self.scale_bytes_of(s[row * view.groups() + g]),
-            // Already rejected when views are made.
+            // Already rejected when the view is created.
             (Scales::E4m3 { .. }, _) => return Err(KernelError::Scheme("scales of a byte")),
         }
         let sum = codes.iter().map(|&c| i32::from(c) - i32::from(zero)).sum();
         Ok(Group { scale, zero, sum })
     }
 
-    /// As `group`, for codes of a floating-point format.
+    /// Same as `group`, for codes of a floating-point format.
     fn float_group(
         &self,
         view: &WeightView<'_>,
@@ -136,7 +136,7 @@ impl WeightLayout {
             }
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),
-            // Already rejected when views are made.
+            // Already rejected when the view is created.
             Scales::Progressive { .. } => return Err(KernelError::Scheme("two levels of scales")),
         };
         Ok(Group { scale, zero: 0, sum: 0 })
@@ -201,7 +201,7 @@ impl WeightLayout {
     /// Unpacks the whole matrix to the parts of the view.
     ///
     /// # Errors
-    /// When `packed` has another length, or there is too little memory.
+    /// When `packed` has the wrong length, or there is too little memory.
     pub fn unpack(&self, packed: &[u8]) -> Result<Unpacked, KernelError> {
         if packed.len() != self.bytes() {
             let (expected, got) = (self.bytes(), packed.len());

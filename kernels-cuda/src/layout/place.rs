@@ -98,8 +98,8 @@ mod tests {
         }
     }
 
-    /// The same for floating-point codes, and every code is recovered; words hold the same weights as those of
-    /// integers.
+    /// Every bit of a tile belongs to exactly one floating-point code, every code is recovered, and words hold the same
+    /// weights as those of integers.
     #[test]
     fn bits_of_floating_point_codes_fill_a_tile() {
         for (format, scales) in [(FloatFormat::E2m1, ScaleType::E4m3), (FloatFormat::E4m3, ScaleType::E8m0)] {

@@ -78,8 +78,8 @@ pub struct CallArguments {
     pub x: Region,
     /// `[m, n]`, contiguous.
     pub out: Region,
-    /// As many bytes as the call needs, at a multiple of 256. The first ones must be 0 before these launches, and are
-    /// not 0 if other calls have used them.
+    /// As many bytes as the call needs, at a multiple of 256. Its first bytes must be 0 before these launches; if other
+    /// calls have used it, they are not, and must be cleared.
     pub scratch: Region,
 }
 
@@ -101,9 +101,9 @@ impl LinearCall {
     /// scale per token, or with one scale and zero point if [`fixed`](CallShape::fixed) is set.
     ///
     /// # Errors
-    /// When weights and activations do not fit each other: `f32` or `fixed` with weights for floats; rows that are not
-    /// exactly `k` elements apart with integers, or closer than that with floats; a scale that is not positive; a zero
-    /// point without sums in the layout. Also for all errors of the plans.
+    /// When weights and activations do not match: `f32` or `fixed` with weights for floats; rows that are not exactly
+    /// `k` elements apart with integers, or closer than that with floats; a scale that is not positive; a zero point
+    /// without sums in the layout. Also when planning the product or the quantization fails.
     pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let CallShape { m, element, stride, output, fixed } = *shape;
@@ -338,7 +338,7 @@ mod tests {
         }
     }
 
-    /// Rows with gaps, which are not quantized, and results of another type than the activations.
+    /// Rows with gaps, which are not quantized, and results whose type differs from that of the activations.
     #[test]
     fn rows_have_gaps_and_results_a_type_of_their_own() {
         let layout = layout(1004, Order::Float, false);

@@ -71,7 +71,7 @@ fn packing() -> Vec<Entry> {
     let mut entries: Vec<Entry> = Vec::new();
     for (layout, ..) in schemes() {
         for launch in layout.device_packing().unwrap_or_default() {
-            // As many of each kernel as differ in the kinds of codes and scales.
+            // Enough entries of each kernel to cover the kinds of codes and scales.
             let is_float = |variant: &Variant| !variant.defines.contains(&("CODES", "INTEGER".to_owned()));
             let kind = |variant: &Variant| (variant.kernel, is_float(variant));
             let same = |e: &Entry| kind(&e.variant) == kind(&launch.variant);

@@ -78,7 +78,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens.
     ///
     /// # Errors
-    /// When weights and activations do not fit each other, or the grid or an index exceeds the kernel's integers.
+    /// When weights and activations do not match, or the grid or an index exceeds the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
         activation: Activation,
@@ -94,7 +94,7 @@ impl LinearPlan {
     /// Plans a product with `m` tokens and a given variant, of the scheme of the layout.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// See [`new`](Self::new).
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let small = |value: usize, most: usize, what| {
@@ -105,10 +105,11 @@ impl LinearPlan {
         let most = i32::MAX as usize / 2 - 1024;
         small(k, most, "the input features")?;
         small(m, most, "the tokens")?;
-        // Eight token tiles of every row tile are numbered together.
+        // The kernel numbers blocks in bands of eight token tiles per row tile, so an index can reach eight times the
+        // number of output features.
         small(n, most / 8, "the output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
-        // Two sets of warps compute the halves concurrently; `serial` parts follow each other.
+        // Two sets of warps compute the halves concurrently; in a `serial` variant, parts run one after another.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
             return Err(KernelError::Scheme("a variant for other parts of k"));

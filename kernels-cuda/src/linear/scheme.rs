@@ -62,7 +62,8 @@ impl LinearScheme {
     /// The scheme of packed weights with these activations and results.
     ///
     /// # Errors
-    /// When the weights are packed for other activations, or lack the sums that the zero point of activations needs.
+    /// When the weights are packed for different activations, or lack the sums that the zero point of activations
+    /// needs.
     pub fn new(layout: &WeightLayout, activation: Activation, output: Output) -> Result<Self, KernelError> {
         let (order, zero) = match activation {
             Activation::Int8 { zero } => (Order::Int8, zero),

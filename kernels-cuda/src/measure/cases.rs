@@ -65,7 +65,7 @@ pub(super) enum Fill {
     Zeros,
     /// Any bytes.
     Random,
-    /// f16 values of magnitudes below 2⁻⁷, of either sign, whose other bits are random: grids among the codes stay
+    /// f16 values of either sign with magnitudes below 2⁻⁷ and random low bits, so that grids among the codes stay
     /// finite.
     SmallFloats,
     /// f16 or bf16 values around one.

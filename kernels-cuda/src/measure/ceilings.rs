@@ -33,7 +33,7 @@ pub struct Ceilings {
     pub bf16: f64,
     /// 8-bit integer operations per second on tensor cores.
     pub int8: f64,
-    /// Seconds of an empty launch among others.
+    /// Seconds per empty launch, in a series of launches.
     pub launch: f64,
 }
 

@@ -1,5 +1,5 @@
-//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for what `cargo
-//! xtask gpu` takes to a machine with a GPU.
+//! How close the kernels come to the limits of a device: for `quant bench kernels --device cuda`, and for the
+//! benchmarks that `cargo xtask gpu` packs for a machine with a GPU.
 //!
 //! First the device's own ceilings are measured ([`Ceilings`]), then launches of every kernel on shapes of common
 //! models ([`cases`]): many in a row between two events, on memory that is not in any cache. A kernel's share is the
@@ -91,7 +91,7 @@ impl Meter {
     /// Measures a case, which must have been planned for this device.
     ///
     /// # Errors
-    /// As [`ceilings`](Self::ceilings), and when the device has too little free memory.
+    /// See [`ceilings`](Self::ceilings); also when the device has too little free memory.
     pub fn time(&self, case: &Case) -> Result<Times> {
         let sum = |turns| case.buffers.iter().filter(|b| b.turns == turns).map(|b| b.bytes).sum::<usize>();
         let (kept, turning) = (sum(false), sum(true).max(1));
@@ -134,7 +134,8 @@ impl Meter {
         let run = |count: usize| -> Result<f64> {
             let begin = Event::now()?;
             for work in work.iter().cycle().take(count) {
-                // SAFETY: by the contract of this function; the launches are waited for below.
+                // SAFETY: the caller guarantees the arguments, by the contract of this function; the memory outlives
+                // the launches, since they are waited for below.
                 unsafe { kernel.launch(&work.shape, &work.arguments, Stream::DEFAULT) }?;
             }
             let end = Event::now()?;

@@ -28,7 +28,7 @@ const EXPONENT: i32 = 14;
 /// How activations are quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activations {
-    /// Not at all (W4A16, W8A16, FP4 and FP8 weights): f16 values, times a power of two for each row.
+    /// Not quantized (W4A16, W8A16, FP4 and FP8 weights): f16 values, times a power of two for each row.
     Float,
     /// 8-bit integers with a scale per token (W4A8, W8A8).
     PerToken,
@@ -56,13 +56,13 @@ struct Scratch {
 }
 
 impl Runner {
-    /// A runner on the first device, with images in the default directory.
+    /// Creates a runner on the first device, with images in the default directory.
     ///
     /// # Errors
     /// When there is no driver or device.
     pub fn new() -> Result<Self> {
         let gpu = Gpu::first()?;
-        // Fails now, not later, if the device is too old.
+        // Fail now if the device is too old, instead of at the first call.
         gpu.limits.target()?;
         Ok(Self { gpu, kernels: Kernels::new(ImageCache::new()), scratch: Mutex::default() })
     }
@@ -101,7 +101,7 @@ impl Linear {
         let weight = Memory::of(&packed)?;
         let limits = DeviceLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
-        // A call of no rows fails for every reason for which all calls would fail.
+        // Planning a call without rows detects every error that does not depend on the input.
         linear.call(0)?;
         Ok(linear)
     }
@@ -125,7 +125,7 @@ impl Linear {
     /// rows.
     ///
     /// # Errors
-    /// When the length of `x` is not a multiple of `k`, `out` has another length, or something is missing or fails on
+    /// When the length of `x` is not a multiple of `k`, `out` has the wrong length, or something is missing or fails on
     /// the device.
     pub fn multiply(&self, x: &[f32], out: &mut [f32]) -> Result<()> {
         let (n, k) = (self.n(), self.k());
@@ -210,7 +210,7 @@ impl Linear {
     }
 }
 
-/// At least this many bytes.
+/// Returns memory of at least this many bytes, which is allocated if there is not enough.
 fn room(memory: &mut Option<Memory>, bytes: usize) -> Result<&Memory> {
     match memory {
         Some(memory) if memory.len() >= bytes => {}

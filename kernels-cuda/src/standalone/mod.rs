@@ -143,7 +143,7 @@ impl Memory {
     /// Allocates memory with these bytes.
     ///
     /// # Errors
-    /// As [`filled`](Self::filled).
+    /// See [`filled`](Self::filled).
     pub fn of(bytes: &[u8]) -> Result<Self> {
         let memory = Self::filled(bytes.len(), 0)?;
         memory.write(0, bytes)?;
@@ -165,7 +165,7 @@ impl Memory {
         Region { address: self.address, bytes: self.len as u64 }
     }
 
-    /// Writes from byte `at` on, after everything launched before.
+    /// Writes at byte `at`, after everything launched before.
     ///
     /// # Errors
     /// When this is out of bounds, or an error occurred on the device.
@@ -176,10 +176,10 @@ impl Memory {
         in_action("write memory", unsafe { result::memcpy_htod_sync(to, bytes) })
     }
 
-    /// Reads from byte `at` on, after everything launched before.
+    /// Reads at byte `at`, after everything launched before.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// See [`write`](Self::write).
     pub fn read(&self, at: usize, bytes: &mut [u8]) -> Result<()> {
         let from = self.within("read", at, bytes.len())?;
         self.gpu.make_current()?;

@@ -25,7 +25,7 @@ fn norm_bound(shape: &ActivationShape) -> f64 {
     ((chain + shape.k / 64 + 7) as f64 / 2.0 + 12.0) * 2.0_f64.powi(-24)
 }
 
-/// Equal, except for the effect of the other order of additions in a norm.
+/// Equal, except that a norm adds in a different order.
 #[track_caller]
 fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
     let shape = &problem.shape;
@@ -149,7 +149,8 @@ fn extremes_are_what_the_cpu_makes() {
     assert_eq!(got.scales[0], 0);
 }
 
-/// A row's bits are the same alone and among others, in whatever order warps and blocks run.
+/// The result of a row is bit-identical whether it is computed alone or in a batch, in whatever order warps and blocks
+/// run.
 #[test]
 fn a_row_does_not_depend_on_what_is_beside_it() {
     if !has_nvrtc() {
@@ -327,7 +328,7 @@ fn planted_bugs_are_caught() {
     // The barrier in sums over a block.
     let barrier = "slots[threadIdx.x / 32] = word;\n    __syncthreads();";
     is_found(1024, barrier, "slots[threadIdx.x / 32] = word;", race, "ld.shared", "shared");
-    // The same slots for all sums.
+    // Using the same slots for all sums.
     is_found(1024, "(largest, slots[1])", "(largest, slots[0])", race, "st.shared", "shared");
     // The barrier before sums of groups.
     let barrier = "if constexpr (GROUP == 1) {\n        __syncthreads();";

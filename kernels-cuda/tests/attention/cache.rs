@@ -127,7 +127,7 @@ pub fn decode(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, order:
     try_decode(case, sequences, first, order, None).unwrap_or_else(|fault| panic!("{case:?}: {fault}"))
 }
 
-/// As `decode`, with a part of the kernel's source replaced.
+/// Same as `decode`, with a part of the kernel's source replaced.
 pub fn try_decode(
     case: &Case,
     sequences: &[Sequence],
@@ -141,7 +141,7 @@ pub fn try_decode(
     let (page_count, width) =
         (counts.iter().sum::<usize>() + 1, counts.iter().copied().max().unwrap_or(0) + 1);
     let mut pages = vec![0xff_u8; page_count * case.kv_heads * layout.page_bytes()];
-    // Pages are assigned from the last one on, skipping one.
+    // Pages are assigned in descending order; page 0 stays unused.
     let mut free = (0..page_count as u32).rev();
     let mut table = vec![u32::MAX; sequences.len() * width];
     for (i, (sequence, &count)) in sequences.iter().zip(&counts).enumerate() {
@@ -259,8 +259,8 @@ pub fn check(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result:
     share(case, sequences, first, result, false).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }
 
-/// As `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the largest
-/// value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
+/// Same as `check`, for random numbers, whose rounding errors do not add up to the worst case: within `2⁻¹¹` of the
+/// largest value, the error of rounding weights to f16, and log-sum-exps within `2⁻¹³`.
 pub fn check_random(case: &Case, sequences: &[Sequence], first: Option<&[u32]>, result: &Result) -> f64 {
     share(case, sequences, first, result, true).unwrap_or_else(|off| panic!("{case:?}: {off}"))
 }

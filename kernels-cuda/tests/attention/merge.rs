@@ -25,7 +25,7 @@ fn merge(
     merge_counted([parts, rows, d], sums, logs, order, planted).map(|(joined, _)| joined)
 }
 
-/// As `merge`, with counters.
+/// Same as `merge`, with counters.
 fn merge_counted(
     [parts, rows, d]: [usize; 3],
     sums: &[f32],
@@ -83,7 +83,7 @@ fn parts_of_a_list_merge() {
     }
 }
 
-/// A row's bits are the same alone and among others, in whatever order blocks run.
+/// A merged row is bit-identical whether it is computed alone or in a batch, in whatever order blocks run.
 #[test]
 fn a_row_does_not_see_its_neighbours() {
     if !has_nvrtc() {

@@ -105,7 +105,7 @@ fn lists() -> Lists {
     ]
 }
 
-/// Each head gives the same bits as when all heads have its list.
+/// Each head's result is bit-identical to that when all heads have its list.
 #[test]
 fn every_head_has_its_list() {
     if !has_nvrtc() {

@@ -91,7 +91,7 @@ pub enum Judge {
     Last(u32),
     /// f32 within this much times (1 + magnitude).
     Near(f64),
-    /// Sums in another order, whose terms' magnitudes add up to this much.
+    /// Sums in a different order, whose terms' magnitudes add up to this much.
     Sum(f64),
 }
 
@@ -131,7 +131,7 @@ impl Judge {
                 Self::Sum(magnitude) => {
                     let apart = (float(a) - float(b)).abs();
                     worst = worst.max(apart / magnitude);
-                    // A tensor core may truncate where the interpreter rounds, and adds in another order.
+                    // A tensor core may truncate where the interpreter rounds, and adds in a different order.
                     apart <= magnitude * 2_f64.powi(-20)
                 }
             };
@@ -215,7 +215,7 @@ fn copy() -> Instruction {
     let loads: String = (0..4).map(|i| format!("\nld.shared.u32 %d{i}, [%t4+{}];", i * 4)).collect();
     Instruction {
         name: name.to_owned(),
-        // From the beginning of the first input; every lane takes its 16 bytes of those of its warp.
+        // The source begins at the start of the first input; each lane copies 16 of its warp's bytes.
         body: format!(
             "mov.u32 %t3, words;\nshl.b32 %t4, %t1, 4;\nadd.s32 %t4, %t4, %t3;\nand.b32 %t5, %t2, 511;\nmul.wide.u32 %rd6, %t5, 16;\n\
              add.s64 %rd6, %rd1, %rd6;\ncp.async.cg.shared.global [%t4], [%rd6], 16, %a1;\ncp.async.commit_group;\n\

@@ -252,7 +252,7 @@ fn what_is_no_number() {
     for global in [0.0, -1.0, f32::INFINITY, f32::NAN] {
         refused(&nv, &|case| case.scales[0] = global, "a global scale that is not positive and finite");
     }
-    // Such scales lead to another layout, and are detected when packed with a layout for powers of two.
+    // Such scales lead to a different layout, and are detected when packed with a layout for powers of two.
     let powers = WeightLayout::of(&mx.view(), Order::Float, false).unwrap();
     for scale in [0.3, 0.0, -0.5, f32::INFINITY, f32::NAN] {
         let bad = with(&mx, &|case| case.scales[3] = scale);

@@ -40,7 +40,7 @@ fn module(variant: &LinearVariant) -> Arc<Module> {
     find(None).or_else(|| find(Some(Arc::new(compiled(variant, None))))).unwrap()
 }
 
-/// Compiles a variant, from another source if one is given.
+/// Compiles a variant, from a different source if one is given.
 pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Module {
     let mut kernel = variant.compiled();
     if let Some(source) = source {
@@ -54,7 +54,7 @@ pub fn launch(problem: &Problem, plan: &LinearPlan) -> Vec<f32> {
     run(problem, plan, &module(&plan.variant), &Options::default()).unwrap().values
 }
 
-/// Launches as planned, with options such as another order of blocks and warps.
+/// Launches as planned, with options such as a different order of blocks and warps.
 pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> Outcome {
     run(problem, plan, &module(&plan.variant), options).unwrap()
 }

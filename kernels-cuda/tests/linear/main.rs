@@ -15,6 +15,6 @@ mod support;
 
 use quant_kernels_cuda::linear::DeviceLimits;
 
-/// An A10, whose little shared memory makes for a short ring that soon wraps around.
+/// An A10: its small shared memory allows only a short ring, which wraps around early.
 const DEVICE: DeviceLimits =
     DeviceLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };

@@ -221,8 +221,8 @@ impl Problem {
                             i % n
                         );
                     } else {
-                        // The sums of integers are equal; their products with scales are added in another order, with
-                        // one rounding per group and part on each side.
+                        // The sums of integers are equal; their products with scales are added in a different order,
+                        // with one rounding per group and part on each side.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
                         let a = rows.row(m);

@@ -46,12 +46,12 @@ impl Bytes {
         own
     }
 
-    /// Writes from `at` on.
+    /// Writes at offset `at`.
     pub fn write(&self, at: usize, bytes: &[u8]) {
         self.memory.write(at, bytes).unwrap();
     }
 
-    /// Reads `len` bytes from `at` on.
+    /// Reads `len` bytes at offset `at`.
     pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.memory.read(at, &mut bytes).unwrap();

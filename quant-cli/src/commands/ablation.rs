@@ -1,4 +1,5 @@
-//! `quant eval MODEL --ablation`: QServe's table of what each step of QoQ contributes, for the user's model and text.
+//! `quant eval MODEL --ablation`: QServe's table of the contribution of each step of QoQ, for the user's model and
+//! text.
 //!
 //! Each row quantizes the whole model in memory with one step more than the row above. The model is read back from the
 //! bytes that would be written and compared with the float model on the same windows, so differences between rows are

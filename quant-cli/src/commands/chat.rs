@@ -195,7 +195,7 @@ impl Input {
         match self {
             Self::Terminal(editor) => match editor.readline("> ") {
                 Ok(line) => {
-                    // A full or disabled history is no reason to stop.
+                    // A full or disabled history must not end the conversation.
                     let _ = editor.add_history_entry(&line);
                     Ok(Some(line))
                 }

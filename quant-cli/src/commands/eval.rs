@@ -401,7 +401,8 @@ pub fn text(
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }
-    // If the tokenizer is larger than the embedding, even the tokens that the embedding has may mean something else.
+    // If the tokenizer is larger than the embedding, even the tokens that the embedding has may have a different
+    // meaning.
     if let Some(largest) = text.largest_token().max(tokenizer.largest_token()?) {
         opened.model.check_token(largest)?;
     }

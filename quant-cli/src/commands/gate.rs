@@ -91,7 +91,7 @@ fn judged(
         output::write_file(path, gate_page(&outcome, results).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
-        // The reader has gone; the verdict stands.
+        // The output was closed, which does not change the verdict.
         Err(error) if output::is_closed_pipe(&error) => {}
         told => told?,
     }

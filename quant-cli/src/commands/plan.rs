@@ -345,7 +345,7 @@ fn engines_text(outline: &Outline) -> String {
         let known = engine.known(outline);
         row.push(known.basis.word().to_owned());
         rows.push(row);
-        // The family was checked in another version or on another day than the rest of the row.
+        // The family was checked in a different version or on a different day from the rest of the row.
         if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, READ) {
             let Known { basis, version, date } = known;
             dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));

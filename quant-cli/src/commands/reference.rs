@@ -61,8 +61,8 @@ impl OpenedReference {
         }
     }
 
-    /// What a journal of the comparison is bound to in addition to the model. A stored reference may come from another
-    /// processor.
+    /// The identity of the reference, to which a journal of the comparison is bound in addition to the model. A stored
+    /// reference may come from another processor.
     pub fn digest(&self) -> Option<&str> {
         match self {
             Self::Model(_) => None,

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! models--org--name/
-//!   blobs/<etag>                    what was downloaded; the tag of a hub is a hash of the content
+//!   blobs/<etag>                    the downloaded file; the tag of a hub is a hash of the content
 //!   snapshots/<commit>/<file>       links to blobs
 //!   refs/<revision>                 the commit that a branch or tag stood for when it was fetched
-//!   .quant/checked/<etag>           ours: size and time of a blob whose hash was right
-//!   .quant/sha256sums               ours: the hashes of data files when they were first fetched
+//!   .quant/checked/<etag>           quant: size and time of a blob whose hash was right
+//!   .quant/sha256sums               quant: the hashes of data files when they were first fetched
 //! ```
 
 use std::fs::{self, File};
@@ -248,7 +248,7 @@ fn write_whole(path: &Path, text: &str) -> Result<()> {
     let failed = |e| Error::io("write", path, e);
     let folder = path.parent().unwrap_or(path);
     fs::create_dir_all(folder).map_err(failed)?;
-    // Not an ordinary temporary file, which nobody else could read: caches are shared.
+    // Not an ordinary temporary file, which other users could not read: caches are shared.
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.incomplete", std::process::id()));
     let outcome = fs::write(&draft, text).and_then(|()| fs::rename(&draft, path));

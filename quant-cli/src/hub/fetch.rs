@@ -44,7 +44,7 @@ fn cached_model(id: &HubId, revision: &str, session: &Session) -> Result<PathBuf
     let snapshot = cache.commit_of(revision).map(|c| cache.snapshot(&c)).filter(|s| s.is_dir());
     let snapshot = snapshot.ok_or_else(|| not_cached(&request))?;
     let names = entries(&snapshot)?;
-    // A snapshot without weights is an incomplete download; it says nothing about the repository.
+    // A snapshot without weights is an incomplete download; the repository may have them.
     let wanted = wanted_files(&snapshot, &names).map_err(|_| not_cached(&request))?;
     let require = |name: &str| {
         let request = Request { file: Some(name), ..request.clone() };

@@ -21,7 +21,7 @@ use crate::output::bytes;
 
 /// How often a broken transfer is retried.
 const ATTEMPTS: u32 = 3;
-/// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets another one.
+/// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How quickly a cancellation is noticed.
 const TICK: Duration = Duration::from_millis(100);

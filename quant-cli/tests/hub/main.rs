@@ -77,7 +77,7 @@ impl User {
         Running::start(self.command(&hub.endpoint(), arguments)).wait()
     }
 
-    /// Offline, with an address that nobody listens on.
+    /// Offline, with an address on which no server listens.
     #[track_caller]
     fn run_offline(&self, arguments: Vec<OsString>) -> Run {
         let mut command = self.command("http://127.0.0.1:1", arguments);
@@ -89,7 +89,7 @@ impl User {
         self.at("home/hub/models--org--tiny")
     }
 
-    /// The names of the cache's files, without our own and the locks.
+    /// The names of the cache's files, without quant's own files and the locks.
     fn cached(&self) -> Vec<String> {
         let all = snapshot(&self.at("home")).into_iter().filter(|(_, bytes)| bytes.is_some());
         all.map(|(name, _)| name).filter(|n| n.contains("/snapshots/")).map(|n| last(&n).to_owned()).collect()

@@ -77,26 +77,30 @@ impl HiddenStates {
         let layout = windows.layout();
         let width = model.architecture().state_width(0);
         let (table, beside) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
-        let mut states = Self::new(layout, width, Values::zeros(spill, windows.tokens().len() * width)?)?;
-        let piece = states.embedded_tokens();
-        for (i, tokens) in windows.tokens().chunks(piece.max(1)).enumerate() {
-            let first = i * piece;
+        let embedded = |first: usize, tokens: &[u32]| -> Result<Vec<f32>> {
             let mut values = model.embed_streamed(tokens)?;
             if let Some(table) = &table {
-                table.add_to(&mut values, |token| states.layout.place(first + token))?;
+                table.add_to(&mut values, |token| layout.place(first + token))?;
             }
             if let Some(inputs) = &beside {
                 values = inputs.beside(tokens, &values)?;
             }
-            states.values.write(first * width, &values)?;
-        }
-        Ok(states)
-    }
-
-    /// Tokens embedded at a time: all of them if they stay in memory, otherwise a multiple of [`CHUNK_TOKENS`], so that
-    /// the matrix products for per-layer inputs have the same shapes.
-    fn embedded_tokens(&self) -> usize {
-        if self.values.spill().is_none() { self.tokens() } else { 4 * CHUNK_TOKENS }
+            Ok(values)
+        };
+        let values = match spill {
+            None => embedded(0, windows.tokens())?.into(),
+            Some(_) => {
+                // A multiple of the pieces in which per-layer inputs are computed, so that their matrix products have the
+                // same shapes.
+                let piece = 4 * CHUNK_TOKENS;
+                let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
+                for (i, tokens) in windows.tokens().chunks(piece).enumerate() {
+                    values.write(i * piece * width, &embedded(i * piece, tokens)?)?;
+                }
+                values
+            }
+        };
+        Self::new(layout, width, values)
     }
 
     /// Copies the states to the same kind of storage.

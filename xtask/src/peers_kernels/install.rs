@@ -8,7 +8,7 @@ use super::worker::Program;
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::shell::{self, cargo, root, target_dir};
 
-/// Our worker first, then these peers.
+/// quant's worker first, then these peers.
 pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
     shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
     let mut programs = vec![program(&[&target_dir().join("release/kernels-worker").display(), &"ours"])];
@@ -23,7 +23,7 @@ pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// The workers for the experts of a layer, ours first.
+/// The workers for the experts of a layer, quant's first.
 pub fn experts() -> Result<Vec<Program>> {
     shell::run(&mut cargo(&["build", "--release", "--locked", "-p", "kernels-worker"]))?;
     let ours = program(&[&target_dir().join("release/kernels-worker").display(), &"experts"]);

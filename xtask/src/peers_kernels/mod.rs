@@ -1,4 +1,4 @@
-//! `cargo xtask peers-kernels`: compares our linear kernels with those of other engines in one run, in turns.
+//! `cargo xtask peers-kernels`: compares quant's linear kernels with those of other engines in one run, interleaved.
 //!
 //! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. For every
 //! shape and number of tokens, the driver runs several rounds in which each contestant has a short turn while all
@@ -59,11 +59,11 @@ pub struct Args {
     quick: bool,
 }
 
-/// Measures and writes the record. A peer that cannot be started, fails, or computes a wrong result is reported and
-/// left out.
+/// Measures and writes the record. A peer that cannot be started, fails, or gives a wrong result is reported and left
+/// out.
 ///
 /// # Errors
-/// When a peer cannot be built, or our own kernels fail.
+/// When a peer cannot be built, or quant's kernels fail.
 pub fn run(args: &Args) -> Result<()> {
     let mut args = args.clone();
     if args.quick {

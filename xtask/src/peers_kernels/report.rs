@@ -1,4 +1,4 @@
-//! The measurements, as stored rows and as tables for readers.
+//! The measurements, as stored rows and as formatted tables.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -32,7 +32,7 @@ pub struct Turn {
     pub contestant: String,
     /// Bytes of the packed weights.
     pub bytes: usize,
-    /// The number of passes of which `seconds` is the median.
+    /// The number of passes; `seconds` is their median.
     pub products: usize,
     pub seconds: f64,
     /// The machine's limits in this round.
@@ -201,7 +201,7 @@ impl Measured {
         )
     }
 
-    /// Speedup of each of ours over the fastest peer of its kind, round by round.
+    /// Speedup of each of quant's contestants over the fastest peer of its kind, round by round.
     pub fn comparison(&self) -> String {
         let mut page = String::new();
         for threads in self.threads() {
@@ -230,7 +230,7 @@ impl Measured {
         page
     }
 
-    /// FP4 weights compared with integers and with FP4 of others, round by round: bytes per second for few tokens,
+    /// FP4 weights compared with integers and with other engines' FP4, round by round: bytes per second for few tokens,
     /// operations per second for many.
     fn fp4(&self, threads: usize, tokens: &[usize]) -> String {
         let mut rows = Vec::new();
@@ -273,7 +273,7 @@ impl Measured {
     }
 }
 
-/// Ours against the fastest peer with the same number of bits.
+/// quant against the fastest peer with the same number of bits.
 fn best(turns: &[&Turn], ours: &str) -> Option<String> {
     let wide = |t: &Turn| t.bits() > 6.0;
     let mine: Vec<&&Turn> = turns.iter().filter(|t| t.peer == OURS && t.contestant == ours).collect();

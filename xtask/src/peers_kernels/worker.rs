@@ -58,7 +58,7 @@ pub struct Limits {
 }
 
 impl Worker {
-    /// Starts a peer on these cores, with an environment that contains nothing else that could affect it.
+    /// Starts a peer on these cores, with an environment from which everything else that could affect it is removed.
     pub fn start(program: &Program, threads: usize, cpus: &str) -> Result<Self> {
         let mut command = Command::new("taskset");
         command.args(["--cpu-list", cpus]).args(&program.command).arg(threads.to_string());
@@ -140,7 +140,7 @@ impl Worker {
 
     fn ask(&mut self, request: &str) -> Result<Value> {
         let requests = self.requests.as_mut().context("no input")?;
-        // If the worker has ended, there is no reply either, and that error says more.
+        // If the worker has ended, there is no reply either, and the earlier error is more informative.
         let _ = writeln!(requests, "{request}").and_then(|()| requests.flush());
         self.reply(request)
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp, in turns.
+//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp, in alternating runs.
 //!
 //! The model is the synthetic one in the shape of Llama 3.2 1B. Each side quantizes it itself, including the head. Each
 //! turn is a separate process on the same cores, which runs everything twice and counts the second run.
@@ -24,7 +24,7 @@ pub struct Args {
     /// Numbers of threads
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Our schemes, also for the head
+    /// quant's schemes, also for the head
     #[arg(long, value_delimiter = ',', default_value = "w4a16-g128")]
     schemes: Vec<String>,
     /// llama.cpp's types
@@ -204,7 +204,7 @@ fn turn(
     Ok(serde_json::from_str(&output(&mut command)?)?)
 }
 
-/// The rates of the last repetition: `[seconds]` from llama.cpp's program, `{"seconds": [seconds]}` from ours.
+/// The rates of the last repetition: `[seconds]` from llama.cpp's program, `{"seconds": [seconds]}` from `quant`.
 fn rates_of(report: &Value, args: &Args) -> Option<Rates> {
     let last = |name: &str| {
         let seconds = report[name].get("seconds").unwrap_or(&report[name]);

@@ -86,7 +86,7 @@ pub struct Job<'a> {
     pub dtype: &'a str,
     /// Threads.
     pub threads: usize,
-    /// The digest of the calibration tokens of our checkpoint.
+    /// The digest of the calibration tokens of quant's checkpoint.
     pub tokens_sha256: &'a str,
 }
 

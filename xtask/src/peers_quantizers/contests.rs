@@ -15,7 +15,7 @@ pub(super) struct Quality {
     /// The folder of the record.
     pub record: &'static str,
     pub title: &'static str,
-    /// What readers need to know about the settings.
+    /// Notes on the settings, for the record.
     pub settings: &'static str,
     pub contestants: &'static [Contestant],
     pub sets: &'static [Set],
@@ -48,16 +48,16 @@ pub(super) struct Claim {
     pub metric: Metric,
     /// The contestant that the claim is about.
     pub who: &'static str,
-    /// The others; it is compared with the best of them.
+    /// The contestants that it is compared with: the best one counts.
     pub than: &'static [&'static str],
     pub how: How,
 }
 
-/// How two contestants compare.
+/// The allowed relation of two contestants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// Worse by no more than 0.5 % of the other's divergence (for perplexity: 0.5 %), or two standard errors of the
-    /// paired difference, whichever is larger.
+    /// Worse by at most 0.5 % of the other's divergence (for perplexity: 0.5 %), or two standard errors of the paired
+    /// difference, whichever is larger.
     NoWorse,
     /// Less.
     Below,
@@ -69,7 +69,7 @@ pub(super) struct Speed {
     /// The folder of the record.
     pub record: &'static str,
     pub title: &'static str,
-    /// Our contestant, listed first.
+    /// quant's contestant, listed first.
     pub ours: &'static Contestant,
     pub peers: &'static [Entry],
     /// Minimum speedup over each of these; over all others it is [`OVER_BEST`].

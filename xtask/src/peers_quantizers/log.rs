@@ -1,4 +1,4 @@
-//! Our time per step, from the program's log.
+//! quant's time per step, from the program's log.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;

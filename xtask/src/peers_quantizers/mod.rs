@@ -1,9 +1,9 @@
-//! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: compares our methods with public quantizers on the same
-//! calibration tokens.
+//! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: compares quant's methods with public quantizers on the
+//! same calibration tokens.
 //!
 //! Peers run as published, in virtual environments that are created here from their package index
-//! (`benchmarks/peers/`). Python code selects the calibration windows again; the digest in our report proves that they
-//! are the same. `contests.rs` lists the comparisons and the claims.
+//! (`benchmarks/peers/`). Python code repeats the selection of calibration windows; the digest in quant's report proves
+//! that they are the same. `contests.rs` lists the comparisons and the claims.
 
 pub(crate) mod contestant;
 mod contests;
@@ -31,7 +31,7 @@ enum What {
     Speed(speed::Args),
 }
 
-/// What to compare if speed does not matter.
+/// What to compare, for a method without a speed comparison.
 #[derive(Debug, Clone, clap::Args)]
 pub struct QualityArgs {
     #[command(subcommand)]

@@ -21,7 +21,7 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 const AT_ONCE: usize = 2;
 /// On matrices this small, PyTorch's threads spend more time waiting for each other than working.
 const PEER_THREADS: usize = 1;
-/// Threads of our program, whose results do not depend on them.
+/// Threads of `quant`, whose results do not depend on them.
 const THREADS: &str = "1";
 
 /// What to measure.

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::contests::{How, Metric};
 use crate::support::rows::Row;
 
-/// Maximum excess of ours over the other: a share of its KL, or for perplexity a difference in nats.
+/// Maximum excess of quant over the other: a share of its KL, or for perplexity a difference in nats.
 const TOLERANCE: f64 = 0.005;
 /// The excess may always be this many standard errors of the difference.
 const ERRORS: f64 = 2.0;
@@ -131,7 +131,8 @@ pub struct Pooled {
 /// over these rows before the spread over windows is computed. Models and texts are strata, each with its own mean.
 ///
 /// The calibration windows are a random draw too, shared by all rows of a model. If there are several selections, the
-/// spread of their differences is the second part of the error: another selection would have given other checkpoints.
+/// spread of their differences is the second part of the error: a different selection would have given different
+/// checkpoints.
 pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> Pooled {
     let mut strata: BTreeMap<(&str, &str), Vec<(f64, f64)>> = BTreeMap::new();
     let mut draws: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
@@ -183,7 +184,7 @@ pub fn pooled<'a>(metric: Metric, pairs: impl IntoIterator<Item = Pair<'a>>) -> 
 }
 
 impl Pooled {
-    /// How much worse ours may be.
+    /// How much worse quant may be.
     fn limit(&self, how: How) -> f64 {
         let tolerance = match self.metric {
             Metric::Kl => TOLERANCE * self.theirs,
@@ -240,7 +241,7 @@ mod tests {
         }
     }
 
-    /// The pooled result of some rows, each with the windows of ours and theirs.
+    /// The pooled result of some rows, each with the windows of quant and of the peer.
     fn of(metric: Metric, rows: &[(usize, &[f64], &[f64])]) -> Pooled {
         let scored: Vec<_> = rows.iter().map(|(row, o, t)| (&ROWS[*row], scores(o), scores(t))).collect();
         pooled(metric, scored.iter().map(|(row, ours, theirs)| Pair { row, ours, theirs }))
@@ -272,7 +273,7 @@ mod tests {
         assert_eq!((ROWS[0].name, ROWS[0].evaluation), (ROWS[1].name, ROWS[1].evaluation));
         let once = of(Metric::Kl, &[(0, ours, theirs)]).error;
         assert!((of(Metric::Kl, &[(0, ours, theirs), (1, ours, theirs)]).error - once).abs() < 1e-12);
-        // Windows of another text are independent draws.
+        // Windows of different texts are independent draws.
         let other = of(Metric::Kl, &[(0, ours, theirs), (3, ours, theirs)]).error;
         assert!((other - once / 2f64.sqrt()).abs() < 1e-12);
     }
@@ -290,7 +291,7 @@ mod tests {
         let p = of_draws(&[0], &[0.1, 0.3, 0.2]);
         assert!((p.difference - 0.2).abs() < 1e-12, "{p:?}");
         assert!((p.error - 0.1 / 3f64.sqrt()).abs() < 1e-12, "{p:?}");
-        // On other texts, the same selections are the same draws; a single one has no spread.
+        // On different texts, the same selections are the same draws; a single one has no spread.
         assert_eq!(ROWS[0].name, ROWS[3].name);
         assert!((of_draws(&[0, 1, 3], &[0.1, 0.3, 0.2]).error - p.error).abs() < 1e-12);
         assert!(of_draws(&[0], &[0.1]).error < 1e-12);

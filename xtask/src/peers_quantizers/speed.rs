@@ -1,6 +1,6 @@
 //! Times all quantizers on the same model, calibration tokens and threads.
 //!
-//! Ours is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
+//! `quant` is timed as a whole, from the start of the process to the checkpoint on disk. A peer's time covers only its
 //! quantizing call: not the imports, loading the model, or compressing and writing it.
 
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub struct Args {
     /// Threads per quantizer
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Rounds, each of which runs ours and the peers in every element type
+    /// Rounds, each of which runs quant and the peers in every element type
     #[arg(long, default_value_t = 3)]
     repeat: usize,
     /// Element types of the peers

@@ -91,7 +91,7 @@ pub fn run(args: &Args) -> Result<()> {
     let (mut body, mut broken) = (String::new(), Vec::new());
     let mut measured: Vec<&str> = Vec::new();
     for row in texts() {
-        // One evaluation text per model: scales are found without text, so another text adds nothing.
+        // One evaluation text per model: scales are found without text, so a second text adds nothing.
         if measured.contains(&row.name) {
             continue;
         }

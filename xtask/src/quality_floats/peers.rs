@@ -1,8 +1,8 @@
-//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, where a
-//! CPU suffices, NVIDIA's Model Optimizer.
+//! `cargo xtask peers-floats`: compares the same formats as written by their publishers: llm-compressor and, if a CPU
+//! suffices, NVIDIA's Model Optimizer.
 //!
-//! Peers get our calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
-//! scales. Ours must lose no more than the best of them, within 0.5 % of that one's divergence or two standard errors
+//! Peers get quant's calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
+//! scales. quant must lose no more than the best of these, within 0.5 % of that one's divergence or two standard errors
 //! of the paired difference, whichever is larger.
 
 use std::path::Path;
@@ -19,9 +19,9 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// The models to compare on.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];
-/// Maximum excess of ours, as a share of the peer's divergence.
+/// Maximum excess of quant, as a share of the peer's divergence.
 const SHARE: f64 = 0.005;
-/// Maximum excess of ours, in standard errors of the difference.
+/// Maximum excess of quant, in standard errors of the difference.
 const ERRORS: f64 = 2.0;
 const THREADS: usize = 2;
 
@@ -153,7 +153,7 @@ fn compare(
         let who = who.replace(", ", " ").replace('`', "");
         format!("{},{},{},{who},{kl},{error}", row.name, row.evaluation, contest.replace(", ", " "))
     };
-    // Peers get the tokens of our first calibrated checkpoint.
+    // Peers get the tokens of quant's first calibrated checkpoint.
     let samples = [args.samples, row.window, 0].map(|n| n.to_string());
     let calibrated = |method: &str, scheme: &str| {
         let mut command = quantize(quant, &model, out);

@@ -3,9 +3,9 @@
 //! The output of `quant plan` is compared as JSON, without engines and predicted memory ([`plans`]). Files are compared byte for byte,
 //! with two exceptions:
 //!
-//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If
-//!   the schema versions differ, ours may have keys that the base does not have, and may leave out keys whose value
-//!   is `null` in the base.
+//! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
+//!   schema versions differ, the new program's may have keys that the base does not have, and may leave out keys whose
+//!   value is `null` in the base.
 //! * `quant_manifest.json`: the entry of `quant_report.json` (its size and hash) is left out, everything else must be
 //!   equal as JSON.
 
@@ -138,8 +138,8 @@ fn manifests_differ(mut base: Value, mut ours: Value) -> Option<String> {
     values_differ("", &base, &ours, false)
 }
 
-/// The first difference between two values, with its path. With `grown`, ours may have additional keys, and may leave
-/// out those that are `null`.
+/// The first difference between two values, with its path. With `grown`, the new program's value may have additional
+/// keys, and may leave out those that are `null`.
 fn values_differ(path: &str, base: &Value, ours: &Value, grown: bool) -> Option<String> {
     match (base, ours) {
         (Value::Object(of_base), Value::Object(of_ours)) => {
@@ -348,7 +348,7 @@ mod tests {
             pair.json(REPORT, &base, &report(schema, "0.1.0", other.clone()));
             pair.differs(&["out/quant_report.json: /tensors/0/error is 0.5000000001, was 0.5"]);
         }
-        // Under another schema, new keys may appear, and empty ones may disappear.
+        // Under a different schema, new keys may appear, and empty ones may disappear.
         let grown = json!({ "tensors": [{ "error": 0.5, "tokens": 4 }], "kind": "a" });
         pair.json(REPORT, &base, &report("quant-report/2", "0.1.0", grown.clone()));
         assert_eq!(pair.difference(), None);

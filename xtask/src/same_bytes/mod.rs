@@ -268,7 +268,7 @@ mod tests {
             assert!(kept, "different outputs are kept for inspection");
             assert!(matches!(&outcome, Outcome::Different(text) if text.contains(says)), "{outcome:?}");
         }
-        // A crash of both is not agreement.
+        // Two crashes do not count as agreement.
         let crash = "#!/bin/sh\nkill -9 $$\n";
         assert!(matches!(outcome_of(crash, crash).0, Outcome::Different(text) if text.contains("signal")));
     }

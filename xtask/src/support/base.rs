@@ -1,4 +1,4 @@
-//! Our program and that of an earlier revision, the base, which is built once and kept.
+//! The current program and that of an earlier revision, the base, which is built once and kept.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ pub struct Pair {
     /// Program of the base; otherwise it is built
     #[arg(long, value_name = "PATH")]
     pub base_program: Option<PathBuf>,
-    /// Our program; otherwise it is built
+    /// The current program; otherwise it is built
     #[arg(long, value_name = "PATH")]
     pub program: Option<PathBuf>,
 }

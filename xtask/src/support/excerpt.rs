@@ -66,7 +66,7 @@ impl Excerpt {
     }
 }
 
-/// The failure formats of tests, compilers, and our own checks.
+/// The failure formats of tests, compilers, and this crate's checks.
 fn names_a_failure(line: &str) -> bool {
     let starts = ["error", "FAILED", "Traceback", "thread '"];
     line.contains("panicked at") || line.ends_with("... FAILED") || starts.iter().any(|s| line.starts_with(s))

@@ -154,7 +154,7 @@ pub fn tokenizer() -> Value {
 }
 
 /// The printable character that represents a byte in byte-level vocabularies: the byte itself if it is printable in
-/// Latin-1, otherwise the next unused one from U+0100 on.
+/// Latin-1, otherwise the next unused one, starting at U+0100.
 fn byte_symbol(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     if printable(byte) {
@@ -167,7 +167,7 @@ fn byte_symbol(byte: u8) -> char {
 /// The role of a tensor in the equivalence `linear(norm(x))`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Role {
-    /// The weight of a norm, which scales the channels that its readers see.
+    /// The weight of a norm, which scales the channels that the linears after it read.
     Norm,
     /// A linear that only reads the norm of this name.
     ReaderOf(String),

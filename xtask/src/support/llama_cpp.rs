@@ -1,4 +1,5 @@
-//! llama.cpp as built from a package by `tests/interop/setup_llama_cpp.sh`, and our programs that link it.
+//! llama.cpp as built from a package by `tests/interop/setup_llama_cpp.sh`, and the programs of this repository that
+//! link it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -95,7 +95,7 @@ pub fn children_cpu_time() -> Option<Duration> {
 
 /// The index, from 1, of the field of a `stat` file with a process's user time; its system time follows.
 const UTIME: usize = 14;
-/// The same for its children that have ended.
+/// The index of the field with the user time of its children that have ended.
 const CUTIME: usize = 16;
 
 /// The sum of a field of a `stat` file and the next one.
@@ -115,7 +115,7 @@ fn contents(mut log: File) -> Result<String> {
     Ok(text)
 }
 
-/// `VmHWM` of a process in bytes; `None` once it has no memory any longer.
+/// `VmHWM` of a process in bytes; `None` once its memory has been freed.
 fn high_water(status_file: &str) -> Option<u64> {
     let status = std::fs::read_to_string(status_file).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;

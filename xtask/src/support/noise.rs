@@ -117,7 +117,7 @@ impl Noise {
         Self { float, table: float.narrow(&values) }
     }
 
-    /// Writes elements from `first` on, as many as `out` has room for.
+    /// Writes elements, starting at `first`, as many as `out` has room for.
     ///
     /// # Panics
     /// If `first` is not a multiple of [`LANES`], or the length of `out` is not a multiple of the element size.

@@ -1,7 +1,6 @@
 //! Checkpoints on disk, streamed: safetensors shards with their index, one tensor's bytes at a time.
 //!
-//! This deliberately does not use the pipeline's own reader and writer: their test inputs should not come from
-//! themselves.
+//! This deliberately does not use the pipeline's reader and writer, which must not create their own test inputs.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,7 +20,7 @@ const INDEX: &str = "model.safetensors.index.json";
 pub struct Entry {
     /// Its name.
     pub name: String,
-    /// Its element type, as the header names it.
+    /// Its element type, as named in the header.
     pub dtype: String,
     /// Its dimensions, outermost first.
     pub shape: Vec<usize>,
@@ -36,7 +35,7 @@ impl Entry {
         Self { name, dtype: float.header_name().into(), shape: shape.to_vec(), bytes }
     }
 
-    /// The tensor's float type; `None` if it has another type.
+    /// The tensor's float type; `None` if it is not a float type.
     pub fn float(&self) -> Option<Float> {
         Float::from_header(&self.dtype)
     }

@@ -35,7 +35,7 @@ pub fn cargo(args: &[&str]) -> Command {
     command
 }
 
-/// The command as one would type it.
+/// The command as typed in a shell.
 pub fn display(command: &Command) -> String {
     let mut words = vec![file_name(command.get_program())];
     words.extend(command.get_args().map(|a| a.to_string_lossy().into_owned()));
@@ -74,8 +74,8 @@ fn start(command: &mut Command, line: &str) -> Result<(Child, PipeReader)> {
     Ok((child, reader))
 }
 
-/// Runs two commands concurrently. The first inherits our output; the output of the second is held back until both have
-/// ended, so that the two do not mix.
+/// Runs two commands concurrently. The first inherits this process's output; the output of the second is held back
+/// until both have ended, so that the two do not mix.
 ///
 /// # Errors
 /// When either fails; the other still runs to its end.

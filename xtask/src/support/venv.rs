@@ -31,8 +31,8 @@ pub fn modelopt_python() -> Result<PathBuf> {
     python("benchmarks/peers/setup_venv.sh", "peers-modelopt-venv", &["modelopt"])
 }
 
-/// The interpreter of the environment with the readers of the interop check, including gptqmodel, which is created if
-/// it is missing.
+/// The interpreter of the environment with the implementations of the interop check, including gptqmodel, which is
+/// created if it is missing.
 ///
 /// # Errors
 /// When the environment cannot be created.

@@ -1,5 +1,5 @@
-//! Our own search: chooses scales, factors and minimums of a block together, for the least weighted squared error of
-//! the stored values.
+//! This crate's own search: chooses scales, factors and minimums of a block together, for the least weighted squared
+//! error of the stored values.
 //!
 //! The reference also weights errors by magnitude, but searches each part's scale independently and rounds it to the
 //! block's grid afterwards. Here, the error of every candidate is that of the stored bytes. First, parts are fitted

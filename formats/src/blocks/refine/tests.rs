@@ -1,4 +1,4 @@
-//! Compares the search with the reference's, and its fields with what decoding makes of their bytes.
+//! Compares the search with the reference's, and its fields with the decoded values of their bytes.
 
 use super::super::grid::{Fields, Steps};
 use super::super::{BLOCK_TYPES, BlockType};

@@ -84,7 +84,7 @@ impl FaultyFileSystem {
     }
 
     /// An operation that happens entirely or not at all. At a power loss it may happen without being reported; the
-    /// parity of the operation selects one of both.
+    /// parity of the operation's number selects which.
     fn atomic<T>(&self, operation: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         match self.turn()? {
             Turn::Succeed => operation(),
@@ -240,7 +240,7 @@ impl FileSystem for FaultyFileSystem {
         match self.turn()? {
             Turn::Succeed => fs::remove_dir_all(path),
             Turn::Fail(error) => {
-                // Some of it is gone.
+                // Some of the unsynced data is lost.
                 for entry in fs::read_dir(path)?.step_by(2) {
                     let _ = fs::remove_file(entry?.path());
                 }

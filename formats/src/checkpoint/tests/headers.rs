@@ -1,4 +1,4 @@
-//! Files that violate one rule each, and random files.
+//! Files that each violate one rule, and random files.
 
 use proptest::prelude::*;
 
@@ -207,14 +207,14 @@ proptest! {
     }
 }
 
-/// Everything accepted must be within the file, and be accepted by the reference reader.
+/// Everything accepted must be within the file, and be accepted by the reference implementation.
 fn agrees_with_the_file(bytes: &[u8]) -> Result<(), TestCaseError> {
     match parse(bytes) {
         Ok(header) => {
             for located in header.tensors.values() {
                 prop_assert!(located.offset + located.info.byte_len() <= bytes.len() as u64);
             }
-            // The reference reader rejects unknown types.
+            // The reference implementation rejects unknown types.
             let known = |t: &Located| !matches!(t.info.dtype, Dtype::Opaque(_));
             if header.tensors.values().all(known) {
                 prop_assert!(safetensors::SafeTensors::deserialize(bytes).is_ok());

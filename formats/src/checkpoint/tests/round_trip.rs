@@ -1,4 +1,4 @@
-//! What is written reads back equal, with our reader and with the reference reader.
+//! Written files read back equal, with this crate's reader and with the reference implementation.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -245,7 +245,7 @@ fn hugging_face_cache_layout() {
     put(&repo, "blobs/77.incomplete", vectors(&[("a", 3)]));
     relink("../../blobs/77.incomplete");
     no_checkpoint("hf download");
-    // Another repository's blobs, or deeper places, are outside.
+    // The blobs of other repositories, and deeper paths, are outside.
     put(cache.path(), "models--z/blobs/0123", vectors(&[("a", 3)]));
     relink("../../../models--z/blobs/0123");
     no_checkpoint("leaves");
@@ -304,7 +304,7 @@ fn a_file_that_shrinks_is_an_error() {
     shard.set_len(shard.metadata().unwrap().len() - 2).unwrap();
     let message = checkpoint.read("c").unwrap_err().to_string();
     assert!(message.contains("s2.safetensors") && message.contains("have 3, need 5"), "{message}");
-    // A file that gets the name later is not read.
+    // A file that is given this name later is not read.
     let dir = sharded(&good());
     let checkpoint = open(&dir).unwrap();
     fs::remove_file(dir.path().join("s2.safetensors")).unwrap();

@@ -21,7 +21,7 @@ const METHOD: &str = "awq";
 const VERSION: &str = "gemm";
 /// The only bit width.
 const BITS: u8 = 4;
-/// The module that readers always leave float.
+/// The module that loaders always leave float.
 const HEAD: &str = "lm_head";
 /// Outputs whose codes share a word; the number of rows must be a multiple of it.
 const ROWS_A_WORD: usize = 8;
@@ -67,7 +67,8 @@ impl Container for AutoAwq {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: the configuration can hold only one. The head stays float: readers support nothing else.
+    /// One scheme for all: the configuration can hold only one. The head stays float: loaders do not support a
+    /// quantized head.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         let named_head = schemes.quantized.iter().any(|(module, _)| *module == HEAD).then_some(HEAD);
         let head = schemes.head.or(named_head);
@@ -108,7 +109,7 @@ impl Container for AutoAwq {
             _ => json!(-1),
         };
         let mut float = schemes.all_names(&schemes.float);
-        // Some readers match from the start of a name, and have these modules below `model.`.
+        // Some loaders match from the start of a name, and have these modules below `model.`.
         float.extend(schemes.outside().iter().flat_map(|module| [module.clone(), format!("model.{module}")]));
         json!({
             "quant_method": METHOD,

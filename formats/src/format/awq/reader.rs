@@ -1,4 +1,4 @@
-//! Reads `gemm` checkpoints, our own and others', back into logical order.
+//! Reads `gemm` checkpoints, written by quant or by other tools, back into logical order.
 
 use serde_json::Value;
 

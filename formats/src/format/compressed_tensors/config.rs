@@ -1,8 +1,8 @@
 //! The `quantization_config` of `config.json`.
 //!
-//! Readers reject unknown keys, and three of their versions are in use, so this writes the smallest set of keys that
-//! means the same to all: no `zp_dtype`, `actorder`, `observer` or `version`, and `scale_dtype` only where readers need
-//! it.
+//! Loaders reject unknown keys, and three of their versions are in use, so only the smallest set of keys that has the
+//! same meaning in all versions is written: no `zp_dtype`, `actorder`, `observer` or `version`, and `scale_dtype` only
+//! if loaders need it.
 
 use std::collections::BTreeSet;
 
@@ -40,10 +40,10 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
 
 /// See [`Container::quantization_config`](crate::format::Container::quantization_config).
 ///
-/// `group_0` targets every `Linear`; the other groups target their modules by name, which readers prefer to the class.
-/// A quantized head is always named, since some readers do not count it among the linears. `ignore` names every linear
+/// `group_0` targets every `Linear`; the other groups target their modules by name, which loaders prefer to the class.
+/// A quantized head is always named, since some loaders do not count it among the linears. `ignore` names every linear
 /// that stays float, and has expressions for everything outside the decoder. If all parts of a fused linear are named,
-/// so is the fused linear. A quantized embedding has its own group, by class: not all readers match it by name.
+/// so is the fused linear. A quantized embedding has its own group, by class: not all loaders match it by name.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let named = |modules: &[&str]| -> Value { schemes.all_names(modules).into() };
     let outside = schemes.wrapper.into_iter().flat_map(|wrapper| wrapper.outside_patterns());
@@ -68,7 +68,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
                 "weights": weights(scheme),
                 "input_activations": input_activations(scheme.activations),
                 "output_activations": null,
-                // Some readers look for it only here, and would otherwise interpret packed weights with 8-bit
+                // Some loaders look for it only here, and would otherwise interpret packed weights with 8-bit
                 // activations as bytes.
                 "format": Storage::of(scheme).name(),
             });
@@ -86,7 +86,7 @@ pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let mut config = json!({
         "quant_method": METHOD,
         "format": format,
-        // Without it, transformers loads the file without an error and computes garbage.
+        // Without it, transformers loads the file without an error and gives wrong results.
         "quantization_status": STATUS,
         "config_groups": config_groups,
         "ignore": ignored.collect::<Vec<_>>(),
@@ -123,8 +123,8 @@ fn weights(scheme: LinearScheme) -> Value {
     weights
 }
 
-/// The dtype of scales, if it must be stated: readers identify the MX formats by it, and round the scales of NVFP4
-/// activations to it only if it is present. With float activations it has no meaning, and readers before 0.13 reject
+/// The dtype of scales, if it must be stated: loaders identify the MX formats by it, and round the scales of NVFP4
+/// activations to it only if it is present. With float activations it has no meaning, and versions before 0.13 reject
 /// it.
 fn scale_dtype(scheme: LinearScheme) -> Option<&'static str> {
     match scheme.fixed_scales()? {
@@ -348,7 +348,7 @@ mod tests {
         });
         let asymmetric = of("w8a8-static-asym");
         assert_eq!(asymmetric["config_groups"]["group_0"]["input_activations"], fixed);
-        // For packed weights, the format is stated where some readers look for it.
+        // For packed weights, the format is stated where some loaders look for it.
         let packed = of("w4a8");
         assert_eq!(packed["format"], json!("pack-quantized"));
         assert_eq!(packed["config_groups"]["group_0"]["format"], json!("pack-quantized"));

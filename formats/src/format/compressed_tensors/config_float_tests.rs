@@ -1,4 +1,4 @@
-//! Configurations and notes of floating-point formats that readers could confuse.
+//! Configurations and notes of floating-point formats that loaders could confuse.
 
 use super::*;
 
@@ -11,8 +11,8 @@ fn group(scheme: &str) -> Value {
     quantization_config(&of(scheme))["config_groups"]["group_0"].clone()
 }
 
-/// Readers identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
-/// stated; older ones reject the key, so it is written nowhere else.
+/// Loaders identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
+/// stated; older versions reject the key, so it is not written in other cases.
 #[test]
 fn types_of_scales_are_said_where_readers_need_them() {
     for (scheme, weights, inputs) in [
@@ -30,7 +30,7 @@ fn types_of_scales_are_said_where_readers_need_them() {
     }
 }
 
-/// 4-bit integers with FP8 activations state their format in the group: without it readers interpret the words as
+/// 4-bit integers with FP8 activations state their format in the group: without it, loaders interpret the words as
 /// bytes.
 #[test]
 fn w4afp8_says_that_it_is_packed() {

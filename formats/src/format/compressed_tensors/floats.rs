@@ -1,4 +1,4 @@
-//! Floating-point weights: their tensors, their bytes, and back.
+//! Packing and unpacking of floating-point weights.
 //!
 //! For a module `X` with weight `[n, k]`:
 //!

@@ -150,7 +150,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     if flag("dynamic", false)? {
         return Err(weights.refuse("dynamic", "is true: weights have no stored scales"));
     }
-    // Static ordering keeps groups in natural order; the other kind needs an index per column.
+    // Static ordering keeps groups in natural order; the dynamic kind needs an index per column.
     match weights.get("actorder").map(|a| a.as_str()) {
         None | Some(Some("static" | "weight")) => {}
         Some(_) => return Err(weights.refuse("actorder", "permutes columns across groups")),

@@ -54,7 +54,7 @@ impl Storage {
     pub(super) const ALL: [Self; 6] =
         [Self::Packed, Self::Int8, Self::Float, Self::Nvfp4, Self::Mxfp4, Self::Mxfp8];
 
-    /// The storage in which we write a scheme. Engines take W8A8 from `int-quantized`, and other integers packed.
+    /// The storage in which a scheme is written. Engines take W8A8 from `int-quantized`, and other integers packed.
     pub(super) fn of(scheme: LinearScheme) -> Self {
         match scheme.weight {
             WeightFormat::Float(format) => match (scheme.fixed_scales(), format) {
@@ -114,7 +114,7 @@ pub(super) fn shape_name(module: &str) -> String {
     format!("{module}.weight_shape")
 }
 
-/// Old versions write it for activation ordering across groups; we never do.
+/// Old versions write it for activation ordering across groups; quant never does.
 pub(super) fn group_index_name(module: &str) -> String {
     format!("{module}.weight_g_idx")
 }

@@ -27,9 +27,9 @@ const METHOD: &str = "compressed-tensors";
 const MIXED: &str = "mixed-precision";
 /// The only `quantization_status` that means "the tensors are packed".
 const STATUS: &str = "compressed";
-/// The class of modules that readers replace by quantized linears.
+/// The class of modules that loaders replace by quantized linears.
 const LINEAR: &str = "Linear";
-/// The class of modules that readers replace by quantized embeddings.
+/// The class of modules that loaders replace by quantized embeddings.
 const EMBEDDING: &str = "Embedding";
 /// The `scale_dtype` of E4M3 scales.
 const E4M3_SCALES: &str = "torch.float8_e4m3fn";

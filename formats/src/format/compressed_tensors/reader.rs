@@ -1,7 +1,7 @@
-//! Reads checkpoints of the written formats, our own and others', into logical order.
+//! Reads compressed-tensors checkpoints, written by quant or by other tools, into logical order.
 //!
-//! The reader is strict: a key that this does not implement is an error with the key's path, because a reader that
-//! ignores such a key silently computes garbage.
+//! The reader is strict: an unsupported key is an error that names the key's path, because ignoring it would silently
+//! give wrong results.
 
 use std::collections::HashMap;
 
@@ -73,8 +73,8 @@ impl<T: Copy> Names<T> {
                     .build()
                     .map_err(|e| format!("`{path}` is not a regular expression that can be used: {e}"))
             };
-            // Compiled alone first: inside the group, `a)|(b` would be well-formed. The group anchors all of it at the
-            // start, as Python's `re.match` does.
+            // Compiled alone first, because `a)|(b` would be well-formed inside the group. The group anchors the whole
+            // expression at the start, as Python's `re.match` does.
             compile(pattern)?;
             self.patterns.push((compile(&format!(r"\A(?:{pattern})"))?, what));
         } else if name == LINEAR {
@@ -241,7 +241,7 @@ impl PackedReader for Reader {
             }
         };
 
-        // The expected tensors are those that we would write.
+        // The expected tensors are those that quant would write.
         let specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
@@ -386,7 +386,7 @@ fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     let name = shape_name(module);
     let info = source.require(&name)?;
     let mut stated = Vec::new();
-    // Anything else is not a shape, and is not read.
+    // Tensors of other shapes or dtypes are not read.
     if info.shape == [2] && matches!(info.dtype, Dtype::I64 | Dtype::I32) {
         stated = read_weight_shape(source, &name)?;
     }
@@ -405,8 +405,8 @@ fn stated_shape(source: &dyn TensorSource, module: &str) -> Result<[usize; 2]> {
     })
 }
 
-/// Compares the contents of `weight_shape` with the shape that the model implies: the packed size leaves up to a word's
-/// worth of columns undetermined.
+/// Compares the contents of `weight_shape` with the shape that the model implies: the packed size determines the number
+/// of columns only up to a full word.
 fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize; 2]) -> Result<()> {
     let name = shape_name(module);
     let stated = read_weight_shape(source, &name)?;

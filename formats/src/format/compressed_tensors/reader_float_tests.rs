@@ -1,4 +1,4 @@
-//! Reading floating-point schemes, configurations of other writers, and rejected ones.
+//! Reading floating-point schemes, configurations of other tools, and rejected ones.
 
 use super::*;
 

@@ -12,9 +12,9 @@
 //! Codes and zero points are a dense little-endian bit stream ([`bits`](crate::format::bits)).
 //!
 //! A zero point of 0 minus one does not fit. The one is subtracted from whole words, with a borrow from the next zero
-//! point, as in gptqmodel, which adds it back the same way. Readers that add one to each zero point (llama.cpp's
-//! converter) see `2^b`. If the codes of such a group are below the maximum, codes and zero point are stored one
-//! higher, which gives the same weights in all readers.
+//! point, as in gptqmodel, which adds it back the same way. Implementations that add one to each zero point
+//! (llama.cpp's converter) get `2^b`. If the codes of such a group are below the maximum, codes and zero point are
+//! stored one higher, which gives the same weights in all implementations.
 
 use std::borrow::Cow;
 
@@ -124,7 +124,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     Ok(specs.into_iter().zip(bytes).collect())
 }
 
-/// Returns codes and zero points without zero points of 0, where the codes can be raised by one.
+/// Returns codes and zero points in which groups with a zero point of 0 are raised by one, if their codes allow it.
 fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -> (Cow<'t, [u8]>, Vec<u8>) {
     let mut codes = Cow::Borrowed(&tensor.codes[..]);
     let mut raised = zeros.to_vec();
@@ -138,7 +138,7 @@ fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -
     (codes, raised)
 }
 
-/// A word with a one in the place of every zero point.
+/// A word in which every zero point is one.
 fn ones(bits: u8) -> u32 {
     (0..32 / u32::from(bits)).fold(0, |word, i| word | 1 << (i * u32::from(bits)))
 }

@@ -1,9 +1,9 @@
 //! GPTQ v1: the format that AutoGPTQ introduced and gptqmodel, vLLM, SGLang and llama.cpp's converter read as `gptq`.
 //!
 //! 2, 3, 4 or 8 bits, one scheme for the whole model, scales in F16, always zero points (stored minus one) and a group
-//! index. Groups are runs of adjacent inputs in whatever order these were rounded, so the index is `i / group_size` and
-//! `desc_act` is false. [`layout`] packs and unpacks, [`reader`] interprets the configuration. `docs/formats/gptq.md`
-//! draws the bytes.
+//! index. Groups are runs of adjacent inputs, even if they were rounded in a different order, so the index is `i /
+//! group_size` and `desc_act` is false. [`layout`] packs and unpacks, [`reader`] interprets the configuration.
+//! `docs/formats/gptq.md` draws the bytes.
 
 mod layout;
 mod reader;
@@ -22,9 +22,9 @@ const METHOD: &str = "gptq";
 const V1: &str = "gptq";
 /// `checkpoint_format` for zero points stored unchanged; read, not written.
 const V2: &str = "gptq_v2";
-/// The module that readers leave float unless `lm_head` is set.
+/// The module that loaders leave float unless `lm_head` is set.
 const HEAD: &str = "lm_head";
-/// Copy of the configuration that older readers look for.
+/// Copy of the configuration that older loaders look for.
 const CONFIG_FILE: &str = "quantize_config.json";
 /// Prefix of the keys of `dynamic` whose modules stay float.
 const EXCLUDED: &str = "-:";
@@ -64,7 +64,7 @@ impl Container for GptqV1 {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all: readers differ in how they look up others. Head and embedding stay float.
+    /// One scheme for all: loaders differ in how they look up per-module schemes. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         const REMEDY: &str = "leave it float, or write ‹format=compressed-tensors›";
         let head = schemes.head.or(schemes.embedding.map(|_| "the embedding"));
@@ -148,7 +148,7 @@ impl Container for GptqV1 {
     }
 }
 
-/// The key that leaves exactly this module float: an expression that readers match from the start of a name.
+/// The key that leaves exactly this module float: an expression that loaders match from the start of a name.
 fn excluding(module: &str) -> String {
     format!("{EXCLUDED}^{}$", module.replace('.', "\\."))
 }

@@ -1,4 +1,4 @@
-//! Reads GPTQ checkpoints, our own and others', back into logical order.
+//! Reads GPTQ checkpoints, written by quant or by other tools, back into logical order.
 
 use regex::Regex;
 use serde_json::Value;
@@ -129,7 +129,7 @@ impl PackedReader for Reader {
             let tensor = spec.name.clone();
             let is_index = tensor == index_name(module);
             let fits = match dtype {
-                // Other writers keep the model's dtype.
+                // Other tools keep the model's dtype.
                 Dtype::F16 | Dtype::Bf16 | Dtype::F32 => spec.info.dtype == Dtype::F16,
                 Dtype::I64 => is_index,
                 other => other == spec.info.dtype,
@@ -263,7 +263,7 @@ mod tests {
         };
         let error = reader.read(&source, of(&reader)).unwrap_err();
         assert!(error.to_string().contains("other than the middle"), "{error}");
-        // The same words as v2 mean zero points that are one less.
+        // In v2, the same words mean zero points that are one less.
         config["sym"] = json!(false);
         config["checkpoint_format"] = json!("gptq_v2");
         let reader = Reader::new(&config).unwrap().unwrap();

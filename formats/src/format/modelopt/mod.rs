@@ -29,7 +29,7 @@ use crate::{Error, Result};
 
 /// `quant_method`, and the name of the format.
 const METHOD: &str = "modelopt";
-/// The file from which older readers take the configuration.
+/// The file from which older loaders take the configuration.
 const CONFIG_FILE: &str = "hf_quant_config.json";
 /// `quant_algo` for quantized weights and activations.
 const NVFP4: &str = "NVFP4";
@@ -112,7 +112,7 @@ impl Container for ModelOpt {
         Ok(specs.into_iter().zip(bytes).collect())
     }
 
-    /// One scheme for all: `MIXED_PRECISION` would have to list every layer, and is not written.
+    /// One scheme for all: `MIXED_PRECISION`, which would have to list every layer, is not written.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.embedding.is_some() {
             return Err(Error::usage(
@@ -133,7 +133,7 @@ impl Container for ModelOpt {
         }
     }
 
-    /// Readers look for the scales below the projections only if keys and values have separate projections.
+    /// Loaders look for the scales below the projections only if keys and values have separate projections.
     fn cache_scale(&self, linear: &str, part: CachePart) -> Option<TensorSpec> {
         let own = match part {
             CachePart::Keys => ".self_attn.k_proj",
@@ -200,7 +200,7 @@ fn cache_scheme() -> Value {
     json!({ "dynamic": false, "num_bits": 8, "type": "float" })
 }
 
-/// Readers require the name of the program that defines the layout.
+/// Loaders require the name of the program that defines the layout.
 fn producer() -> Value {
     json!({ "name": METHOD, "version": concat!("quant ", env!("CARGO_PKG_VERSION")) })
 }

@@ -18,7 +18,7 @@ use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, NV_GROUP, WeightFormat};
 use crate::{Error, Result};
 
-/// Keys of `quantization_config`, and of `quantization` where it is nested.
+/// Keys of `quantization_config`, and of `quantization`, if it is nested.
 const KEYS: [&str; 12] = [
     "quant_method",
     "quant_algo",

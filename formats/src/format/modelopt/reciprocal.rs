@@ -1,11 +1,11 @@
-//! Global scales of NVFP4: a multiplier in one layout, a divisor in the other.
+//! Global scales of NVFP4: a multiplier in ModelOpt, a divisor in compressed-tensors.
 //!
 //! An `f32` and its rounded reciprocal do not determine each other: several numbers may have the same reciprocal. But
 //! global scales are not arbitrary. A tool finds the largest magnitude `a` of a weight, which has the weight's dtype,
 //! and stores `a / 2688` or `2688 / a` (1536 if the search leaves room for a larger scale). If such an `a` exists in
-//! BF16 or F16, the other form is computed from it, as that tool would have, and both directions are exact. Otherwise,
-//! for example for F32 weights, it is the rounded reciprocal, and the round trip may differ by one or two units in the
-//! last place.
+//! BF16 or F16, the other form is computed from it, as that tool would have done, and both directions are exact.
+//! Otherwise, for example for F32 weights, it is the rounded reciprocal, and the round trip may differ by one or two
+//! units in the last place.
 
 use half::{bf16, f16};
 

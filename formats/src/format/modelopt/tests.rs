@@ -53,7 +53,8 @@ fn read(
 }
 
 proptest! {
-    /// A BF16 model in compressed-tensors is converted to this layout and back, byte for byte; so is the reverse.
+    /// Converting a BF16 model from compressed-tensors to this layout and back restores every byte; so does the
+    /// reverse.
     #[test]
     fn each_layout_becomes_the_other_and_comes_back(
         n in 1_usize..20, groups in 1_usize..6, largest in 1e-6_f32..200.0, rounded: bool,

@@ -1,8 +1,8 @@
-//! What a loader must know beyond the tensors: the `quantization_config`, and the complete description in
+//! The description of a checkpoint for loaders: the `quantization_config`, and the complete parameters in
 //! `qserve_manifest.json` next to it.
 //!
 //! QServe's own loader takes bits and group size from its command line, and assumes the rest: the order of scales,
-//! which two converters wrote differently; norms of all ones, which it does not load. Here all of it is stated
+//! which two converters wrote differently; norms of all ones, which it does not load. The manifest states all of this
 //! explicitly.
 
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ fn kind(schemes: &ModuleSchemes<'_>) -> Kind {
 
 /// See [`Container::quantization_config`](crate::format::Container::quantization_config).
 ///
-/// SGLang reads the first three keys; the others are our own.
+/// SGLang reads the first three keys; the others are specific to quant.
 pub(super) fn quantization_config(schemes: &ModuleSchemes<'_>) -> Value {
     let kind = kind(schemes);
     let mut config = json!({

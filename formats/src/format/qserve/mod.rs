@@ -1,9 +1,9 @@
 //! QServe (Lin et al., MLSys 2025): 4-bit weights with 8-bit activations, in the order in which its kernels load them.
 //!
-//! The only format that keeps both levels of scales of progressive groups; it also supports 4 bits with a scale per
-//! row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`] describes
-//! what a reader must know beyond the tensors, [`reader`] interprets the configuration. `docs/formats/qserve.md` draws
-//! the bytes.
+//! This is the only format that keeps both levels of scales of progressive groups; it also supports 4 bits with a scale
+//! per row, and 8 bits. One scheme for the whole model, scales in F16. [`layout`] packs and unpacks, [`manifest`]
+//! writes the parameters that a loader needs besides the tensors, [`reader`] interprets the configuration.
+//! `docs/formats/qserve.md` draws the bytes.
 
 mod layout;
 mod manifest;
@@ -26,7 +26,7 @@ const QUANT_METHOD: &str = "qoq";
 const GROUP: usize = 128;
 /// Outputs and inputs per tile; both dimensions must be multiples of it.
 const TILE: usize = 32;
-/// The module that readers always leave float.
+/// The module that loaders always leave float.
 const HEAD: &str = "lm_head";
 
 /// The format of QServe's kernels, which SGLang reads as `qoq`.
@@ -83,7 +83,7 @@ impl Container for QServe {
         layout::pack(module, tensor)
     }
 
-    /// One scheme for all linears, since a loader reads it once. Head and embedding stay float.
+    /// One scheme for all linears, since loaders read a single scheme. Head and embedding stay float.
     fn check(&self, schemes: &ModuleSchemes<'_>) -> Result<()> {
         if schemes.wrapper.is_some() {
             return Err(Error::usage(

@@ -1,7 +1,8 @@
-//! Reads QServe checkpoints, our own and others', back into logical order.
+//! Reads QServe checkpoints, written by quant or by other tools, back into logical order.
 //!
-//! The reader is strict: the tensors do not show the order of group scales, or that zero points are integers. What the
-//! configuration does not state is checked as far as possible: a group that no kernel could run is rejected.
+//! The reader is strict: the tensors do not determine the order of group scales, or that zero points are integers.
+//! Properties that the configuration does not state are checked as far as possible: a group that no kernel could run is
+//! rejected.
 
 use serde_json::{Map, Value};
 
@@ -18,7 +19,7 @@ use crate::quantize::{Levels, QuantizedTensor};
 use crate::scheme::LinearScheme;
 use crate::{Error, Result};
 
-/// Keys that a configuration may have; the meaning of others is unknown.
+/// Keys that a configuration may have; other keys are rejected.
 const KEYS: [&str; 7] = [
     "quant_method",
     "wbits",

@@ -1,4 +1,4 @@
-//! Round trips, checkpoints of other writers, and errors for invalid ones.
+//! Round trips, checkpoints of other tools, and errors for invalid ones.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -83,7 +83,7 @@ fn what_is_written_reads_back() {
     }
 }
 
-/// What SGLang's users added to `config.json` by hand.
+/// The keys that SGLang's users added to `config.json` by hand.
 #[test]
 fn a_checkpoint_of_others_needs_no_keys_of_ours() {
     let tensor = quantized([64, 256], GROUPS, 5);

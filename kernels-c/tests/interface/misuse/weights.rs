@@ -101,7 +101,7 @@ fn packing_and_unpacking() {
     assert_eq!(pack(0, 2, null_mut(), 2 * panel), qz1_status::Null);
     assert_eq!(pack(0, 2, weights.codes.cast_mut(), 2 * panel), qz1_status::Overlap);
     assert_eq!(pack(0, 2, weights.zeros.cast_mut(), 2 * panel), qz1_status::Overlap);
-    // Weights of another layout.
+    // Weights with a different layout.
     let symmetric = qz1_weights { zeros: null(), zeros_len: 0, ..weights };
     // SAFETY: every pointer is null or points to a live value.
     let status = unsafe { qz1_pack(&symmetric, &layout, 0, 2, out.as_mut_ptr(), out.len(), null(), null()) };

@@ -1,4 +1,4 @@
-//! Pages and caches give the same bits as each other and as the Rust interface.
+//! Results of pages and of caches are bit-identical to each other and to those of the Rust interface.
 
 use core::ptr::null;
 
@@ -8,7 +8,7 @@ use quant_kernels::*;
 use crate::common::attention::*;
 use crate::common::*;
 
-/// Pages and cache give the same bits, in one part or two.
+/// Pages and caches give bit-identical results, in one part or two.
 #[test]
 fn pages_and_caches_agree() {
     assert_eq!(qz1_has(QZ1_FEATURE_ATTENTION), 1);

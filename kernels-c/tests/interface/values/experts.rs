@@ -1,4 +1,4 @@
-//! Experts through C give the same bits as through Rust.
+//! Experts through C give results that are bit-identical to those through Rust.
 
 use core::ptr::{null, null_mut};
 

@@ -1,4 +1,4 @@
-//! Every function gives the same bits as the Rust interface.
+//! Every function gives results that are bit-identical to those of the Rust interface.
 
 mod attention;
 mod experts;

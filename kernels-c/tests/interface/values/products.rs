@@ -16,7 +16,7 @@ use crate::common::*;
 /// More rows than a strip has.
 const M: usize = 14;
 
-/// What rows are made from.
+/// The source of rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     Plain,

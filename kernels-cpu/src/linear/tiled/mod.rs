@@ -17,8 +17,8 @@
 //! ends.
 //!
 //! For floats a group's sums are added block by block and, within a block, part by part, whatever the number of rows: a
-//! row's bits depend on the row alone. Each block is summed as described at [`TileUnit::add_bf16`]. A group's result is
-//! within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
+//! row's result does not depend on the other rows. Each block is summed as described at [`TileUnit::add_bf16`]. A
+//! group's result is within `(k + 4) · 2⁻²³ Σ |q − c| |x|` of the exact sum of the products of the parts.
 #![allow(clippy::too_many_arguments, reason = "a product is what they all say")]
 
 mod steps;
@@ -125,7 +125,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     // A single row tile waits for memory, and for the previous product on the same sums: four panels are four
     // independent streams of each.
     let wide = if tiles.len() == 1 { 4 } else { 2 };
-    // SAFETY: the caller guarantees every pointer; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
+    // SAFETY: the caller guarantees that all pointers are valid; shapes of tilings have 1 to 16 rows of 8 to 64 bytes.
     unsafe {
         let mut unit = U::configure(Shape { rows: tiling.rows, depth: tiling.row_bytes() / 4 });
         for stretch in stretches(tiling, tiles.len()) {
@@ -176,7 +176,7 @@ fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>>
 #[inline(always)]
 unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
     debug_assert!(slot < SLOTS);
-    // SAFETY: the caller guarantees the scratch memory; `slot` is below the number of slots.
+    // SAFETY: the caller guarantees that the scratch memory is valid; `slot` is below the number of slots.
     unsafe {
         let (sums, totals) = (&raw mut (*scratch).sums, &raw mut (*scratch).totals);
         (sums.cast::<u8>().add(slot * TILE), totals.cast::<u8>().add(slot * TILE).cast())
@@ -186,7 +186,7 @@ unsafe fn slots(scratch: *mut Scratch, slot: usize) -> (*mut u8, *mut f32) {
 /// The sums of a group that is completed within one chunk, tile `t` of four.
 #[inline(always)]
 unsafe fn stage(scratch: *mut Scratch, g: usize, t: usize) -> *mut u8 {
-    // SAFETY: the caller guarantees the scratch memory; there are two stages of four tiles.
+    // SAFETY: the caller guarantees that the scratch memory is valid; there are two stages of four tiles.
     unsafe { (&raw mut (*scratch).stages).cast::<u8>().add((g % 2 * 4 + t) * TILE) }
 }
 
@@ -209,7 +209,8 @@ unsafe fn stretch_of<U: TileUnit, const OF: usize, const NP: usize>(
     let right_bytes = ROW * tiling.row_bytes() / 4;
     let direct = OF == UNSIGNED && layout.steps() == blocks * tiling.steps;
     let chunk = RIGHT / NP;
-    // SAFETY: the caller guarantees the contract above; panels, tiles, blocks and slots are below their numbers.
+    // SAFETY: the caller guarantees the contract above; every index of a panel, tile, block or slot is less than its
+    // count.
     unsafe {
         let weights = t.weights.add(panel * layout.panel_bytes());
         if stretch.start > 0 {
@@ -300,7 +301,8 @@ impl Next {
         self.lines -= count;
         for _ in 0..count {
             for p in 0..NP {
-                // SAFETY: the caller guarantees the instructions of `L`; a prefetch address need not be valid.
+                // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch address need
+                // not be valid.
                 unsafe { L::prefetch(self.at.wrapping_add(p * self.panel)) };
             }
             self.at = self.at.wrapping_add(LINE);
@@ -521,7 +523,7 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
         let missing = if KEEP { 0 } else { t.tiling.rows - t.rows_of(tile) };
         if missing > 0 {
             for p in 0..NP {
-                // SAFETY: the caller guarantees the scratch memory, of which a slot has 16 rows of 64 bytes.
+                // SAFETY: the caller guarantees that the scratch memory is valid; a slot has 16 rows of 64 bytes.
                 unsafe {
                     slots(scratch, slot + p).0.add(t.rows_of(tile) * ROW).write_bytes(0, missing * ROW)
                 };
@@ -530,8 +532,8 @@ unsafe fn exchange<const NP: usize, const KEEP: bool>(
         for (r, p) in (0..t.rows_of(tile)).flat_map(|r| (0..NP).map(move |p| (r, p))) {
             let column = (panel + p) * PANEL_ROWS;
             let count = PANEL_ROWS.min(n - column);
-            // SAFETY: the caller guarantees these rows and columns of `out`, and the scratch memory, of which a slot's
-            // row has 16 values.
+            // SAFETY: the caller guarantees that `out` is valid for these rows and columns, and that the scratch memory
+            // is valid; a row of a slot has 16 values.
             unsafe {
                 let (sums, totals) = slots(scratch, slot + p);
                 let kept = if t.tiling.groups == 1 { sums.cast::<f32>() } else { totals };

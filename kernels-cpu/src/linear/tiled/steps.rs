@@ -32,8 +32,8 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
     let (panels, waits) = (count, count > 2);
     let ahead = Ahead::new(layout, panels, AHEAD);
     let centre = layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from);
-    // SAFETY: the caller guarantees the contract above; steps are below those of a group, and groups below their
-    // number.
+    // SAFETY: the caller guarantees the contract above; every step is less than the steps of a group, and every group
+    // is less than their count.
     unsafe {
         let table = U::table::<CODES>(centre);
         for (i, block) in blocks.enumerate() {
@@ -236,8 +236,8 @@ pub(in crate::linear) unsafe fn finish<L: Lanes, const KIND: usize>(
             stride: t.out.stride,
             columns: n - column,
         };
-        // SAFETY: the caller guarantees the contract above; rows of totals are 16 values, and rows and columns those of
-        // `out`.
+        // SAFETY: the caller guarantees the contract above; a row of totals has 16 values, and rows and columns are
+        // within `out`.
         unsafe {
             let total = L::load_f32(totals.add(r * PANEL_ROWS).cast());
             let total = if KIND == PROGRESSIVE { L::to_f32(L::as_i32(total)) } else { total };

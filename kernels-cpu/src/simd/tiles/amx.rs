@@ -1,7 +1,7 @@
 //! The tile unit of x86-64 processors (AMX), by inline assembly: its intrinsics and target features are not stable.
 //!
-//! The compiler itself uses no tile registers, since no function is compiled for AMX; so tiles keep their values
-//! between the blocks below, which are volatile and keep their order.
+//! No function is compiled for AMX, so the compiler itself uses no tile registers, and tiles keep their values between
+//! the assembly blocks below, which are volatile and therefore not reordered.
 
 use core::arch::asm;
 use core::arch::x86_64::*;
@@ -51,7 +51,8 @@ impl Drop for Amx {
 /// `sum += left · right` by one instruction on these tiles.
 macro_rules! product {
     ($instruction:literal) => {
-        // SAFETY: the caller guarantees the instruction; `self` exists, so the unit is configured.
+        // SAFETY: the caller guarantees that the processor has the instruction; `self` exists, so the unit is
+        // configured.
         unsafe {
             asm!(concat!($instruction, " tmm{sum}, tmm{left}, tmm{right}"), sum = const SUM, left = const LEFT,
                  right = const RIGHT, options(nomem, nostack, preserves_flags))
@@ -67,18 +68,21 @@ impl TileUnit for Amx {
     unsafe fn configure(shape: Shape) -> Self {
         debug_assert!((1..=16).contains(&shape.rows) && (1..=16).contains(&shape.depth));
         let config = Config::of(shape);
-        // SAFETY: the caller guarantees the instruction; the structure is the 64 bytes that are read.
+        // SAFETY: the caller guarantees that the processor has the instruction; the structure has the 64 bytes that it
+        // reads.
         unsafe { asm!("ldtilecfg [{0}]", in(reg) &config, options(readonly, nostack, preserves_flags)) }
         Self(())
     }
     #[inline(always)]
     unsafe fn zero<const T: usize>(&mut self) {
-        // SAFETY: the caller guarantees the instruction; `self` exists, so the unit is configured.
+        // SAFETY: the caller guarantees that the processor has the instruction; `self` exists, so the unit is
+        // configured.
         unsafe { asm!("tilezero tmm{t}", t = const T, options(nomem, nostack, preserves_flags)) }
     }
     #[inline(always)]
     unsafe fn load<const T: usize>(&mut self, at: *const u8, stride: usize) {
-        // SAFETY: the caller guarantees the instruction and the rows; `self` exists, so the unit is configured.
+        // SAFETY: the caller guarantees that the processor has the instruction, and that the pointer is valid for the
+        // rows; `self` exists, so the unit is configured.
         unsafe {
             asm!("tileloadd tmm{t}, [{at} + {stride}*1]", t = const T, at = in(reg) at, stride = in(reg) stride,
                  options(readonly, nostack, preserves_flags))
@@ -86,7 +90,8 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
-        // SAFETY: the caller guarantees the instruction and the rows; `self` exists, so the unit is configured.
+        // SAFETY: the caller guarantees that the processor has the instruction, and that the pointer is valid for the
+        // rows; `self` exists, so the unit is configured.
         unsafe {
             asm!("tilestored [{at} + {stride}*1], tmm{t}", t = const SUM, at = in(reg) at,
                  stride = in(reg) super::ROW, options(nostack, preserves_flags))
@@ -107,7 +112,7 @@ impl TileUnit for Amx {
 
     #[inline(always)]
     unsafe fn expand_signed(step: *const u8, minus: __m512i, to: *mut u8) {
-        // SAFETY: the caller guarantees AVX-512, 64 bytes to read and 128 to write.
+        // SAFETY: the caller guarantees AVX-512 and pointers that are valid for reading 64 bytes and writing 128.
         unsafe {
             let [low, high] = Avx512Vnni::codes4(step);
             _mm512_storeu_si512(to.cast(), _mm512_sub_epi8(low, minus));
@@ -116,7 +121,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
-        // SAFETY: the caller guarantees AVX-512, 64 bytes to read and 128 to write.
+        // SAFETY: the caller guarantees AVX-512 and pointers that are valid for reading 64 bytes and writing 128.
         unsafe {
             let offset = _mm512_set1_epi8(E2M1_OFFSET as i8);
             let [low, high] = Avx512Vnni::codes_e2m1(step);
@@ -126,7 +131,7 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn table<const CODES: usize>(centre: i32) -> Self::Table {
-        // SAFETY: the caller guarantees AVX-512.
+        // SAFETY: the caller guarantees that the processor has AVX-512.
         unsafe {
             match CODES {
                 codes::E2M1 | codes::E4M3 => Avx512Bf16::values::<CODES>(),
@@ -136,7 +141,8 @@ impl TileUnit for Amx {
     }
     #[inline(always)]
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, table: Self::Table, to: *mut u8) {
-        // SAFETY: the caller guarantees AVX-512 with BF16, the bytes of the step, and 256 bytes to write.
+        // SAFETY: the caller guarantees that the processor has AVX-512 with BF16, and that the pointers are valid for
+        // reading the step and writing 256 bytes.
         unsafe {
             for part in 0..Avx512Bf16::PARTS {
                 let pairs = Avx512Bf16::weights::<CODES>(step, part, table);

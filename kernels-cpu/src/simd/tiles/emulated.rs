@@ -96,13 +96,14 @@ impl TileUnit for Emulated {
         let [rows, bytes] = self.size(T);
         self.tiles[T] = [[0; ROW]; 16];
         for (r, row) in self.tiles[T].iter_mut().enumerate().take(rows) {
-            // SAFETY: the caller guarantees the tile's rows, `stride` apart; a row of the tile has room for `bytes`.
+            // SAFETY: the caller guarantees that the pointer is valid for the tile's rows, `stride` apart; a row of the
+            // tile has room for `bytes`.
             unsafe { at.add(r * stride).copy_to_nonoverlapping(row.as_mut_ptr(), bytes) };
         }
     }
     unsafe fn store<const SUM: usize>(&mut self, at: *mut u8) {
         for (r, row) in self.tiles[SUM].iter().enumerate().take(self.shape.rows) {
-            // SAFETY: the caller guarantees the tile's rows.
+            // SAFETY: the caller guarantees that the pointer is valid for the tile's rows.
             unsafe { at.add(r * ROW).copy_from_nonoverlapping(row.as_ptr(), ROW) };
         }
     }
@@ -117,21 +118,21 @@ impl TileUnit for Emulated {
     }
 
     unsafe fn expand_signed(step: *const u8, minus: [i32; 16], to: *mut u8) {
-        // SAFETY: the caller guarantees the bytes of the step.
+        // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
         let codes = unsafe { Scalar::codes4(step) };
         for (half, codes) in codes.into_iter().enumerate() {
             for (i, code) in codes.into_iter().enumerate() {
                 let code = code.wrapping_sub(minus[i / 4].to_le_bytes()[i % 4]);
-                // SAFETY: the caller guarantees 128 bytes.
+                // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
                 unsafe { to.add(64 * half + i).write(code) };
             }
         }
     }
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8) {
-        // SAFETY: the caller guarantees the bytes of the step.
+        // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
         let codes = unsafe { Scalar::codes_e2m1(step) };
         for (i, code) in codes.into_iter().flatten().enumerate() {
-            // SAFETY: the caller guarantees 128 bytes.
+            // SAFETY: the caller guarantees that the pointer is valid for 128 bytes.
             unsafe { to.add(i).write(code.wrapping_sub(E2M1_OFFSET as u8)) };
         }
     }
@@ -141,7 +142,7 @@ impl TileUnit for Emulated {
     unsafe fn expand_bf16<const CODES: usize>(step: *const u8, centre: i32, to: *mut u8) {
         for (part, first) in PAIRS.into_iter().enumerate() {
             for (half, feature) in [first, first + 2].into_iter().enumerate() {
-                // SAFETY: the caller guarantees the bytes of the step.
+                // SAFETY: the caller guarantees that the pointer is valid for the bytes of the step.
                 let codes = unsafe {
                     if codes::bits(CODES) == 4 {
                         Scalar::code::<4>(step, feature)
@@ -156,7 +157,7 @@ impl TileUnit for Emulated {
                         _ => (code - centre) as f32,
                     };
                     let value = bf16::from_f32(value).to_le_bytes();
-                    // SAFETY: the caller guarantees 256 bytes.
+                    // SAFETY: the caller guarantees that the pointer is valid for 256 bytes.
                     unsafe { to.add(64 * part + 4 * r + 2 * half).cast::<[u8; 2]>().write(value) };
                 }
             }

@@ -1,7 +1,7 @@
 //! A tile unit: eight registers of up to 16 rows of 64 bytes, and products of two of them added to a third.
 //!
-//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] computes the same
-//! bits in portable code, so that tests run everywhere, and is compared with the hardware if there is one.
+//! Kernels are written once over [`TileUnit`]. [`amx::Amx`] is the hardware; [`emulated::Emulated`] is a bit-exact
+//! emulation in portable code, so that tests run everywhere; on processors that have the unit, tests compare the two.
 //!
 //! Weights are the right operand of a product. Its tile has one row of 64 bytes for every four bytes of a row of the
 //! left one: for each of 16 output features, four neighbouring codes, or two neighbouring bf16. This is the order of a
@@ -64,8 +64,8 @@ pub(crate) trait TileUnit: Sized {
     /// and results count as zero.
     unsafe fn add_bf16<const SUM: usize, const LEFT: usize, const RIGHT: usize>(&mut self);
 
-    /// Expands a step of 64 bytes of 4-bit codes to 128 bytes at `to`, with `minus` subtracted (for every row four
-    /// equal bytes).
+    /// Expands a step of 64 bytes of 4-bit codes to 128 bytes at `to`, with `minus`, four equal bytes per row,
+    /// subtracted.
     unsafe fn expand_signed(step: *const u8, minus: <Self::Lanes as Lanes>::I, to: *mut u8);
     /// Expands a step of 64 bytes of E2M1 codes to 128 bytes at `to`, each twice its value.
     unsafe fn expand_e2m1(step: *const u8, to: *mut u8);

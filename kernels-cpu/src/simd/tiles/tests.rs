@@ -38,7 +38,7 @@ impl Case {
     /// Adds the product to the sums twice, with different tiles each time.
     unsafe fn run<U: TileUnit>(&self, kind: Kind) -> Vec<u8> {
         let mut out = vec![0xa5; self.shape.rows * ROW];
-        // SAFETY: the caller guarantees the unit; the buffers are as large as the shape's tiles.
+        // SAFETY: the caller guarantees that the processor has the unit; the buffers are as large as the shape's tiles.
         unsafe {
             let mut unit = U::configure(self.shape);
             unit.load::<1>(self.sum.as_ptr(), ROW);
@@ -199,7 +199,8 @@ mod hardware {
         signed: &mut [u8; 128],
         floats: &mut [u8; 256],
     ) {
-        // SAFETY: compiled for the instructions; the arrays have the lengths that are read and written.
+        // SAFETY: the function is compiled for the instructions, which the caller guarantees; the arrays have the
+        // lengths that are read and written.
         unsafe {
             type L = <Amx as TileUnit>::Lanes;
             match CODES {
