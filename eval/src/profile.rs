@@ -132,16 +132,16 @@ impl Profile {
     }
 
     fn check(self) -> Result<Self> {
-        let least = match self {
+        let min = match self {
             Self::Gptq { .. } => 2,
             Self::LlamaCpp { .. } => 4,
             Self::HfStride { .. } => 2,
             Self::LmEvalRolling { .. } => 1,
         };
-        if self.window() < least {
+        if self.window() < min {
             return Err(Error::usage(
                 format!("windows of {} tokens score nothing by this rule", self.window()),
-                format!("choose ‹window={least}› or more; 512 and 2048 are common choices"),
+                format!("choose ‹window={min}› or more; 512 and 2048 are common choices"),
             ));
         }
         if self.window() > LONGEST {

@@ -136,8 +136,8 @@ pub fn attention(data: &[u8]) {
         let which = input.below(kv);
         lists[which].spoil(&mut input);
     }
-    let most = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
-    let words = room(most).ok().filter(|&words| words < 1 << 20).unwrap_or(words);
+    let max = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
+    let words = room(max).ok().filter(|&words| words < 1 << 20).unwrap_or(words);
     let mut first = None;
     for isa in Isa::available() {
         let is_ok = run(isa, &pages, &lists, words).is_ok();

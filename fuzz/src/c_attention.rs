@@ -88,9 +88,9 @@ pub fn c_attention(data: &[u8]) {
         fair(qz1_kv_read(&layout, at, page, slot, key_at, d, value_at, d, &message));
         fair(qz1_kv_write(&layout, at, page, slot, key_at, d, value_at, d, &message));
 
-        let most = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
+        let max = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
         let mut words = 0;
-        fair(qz1_attend_workspace(&layout, &heads, queries, most, &mut words, &message));
+        fair(qz1_attend_workspace(&layout, &heads, queries, max, &mut words, &message));
         let mut workspace = vec![u32::MAX; words.min(1 << 20)];
         fair(qz1_attend(
             &layout,
@@ -128,8 +128,8 @@ pub fn c_attention(data: &[u8]) {
         ));
 
         let mut cache = null_mut();
-        let most = if input.rarely(4) { input.word() } else { 200 };
-        let made = fair(qz1_kv_cache_new(&layout, &heads, most, &mut cache, &message));
+        let max = if input.rarely(4) { input.word() } else { 200 };
+        let made = fair(qz1_kv_cache_new(&layout, &heads, max, &mut cache, &message));
         assert_eq!(made, !cache.is_null());
         for _ in 0..input.below(6) {
             let before = qz1_kv_cache_tokens(cache);

@@ -117,9 +117,9 @@ impl Kernel {
             action: "ask for shared memory",
             reason: "it is too much".into(),
         })?;
-        let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the module.
-        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, most, bytes) };
+        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes) };
         checked("ask for shared memory", allowed)?;
         Ok(kernel)
     }

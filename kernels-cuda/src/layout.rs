@@ -380,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_beside_a_tile() {
+    fn bytes_outside_tiles() {
         let of = |bits, group, scales, middle, order, sums| {
             let layout =
                 WeightLayout::from_parts([32, 256], bits, group, scales, middle, order, sums).unwrap();
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_layout_is_told() {
+    fn invalid_layouts_are_reported() {
         let of = |shape, bits, group, scales, middle, order, sums| {
             WeightLayout::from_parts(shape, bits, group, scales, middle, order, sums).unwrap_err()
         };

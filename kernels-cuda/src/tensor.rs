@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn other_inputs_are_told() {
+    fn other_inputs_are_reported() {
         for dims in [&[][..], &[127], &[128, 5]] {
             let message = look(dims, Some(0), Float::F16).unwrap_err();
             assert_eq!(message, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));

@@ -155,7 +155,7 @@ fn sums_are_those_of_codes_less_zeros() {
 }
 
 #[test]
-fn what_does_not_fit_is_told() {
+fn misfits_are_reported() {
     let case = Case::new([16, 128], 4, 32, Kind::F16, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
     let mut packed = vec![0; layout.bytes()];

@@ -97,7 +97,7 @@ pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Re
         name: entry.name.to_owned(),
         parameters: std::mem::take(&mut resolver.parameters),
         parameter_bytes: resolver.parameter_bytes,
-        most_threads: entry.most_threads,
+        max_threads: entry.max_threads,
         static_shared: resolver.static_shared,
         local_bytes: resolver.local_bytes,
         slots: resolver.slots(),

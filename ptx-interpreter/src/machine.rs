@@ -10,7 +10,7 @@ use crate::types::{LANES, low_bits};
 use crate::warp::{Group, State, Warp, lanes};
 
 /// Maximum number of collected faults if faults do not end the launch.
-const MOST_FAULTS: usize = 1000;
+const MAX_FAULTS: usize = 1000;
 
 /// The control-flow effect of an instruction on its warp.
 pub(crate) enum Next {
@@ -168,7 +168,7 @@ impl<'a> Machine<'a> {
                     .into());
             }
             let warp = match self.options.warp_order {
-                WarpOrder::InTurn => ready[0],
+                WarpOrder::InOrder => ready[0],
                 WarpOrder::RoundRobin => {
                     let next = ready.iter().copied().find(|w| *w >= self.turn).unwrap_or(ready[0]);
                     self.turn = next + 1;
@@ -286,7 +286,7 @@ impl<'a> Machine<'a> {
         if self.options.fault_is_error {
             return Err(Error::from(fault));
         }
-        if self.faults.len() < MOST_FAULTS {
+        if self.faults.len() < MAX_FAULTS {
             self.faults.push(fault);
         }
         Ok(())

@@ -385,7 +385,7 @@ pub(crate) struct Kernel {
     pub name: String,
     pub parameters: Vec<Parameter>,
     pub parameter_bytes: usize,
-    pub most_threads: Option<[u32; 3]>,
+    pub max_threads: Option<[u32; 3]>,
     /// Bytes of static shared memory; the dynamic part follows.
     pub static_shared: usize,
     pub local_bytes: usize,

@@ -99,7 +99,7 @@ impl JsonOption {
     }
 
     /// Like `check`, but also fails if the file is an input or lies in the directory of an input model.
-    pub fn check_beside(&self, model: &Path, read: &[&Path]) -> Result<()> {
+    pub fn check_distinct(&self, model: &Path, read: &[&Path]) -> Result<()> {
         let written = [("json", self.json.as_deref())];
         distinct(&written, read)?;
         outside(&written, &[model])?;

@@ -13,7 +13,7 @@ fn it_says_its_version() {
 }
 
 #[test]
-fn a_path_that_cannot_be_had_is_told() {
+fn an_unavailable_path_is_reported() {
     let run = |isa: &str| {
         let mut quant = Command::new(env!("CARGO_BIN_EXE_quant"));
         let output = quant.args(["plan", "/no/such/model"]).env("QUANT_ISA", isa).output().unwrap();

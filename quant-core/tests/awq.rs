@@ -380,7 +380,7 @@ fn searches_never_end_worse_and_change_what_is_written() {
 #[test]
 fn on_planted_outliers_awq_loses_far_less_than_rounding() {
     let (calibration, held_out) = (common::windows(128, 16, 32, 5), common::windows(128, 8, 32, 6));
-    for (tiny, scheme, dtype, most) in [
+    for (tiny, scheme, dtype, max) in [
         (tiny(), "w4a16-g32", Dtype::F32, 0.35),
         (tiny(), "w4a16", Dtype::Bf16, 0.35),
         (tiny(), "w3a16-g64-asym", Dtype::Bf16, 0.65),
@@ -397,7 +397,7 @@ fn on_planted_outliers_awq_loses_far_less_than_rounding() {
         };
         let (awq, rtn) = (divergence("awq"), divergence("rtn"));
         println!("{scheme} in {dtype}: KL {awq:.4} with AWQ, {rtn:.4} with RTN");
-        assert!(awq < most * rtn, "{scheme}: {awq} against {rtn}");
+        assert!(awq < max * rtn, "{scheme}: {awq} against {rtn}");
     }
 }
 

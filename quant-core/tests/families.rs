@@ -86,8 +86,8 @@ impl Bench {
         let hidden = self.model.architecture().hidden;
         let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
         let branches = (part(&y, 0, hidden) - part(&self.x, 0, hidden)).unwrap();
-        let beside = part(&y, hidden, y.dim(2).unwrap() - hidden);
-        [flat(&branches), flat(&beside)].concat()
+        let extra = part(&y, hidden, y.dim(2).unwrap() - hidden);
+        [flat(&branches), flat(&extra)].concat()
     }
 
     /// The change of the block's output by a rewrite, relative to its largest value.

@@ -24,7 +24,7 @@ impl Tap for Watch {
 
 /// The largest relative difference of a block's output between running linears individually and running unobserved.
 fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
-    let (mut most, mut index) = (0.0_f64, 0);
+    let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
     decoder
         .hidden_through(batch, &mut |block, after| {
@@ -35,13 +35,13 @@ fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
             let (got, expected) = (flat(&after), flat(&expected));
             let off: f64 = got.iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
             let all: f64 = expected.iter().map(|b| f64::from(*b).powi(2)).sum();
-            most = most.max((off / all).sqrt());
+            max = max.max((off / all).sqrt());
             (before, index) = (after.clone(), block + 1);
             Ok(after)
         })
         .unwrap();
     assert_eq!(index, decoder.blocks());
-    most
+    max
 }
 
 #[test]

@@ -53,8 +53,8 @@ fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
 /// The largest difference, relative to the largest magnitude in `a`.
 fn apart(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    let most = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
-    a.iter().zip(b).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / most
+    let max = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+    a.iter().zip(b).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / max
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn only_those_who_evaluate_follow_the_configuration() {
 
 /// Values beyond the range of the scales' type end the run with a message, not with a wrong result.
 #[test]
-fn values_that_no_cache_holds_are_told() {
+fn values_that_no_cache_holds_are_reported() {
     let tiny = Tiny::default();
     let mut random = tiny.random(11);
     random.values("model.layers.1.self_attn.v_proj.weight").iter_mut().for_each(|w| *w *= 1e7);

@@ -86,7 +86,7 @@ fn folded_norms_leave_logits_unchanged() {
         let windows = common::windows(tiny.vocab, 2, LENGTH, 3);
         let change = relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
         assert!(change <= BOUND, "{name}: {change:e}");
-        assert!(!folded.architecture().tied && folded.parts_head() == tiny.tied, "{name}");
+        assert!(!folded.architecture().tied && folded.untied_by_preparation() == tiny.tied, "{name}");
         let of = |model: &Model, tensor: &str| model.source().read_f32(tensor).unwrap();
         for norm in ["model.norm", "model.layers.1.input_layernorm"] {
             assert!(of(&folded, &format!("{norm}.weight")).iter().all(|&g| g == 1.0), "{name}: {norm}");
@@ -179,7 +179,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_is_not_finite_is_told_where_it_stands() {
+fn non_finite_values_are_reported_with_their_place() {
     for tensor in ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"] {
         let mut checkpoint = Tiny::default().random(2);
         checkpoint.values(tensor)[3] = f32::NAN;
@@ -401,7 +401,7 @@ fn smooth_attention_takes_outliers_out_of_keys() {
 }
 
 #[test]
-fn numbers_that_are_none_are_told() {
+fn nan_is_reported() {
     let tiny = Tiny::default();
     let mut checkpoint = tiny.random(3);
     checkpoint.values("model.layers.0.self_attn.k_proj.weight").iter_mut().for_each(|w| *w *= 1e38);
@@ -418,7 +418,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     let (linear, kv) = kv::split(scheme).unwrap();
     let mut recipe = common::recipe(method, &linear);
     recipe.settings.kv = kv;
-    recipe.gptq = recipe.method.usual_gptq();
+    recipe.gptq = recipe.method.default_gptq();
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe
 }
@@ -527,7 +527,7 @@ fn plans_know_what_is_rotated() {
     assert_eq!(error.category(), Category::Internal);
     let model = recipe.prepared(checkpoint.model()).unwrap();
     let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
-    assert!(plan.unties());
+    assert!(plan.unties_head());
     assert!(plan.outputs().iter().any(|o| o.name == "lm_head.weight"));
     let source: Arc<MemorySource> = Arc::new(checkpoint.source());
     assert!(source.info("lm_head.weight").is_none());

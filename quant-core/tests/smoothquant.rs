@@ -387,8 +387,8 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);
     // Recorded in a GPTQ run, which observes another model's states, they are the same.
-    let (_, beside) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
-    assert_eq!(beside.sha256(), maxima.sha256());
+    let (_, other) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
+    assert_eq!(other.sha256(), maxima.sha256());
     // Maxima of another model are rejected by name, before anything is computed.
     let other = Tiny { layers: 3, ..llama() }.random(1).model();
     let error = Plan::new(&other, &given, given.containers[0]).unwrap_err().to_string();

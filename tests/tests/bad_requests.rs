@@ -274,8 +274,8 @@ fn help_and_version_are_no_errors() {
 fn absurd_numbers() {
     let model = model();
     let m = model.path();
-    let most = u64::MAX.to_string();
-    for (samples, length) in [(most.as_str(), "2"), ("1", &most), (&most, &most)] {
+    let max = u64::MAX.to_string();
+    for (samples, length) in [(max.as_str(), "2"), ("1", &max), (&max, &max)] {
         let options = ["--group-size", "32", "--samples", samples, "--seq-len", length];
         let says = format!("{samples} calibration windows of {length} tokens");
         refuses_to_quantize("absurd sampling", m, &options, 2, &[&says, "at most 1048576"]);
@@ -289,16 +289,16 @@ fn absurd_numbers() {
     refuses_to_quantize("no sample", m, &options, 2, &["0 windows of 512 tokens"]);
     let options = ["--group-size", "32", "--seq-len", "1"];
     refuses_to_quantize("too short samples", m, &options, 2, &["64 windows of 1 tokens"]);
-    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &most]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &max]);
     check_message("window", &run, 2, &["windows of 18446744073709551615 tokens are too long"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "1048576"]);
     check_message("long windows", &run, 4, &["builtin-heldout", "0 windows of 1048576"]);
-    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &most]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &max]);
     check_message("windows", &run, 4, &["windows of 64; 18446744073709551615 are needed"]);
-    let run = quant(args!["bench", m, "--prefill", &most, "--decode", &most]);
+    let run = quant(args!["bench", m, "--prefill", &max, "--decode", &max]);
     check_message("bench", &run, 2, &["are too many"]);
-    let run = quant(args!["plan", m, "--group-size", &most]);
-    check_message("group size", &run, 2, &["14 tensor(s)", &most]);
+    let run = quant(args!["plan", m, "--group-size", &max]);
+    check_message("group size", &run, 2, &["14 tensor(s)", &max]);
 }
 
 /// Calibration and evaluation texts.

@@ -77,7 +77,7 @@ fn largest(tiny: &TinyLlama, tensors: &[RawTensor], text: &[u8]) -> [f64; 2] {
                 }
             }
             for (largest, values) in largest.iter_mut().zip([keys, values]) {
-                *largest = values.iter().fold(*largest, |most, x| most.max(x.abs()));
+                *largest = values.iter().fold(*largest, |max, x| max.max(x.abs()));
             }
         }
     }

@@ -116,7 +116,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn what_is_told_agrees_with_itself() {
+fn reports_agree_with_each_other() {
     let result = read(&Bench::get().result("3"));
     let number = |path: &str| result.pointer(path).unwrap().as_f64().unwrap();
     assert_eq!((number("/windows"), number("/tokens_scored")), (24.0, 24.0 * 63.0));
@@ -195,7 +195,7 @@ fn every_outcome_has_its_exit_code() {
 }
 
 #[test]
-fn ci_systems_are_told() {
+fn ci_systems_are_notified() {
     let bench = Bench::get();
     let (junit, summary) = (bench.at("junit.xml"), bench.at("summary.md"));
     let mut gate = command(args![

@@ -381,9 +381,9 @@ fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
     write_cut_demo_model(&model, 1);
-    for (scheme, kind, least) in [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)] {
+    for (scheme, kind, min) in [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)] {
         let summary = quant(quantize(&model, &at(scheme), &["--scheme", scheme, "--json"])).json();
-        assert!(summary["types"][kind].as_u64() >= Some(least), "{scheme}: {summary}");
+        assert!(summary["types"][kind].as_u64() >= Some(min), "{scheme}: {summary}");
     }
     let overrides =
         ["--scheme", "q8_0", "--override", "blk.*.ffn_*=mxfp4", "--override", "blk.*.attn_*=nvfp4", "--json"];

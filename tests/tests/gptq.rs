@@ -100,9 +100,9 @@ fn every_setting_changes_bytes_and_threads_do_not() {
         quant(quantize(&model, &out, &[&GPTQ[..], options].concat())).succeeded();
         hashes(&out)["model.safetensors"].clone()
     };
-    let usual = weights("usual", &["--threads", "1"]);
-    assert_eq!(weights("two threads", &["--threads", "2"]), usual);
-    let mut seen = vec![usual];
+    let expected = weights("default", &["--threads", "1"]);
+    assert_eq!(weights("two threads", &["--threads", "2"]), expected);
+    let mut seen = vec![expected];
     for (i, options) in [
         &["--damping", "0.2"][..],
         &["--act-order", "none"],

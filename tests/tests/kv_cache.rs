@@ -38,7 +38,7 @@ fn marked(directory: &Path, setting: &Value) {
 }
 
 #[test]
-fn the_configuration_is_followed_unless_told_otherwise() {
+fn the_configuration_is_followed_by_default() {
     let scratch = tempfile::tempdir().unwrap();
     let plain = result(&demo_model(), &[]);
     assert_eq!(plain["model"]["kv_cache"], Value::Null);
@@ -179,7 +179,7 @@ fn bench_decodes_on_the_cache_that_the_model_says() {
 }
 
 #[test]
-fn what_a_cache_cannot_hold_is_told_with_the_block() {
+fn what_a_cache_cannot_hold_is_reported_with_the_block() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
     let tiny = TinyLlama::default();

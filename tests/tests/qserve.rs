@@ -206,7 +206,7 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
 
 /// A changed byte of a tensor, and a changed key of the configuration: the error names file and tensor, and what to do.
 #[test]
-fn what_is_broken_is_told_by_its_name() {
+fn broken_tensors_are_reported_by_name() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let (model, out) = (at("model"), at("out"));

@@ -177,7 +177,7 @@ fn fp8_is_evaluated_and_restated_without_loss() {
 /// Experts of DeepSeek-V4 beside its FP8: I8 bytes with two FP4 codes each, and one exponent per 32 columns. They are
 /// MXFP4: converted to it with the same bytes, and equal to the floats of its definition.
 #[test]
-fn fp4_beside_fp8_is_mxfp4() {
+fn fp4_next_to_fp8_is_mxfp4() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     for dtype in ["F8_E8M0", "U8"] {
@@ -466,7 +466,7 @@ fn every_container_can_be_rounded_once_more() {
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
         .write(&at("model"));
     // Power-of-two scales are found again exactly; another global scale changes all values slightly.
-    for (scheme, format, most) in [
+    for (scheme, format, max) in [
         ("nvfp4a16", "compressed-tensors", 0.09),
         ("mxfp4a16", "compressed-tensors", 0.0),
         ("fp8-block", "compressed-tensors", 0.03),
@@ -486,7 +486,7 @@ fn every_container_can_be_rounded_once_more() {
             serde_json::from_slice(&std::fs::read(second.join("quant_report.json")).unwrap()).unwrap();
         for tensor in report["tensors"].as_array().unwrap() {
             if let Some(error) = tensor["weight_error"]["relative_rms"].as_f64() {
-                assert!(error <= most, "{scheme} {format}: {} is {error} off", tensor["tensor"]);
+                assert!(error <= max, "{scheme} {format}: {} is {error} off", tensor["tensor"]);
             }
         }
     }

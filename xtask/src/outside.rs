@@ -12,7 +12,7 @@ use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
 /// two.
-const MOST_DEPENDENCIES: usize = 40;
+const MAX_DEPENDENCIES: usize = 40;
 
 /// The formats and schemes of the checkpoints that the first program reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
@@ -101,7 +101,7 @@ fn count(package: &str) -> Result<()> {
     let crates: std::collections::BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
-    ensure!(crates.len() <= MOST_DEPENDENCIES, "more than {MOST_DEPENDENCIES}: {crates:?}");
+    ensure!(crates.len() <= MAX_DEPENDENCIES, "more than {MAX_DEPENDENCIES}: {crates:?}");
     ensure!(!crates.iter().any(|name| name.contains("candle") || name.contains("token")), "{crates:?}");
     Ok(())
 }
@@ -150,13 +150,13 @@ mod tests {
     fn the_programs_are_short_and_outside() {
         let workspace = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
         assert!(workspace.contains("\"tests/outside\""));
-        for (package, file, most) in [
+        for (package, file, max) in [
             ("read", "src/main.rs", 50),
             ("pipeline", "src/bin/drive.rs", 60),
             ("pipeline", "src/bin/score.rs", 90),
         ] {
             let text = std::fs::read_to_string(directory(package).join(file)).unwrap();
-            assert!(text.lines().count() <= most, "{file}");
+            assert!(text.lines().count() <= max, "{file}");
             assert!(
                 std::fs::read_to_string(directory(package).join("Cargo.toml"))
                     .unwrap()

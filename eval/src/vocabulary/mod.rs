@@ -118,13 +118,13 @@ pub(crate) fn pass(
     ranked: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
-    let most = match sources.iter().any(|s| s.output.is_whole()) {
+    let max = match sources.iter().any(|s| s.output.is_whole()) {
         true => WHOLE_POSITIONS,
         false => POSITIONS,
     };
     let mut all = Vec::with_capacity(next.len() * sources.len());
-    for start in (0..next.len()).step_by(most) {
-        let positions = start..next.len().min(start + most);
+    for start in (0..next.len()).step_by(max) {
+        let positions = start..next.len().min(start + max);
         all.extend(some_positions(sources, next, positions, ranked, cancel)?);
     }
     Ok(all)

@@ -86,10 +86,10 @@ proptest! {
                 prop_assert!(back.iter().all(|v| v.is_finite()), "{kind:?}");
                 continue;
             }
-            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
             for (a, b) in row.iter().zip(&back) {
-                let bound = coarseness(kind) * most + 1e-7;
-                prop_assert!((a - b).abs() <= bound, "{kind:?}: {a} became {b}, largest {most}");
+                let bound = coarseness(kind) * max + 1e-7;
+                prop_assert!((a - b).abs() <= bound, "{kind:?}: {a} became {b}, largest {max}");
             }
         }
     }

@@ -29,10 +29,10 @@ fn is_deceptive(c: char) -> bool {
 
 /// Text from a file, made safe for a message: control characters are escaped, and long text is truncated.
 pub fn printable(text: &str) -> String {
-    const MOST: usize = 160;
+    const MAX_CHARS: usize = 160;
     let mut out = String::new();
     for (i, c) in text.chars().enumerate() {
-        if i == MOST {
+        if i == MAX_CHARS {
             out.push('…');
             break;
         }

@@ -263,9 +263,9 @@ impl CheckpointWriter {
     /// # Errors
     /// [`Error::Internal`] when the name is not a plain file name, or exists; [`Error::DiskFull`], [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.refuse_beside_single_file(name)?;
+        self.refuse_with_single_file(name)?;
         self.check_file_name(name)?;
-        let file = self.write_beside(name, bytes)?;
+        let file = self.write_companion(name, bytes)?;
         self.files.insert(name.to_owned(), file);
         Ok(())
     }
@@ -277,7 +277,7 @@ impl CheckpointWriter {
     pub fn add_copy(&mut self, sidecar: &Sidecar) -> Result<()> {
         let original = &sidecar.path;
         let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        self.refuse_beside_single_file(&name)?;
+        self.refuse_with_single_file(&name)?;
         self.check_file_name(&name)?;
         if let Some(contents) = &sidecar.contents {
             return self.add_file(&name, contents);
@@ -300,7 +300,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    fn refuse_beside_single_file(&self, name: &str) -> Result<()> {
+    fn refuse_with_single_file(&self, name: &str) -> Result<()> {
         match self.options.single_file {
             true => Err(Error::Internal(format!("`{}` would be beside a single file", printable(name)))),
             false => Ok(()),
@@ -359,14 +359,14 @@ impl CheckpointWriter {
         self.commit()?;
         let out = self.job.out();
         if let Some(index) = self.layout.index().map(<[u8]>::to_vec) {
-            let file = self.write_beside(INDEX, &index)?;
+            let file = self.write_companion(INDEX, &index)?;
             self.files.insert(INDEX.to_owned(), file);
         }
         let mut files = timed(observer, "verify", || self.read_back(&out, observer, cancel))?;
         files.sort();
         if !self.options.single_file {
             let manifest = manifest_bytes(&files, &self.options.tool_version);
-            let manifest = self.write_beside(MANIFEST, &manifest)?;
+            let manifest = self.write_companion(MANIFEST, &manifest)?;
             verify_file(&*self.fs, &out, &manifest)?;
             files.push(manifest);
         }
@@ -413,7 +413,7 @@ impl CheckpointWriter {
         Ok(files)
     }
 
-    fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
+    fn write_companion(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
         write_new(&*self.fs, &self.job.out().join(name), bytes)?;
         Ok(PublishedFile::new(name, bytes.len() as u64, sha2::Sha256::digest(bytes).into()))
     }

@@ -458,7 +458,7 @@ impl<'l> Call<'_, 'l> {
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
             let total = *self.word(self.room.totals + row).cast::<f32>();
-            Mass { most: *self.lse.pointer().add(row), total }
+            Mass { max: *self.lse.pointer().add(row), total }
         }
     }
 
@@ -467,7 +467,7 @@ impl<'l> Call<'_, 'l> {
     unsafe fn store(&self, row: usize, mass: Mass) {
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
-            self.lse.pointer().add(row).write(mass.most);
+            self.lse.pointer().add(row).write(mass.max);
             self.word(self.room.totals + row).cast::<f32>().write(mass.total);
         }
     }
@@ -492,7 +492,7 @@ impl<'l> Call<'_, 'l> {
         } else {
             let inverse = 1.0 / mass.total;
             out.iter_mut().for_each(|v| *v *= inverse);
-            (f64::from(mass.most) + f64::from(mass.total).ln()) as f32
+            (f64::from(mass.max) + f64::from(mass.total).ln()) as f32
         };
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe { lse.write(result) };

@@ -48,13 +48,13 @@ pub(super) struct Tile<'a> {
 /// For a query row and some tokens: the largest score, and the sum of `exp(score − largest)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mass {
-    pub(super) most: f32,
+    pub(super) max: f32,
     pub(super) total: f32,
 }
 
 impl Mass {
     /// The mass of no tokens.
-    pub(super) const NONE: Self = Self { most: f32::NEG_INFINITY, total: 0.0 };
+    pub(super) const NONE: Self = Self { max: f32::NEG_INFINITY, total: 0.0 };
 }
 
 /// A score, and later a probability, for each token of a chunk, row after row.
@@ -230,25 +230,25 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
     let panels = start..end.div_ceil(PANEL_ROWS);
     // Panels of which all rows see all tokens.
-    let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
-    let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
+    let min = (0..MR).fold(end, |min, m| min.min(t.seen[m]));
+    let whole = t.first.div_ceil(PANEL_ROWS)..min / PANEL_ROWS;
     let bytes = 2 * step_bytes::<L, BITS>();
     // SAFETY: panels are those for which the caller guarantees scores, and pages are those of the chunk.
     unsafe {
         let mut minus = [L::zero(); MR];
         for m in 0..MR {
             let row = rows.add(m * CHUNK);
-            let mut most = L::splat_f32(f32::NEG_INFINITY);
+            let mut max = L::splat_f32(f32::NEG_INFINITY);
             for v in panels.clone() {
                 let mut scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
                 if !whole.contains(&v) {
                     scores = keep::<L>(scores, v, [t.first, t.seen[m]], f32::NEG_INFINITY);
                 }
-                most = L::max_f32(scores, most);
+                max = L::max_f32(scores, max);
             }
-            let most = array::<L>(most).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
-            masses[m].most = most;
-            minus[m] = L::splat_f32(if most == f32::NEG_INFINITY { 0.0 } else { -most });
+            let max = array::<L>(max).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+            masses[m].max = max;
+            minus[m] = L::splat_f32(if max == f32::NEG_INFINITY { 0.0 } else { -max });
         }
         let (one, centre) = (L::splat_f32(1.0), L::splat_f32(centre::<BITS>() as f32));
         let (mut totals, mut offsets) = ([L::zero(); MR], [L::zero(); MR]);
@@ -439,14 +439,14 @@ pub(super) unsafe fn join<L: ValueLanes>(
             out.copy_from_nonoverlapping(part, head_dim);
             return other;
         }
-        let most = if other.most > mass.most { other.most } else { mass.most };
-        let by = |m: f32| exp::<L>(L::splat_f32(m - most));
-        let (left, right) = (by(mass.most), by(other.most));
+        let max = if other.max > mass.max { other.max } else { mass.max };
+        let by = |m: f32| exp::<L>(L::splat_f32(m - max));
+        let (left, right) = (by(mass.max), by(other.max));
         for i in (0..head_dim).step_by(PANEL_ROWS) {
             let (a, b) = (L::load_f32(out.add(i).cast()), L::load_f32(part.add(i).cast()));
             L::store_f32(out.add(i), L::fma(a, left, L::mul_f32(b, right)));
         }
         let [left, right] = [left, right].map(|lanes| array::<L>(lanes)[0]);
-        Mass { most, total: left.mul_add(mass.total, right * other.total) }
+        Mass { max, total: left.mul_add(mass.total, right * other.total) }
     }
 }

@@ -61,8 +61,8 @@ impl ExpertsPlan {
                 [(0, &mut read, expert.gate, lent), (1, &mut between, expert.down, 0)]
             {
                 let layout = RowLayout::of(of.weight.layout());
-                let most = buffer.most(all, shape[0], layout, lent).ok_or(too_large.clone())?;
-                plan.extents[at] = plan.extents[at].max(most);
+                let bound = buffer.bound(all, shape[0], layout, lent).ok_or(too_large.clone())?;
+                plan.extents[at] = plan.extents[at].max(bound);
             }
         }
         plan.bytes().ok_or(too_large)?;
@@ -91,11 +91,11 @@ impl ExpertsPlan {
     }
 
     fn bytes(&self) -> Option<usize> {
-        let rows = self.most_rows();
+        let rows = self.max_rows();
         let [count, _, inner] = self.shape;
         let words = rows.checked_mul(2)?.checked_add(count + 1)?.checked_add(rows.checked_mul(inner)?)?;
         let mut bytes = words.checked_mul(4)?;
-        bytes = bytes.checked_add(self.most_active().checked_mul(size_of::<Active>())?)?;
+        bytes = bytes.checked_add(self.max_active().checked_mul(size_of::<Active>())?)?;
         for extent in self.extents {
             bytes = bytes.checked_add(self.buffer_bytes(&extent)?)?;
         }
@@ -104,23 +104,23 @@ impl ExpertsPlan {
 
     fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
         let Extent { rows, codes, sums, tiles, tile_sums, made } = *extent;
-        let (code, beside) = match self.rows {
+        let (code, extra) = match self.rows {
             // `sums` is stored twice (the other is `eights`), and each row has a scale.
             ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
             ExpertRows::Float(_) => (4, sums.max(tile_sums)),
         };
-        let words = beside.checked_add(made)?.checked_mul(4)?;
+        let words = extra.checked_add(made)?.checked_mul(4)?;
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 
     /// The maximum number of rows of all experts.
-    fn most_rows(&self) -> usize {
+    fn max_rows(&self) -> usize {
         self.tokens * self.top_k
     }
 
     /// The maximum number of experts that have rows.
-    fn most_active(&self) -> usize {
-        self.shape[0].min(self.most_rows())
+    fn max_active(&self) -> usize {
+        self.shape[0].min(self.max_rows())
     }
 
     /// Empty buffers.
@@ -155,11 +155,11 @@ impl ExpertsWorkspace {
             return Ok(());
         }
         self.plan = None;
-        let rows = plan.most_rows();
+        let rows = plan.max_rows();
         reserve(&mut self.rows.tokens, rows)?;
         reserve(&mut self.rows.weights, rows)?;
         reserve(&mut self.rows.starts, plan.shape[0] + 1)?;
-        reserve(&mut self.active, plan.most_active())?;
+        reserve(&mut self.active, plan.max_active())?;
         let inner = (rows * plan.shape[2]).max(self.inner.len());
         resize(&mut self.inner, Some(inner))?;
         let mut buffers = self.buffers.take();
@@ -182,8 +182,8 @@ impl ExpertsWorkspace {
         let enough = self.plan.as_ref().is_some_and(|own| {
             let same = own.token == plan.token && own.rows == plan.rows;
             let holds = own.extents.iter().zip(&plan.extents).all(|(own, extent)| own.holds(extent));
-            let rows = own.most_rows() >= plan.most_rows() && own.most_active() >= plan.most_active();
-            let inner = own.most_rows() * own.shape[2] >= plan.most_rows() * plan.shape[2];
+            let rows = own.max_rows() >= plan.max_rows() && own.max_active() >= plan.max_active();
+            let inner = own.max_rows() * own.shape[2] >= plan.max_rows() * plan.shape[2];
             same && holds && rows && inner && own.shape[0] >= plan.shape[0]
         });
         if enough {
@@ -232,9 +232,9 @@ impl Buffer {
     }
 
     /// The maximum size of `rows` rows of `count` experts with this layout.
-    fn most(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
+    fn bound(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
-        Extent::most(rows, count, layout, tiling, self.in_strips(), lent)
+        Extent::bound(rows, count, layout, tiling, self.in_strips(), lent)
     }
 
     fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {

@@ -137,11 +137,11 @@ impl Experts<'_> {
         self.require(plan.rows)?;
         let tokens = x.len() / self.hidden;
         KernelError::length("activations", tokens * self.hidden, x.len())?;
-        for (what, most, got) in
+        for (what, max, got) in
             [("tokens", plan.tokens, tokens), ("experts of a token", plan.top_k, routing.top_k)]
         {
-            if got > most {
-                return Err(KernelError::Mismatch { what, expected: most, got });
+            if got > max {
+                return Err(KernelError::Mismatch { what, expected: max, got });
             }
         }
         let slots = tokens * routing.top_k;
@@ -217,9 +217,9 @@ impl Experts<'_> {
         let (token, width) = (plan.token, self.hidden);
         let panels = width.div_ceil(PANEL_ROWS);
         let few = active.iter().map(|own| own.rows[1].m).sum::<usize>() <= FEW_ROWS * active.len();
-        let (shares, most) = if few { (FEW_SHARES / 2, FEW_CHUNK) } else { (SHARES / 2, CHUNK[1]) };
+        let (shares, max) = if few { (FEW_SHARES / 2, FEW_CHUNK) } else { (SHARES / 2, CHUNK[1]) };
         let chunk = panels.div_ceil(parallel.threads().max(1).saturating_mul(shares));
-        let chunk = chunk.next_multiple_of(CHUNK[0]).min(most);
+        let chunk = chunk.next_multiple_of(CHUNK[0]).min(max);
         let (all, pieces) = (out.len() / width, panels.div_ceil(chunk));
         let out = Disjoint::new(out);
         parallel.for_each(pieces, &|piece| {
@@ -260,9 +260,9 @@ impl Active {
     /// Divides the product of its rows with `panels` panels of `bytes` bytes each into pieces of about `share` products
     /// of a row and a panel.
     fn cut(&mut self, rows: &Rows<'_>, panels: usize, share: usize, bytes: usize) {
-        let (m, units, [most, _]) = (rows.m(), rows.strips(), rows.most_units());
+        let (m, units, [max, _]) = (rows.m(), rows.strips(), rows.max_units());
         // If several groups of rows pass over the weights, these should stay in the L2 cache.
-        let widest = match units > most {
+        let widest = match units > max {
             true => (WEIGHTS / bytes.max(1) / CHUNK[0] * CHUNK[0]).clamp(CHUNK[0], CHUNK[1]),
             false if m <= FEW_ROWS => FEW_CHUNK,
             false => CHUNK[1],
@@ -271,7 +271,7 @@ impl Active {
         self.chunks = panels.div_ceil(self.chunk);
         // Each block reads all weights, so blocks are of similar size, and only as many as needed to share the work.
         let each = self.chunk * m.div_ceil(units);
-        let block = (2 * share).div_ceil(each).max(most);
+        let block = (2 * share).div_ceil(each).max(max);
         self.block = units.div_ceil(units.div_ceil(block));
         self.blocks = units.div_ceil(self.block);
     }
@@ -313,12 +313,12 @@ fn each_part(
     panels: Range<usize>,
     mut each: impl FnMut(Range<usize>, Range<usize>, Range<usize>),
 ) {
-    let [most, of_unit] = rows.most_units();
-    let most = most.min(units.len()).max(1);
-    let wide = (RESULTS / (most * of_unit * PANEL_ROWS).max(1)).max(1);
+    let [max, of_unit] = rows.max_units();
+    let max = max.min(units.len()).max(1);
+    let wide = (RESULTS / (max * of_unit * PANEL_ROWS).max(1)).max(1);
     let wide = if wide > CHUNK[0] { wide / CHUNK[0] * CHUNK[0] } else { wide };
-    for unit in units.clone().step_by(most) {
-        let own = unit..(unit + most).min(units.end);
+    for unit in units.clone().step_by(max) {
+        let own = unit..(unit + max).min(units.end);
         let at = rows.rows_of(own.clone());
         for panel in panels.clone().step_by(wide) {
             each(own.clone(), panel..(panel + wide).min(panels.end), at.clone());

@@ -210,7 +210,7 @@ impl Layout {
         // static codes can be −128, or |a − a₀| ≤ 255 if activations have a zero point; progressive weights are summed
         // over the whole row.
         let (width, weight) = match (scales, code_bits) {
-            (ScaleType::Progressive, _) => (k, PROGRESSIVE_MOST as usize),
+            (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             (_, 8) => (group_size, 255),
             _ => (group_size, 15),
         };
@@ -441,7 +441,7 @@ impl Layout {
         if let Scales::Progressive { groups, .. } = view.all_scales() {
             let scale = i32::from(groups[row * self.groups() + g]);
             let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
-            if reach(low).max(reach(high)) > PROGRESSIVE_MOST {
+            if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
                 return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
             }
         }
@@ -520,7 +520,7 @@ pub(crate) fn factor(global: f32) -> f32 {
 pub(crate) const E4M3_NAN: u8 = 0x7f;
 
 /// The largest magnitude of a progressive weight's integer part, a signed 8-bit number.
-pub(crate) const PROGRESSIVE_MOST: i32 = 128;
+pub(crate) const PROGRESSIVE_MAX: i32 = 128;
 
 /// Increases whenever the order of bytes changes.
 const VERSION: u64 = 1;

@@ -158,7 +158,7 @@ impl<'a> Pieces<'a> {
         if let Some(rows) = x.tiled {
             // As many row tiles as a piece keeps sums for, in blocks of similar size; and many panels, since each piece
             // reads all of its activations.
-            let blocks = x.strips().div_ceil(tiled::most_tiles(rows.tiling));
+            let blocks = x.strips().div_ceil(tiled::max_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
             let (blocks, chunks) = (x.strips().div_ceil(block), layout.panels().div_ceil(chunk));

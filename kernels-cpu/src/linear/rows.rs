@@ -111,9 +111,9 @@ impl<'a> Rows<'a> {
     }
 
     /// Maximum number of strips or row tiles per piece of work, and how many rows each has.
-    pub(crate) fn most_units(&self) -> [usize; 2] {
+    pub(crate) fn max_units(&self) -> [usize; 2] {
         match self.tiled {
-            Some(rows) => [tiled::most_tiles(rows.tiling), rows.tiling.rows],
+            Some(rows) => [tiled::max_tiles(rows.tiling), rows.tiling.rows],
             None => [4, if self.m <= ONE_STRIP { self.m } else { MAX_ROWS }],
         }
     }

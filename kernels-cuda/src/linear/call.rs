@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_together_is_told() {
+    fn mismatched_parts_are_reported() {
         let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
         let bad =
             |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_too_small_is_told() {
+    fn too_small_memory_is_reported() {
         let layout = layout(1024, Order::Int8, false);
         let call = call(&layout, Float::F16, None, 5).unwrap();
         let good = places(&call, &layout, 2);

@@ -97,16 +97,16 @@ impl LinearPlan {
     /// As [`new`](Self::new).
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
-        let small = |value: usize, most: usize, what| {
-            if value <= most { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
+        let small = |value: usize, max: usize, what| {
+            if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
         // The kernel uses 32-bit indices of features, tokens and bytes of a row, which go up to one block beyond the
         // end.
-        let most = i32::MAX as usize / 2 - 1024;
-        small(k, most, "the input features")?;
-        small(m, most, "the tokens")?;
+        let max = i32::MAX as usize / 2 - 1024;
+        small(k, max, "the input features")?;
+        small(m, max, "the tokens")?;
         // Eight token tiles of every row tile are numbered together.
-        small(n, most / 8, "the output features")?;
+        small(n, max / 8, "the output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
         // Two sets of warps compute the halves concurrently; `serial` parts follow each other.
         let ways = usize::from(variant.serial) + variant.shape.sets;
@@ -157,9 +157,9 @@ impl LinearPlan {
                 m.saturating_sub(1).checked_mul(stride).and_then(|s| s.checked_add(width.min(m * width)));
             last.and_then(|elements| elements.checked_mul(bytes)).ok_or(KernelError::TooLarge(what))
         };
-        let stride = |stride: usize, least: usize, what| match u32::try_from(stride) {
-            Ok(short) if stride >= least => Ok(short),
-            _ => Err(KernelError::Mismatch { what, expected: least, got: stride }),
+        let stride = |stride: usize, min: usize, what| match u32::try_from(stride) {
+            Ok(short) if stride >= min => Ok(short),
+            _ => Err(KernelError::Mismatch { what, expected: min, got: stride }),
         };
         let each = scheme.activation_bytes();
         let x_stride = stride(at.x_stride, k, "the stride of activations")?;
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn variants_for_other_parts_are_told() {
+    fn variants_for_other_parts_are_reported() {
         let (cut, whole) = (plan(4096, 4096, 3).unwrap(), plan(57_344, 4096, 3).unwrap());
         assert!(LinearPlan::of_variant(cut.variant, &cut.layout, 3).is_ok());
         assert!(LinearPlan::of_variant(whole.variant, &cut.layout, 3).is_err());
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_told() {
+    fn too_large_values_are_reported() {
         assert!(matches!(plan(4096, 4096, usize::MAX), Err(KernelError::TooLarge(_))));
         assert!(matches!(plan(4096, 4096, 1 << 31), Err(KernelError::TooLarge(_))));
         assert!(matches!(plan(1 << 28, 128, 1), Err(KernelError::TooLarge(_))));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told() {
+    fn misfits_are_reported() {
         let plan = plan(4096, 4096, 3).unwrap();
         let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
         let good = LinearArguments {

@@ -61,7 +61,7 @@ impl Ceilings {
         let one = |kernel, product, shape, arguments| -> Result<f64> {
             // SAFETY: the arguments are those of these kernels, with memory that lives until they have finished.
             unsafe { meter.seconds(&variant(kernel, product), &[Work { shape, arguments }]) }
-                .map(|times| times.usual())
+                .map(|times| times.median())
         };
         let stream = |kernel| {
             let to = Argument::U64(to.region().address);
@@ -71,11 +71,11 @@ impl Ceilings {
         let copy = 2.0 * bytes as f64 / stream("stream_copy")?;
         let rate = |product: u32| -> Result<f64> {
             let to = Argument::U64(to.region().address);
-            let [mut rounds, most] = ROUNDS;
+            let [mut rounds, max] = ROUNDS;
             let seconds = loop {
                 let arguments = vec![Argument::U32(rounds), Argument::U32(1), to];
                 let seconds = one("products", product, shape, arguments)?;
-                if seconds >= LONG_ENOUGH || rounds >= most {
+                if seconds >= LONG_ENOUGH || rounds >= max {
                     break seconds;
                 }
                 rounds *= 8;

@@ -22,13 +22,13 @@ use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
 /// Minimum seconds of one measurement, and the number of measurements.
-const LEAST: f64 = 0.05;
+const MIN_SECONDS: f64 = 0.05;
 const REPEATS: usize = 5;
 /// Maximum number of launches per measurement.
-const MOST_LAUNCHES: usize = 20_000;
+const MAX_LAUNCHES: usize = 20_000;
 /// The total size of buffers used in turn, in multiples of the L2 cache, and the maximum number of copies.
 const TURNS_OVER_CACHE: usize = 10;
-const MOST_TURNS: usize = 64;
+const MAX_TURNS: usize = 64;
 /// Bytes of random numbers, which are repeated.
 const RANDOM: usize = 8 << 20;
 
@@ -48,7 +48,7 @@ pub struct Times {
 
 impl Times {
     /// The median.
-    pub fn usual(&self) -> f64 {
+    pub fn median(&self) -> f64 {
         self.seconds[self.seconds.len() / 2]
     }
 }
@@ -97,7 +97,7 @@ impl Meter {
         let (kept, turning) = (sum(false), sum(true).max(1));
         // The rest is for the rounding of allocations, and for the driver.
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
-        let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MOST_TURNS).min(room);
+        let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MAX_TURNS).min(room);
         if turns == 0 {
             let reason =
                 format!("{} bytes are needed, and the device has fewer that are free", kept + turning);
@@ -144,7 +144,7 @@ impl Meter {
         // Once to load and warm up, then as often as needed.
         run(work.len())?;
         let once = run(work.len())? / work.len().max(1) as f64;
-        let count = ((LEAST / once.max(1e-7)) as usize).clamp(work.len().max(3), MOST_LAUNCHES);
+        let count = ((MIN_SECONDS / once.max(1e-7)) as usize).clamp(work.len().max(3), MAX_LAUNCHES);
         let mut seconds =
             (0..REPEATS).map(|_| Ok(run(count)? / count as f64)).collect::<Result<Vec<f64>>>()?;
         seconds.sort_by(f64::total_cmp);

@@ -229,9 +229,9 @@ fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     out.resize(x.len() / k * stride * 2, 0);
     let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
     rows.map(|(row, out)| {
-        let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+        let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
         // Rows that are not finite cannot be scaled, and zeros need not be.
-        let shift = if most > 0.0 && most.is_finite() { (EXPONENT - exponent(most)).min(126) } else { 0 };
+        let shift = if max > 0.0 && max.is_finite() { (EXPONENT - exponent(max)).min(126) } else { 0 };
         for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
             *out = f16::from_f32(value * exp2(shift)).to_le_bytes();
         }
@@ -262,12 +262,12 @@ mod tests {
         let shifts = halves(rows.as_flattened(), 4, 8, &mut bytes);
         assert_eq!(bytes.len(), 4 * 8 * 2);
         for (row, (shift, bytes)) in rows.iter().zip(shifts.iter().zip(bytes.chunks(16))) {
-            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
             for (value, pair) in row.iter().zip(bytes.as_chunks().0) {
                 let back = f16::from_le_bytes(*pair).to_f32() * exp2(-shift);
-                let most_off =
-                    (value.abs() / 2048.0).max(most * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
-                assert!((back - value).abs() <= most_off, "{value} became {back}");
+                let tolerance =
+                    (value.abs() / 2048.0).max(max * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
+                assert!((back - value).abs() <= tolerance, "{value} became {back}");
             }
             assert!(bytes[8..].iter().all(|&b| b == 0), "what is between rows");
         }

@@ -102,7 +102,7 @@ fn orders_of_blocks_and_warps_change_nothing() {
         assert!(plan.launch.grid[1] > 1);
         let expected = bits(&launch(&problem, &plan));
         for (block_order, warp_order) in [
-            (BlockOrder::Reverse, WarpOrder::InTurn),
+            (BlockOrder::Reverse, WarpOrder::InOrder),
             (BlockOrder::Seeded(1), WarpOrder::Reverse),
             (BlockOrder::Seeded(2), WarpOrder::Seeded(3)),
             (BlockOrder::Forward, WarpOrder::RoundRobin),

@@ -37,11 +37,11 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
             |(i, &(_, bytes))| if bytes == 0 { 0 } else { memory.buffer(&format!("section {i}"), bytes, 16) },
         )
         .collect();
-    let most = u32::from(u8::MAX >> (8 - case.bits));
+    let max = u32::from(u8::MAX >> (8 - case.bits));
     let sizes = |with_group: bool| {
         let middle = u32::from(layout.middle().unwrap_or(0));
         let group = with_group.then_some(case.group as u32);
-        let sizes = [Some(n as u32), Some(k as u32), group, Some(middle), Some(most)];
+        let sizes = [Some(n as u32), Some(k as u32), group, Some(middle), Some(max)];
         sizes.into_iter().flatten().map(Argument::U32)
     };
     for launch in layout.device_packing().unwrap() {

@@ -208,11 +208,11 @@ pub fn run(
 }
 
 fn sampling(options: &AblationOptions) -> Sampling {
-    let usual = Sampling::default();
+    let defaults = Sampling::default();
     Sampling {
-        samples: options.samples.unwrap_or(usual.samples),
-        length: options.seq_len.unwrap_or(usual.length),
-        ..usual
+        samples: options.samples.unwrap_or(defaults.samples),
+        length: options.seq_len.unwrap_or(defaults.length),
+        ..defaults
     }
 }
 
@@ -251,7 +251,7 @@ impl Step {
             method: whole.without(&left_out.map(str::to_owned).collect::<Vec<_>>())?,
             scheme: scheme.parse()?,
             settings: TransformSettings { kv, ..TransformSettings::default() },
-            gptq: whole.usual_gptq(),
+            gptq: whole.default_gptq(),
             sampling: sampling(options),
             ..Recipe::preset("rtn-w4a16")?
         })

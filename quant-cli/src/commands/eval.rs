@@ -308,7 +308,7 @@ fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
 
 /// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
-    QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
+    QuantReport::find(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}; the page will not show tensor errors"));
         None
     })

@@ -93,7 +93,7 @@ fn judged(
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // The reader has gone; the verdict stands.
         Err(error) if output::is_closed_pipe(&error) => {}
-        told => told?,
+        printed => printed?,
     }
     if let Err(error) = on_github(&outcome) {
         output::tell(&format!("warning: {error}"));

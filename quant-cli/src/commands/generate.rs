@@ -69,7 +69,7 @@ struct Token {
 /// Writes.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let prompt_file = args.prompt_file.as_deref().filter(|file| *file != Path::new("-"));
-    args.json.check_beside(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;
+    args.json.check_distinct(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;
     let (prompt, origin) = prompt(args)?;
     let opened = inputs::open(&args.model, session)?;
     let tokenizer = generation::tokenizer(&opened)?;

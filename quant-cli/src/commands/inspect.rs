@@ -73,7 +73,7 @@ struct TensorReport {
 
 /// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    args.json.check_beside(&args.model, &[])?;
+    args.json.check_distinct(&args.model, &[])?;
     let report = report(&args.model, session)?;
     args.json.emit(&report, || show(&report))
 }
@@ -151,7 +151,7 @@ fn losses<'a>(
 ) -> Result<Vec<String>> {
     let model = &opened.model;
     let Some(container) = model.quant_method().and_then(container_of) else { return Ok(Vec::new()) };
-    let report = QuantReport::beside(opened.directory.path(), model).unwrap_or_else(|error| {
+    let report = QuantReport::find(opened.directory.path(), model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}"));
         None
     });

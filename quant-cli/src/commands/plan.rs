@@ -133,7 +133,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .into_iter()
         .filter_map(|file| file.as_deref())
         .collect();
-    args.json.check_beside(model, &read)?;
+    args.json.check_distinct(model, &read)?;
     let settings = args.recipe.settings();
     if settings.writes_gguf()? {
         return super::gguf::plan(model, &settings, args.all, &args.json, session);
@@ -205,7 +205,7 @@ impl Planned {
 
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
-        Action::Copy if entry.turned => "float, folded or rotated".into(),
+        Action::Copy if entry.modified => "float, folded or rotated".into(),
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),

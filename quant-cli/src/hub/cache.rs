@@ -289,18 +289,18 @@ mod tests {
 
     #[test]
     fn a_blob_is_held_to_its_tag_and_to_what_was_announced() {
-        let told = |size, digest| Announced { size, digest };
+        let announced = |size, digest| Announced { size, digest };
         let sha = || Some(Digest::Sha256(SHA256.into()));
         let none = Announced::default();
         for (tag, content, announced, wrong) in [
             (SHA256, "abc", none.clone(), ""),
             (GIT, "abc", none.clone(), ""),
-            (GIT, "abc", told(Some(3), sha()), ""),
-            ("odd", "abc", told(None, sha()), ""),
+            (GIT, "abc", announced(Some(3), sha()), ""),
+            ("odd", "abc", announced(None, sha()), ""),
             (SHA256, "abd", none.clone(), "SHA-256"),
             (GIT, "abd", none.clone(), "git hash"),
-            (GIT, "abc", told(Some(4), None), "4 bytes"),
-            ("odd", "abd", told(Some(3), sha()), "SHA-256"),
+            (GIT, "abc", announced(Some(4), None), "4 bytes"),
+            ("odd", "abd", announced(Some(3), sha()), "SHA-256"),
         ] {
             let scratch = tempfile::tempdir().unwrap();
             let (cache, link) = cached(scratch.path(), tag, content);

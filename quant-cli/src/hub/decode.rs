@@ -103,8 +103,8 @@ impl<R: BufRead> Read for Zstd<R> {
             }
             match self.decoder.read(target)? {
                 0 => {
-                    let told = self.decoder.get_checksum_from_data();
-                    if told.is_some() && told != self.decoder.get_calculated_checksum() {
+                    let expected = self.decoder.get_checksum_from_data();
+                    if expected.is_some() && expected != self.decoder.get_calculated_checksum() {
                         return Err(io::Error::other("the checksum of a zstd frame is wrong"));
                     }
                     self.in_frame = false;

@@ -335,7 +335,7 @@ impl Shown for Silence {
 struct Transfer<'a> {
     session: &'a Session,
     name: &'a str,
-    told: std::cell::Cell<u64>,
+    reported: std::cell::Cell<u64>,
     units: u64,
 }
 
@@ -343,17 +343,17 @@ impl<'a> Transfer<'a> {
     fn start(session: &'a Session, name: &'a str, size: Option<u64>) -> Self {
         let units = size.unwrap_or_default() / MIB;
         session.progress.event(&Event::StageStarted { stage: "download", unit: "MiB", units });
-        Self { session, name, told: std::cell::Cell::new(0), units }
+        Self { session, name, reported: std::cell::Cell::new(0), units }
     }
 }
 
 impl Shown for Transfer<'_> {
     fn update(&self, bytes: u64) {
         let done = (bytes / MIB).min(self.units);
-        for _ in self.told.get()..done {
+        for _ in self.reported.get()..done {
             self.session.progress.event(&Event::UnitDone { detail: self.name.to_owned() });
         }
-        self.told.set(done.max(self.told.get()));
+        self.reported.set(done.max(self.reported.get()));
     }
 }
 

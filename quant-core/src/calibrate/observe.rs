@@ -74,7 +74,7 @@ impl HiddenStates {
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let layout = windows.layout();
         let width = model.architecture().state_width(0);
-        let (table, beside) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
+        let (table, per_layer) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
         let mut states = Self::new(layout, width, Values::zeros(spill, windows.tokens().len() * width)?)?;
         let piece = states.embedded_tokens();
         for (i, tokens) in windows.tokens().chunks(piece.max(1)).enumerate() {
@@ -83,8 +83,8 @@ impl HiddenStates {
             if let Some(table) = &table {
                 table.add_to(&mut values, |token| states.layout.place(first + token))?;
             }
-            if let Some(inputs) = &beside {
-                values = inputs.beside(tokens, &values)?;
+            if let Some(inputs) = &per_layer {
+                values = inputs.append_inputs(tokens, &values)?;
             }
             states.values.write(first * width, &values)?;
         }

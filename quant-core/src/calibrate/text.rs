@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn conversations_are_told_from_texts_by_the_first_line() {
+    fn the_first_line_distinguishes_conversations_from_texts() {
         let read = |content: &str| {
             let directory = tempfile::tempdir().unwrap();
             let path = directory.path().join("a.jsonl");

@@ -377,11 +377,11 @@ impl<'a> Dat<'a> {
         Ok(part)
     }
 
-    fn count(&mut self, what: &str, most: usize) -> Result<usize, String> {
+    fn count(&mut self, what: &str, max: usize) -> Result<usize, String> {
         let at = self.at;
         let b = self.take(what, 4)?;
         let n = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-        let fits = usize::try_from(n).ok().filter(|n| *n <= most);
+        let fits = usize::try_from(n).ok().filter(|n| *n <= max);
         fits.ok_or_else(|| format!("{what} at byte {at} is {n}"))
     }
 

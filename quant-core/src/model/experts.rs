@@ -98,7 +98,7 @@ fn route_token(
     let divisor = match routing.normalized {
         true => {
             let sum = chosen.iter().map(|&e| score(e)).sum::<f32>();
-            (sum + routing.epsilon).max(routing.least_sum)
+            (sum + routing.epsilon).max(routing.min_sum)
         }
         false => 1.0,
     };

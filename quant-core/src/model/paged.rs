@@ -246,7 +246,7 @@ mod tests {
                 let scale = f64::from(case.shape.scale());
                 let (step, _) = quantize_query(q, &mut vec![0; d]).unwrap();
                 let (mut total, mut delta) = (0.0, 0.0_f64);
-                let (mut sums, mut most) = (vec![0.0; d], vec![0.0_f64; d]);
+                let (mut sums, mut max) = (vec![0.0; d], vec![0.0_f64; d]);
                 for s in from..=t {
                     let (k, v) = (of(k, s), of(v, s));
                     let score: f64 = q.iter().zip(&k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * scale;
@@ -257,11 +257,11 @@ mod tests {
                     for i in 0..d {
                         sums[i] += p * v[i];
                         // A value is the midpoint plus a step times a code of at most half the range.
-                        most[i] = most[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
+                        max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }
                 let slack = (2.0 * delta).exp_m1() + 2.0_f64.powi(-8) + 1e-4;
-                out.extend(sums.iter().zip(most).map(|(sum, most)| (sum / total, 3.0 * most * slack)));
+                out.extend(sums.iter().zip(max).map(|(sum, max)| (sum / total, 3.0 * max * slack)));
             }
         }
         out

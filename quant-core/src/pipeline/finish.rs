@@ -12,7 +12,7 @@ use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
 /// Bytes of the files that are copied beside the weights: real models have some tens of millions.
-const MOST_SIDECAR_BYTES: u64 = 1 << 30;
+const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
@@ -27,7 +27,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let text = config.get_mut(TEXT_CONFIG).and_then(Value::as_object_mut);
     if let Some(text) = text.filter(|_| plan.is_wrapped()) {
         text.shift_remove("quantization_config");
-        if plan.unties() {
+        if plan.unties_head() {
             text.insert("tie_word_embeddings".into(), Value::Bool(false));
         }
     }
@@ -41,7 +41,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         None if plan.method.name == REPACK.name => {}
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
-    if plan.unties() {
+    if plan.unties_head() {
         // Readers that tie the two would look for a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
@@ -62,11 +62,11 @@ fn pretty(value: &Value) -> Result<String> {
 /// When a file of the model cannot be looked at, or they have more than 1 GiB.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     const REPORT_OF_A_TENSOR: u64 = 4096;
-    let beside = plan.container.companion_files(&plan.module_schemes());
-    let beside = beside.iter().map(|(_, value)| pretty(value));
-    let beside = beside.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
-    let mut bytes = beside + quantized_config(directory, plan)?.len() as u64;
-    let mut room = MOST_SIDECAR_BYTES;
+    let companions = plan.container.companion_files(&plan.module_schemes());
+    let companions = companions.iter().map(|(_, value)| pretty(value));
+    let companions = companions.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
+    let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
+    let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
         // Opened, so that one that may not be read is told now and not after the work.
         let len = sidecar.bytes()?;
@@ -74,7 +74,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes; files that go along with the weights have at most {MOST_SIDECAR_BYTES} together"
+                "has {len} bytes; files that go along with the weights have at most {MAX_SIDECAR_BYTES} together"
             ),
             remedy: "fetch the model again, or remove what is not part of it".into(),
         })?;

@@ -338,7 +338,7 @@ impl QuantReport {
     /// # Errors
     /// [`Error::InputFile`] when it is over 64 MiB, no report of this schema, or says of a linear what is
     /// not so.
-    pub fn beside(directory: &Path, model: &Model) -> Result<Option<Self>> {
+    pub fn find(directory: &Path, model: &Model) -> Result<Option<Self>> {
         let path = directory.join(REPORT);
         if !path.is_file() {
             return Ok(None);

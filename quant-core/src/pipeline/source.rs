@@ -264,7 +264,7 @@ pub(super) fn copy(
 
 /// The report of a tensor that was only passed on.
 fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
-    match entry.turned {
+    match entry.modified {
         true => TensorReport::rewritten(entry, sha256),
         false => TensorReport::copied(entry, sha256),
     }

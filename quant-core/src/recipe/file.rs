@@ -188,12 +188,12 @@ impl From<GptqSettings> for GptqEntry {
 }
 
 impl GptqEntry {
-    fn settings(&self, usual: GptqSettings) -> GptqSettings {
+    fn settings(&self, defaults: GptqSettings) -> GptqSettings {
         GptqSettings {
-            damping: self.damping.unwrap_or(usual.damping),
-            block_size: self.block_size.unwrap_or(usual.block_size),
-            act_order: self.act_order.unwrap_or(usual.act_order),
-            inputs: self.inputs.unwrap_or(usual.inputs),
+            damping: self.damping.unwrap_or(defaults.damping),
+            block_size: self.block_size.unwrap_or(defaults.block_size),
+            act_order: self.act_order.unwrap_or(defaults.act_order),
+            inputs: self.inputs.unwrap_or(defaults.inputs),
         }
     }
 }
@@ -264,9 +264,9 @@ impl Recipe {
             other => other,
         })?;
         if let (Some(text), Some(folder)) = (&mut recipe.calibration, path.parent()) {
-            let beside = folder.join(&*text);
-            if beside.is_file() {
-                *text = beside.to_string_lossy().into_owned();
+            let in_folder = folder.join(&*text);
+            if in_folder.is_file() {
+                *text = in_folder.to_string_lossy().into_owned();
             }
         }
         Ok(recipe)
@@ -295,9 +295,9 @@ impl Recipe {
         settings.scale_search = file.quantize.scale_search.unwrap_or_default();
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
-        let usual = Sampling::default();
+        let defaults = Sampling::default();
         let calibration = file.calibration.as_ref();
-        let (gptq, usual_gptq) = (file.quantize.gptq.as_ref(), method.usual_gptq());
+        let (gptq, default_gptq) = (file.quantize.gptq.as_ref(), method.default_gptq());
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage(
                 "[quantize.gptq] has no effect: quantize.method is not gptq",
@@ -314,18 +314,18 @@ impl Recipe {
                 .map(|o| Ok((Pattern::new(&o.pattern)?, scheme.refine(&o.scheme)?)))
                 .collect::<Result<_>>()?,
             sampling: Sampling {
-                samples: calibration.and_then(|c| c.samples).unwrap_or(usual.samples),
-                length: calibration.and_then(|c| c.length).unwrap_or(usual.length),
-                seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
-                packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
-                mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
+                samples: calibration.and_then(|c| c.samples).unwrap_or(defaults.samples),
+                length: calibration.and_then(|c| c.length).unwrap_or(defaults.length),
+                seed: calibration.and_then(|c| c.seed).unwrap_or(defaults.seed),
+                packing: calibration.and_then(|c| c.packing).unwrap_or(defaults.packing),
+                mask: calibration.and_then(|c| c.mask).unwrap_or(defaults.mask),
                 experts: ExpertSampling {
-                    tokens: calibration.and_then(|c| c.expert_tokens).unwrap_or(usual.experts.tokens),
-                    floor: calibration.and_then(|c| c.expert_floor).unwrap_or(usual.experts.floor),
+                    tokens: calibration.and_then(|c| c.expert_tokens).unwrap_or(defaults.experts.tokens),
+                    floor: calibration.and_then(|c| c.expert_floor).unwrap_or(defaults.experts.floor),
                 },
             },
             settings,
-            gptq: gptq.map_or(usual_gptq, |entry| entry.settings(usual_gptq)),
+            gptq: gptq.map_or(default_gptq, |entry| entry.settings(default_gptq)),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if calibration.is_some() && !recipe.needs_text() {

@@ -19,7 +19,7 @@ pub static REPACK: Method = Method {
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
-    usual_inputs: LayerInputs::Quantized,
+    default_inputs: LayerInputs::Quantized,
 };
 
 impl Plan {
@@ -65,7 +65,7 @@ impl Plan {
             };
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
-                turned: false,
+                modified: false,
                 by_columns: false,
                 tensor: format!("{module}.weight"),
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
@@ -92,7 +92,7 @@ impl Plan {
             grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,
-            parts_head: false,
+            untied_by_preparation: false,
             head: architecture.head.clone(),
             aliases: architecture.aliases(),
             embedding,

@@ -101,7 +101,7 @@ impl RecipeSettings {
         };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
-            recipe.gptq = recipe.method.usual_gptq();
+            recipe.gptq = recipe.method.default_gptq();
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {

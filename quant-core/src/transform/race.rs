@@ -39,7 +39,7 @@ const CHUNK_TOKENS: usize = 2048;
 const PREPARED_TOKENS: usize = 512;
 
 /// The state of a candidate in the race.
-struct Lane {
+struct Contender {
     index: usize,
     /// Squared errors per unit, for tokens at the start of a window and for the others.
     heads: Vec<f64>,
@@ -79,9 +79,10 @@ pub(super) fn choose(
     }
     let width = task.block.graph().width(group.inspected);
     let units = sample.units();
-    let lane = |index| Lane { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
-    let mut running: Vec<Lane> = (0..candidates.len()).map(lane).collect();
-    let mut out: Vec<Lane> = Vec::new();
+    let contender =
+        |index| Contender { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
+    let mut running: Vec<Contender> = (0..candidates.len()).map(contender).collect();
+    let mut out: Vec<Contender> = Vec::new();
     let mut seen = Seen { units: vec![false; units], heads: 0, tails: 0 };
     let mut seen_tokens = Vec::new();
     let kernel = difference::kernel(task, group, sample.layout.counted());
@@ -108,29 +109,29 @@ pub(super) fn choose(
             let (values, places) = sample.rows(rows)?;
             let batch = Batch::new(task, group, sample, values, &places, kernel)?;
             let mut still = Vec::with_capacity(running.len());
-            for mut lane in running {
+            for mut contender in running {
                 task.cancel.check()?;
-                let candidate = &candidates[lane.index];
+                let candidate = &candidates[contender.index];
                 let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
                     // Scaled weights may need a scale that its dtype cannot hold; such a candidate is not better.
                     Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                     other => other?,
                 };
                 for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
-                    let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
+                    let sums = if place.head { &mut contender.heads } else { &mut contender.tails };
                     sums[place.unit] += error;
                 }
-                still.push(lane);
+                still.push(contender);
             }
             running = still;
         }
         let mut still = Vec::with_capacity(running.len());
-        for mut lane in running {
-            let candidate = &candidates[lane.index];
-            let total = lane.total(weight);
+        for mut contender in running {
+            let candidate = &candidates[contender.index];
+            let total = contender.total(weight);
             if total.is_finite() {
-                lane.totals.push(total);
-                still.push(lane);
+                contender.totals.push(total);
+                still.push(contender);
             } else if candidate.ratio.is_none() {
                 return Err(not_finite());
             }
@@ -141,8 +142,8 @@ pub(super) fn choose(
     let best = running.iter().reduce(|a, b| if b.last() < a.last() { b } else { a });
     let index = best.ok_or_else(not_finite)?.index;
     out.extend(running);
-    out.sort_by_key(|lane| lane.index);
-    let of = |index: usize| out.iter().find(|lane| lane.index == index).ok_or_else(not_finite);
+    out.sort_by_key(|contender| contender.index);
+    let of = |index: usize| out.iter().find(|contender| contender.index == index).ok_or_else(not_finite);
     let (unscaled, best) = (of(0)?, of(index)?);
     let rounds = unscaled.totals.len().min(best.totals.len());
     Ok(Choice {
@@ -152,16 +153,16 @@ pub(super) fn choose(
         tokens: seen_tokens[rounds - 1],
         tried: out
             .iter()
-            .map(|lane| TriedScales {
-                ratio: candidates[lane.index].ratio,
-                error: mean(lane.last()),
-                tokens: seen_tokens[lane.totals.len() - 1],
+            .map(|contender| TriedScales {
+                ratio: candidates[contender.index].ratio,
+                error: mean(contender.last()),
+                tokens: seen_tokens[contender.totals.len() - 1],
             })
             .collect(),
     })
 }
 
-impl Lane {
+impl Contender {
     fn unit(&self, unit: usize, weight: f64) -> f64 {
         self.heads[unit] + weight * self.tails[unit]
     }
@@ -176,29 +177,34 @@ impl Lane {
 }
 
 /// Splits lanes into those that may still win and those that are eliminated.
-fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> (Vec<Lane>, Vec<Lane>) {
+fn eliminate(
+    contenders: Vec<Contender>,
+    mut out: Vec<Contender>,
+    seen: &Seen,
+    weight: f64,
+) -> (Vec<Contender>, Vec<Contender>) {
     let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
     let n = units.len() as f64;
-    let Some(best) = lanes.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
-        return (lanes, out);
+    let Some(best) = contenders.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
+        return (contenders, out);
     };
     if units.len() < FIRST_WINDOWS {
-        return (lanes, out);
+        return (contenders, out);
     }
     let least = best.last();
     let reference: Vec<f64> = units.iter().map(|&u| best.unit(u, weight)).collect();
     let index = best.index;
-    let (keep, drop) = lanes.into_iter().partition(|lane| {
-        let differences = units.iter().zip(&reference).map(|(&u, r)| lane.unit(u, weight) - r);
+    let (keep, drop) = contenders.into_iter().partition(|contender| {
+        let differences = units.iter().zip(&reference).map(|(&u, r)| contender.unit(u, weight) - r);
         let sum: f64 = differences.clone().sum();
         let variance = differences.map(|d| (d - sum / n).powi(2)).sum::<f64>() / (n - 1.0);
         // With few units, the estimate of the variance is poor; the factor approximates Student's t.
         let margin = SIGMAS * (1.0 + 2.0 / (n - 1.0)) * (n * variance).sqrt();
         let worse = sum > margin;
         let no_better = margin - sum <= REGRET * least;
-        lane.index == index || !(worse || no_better)
+        contender.index == index || !(worse || no_better)
     });
-    let drop: Vec<Lane> = drop;
+    let drop: Vec<Contender> = drop;
     out.extend(drop);
     (keep, out)
 }
@@ -362,9 +368,9 @@ mod tests {
         assert_eq!(total, 32.0 * 512.0);
     }
 
-    fn lane(index: usize, units: &[f64]) -> Lane {
+    fn contender(index: usize, units: &[f64]) -> Contender {
         let total = units.iter().sum();
-        Lane { index, heads: units.to_vec(), tails: vec![0.0; units.len()], totals: vec![total] }
+        Contender { index, heads: units.to_vec(), tails: vec![0.0; units.len()], totals: vec![total] }
     }
 
     #[test]
@@ -374,16 +380,16 @@ mod tests {
         let with = |f: fn(usize, f64) -> f64| -> Vec<f64> {
             base.iter().enumerate().map(|(i, b)| f(i, *b)).collect()
         };
-        let lanes = vec![
-            lane(0, &with(|_, b| b + 60.0)),
-            lane(1, &base),
+        let contenders = vec![
+            contender(0, &with(|_, b| b + 60.0)),
+            contender(1, &base),
             // Negligibly different.
-            lane(2, &with(|_, b| b * 1.0001)),
+            contender(2, &with(|_, b| b * 1.0001)),
             // Better in some units, worse in others.
-            lane(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
+            contender(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
         ];
-        let (keep, out) = eliminate(lanes, Vec::new(), &seen, 1.0);
-        let indices = |lanes: &[Lane]| lanes.iter().map(|l| l.index).collect::<Vec<_>>();
+        let (keep, out) = eliminate(contenders, Vec::new(), &seen, 1.0);
+        let indices = |contenders: &[Contender]| contenders.iter().map(|l| l.index).collect::<Vec<_>>();
         assert_eq!((indices(&keep), indices(&out)), (vec![1, 3], vec![0, 2]));
     }
 }

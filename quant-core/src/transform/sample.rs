@@ -100,7 +100,7 @@ impl Sample {
 
     /// The approximate number of tokens that a sample takes from a batch; an upper bound if windows are cut from a
     /// stream.
-    pub(super) fn most_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
+    pub(super) fn max_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
         let (windows, length) = (batch.samples as u64, batch.length as u64);
         if mixes_tokens {
             return windows
@@ -243,11 +243,11 @@ impl Share {
         for (rank, window) in order.enumerate() {
             ranks[window] = rank;
         }
-        let most = windows.div_ceil(SHARE).max(ENOUGH_WINDOWS).min(windows);
+        let max = windows.div_ceil(SHARE).max(ENOUGH_WINDOWS).min(windows);
         let first = if windows <= ENOUGH_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
-        let mut until = vec![first.min(most)];
-        while let Some(&last) = until.last().filter(|l| **l < most) {
-            until.push((2 * last).min(most));
+        let mut until = vec![first.min(max)];
+        while let Some(&last) = until.last().filter(|l| **l < max) {
+            until.push((2 * last).min(max));
         }
         Self::Windows { ranks, until }
     }
@@ -298,8 +298,8 @@ mod tests {
         let counts: Vec<usize> = rounds.iter().map(Vec::len).collect();
         // The first round also contains the heads.
         assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
-        let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
-        assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
+        let max = Sample::max_tokens(batch(32, 512, Packing::Stream), false) as usize;
+        assert!(counts.iter().sum::<usize>().abs_diff(max) < 64);
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
@@ -384,8 +384,8 @@ mod tests {
             "{}",
             tokens.places.len()
         );
-        let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
-        assert!(tokens.places.len() as u64 <= most);
+        let max = Sample::max_tokens(batch(windows, length, Packing::Documents), false);
+        assert!(tokens.places.len() as u64 <= max);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
         // Attention needs the tokens before.
         let whole = sample(layout, true);

@@ -36,7 +36,7 @@ const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
 /// The default cache for plans that do not specify one.
-const USUAL: KvScheme = KvScheme::Kv4;
+const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -269,7 +269,7 @@ impl Seen {
 
     /// Tries all exponents. Ties go to the smallest, which moves least.
     fn search(&self, task: &BlockTask<'_>) -> Result<(f32, Vec<TriedScales>)> {
-        let bits = u32::from(task.settings.kv.unwrap_or(USUAL).bits());
+        let bits = u32::from(task.settings.kv.unwrap_or(DEFAULT_CACHE).bits());
         let mut tried = Vec::new();
         for tenth in TENTHS {
             task.cancel.check()?;

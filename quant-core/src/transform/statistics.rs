@@ -152,9 +152,9 @@ impl Kept {
         (candidates, share): (usize, f64),
     ) -> Self {
         let all = (batch.samples as u64).saturating_mul(batch.length as u64);
-        let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
+        let max = Sample::max_tokens(batch, mixes_tokens(graph, group));
         // If there are few tokens, a sample contains all of them.
-        let tokens = most.min((2.0 * all as f64 * share) as u64);
+        let tokens = max.min((2.0 * all as f64 * share) as u64);
         let work = Work { tokens: all as f64 * share, n: n as f64, k: k as f64 };
         if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
             return Self { gram_bytes: 0, tokens };

@@ -54,8 +54,8 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Reads a frame of at most `most` bytes; `None` at the end of the input.
-pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<Vec<u8>>> {
+/// Reads a frame of at most `max` bytes; `None` at the end of the input.
+pub(super) fn read_frame(input: &mut dyn Read, max: u64) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; 8];
     let mut have = 0;
     while have < head.len() {
@@ -68,10 +68,10 @@ pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<V
         }
     }
     let len = u64::from_le_bytes(head);
-    if len > most {
+    if len > max {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
-            format!("a frame of {len} bytes, of at most {most}"),
+            format!("a frame of {len} bytes, of at most {max}"),
         ));
     }
     let mut bytes = Vec::new();

@@ -30,7 +30,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// The time that a process may take to end after it has closed its socket.
 const ENDING: Duration = Duration::from_secs(2);
 /// More threads gain little on batches.
-const MOST_THREADS: usize = 16;
+const MAX_THREADS: usize = 16;
 
 /// Starts a process per file: a program with the argument [`WORKER_ARGUMENT`], which calls [`serve`](super::serve) on
 /// its standard output, a socket.
@@ -53,7 +53,7 @@ impl ProcessWorkers {
 
     /// Workers that run another executable.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
-        let threads = threads.clamp(1, MOST_THREADS);
+        let threads = threads.clamp(1, MAX_THREADS);
         Self {
             program: program.to_owned(),
             arguments: Vec::new(),
@@ -185,10 +185,10 @@ impl ProcessWorker {
         &self,
         running: &Running,
         frame: &Frame<'_>,
-        most: u64,
+        max: u64,
     ) -> Result<Result<Answer, Fault>, Failure> {
         let mut socket = Watched::new(&running.socket, &self.workers.cancel);
-        let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, most));
+        let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, max));
         match answer {
             Ok(Some(bytes)) => read_answer(&bytes).ok_or(Failure::Malformed),
             _ if socket.is_cancelled => Err(Failure::Cancelled),

@@ -205,10 +205,10 @@ fn measure(
     for &tokens in &args.tokens {
         for (i, name, bytes) in &contestants {
             let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS).map_err(|e| (*i, e))?;
-            let most = ERRORS[usize::from(8 * bytes > 6 * n * k)];
-            if error > most {
+            let max = ERRORS[usize::from(8 * bytes > 6 * n * k)];
+            if error > max {
                 let text =
-                    format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {most}");
+                    format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {max}");
                 return Err((*i, anyhow::Error::msg(text)));
             }
         }

@@ -158,10 +158,10 @@ impl Worker {
 
     /// The end of its standard error.
     fn said(&mut self) -> String {
-        const MOST: u64 = 2000;
+        const MAX_BYTES: u64 = 2000;
         let mut end = Vec::new();
         let length = self.errors.seek(SeekFrom::End(0)).unwrap_or(0);
-        let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MOST)));
+        let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MAX_BYTES)));
         let _ = read.and_then(|_| self.errors.read_to_end(&mut end));
         match String::from_utf8_lossy(&end).trim() {
             "" => "nothing on its standard error".into(),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_asked_and_its_failures_are_told() {
+    fn a_worker_is_asked_and_its_failures_are_reported() {
         let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'
             while read what name rest; do case $what in
                 prepare) echo '{"bytes":8,"note":"n"}';; run) echo '{"seconds":[0.5,0.25]}';;

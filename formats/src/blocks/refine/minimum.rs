@@ -194,16 +194,16 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
 /// Candidate block scales for the values of its parts.
 #[inline(always)]
 fn starts(values: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
-    let most = values.iter().fold(0.0_f32, |most, v| most.max(*v));
+    let max = values.iter().fold(0.0_f32, |max, v| max.max(*v));
     if low == high {
         return values.to_vec();
     }
-    if most <= 0.0 {
+    if max <= 0.0 {
         return vec![0.0];
     }
     let mut found: Vec<(f32, f32)> = (0..CANDIDATES)
         .map(|i| {
-            let d = most / (high as f32 - CANDIDATE * i as f32 * high as f32 / 63.0);
+            let d = max / (high as f32 - CANDIDATE * i as f32 * high as f32 / 63.0);
             let mut sum = 0.0;
             for (v, curve) in values.iter().zip(curves) {
                 let off = v - d * (v / d).round().max(0.0).min(high as f32);

@@ -153,7 +153,7 @@ fn oddities_are_warnings() {
 }
 
 #[test]
-fn single_file_beside_an_index() {
+fn single_file_next_to_an_index() {
     let dir = sharded(&good());
     put(dir.path(), "model.safetensors", vectors(&[("a", 4), ("b", 6), ("c", 5)]));
     assert!(open(&dir).unwrap().warnings().iter().any(|w| w.contains("model.safetensors is ignored")));

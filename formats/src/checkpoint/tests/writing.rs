@@ -226,7 +226,7 @@ fn sink_contract_holds() {
 }
 
 #[test]
-fn second_writer_is_refused_and_told_who() {
+fn second_writer_is_refused_with_the_name_of_the_first() {
     let (_dir, target) = place();
     let first = create(&target, options()).unwrap();
     for options in [options(), resumed()] {

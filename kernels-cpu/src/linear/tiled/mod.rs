@@ -1,7 +1,7 @@
 //! Products on a tile unit: 16 rows of activations times 16 output features, for as many input features as a tile
 //! holds.
 //!
-//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are divided
+//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`max_tiles`]) times some panels. Its input features are divided
 //! into
 //!
 //! - stretches, whose activations stay in the L2 cache while all panels pass. Between stretches the totals are kept in
@@ -118,7 +118,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     tiles: Range<usize>,
     panels: Range<usize>,
 ) {
-    debug_assert!(tiles.len() <= most_tiles(t.tiling));
+    debug_assert!(tiles.len() <= max_tiles(t.tiling));
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
@@ -150,7 +150,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
 
 /// Maximum number of row tiles per piece of work: as many as there are slots for. If rows are wide, no more than fit in
 /// two stretches, down to half of that. Floats take more bytes, and use half as many rows.
-pub(super) fn most_tiles(tiling: Tiling) -> usize {
+pub(super) fn max_tiles(tiling: Tiling) -> usize {
     if tiling.step_bytes > STEP {
         return SLOTS / 4;
     }
@@ -163,8 +163,8 @@ pub(super) fn most_tiles(tiling: Tiling) -> usize {
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
-    let most = (STRETCH / block_bytes.max(1)).max(1);
-    let each = if tiling.groups == 1 { most } else { (most / tiling.blocks).max(1) * tiling.blocks };
+    let max = (STRETCH / block_bytes.max(1)).max(1);
+    let each = if tiling.groups == 1 { max } else { (max / tiling.blocks).max(1) * tiling.blocks };
     // Stretches of similar size.
     let count = all.div_ceil(each);
     let unit = if tiling.groups == 1 { 1 } else { tiling.blocks };

@@ -21,7 +21,7 @@ use crate::{CancelToken, Error, Result};
 
 /// Conversations with more messages are rejected: finding the assistant's text renders the conversation once per
 /// message.
-const MOST_MESSAGES: usize = 1024;
+const MAX_MESSAGES: usize = 1024;
 /// The number of conversations rendered between two checks of the cancel token.
 const AT_ONCE: usize = 64;
 
@@ -45,8 +45,8 @@ impl Conversation {
             Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
             None => return Err("has no field `messages`, which others have".into()),
         };
-        if messages.len() > MOST_MESSAGES {
-            return Err(format!("has {} messages; at most {MOST_MESSAGES} are read", messages.len()));
+        if messages.len() > MAX_MESSAGES {
+            return Err(format!("has {} messages; at most {MAX_MESSAGES} are read", messages.len()));
         }
         let no_role = |m: &Value| m.get("role").and_then(Value::as_str).is_none();
         if let Some(at) = messages.iter().position(no_role) {

@@ -170,7 +170,7 @@ fn hostile_templates_end() {
 }
 
 #[test]
-fn answers_that_cannot_be_told_are_refused() {
+fn indistinguishable_answers_are_refused() {
     let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
     // Only the last turn is rendered in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\

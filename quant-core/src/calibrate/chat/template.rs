@@ -150,7 +150,7 @@ impl ChatTemplate {
         let Answer::Rendered(rendered) = self.worker.ask(&Question::Render { chats, form })? else {
             return Err(self.unexpected());
         };
-        let told = conversations.iter().zip(rendered).map(|(conversation, rendered)| match rendered {
+        let chats = conversations.iter().zip(rendered).map(|(conversation, rendered)| match rendered {
             Ok(RenderedText { text, assistant }) => Ok(RenderedChat { text, assistant }),
             Err(fault) => Err(Error::InputFile {
                 path: origin.to_owned(),
@@ -159,7 +159,7 @@ impl ChatTemplate {
                 remedy: fault.remedy,
             }),
         });
-        told.collect()
+        chats.collect()
     }
 
     fn only(&self, rendered: Vec<RenderedChat>) -> Result<RenderedChat> {

@@ -77,8 +77,8 @@ const LLAMA: GgufFamily = GgufFamily {
     layer_norms: false,
     biases_due: false,
     multipliers: Multipliers::None,
-    unturned: None,
-    turns_parts: false,
+    unrotated: None,
+    partial_rotary: false,
     normalizes_experts: true,
     layers_of_largest: None,
     tiles_heads: false,
@@ -153,7 +153,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         modules: &[PRE, FUSED_ATTENTION, FUSED_MLP],
         biases: &[],
         pairs_neighbours: false,
-        turns_parts: true,
+        partial_rotary: true,
         favours_values_of_80_layers: false,
         ..LLAMA
     },
@@ -162,7 +162,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         arch: "smollm3",
         class: "SmolLM3ForCausalLM",
         biases: &[],
-        unturned: Some(4),
+        unrotated: Some(4),
         favours_values_of_80_layers: false,
         ..LLAMA
     },
@@ -181,7 +181,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         modules: &[GLM_SANDWICH, ATTENTION, FUSED_MLP],
         biases: &["attn_q", "attn_k", "attn_v"],
         pairs_neighbours: false,
-        turns_parts: true,
+        partial_rotary: true,
         favours_values_of_80_layers: false,
         ..LLAMA
     },
@@ -328,7 +328,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         tensors: &[CORRECTION],
         experts: Some(QWEN_EXPERTS),
         biases: &["attn_q", "attn_k", "attn_v"],
-        turns_parts: true,
+        partial_rotary: true,
         dense_first: true,
         routing: RoutingKeys::Full,
         ..PLAIN
@@ -370,7 +370,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         has_windows: true,
         window_period: 4,
         full_layer: 3,
-        unturned: Some(4),
+        unrotated: Some(4),
         ..PLAIN
     },
     GgufFamily {
@@ -426,7 +426,7 @@ const QWEN_DELTA: GgufFamily = GgufFamily {
         ("linear_attn.dt_bias", How::Heads("ssm_dt.bias")),
         ("linear_attn.out_proj.weight", How::OfHeads("ssm_out.weight")),
     ],
-    turns_parts: true,
+    partial_rotary: true,
     tiles_heads: true,
     gates_attention: true,
     is_text_of_larger: true,

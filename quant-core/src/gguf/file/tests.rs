@@ -139,7 +139,7 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
 }
 
 #[test]
-fn what_is_not_read_is_told_from_damage() {
+fn unsupported_files_are_distinguished_from_damaged_ones() {
     let is_unread = |bytes: &[u8]| matches!(parse(bytes).unwrap_err(), GgufFault::Unread(_));
     assert!(is_unread(b"GGUF\0\0\0\x03"));
     assert!(is_unread(b"GGUF\x01\0\0\0"));

@@ -209,7 +209,7 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
 /// All pairs of tokens whose concatenation is a token, in descending order of its score.
 fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
-    let most = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
+    let max = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
     let ids: HashMap<&str, usize> =
         vocabulary.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
     let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
@@ -225,8 +225,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
                 merges.push((scores[id], id, left, right));
             }
         }
-        if merges.len() > most {
-            return Err(broken(about, TOKENS, &format!("has over {most} pairs that make a token")));
+        if merges.len() > max {
+            return Err(broken(about, TOKENS, &format!("has over {max} pairs that make a token")));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

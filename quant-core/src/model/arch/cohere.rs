@@ -148,22 +148,22 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str, theta: f64) -> R
     Decoder::read(config, defaults)
 }
 
-/// `all_turn`: whether layers without a window are rotated too.
+/// `rotates_all`: whether layers without a window are rotated too.
 fn describe(
     d: &Decoder<'_>,
     windows: &Windows,
     head_norms: Option<HeadNorms>,
-    all_turn: bool,
+    rotates_all: bool,
 ) -> Result<Architecture> {
-    describe_with(d, windows, head_norms, |_, window| all_turn || window, |_| d.mlp(false))
+    describe_with(d, windows, head_norms, |_, window| rotates_all || window, |_| d.mlp(false))
 }
 
-/// `turns`: whether a layer is rotated, given its index and whether it has a window.
+/// `rotates`: whether a layer is rotated, given its index and whether it has a window.
 fn describe_with(
     d: &Decoder<'_>,
     windows: &Windows,
     head_norms: Option<HeadNorms>,
-    turns: impl Fn(usize, bool) -> bool,
+    rotates: impl Fn(usize, bool) -> bool,
     mlp: impl Fn(usize) -> Mlp,
 ) -> Result<Architecture> {
     let mut request = d.rope_request();
@@ -172,7 +172,7 @@ fn describe_with(
     let bias = d.flag("attention_bias", false)?;
     let mut architecture = d.architecture(|layer| {
         let window = windows.of(layer);
-        let rope = turns(layer, window.is_some()).then(|| rope.clone());
+        let rope = rotates(layer, window.is_some()).then(|| rope.clone());
         let mut attention = d.attention(rope, [bias; 2]);
         attention.shape = AttentionShape { window, ..d.shape };
         attention.head_norms = head_norms;

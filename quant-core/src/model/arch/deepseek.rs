@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn latents_are_told_from_heads() {
+    fn latents_are_distinguished_from_heads() {
         let architecture = read("DeepseekV3ForCausalLM", &json!({ "first_k_dense_replace": 1 })).unwrap();
         let graph = architecture.graph(1);
         let shape = graph.attentions().next().unwrap();

@@ -107,7 +107,7 @@ impl Family for Ernie45Moe {
                 is_row: true,
             }),
             normalized: true,
-            least_sum: d.factor("moe_norm_min")?.unwrap_or(1e-12) as f32,
+            min_sum: d.factor("moe_norm_min")?.unwrap_or(1e-12) as f32,
             ..routing_by(
                 config,
                 &["num_experts", "num_local_experts", "moe_num_experts"],

@@ -5,11 +5,11 @@
 //! The small models have a separate input for each block, and their last blocks read keys and values that an earlier
 //! block computed. The MoE models have experts in addition to the MLP, with norms of their own.
 
-use super::beside::{Beside, OwnInput, SharedKeys, Sharing};
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::gemma::{SANDWICH, softcap};
-use super::gemma4_experts::ExpertsBeside;
+use super::gemma4_experts::ParallelExperts;
 use super::parts::{Attention, DecoderBlock, HeadNorms, Mlp, Projections};
+use super::side_values::{OwnInput, SharedKeys, Sharing, SideValues};
 use super::windows::Windows;
 use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, PerLayerInputs, Unread};
 use crate::Result;
@@ -81,14 +81,14 @@ impl Family for Gemma4Text {
             bias: false,
         };
         let experts = match d.flag("enable_moe_block", false)? {
-            true => Some(ExpertsBeside::read(config)?),
+            true => Some(ParallelExperts::read(config)?),
             false => None,
         };
         let mut architecture = d.architecture(|layer| DecoderBlock {
             placement: SANDWICH,
             output_scale: Some("layer_scalar"),
-            experts_beside: experts,
-            beside: beside(layer, &attentions, own),
+            parallel_experts: experts,
+            side_values: side_values(layer, &attentions, own),
             ..d.block(attentions[layer].clone(), mlp(layer))
         })?;
         architecture.embedding_scale = Some(EmbeddingScale::Rounded((d.hidden as f64).sqrt()));
@@ -167,7 +167,7 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
 }
 
 /// The values that travel with the residual stream at a block.
-fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
+fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues {
     let shared = [0, 1].map(|pair| {
         let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
         match (place(Sharing::Makes(pair)), place(Sharing::Reads(pair))) {
@@ -182,7 +182,7 @@ fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
     // Blocks that neither receive nor pass on shared keys are identical.
     let shared = shared.map(|keys| if keys.enter || keys.leave { keys } else { SharedKeys::default() });
     let input = OwnInput { width: own, activation: Activation::GeluTanh, names: OWN };
-    Beside { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
+    SideValues { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
 }
 
 /// Returns an error for unsupported settings.

@@ -144,12 +144,12 @@ const FUSED: &[(&str, &[&str])] = &[
 
 /// Maximum for heads and channels per head. No model has a hundredth of it; a larger number means that the
 /// configuration is damaged.
-const MOST: usize = 1 << 16;
+const MAX_DIM: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     let number = |key: &str, default: usize| match config.optional_positive(key)?.unwrap_or(default) {
-        number if number <= MOST => Ok(number),
-        number => Err(config.error(key, format!("is {number}; at most {MOST} are supported"))),
+        number if number <= MAX_DIM => Ok(number),
+        number => Err(config.error(key, format!("is {number}; at most {MAX_DIM} are supported"))),
     };
     let (keys, values) = ("linear_num_key_heads", "linear_num_value_heads");
     let (key_heads, value_heads) = (number(keys, 16)?, number(values, 32)?);

@@ -248,7 +248,7 @@ impl<'a> Telling<'a> {
 }
 
 /// Minimum score at which a family is named.
-const LEAST: i64 = 4;
+const MIN_SCORE: i64 = 4;
 /// Maximum number of unexplained fields that are listed.
 const LISTED: usize = 8;
 
@@ -262,7 +262,7 @@ pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
         readings.map(|reading| (reading.resemblance(found, &telling), reading)).collect();
     // The sort is stable: among equal scores, the first in the registry wins.
     ranked.sort_by_key(|(score, _)| std::cmp::Reverse(*score));
-    let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= LEAST);
+    let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= MIN_SCORE);
     let ranked: Vec<Reading> = ranked.into_iter().map(|(_, reading)| reading).collect();
     let nearest = ranked.first().filter(|_| has_nearest);
     Error::UnknownArchitecture {

@@ -136,7 +136,7 @@ fn hostile_values_are_refused_by_their_field() {
 
 /// The rotation by definition: channel by channel, in double precision.
 #[test]
-fn heads_are_turned_as_defined() {
+fn heads_are_rotated_as_defined() {
     for (layout, rotary_dim) in [
         (RopeLayout::Halves, 8),
         (RopeLayout::Halves, 6),
@@ -149,8 +149,8 @@ fn heads_are_turned_as_defined() {
         let values: Vec<f32> = (0..batch * positions * heads * 8).map(value).collect();
         let x = Tensor::from_slice(&values, (batch, positions, heads * 8), &Device::Cpu).unwrap();
         let table = RopeTable::new(rope.clone(), start + positions).unwrap();
-        let turned = table.apply(&x, start).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for (at, found) in turned.iter().enumerate() {
+        let rotated = table.apply(&x, start).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for (at, found) in rotated.iter().enumerate() {
             let (channel, position) = (at % 8, start + at / (heads * 8) % positions);
             let partner = rope.partner(channel);
             assert_eq!(rope.partner(partner), channel);

@@ -179,13 +179,13 @@ impl Work<'_> {
         self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
 
-    /// The end of the run or block that starts at `at` and has at most `most` columns. If grids are computed when
+    /// The end of the run or block that starts at `at` and has at most `max` columns. If grids are computed when
     /// groups are reached, it consists of whole groups, or is part of one group.
-    fn step(&self, at: usize, most: usize, end: usize) -> usize {
+    fn step(&self, at: usize, max: usize, end: usize) -> usize {
         let step = match self.is_static {
-            true => most,
-            false if self.group_size <= most => most / self.group_size * self.group_size,
-            false => most.min(self.group_size - at % self.group_size),
+            true => max,
+            false if self.group_size <= max => max / self.group_size * self.group_size,
+            false => max.min(self.group_size - at % self.group_size),
         };
         end.min(at + step)
     }

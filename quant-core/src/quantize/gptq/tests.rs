@@ -364,13 +364,13 @@ fn bounds_narrow_the_range_of_grids() {
 
 #[test]
 fn settings_that_cannot_be_are_refused() {
-    let usual = GptqSettings::default();
-    usual.check().unwrap();
+    let defaults = GptqSettings::default();
+    defaults.check().unwrap();
     for damping in [0.0, -0.01, f64::NAN, 1e3] {
-        assert!(GptqSettings { damping, ..usual }.check().is_err());
+        assert!(GptqSettings { damping, ..defaults }.check().is_err());
     }
     for block_size in [0, 5000] {
-        assert!(GptqSettings { block_size, ..usual }.check().is_err());
+        assert!(GptqSettings { block_size, ..defaults }.check().is_err());
     }
     for order in ORDERS {
         assert_eq!(order.name().parse::<ActOrder>().unwrap(), order);

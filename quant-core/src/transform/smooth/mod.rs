@@ -44,13 +44,13 @@ use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
 
 /// The lower bound of maxima.
-const LEAST: f32 = 1e-5;
+const MIN_MAXIMUM: f32 = 1e-5;
 /// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
 /// The exponents that a search of outputs tries, in twentieths.
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
 /// The default exponents for outputs that are read by weights in groups, and by weights with a scale per row.
-const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
+const DEFAULT_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// The number of candidates per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
 /// The approximate number of tokens that a search uses.
@@ -146,7 +146,7 @@ impl Smoothing {
             Smoothed::Linears => {
                 let grouped =
                     task.grids.values().any(|grid| matches!(grid.scheme.granularity, Granularity::Group(_)));
-                USUAL_OF_OUTPUTS[usize::from(!grouped)]
+                DEFAULT_OF_OUTPUTS[usize::from(!grouped)]
             }
             _ => task.smoothing,
         }
@@ -342,7 +342,8 @@ impl Migration {
         let scale = |(&x, &w): (&f32, &f32)| match x > 0.0 {
             false => 1.0,
             true => {
-                let scale = (x.max(LEAST).powf(alpha) / w.max(LEAST).powf(1.0 - alpha)).max(LEAST);
+                let scale =
+                    (x.max(MIN_MAXIMUM).powf(alpha) / w.max(MIN_MAXIMUM).powf(1.0 - alpha)).max(MIN_MAXIMUM);
                 if scale.is_normal() { scale } else { 1.0 }
             }
         };

@@ -77,7 +77,7 @@ struct Measured {
 impl Measured {
     fn new(case: &Case, ceilings: &Ceilings, times: Times) -> Self {
         let (floor_seconds, bound) = case.floor(ceilings);
-        let seconds = times.usual();
+        let seconds = times.median();
         Self {
             kernel: case.name.clone(),
             shape: case.shape.clone(),
@@ -169,7 +169,7 @@ fn show(report: &Report) -> String {
         .map(|m| {
             // Half the distance from the fastest to the slowest, shown next to the median.
             let ends = m.all_seconds.first().zip(m.all_seconds.last());
-            let spread = ends.map_or(0.0, |(least, most)| 50.0 * (most - least) / m.seconds);
+            let spread = ends.map_or(0.0, |(min, max)| 50.0 * (max - min) / m.seconds);
             let rate = match m.bound {
                 "bytes" => format!("{:.0} GB/s", m.gb_per_second),
                 _ => format!("{:.1} TOPS", m.tops),

@@ -10,7 +10,7 @@ use super::{Activation, GraphBuilder, NodeId, Op};
 
 /// The parts of a block's input and output that follow the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(super) struct Beside {
+pub(super) struct SideValues {
     /// The input that only this block reads.
     pub(super) own: Option<OwnInput>,
     /// Total features of the inputs of all later blocks.
@@ -39,7 +39,7 @@ pub(super) struct SharedKeys {
     pub(super) leave: bool,
 }
 
-/// The role of an attention with respect to shared keys and values, with the index of the pair in [`Beside::shared`].
+/// The role of an attention with respect to shared keys and values, with the index of the pair in [`SideValues::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// It computes them.
@@ -58,7 +58,7 @@ pub(super) struct Parts {
     pub(super) shared: [Option<[NodeId; 2]>; 2],
 }
 
-impl Beside {
+impl SideValues {
     /// Whether a block exchanges only the residual stream.
     fn is_nothing(&self) -> bool {
         *self == Self::default()
