@@ -34,7 +34,7 @@ const VISUAL: &[&str] = &["visual.blocks.0.attn.qkv.weight", "visual.patch_embed
 const TOWER: &[&str] = &["vision_tower.layers.0.fc1.weight", "multi_modal_projector.linear_1.weight"];
 
 fn classes() -> [Class; 6] {
-    let class = |name, model_type, text, kind, layouts, find| Class {
+    let class = |name, model_type, text, kind, layouts, extra_tensors| Class {
         name,
         model_type,
         text,
