@@ -39,7 +39,7 @@ impl Code {
 const FIRST: u64 = 0x7000_0000_0000;
 const ALIGN: u64 = 256;
 /// Dynamic shared memory of a kernel by default, and at most.
-const SHARED_UNASKED: u32 = 48 * 1024;
+const DEFAULT_SHARED: u32 = 48 * 1024;
 pub(crate) const MAX_SHARED: u32 = 227 * 1024;
 /// Total bytes of memory.
 pub(crate) const MEMORY: usize = 4 << 30;
@@ -137,7 +137,7 @@ impl Device {
         let loaded = self.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
         let parameters = parameters::of(&loaded.text, kernel).ok_or(Code::NOT_FOUND)?;
         let handle = self.handle();
-        let function = Function { module, kernel: kernel.to_owned(), parameters, max_shared: SHARED_UNASKED };
+        let function = Function { module, kernel: kernel.to_owned(), parameters, max_shared: DEFAULT_SHARED };
         self.functions.insert(handle, function);
         Ok(handle)
     }
@@ -147,7 +147,7 @@ impl Device {
         if bytes > MAX_SHARED {
             return Err(Code::INVALID_VALUE);
         }
-        function.max_shared = bytes.max(SHARED_UNASKED);
+        function.max_shared = bytes.max(DEFAULT_SHARED);
         Ok(())
     }
 

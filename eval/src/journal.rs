@@ -16,7 +16,7 @@ use serde_json::Value;
 
 const SCHEMA: &str = "quant-eval-journal/3";
 /// Longer lines are invalid.
-const LONGEST_LINE: u64 = 1 << 30;
+const MAX_LINE_BYTES: u64 = 1 << 30;
 
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
@@ -133,7 +133,7 @@ fn read<T: Measured>(
     let mut line = Vec::new();
     loop {
         line.clear();
-        let mut piece = std::io::Read::take(&mut reader, LONGEST_LINE);
+        let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
             // The end of the file, or an incomplete line.

@@ -20,7 +20,7 @@ use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 pub const SCHEMA: &str = "quant-eval/4";
 /// Larger files are rejected: a number takes some thirty times the memory once it is read. Results of some fifty
 /// thousand windows fit.
-const LARGEST: u64 = 4 << 20;
+const MAX_FILE_BYTES: u64 = 4 << 20;
 /// Relative tolerance between a mean and the one recomputed from the windows: the order of summation may differ.
 const TOLERANCE: f64 = 1e-9;
 
@@ -255,8 +255,8 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if !metadata.is_file() {
         return Err(broken("is not a regular file".into()));
     }
-    if metadata.len() > LARGEST {
-        return Err(broken(format!("has {} bytes; at most {LARGEST} are read", metadata.len())));
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(broken(format!("has {} bytes; at most {MAX_FILE_BYTES} are read", metadata.len())));
     }
     let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
     if bytes.iter().all(u8::is_ascii_whitespace) {

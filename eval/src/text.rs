@@ -14,7 +14,7 @@ use crate::{Profile, wikitext};
 /// Maximum number of tokens over all windows: a stride far below the window length multiplies a text's tokens.
 const MAX_READ: usize = 1 << 28;
 /// Number of documents that are tokenized together.
-const DOCUMENTS_AT_ONCE: usize = 256;
+const DOCUMENTS_PER_BATCH: usize = 256;
 
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -328,7 +328,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
     let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
-    for some in documents.chunks(DOCUMENTS_AT_ONCE) {
+    for some in documents.chunks(DOCUMENTS_PER_BATCH) {
         let texts: Vec<&str> = some.iter().map(String::as_str).collect();
         let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
         for (document, tokens) in texts.into_iter().zip(tokenized) {

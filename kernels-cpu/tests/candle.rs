@@ -307,7 +307,7 @@ fn linears_that_read_the_same_run_at_once() {
         (weights[1].clone(), Activations::PerToken),
     ] {
         let other = QuantizedLinear::new(weight, activations, &runner).unwrap();
-        assert!(!first.goes_with(&other));
+        assert!(!first.shares_input_with(&other));
         let x = Tensor::zeros((1, 1, 96), DType::F32, &Device::Cpu).unwrap();
         let error = QuantizedLinear::forward_each(&[&first, &other], &x).unwrap_err().to_string();
         assert!(error.contains("do not take the same rows"), "{error}");

@@ -245,7 +245,7 @@ fn a_thread_without_a_context_is_an_error() {
 }
 
 #[test]
-fn what_is_no_image_is_refused() {
+fn invalid_images_are_refused() {
     if !on_gpu() {
         return;
     }

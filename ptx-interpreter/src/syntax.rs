@@ -9,7 +9,7 @@ use crate::types::Type;
 /// Maximum bytes of a variable, and maximum number of registers in a declaration.
 const MAX_BYTES: u64 = 1 << 24;
 /// Maximum nesting of blocks and braces.
-const DEEPEST: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 struct Reader<'a> {
     tokens: Vec<Located<'a>>,
@@ -158,7 +158,7 @@ impl<'a> Reader<'a> {
     }
 
     fn operand(&mut self, depth: usize) -> Result<Operand<'a>> {
-        if depth > DEEPEST {
+        if depth > MAX_DEPTH {
             return self.wrong("braces within braces within braces");
         }
         match self.next()? {
@@ -236,7 +236,7 @@ impl<'a> Reader<'a> {
                     entry.scopes.push(Scope { parent: Some(scope), ..Scope::default() });
                     scope = entry.scopes.len() - 1;
                     depth += 1;
-                    if depth > DEEPEST {
+                    if depth > MAX_DEPTH {
                         return self.wrong("blocks within blocks within blocks");
                     }
                 }

@@ -35,7 +35,7 @@ fn compares(inputs: &[Vec<u32>; 3], opcode: &str, letter: &str, expected: impl F
 }
 
 #[test]
-fn comparisons_of_whole_numbers() {
+fn comparisons_of_integers() {
     let x = inputs();
     compares(&x, "setp.eq.b32", "r", |a, b| a == b);
     compares(&x, "setp.eq.s32", "r", |a, b| a == b);

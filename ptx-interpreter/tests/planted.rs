@@ -388,7 +388,7 @@ fn sums_in_shared_memory() {
 }
 
 #[test]
-fn bytes_that_nobody_wrote() {
+fn unwritten_bytes() {
     let with = |memory: &mut Memory| {
         let out = memory.buffer("out", 128, 4);
         let input = memory.buffer("in", 128, 4);

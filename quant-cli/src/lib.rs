@@ -97,7 +97,7 @@ fn ended(error: &Error, resuming: Option<String>) -> u8 {
     }
     let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
     let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
-    output::tell(&format!("error: {error}\n  {remedy}"));
+    output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }
 

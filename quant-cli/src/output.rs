@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use quant_core::checkpoint::{printable_lines, steers};
+use quant_core::checkpoint::{is_unprintable, printable_lines};
 pub use quant_core::run::bytes;
 pub use quant_core::run::files::{check_writable, distinct, outside, write_file};
 use quant_core::wording::{CommandLine, worded};
@@ -39,7 +39,7 @@ pub fn print_raw(text: &str) -> Result<()> {
 
 /// Prints a message to stderr, with settings named as options. A write error is ignored: nobody may be reading stderr,
 /// and that must not stop the work.
-pub fn tell(text: &str) {
+pub fn print_message(text: &str) {
     let text = worded(text, &CommandLine);
     let text = printable_lines(&text);
     let text = if colors::shows(&std::io::stderr()) { colors::message(&text) } else { text.as_ref().into() };
@@ -51,7 +51,7 @@ pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
         // Arguments that contain terminal control characters are shown without colors too.
-        escaped @ Cow::Owned(_) if error.use_stderr() => tell(&escaped),
+        escaped @ Cow::Owned(_) if error.use_stderr() => print_message(&escaped),
         // A write error is ignored: nobody may be reading the stream.
         _ => drop(error.print()),
     }
@@ -67,13 +67,13 @@ pub fn is_closed_pipe(error: &Error) -> bool {
 /// A result as JSON with a final newline.
 pub fn json<T: Serialize>(value: &T) -> Result<String> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::Internal(e.to_string()))?;
-    if !text.chars().any(steers) {
+    if !text.chars().any(is_unprintable) {
         return Ok(text + "\n");
     }
     // Such characters occur only inside strings, where escapes mean the same.
     let mut escaped = String::with_capacity(text.len() + 64);
     for c in text.chars() {
-        match steers(c) {
+        match is_unprintable(c) {
             true => escaped.push_str(&format!("\\u{:04x}", u32::from(c))),
             false => escaped.push(c),
         }

@@ -6,7 +6,7 @@
 use std::process::Command;
 
 #[test]
-fn it_says_its_version() {
+fn it_reports_its_version() {
     let output = Command::new(env!("CARGO_BIN_EXE_quant")).arg("--version").output().unwrap();
     assert!(output.status.success());
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));

@@ -164,7 +164,7 @@ fn a_wrong_fold_changes_the_output() {
 /// GPT-2 stores its linears as `[in, out]`. Linears that stay float are written this way, whether or not a fold changed
 /// them; quantized linears have one row per output.
 #[test]
-fn what_stands_by_columns_is_written_by_columns() {
+fn tensors_stored_by_columns_are_written_by_columns() {
     let case = cases().into_iter().find(|case| case.name == "gpt2").unwrap();
     let model = case.random(Dtype::F32, 17);
     let batch = windows(case.vocab(), 6, LENGTH, 18);
@@ -194,7 +194,7 @@ fn what_stands_by_columns_is_written_by_columns() {
 /// Pairs that other programs fold but that are not valid folds: something in between stops the scale, or the linears
 /// read a different norm.
 #[test]
-fn pairs_that_are_no_folds_change_the_output() {
+fn pairs_that_are_not_folds_change_the_output() {
     let cases = cases();
     for (name, producer, consumers) in [
         ("gemma2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"][..]),
@@ -300,7 +300,7 @@ fn queries_and_keys_are_scaled_against_each_other() {
 }
 
 #[test]
-fn channels_may_stand_in_any_order_that_the_graph_allows() {
+fn channels_may_be_in_any_order_that_the_graph_allows() {
     for case in cases() {
         for bench in benches(&case, Dtype::F32, 7) {
             for group in bench.block.graph().order_groups() {

@@ -179,7 +179,7 @@ impl TensorSink for Forgetful {
 }
 
 #[test]
-fn a_run_goes_on_from_any_block_whether_or_not_its_sink_reads_back() {
+fn a_run_resumes_from_any_block_whether_or_not_its_sink_reads_back() {
     let checkpoint = Tiny { layers: 3, ..tiny() }.random(6);
     let windows = common::windows(128, 4, 40, 1);
     let model: Model = checkpoint.model();

@@ -138,7 +138,7 @@ fn a_last_norm_of_ones_leaves_the_head_tied() {
 }
 
 #[test]
-fn rotation_spreads_what_stands_out() {
+fn rotation_spreads_outliers() {
     let mut checkpoint = Tiny::default().random(9);
     let hidden = checkpoint.tiny.hidden;
     // A channel of the residual stream that dwarfs the others.

@@ -448,7 +448,7 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
 }
 
 #[test]
-fn activations_that_are_no_numbers_are_an_error_that_names_their_linear() {
+fn non_finite_activations_are_an_error_that_names_their_linear() {
     let mut checkpoint = llama().random(4);
     for tensor in ["gate_proj", "up_proj"] {
         checkpoint.values(&format!("model.layers.1.mlp.{tensor}.weight"))[..128].fill(3e38);

@@ -180,7 +180,7 @@ fn operations_are_judged_where_none_can_be_forgotten() {
 }
 
 #[test]
-fn paths_are_found_wherever_they_stand() {
+fn paths_are_found_wherever_they_are() {
     let text =
         "use crate::{Error, model::{Block, NodeId}, recipe::Plan};\nlet x = crate::format::reader(y);\n";
     let used = modules_used(text);

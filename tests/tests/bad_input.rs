@@ -346,7 +346,7 @@ fn names_that_are_taken() {
 
 /// Values that overflow are an error, not an infinite perplexity.
 #[test]
-fn a_perplexity_beyond_all_numbers() {
+fn a_perplexity_that_overflows() {
     let model = broken(|m| {
         let mut tensors = TinyLlama::default().tensors();
         let last = tensors.iter().position(|t| t.name == "model.norm.weight").unwrap();
@@ -442,7 +442,7 @@ fn tokenizers() {
 }
 
 #[test]
-fn paths_that_are_no_model() {
+fn paths_without_a_model() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("file");
     std::fs::write(&file, "text").unwrap();

@@ -260,7 +260,7 @@ fn arguments() {
 }
 
 #[test]
-fn help_and_version_are_no_errors() {
+fn help_and_version_are_not_errors() {
     for arguments in [args!["--help"], args!["-h"], args!["help"], args!["quantize", "--help"]] {
         let run = quant(arguments).succeeded();
         assert!(run.stdout.contains("Usage:") && run.stderr.is_empty(), "{run}");

@@ -219,7 +219,7 @@ fn files_are_obeyed_and_restated() {
 }
 
 #[test]
-fn models_are_generated_from_with_such_a_cache() {
+fn models_generate_with_an_fp8_cache() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let options = ["--scheme", "wf8af8kvf8-channel", "--method", "rtn"];

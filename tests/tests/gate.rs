@@ -443,7 +443,7 @@ fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
 
 /// An evaluation that was stopped and resumed gives the same numbers as an uninterrupted one.
 #[test]
-fn a_stopped_evaluation_goes_on() {
+fn a_stopped_evaluation_resumes() {
     let bench = Bench::get();
     let journal = bench.at("journal");
     let arguments = |windows: &str| {
@@ -517,7 +517,7 @@ fn harmless_tests_do_not_disarm_others() {
 
 /// A result that no check covers does not pass, and no name can be mistaken for a command of the CI system.
 #[test]
-fn a_result_that_nothing_checks_is_no_pass() {
+fn an_unchecked_result_does_not_pass() {
     let bench = Bench::get();
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);

@@ -226,7 +226,7 @@ fn what_cannot_be_done_is_refused() {
 }
 
 #[test]
-fn a_conversation_goes_on() {
+fn a_conversation_continues() {
     let bench = Bench::new();
     std::fs::write(bench.at("model/chat_template.jinja"), TEMPLATE).unwrap();
     bench.configure(&json!({ "eos_token_id": 124 }));

@@ -127,7 +127,7 @@ fn every_setting_changes_bytes_and_threads_do_not() {
 }
 
 #[test]
-fn an_interrupted_run_goes_on_to_the_same_bytes() {
+fn an_interrupted_run_resumes_to_the_same_bytes() {
     for method in ["gptq", "awq-gptq"] {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);

@@ -152,7 +152,7 @@ fn heads_that_kernels_do_not_hold_are_simulated() {
 }
 
 #[test]
-fn bench_decodes_on_the_cache_that_the_model_says() {
+fn bench_decodes_on_the_cache_of_the_model() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
     marked(&model, &setting(4));

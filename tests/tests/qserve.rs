@@ -101,7 +101,7 @@ fn what_is_written_is_described_runs_and_is_written_again() {
 
 /// One run in three formats: the same codes and zeros, and scales as precise as each format allows.
 #[test]
-fn what_other_containers_lose_is_said_and_is_all() {
+fn what_other_formats_lose_is_reported_completely() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");

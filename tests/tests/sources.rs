@@ -114,7 +114,7 @@ const ALL: [Scales; 5] = [
 ];
 
 #[test]
-fn fp8_is_rounded_once_more_from_what_its_codes_stand_for() {
+fn fp8_is_rounded_again_from_the_values_of_its_codes() {
     for scales in ALL {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);

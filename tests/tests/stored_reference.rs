@@ -54,7 +54,7 @@ fn numbers(mut result: Value) -> Value {
 }
 
 #[test]
-fn what_was_kept_stands_for_the_model_to_the_last_bit() {
+fn a_kept_reference_replaces_the_model_bit_for_bit() {
     let bench = Bench::get();
     let kept = numbers(bench.compare(&bench.at("kept"), &TEXT).json());
     let model = numbers(bench.compare(&demo_model(), &TEXT).json());

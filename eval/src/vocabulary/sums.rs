@@ -180,7 +180,7 @@ fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
 /// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` has twice the length of a
 /// row.
 #[inline(always)]
-pub(super) fn take_in(
+pub(super) fn accumulate(
     sums: &mut [Sums],
     rows: &[&[f32]],
     (first, next): (u32, u32),

@@ -5,7 +5,7 @@
 //! high bits of all four share a byte.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{NOTHING, largest, nearest, symmetric};
+use super::search::{NEGLIGIBLE, largest, nearest, symmetric};
 use super::{BlockType, SUPER, f16_bits};
 
 /// 6 bits, `d·sc·(q − 32)`.
@@ -45,7 +45,7 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             *scale = symmetric(32, &x[part.clone()], weights, &mut codes[part]);
         }
         let max = largest(&scales);
-        if max.abs() < NOTHING {
+        if max.abs() < NEGLIGIBLE {
             continue;
         }
         let inverse = -128.0 / max;

@@ -67,7 +67,7 @@ fn rows_of_zeros_stay_zero() {
 }
 
 #[test]
-fn a_row_that_is_no_whole_number_of_blocks_has_no_bytes() {
+fn a_row_that_is_not_a_multiple_of_the_block_size_has_no_bytes() {
     assert_eq!(Q4_K.row_bytes(255), None);
     assert_eq!(Q4_K.row_bytes(768), Some(3 * 144));
     assert_eq!(Q4_0.row_bytes(48), None);

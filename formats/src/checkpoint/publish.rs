@@ -18,7 +18,7 @@ use super::names::printable;
 use crate::{Error, Result};
 
 /// A larger manifest was not written by this program.
-const MANIFEST_CAP: u64 = 64 << 20;
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 /// What may be replaced at a target.
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         return Ok(None);
     }
     let manifest = directory.join(MANIFEST);
-    let listed = match read_capped(&manifest, &manifest, MANIFEST_CAP) {
+    let listed = match read_capped(&manifest, &manifest, MAX_MANIFEST_BYTES) {
         Ok(Ok(bytes)) => manifest_files(&bytes),
         Ok(Err(_)) => None,
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {

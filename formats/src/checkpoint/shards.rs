@@ -22,7 +22,7 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// File extensions of pickle files, which execute code when they are read.
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 /// The maximum number of names in a message.
-const LISTED: usize = 256;
+const MAX_LISTED: usize = 256;
 
 /// The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 #[derive(Debug)]
@@ -129,14 +129,15 @@ impl ShardedCheckpoint {
         let mut warnings = Vec::new();
         let tensors = match_index(&index, found, &mut warnings).map_err(broken)?;
         let total: u64 = tensors.values().map(|p| p.located.info.byte_len()).sum();
-        let said = match &index.total_size {
+        let stated = match &index.total_size {
             None => None,
             Some(Ok(size)) => (*size != total).then(|| size.to_string()),
             Some(Err(other)) => Some(other.clone()),
         };
-        if let Some(said) = said {
-            warnings
-                .push(format!("{INDEX}: `metadata.total_size` says {said}, the tensors have {total} bytes"));
+        if let Some(stated) = stated {
+            warnings.push(format!(
+                "{INDEX}: `metadata.total_size` says {stated}, the tensors have {total} bytes"
+            ));
         }
         let mut known = index.shards;
         if let Some(real) = single.filter(|_| !known.iter().any(|s| s == SINGLE)) {
@@ -265,11 +266,11 @@ fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault
     }
     let mut reasons = Vec::new();
     if !absent.is_empty() {
-        let (count, list) = (absent.len(), listed(absent, LISTED));
+        let (count, list) = (absent.len(), listed(absent, MAX_LISTED));
         reasons.push(format!("{count} of {} shards are missing: {list}", names.len()));
     }
     if !dangling.is_empty() {
-        reasons.push(incomplete_download(&listed(dangling, LISTED)));
+        reasons.push(incomplete_download(&listed(dangling, MAX_LISTED)));
     }
     if reasons.is_empty() { Ok(files) } else { Err(ShardFault::Index(reasons.join("; "))) }
 }
@@ -288,13 +289,13 @@ fn match_index(
             continue;
         };
         if place.shard != shard {
-            let (said, real) = (&index.shards[shard], &index.shards[place.shard]);
-            missing.push(format!("`{name}` is in {real}, not in {said}"));
+            let (stated, real) = (&index.shards[shard], &index.shards[place.shard]);
+            missing.push(format!("`{name}` is in {real}, not in {stated}"));
         }
         tensors.insert(name, place);
     }
     if !missing.is_empty() {
-        return Err(format!("tensor {}", listed(missing.iter().map(String::as_str), LISTED)));
+        return Err(format!("tensor {}", listed(missing.iter().map(String::as_str), MAX_LISTED)));
     }
     let mut extra: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
     for (name, place) in &found {
@@ -357,7 +358,7 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .iter()
         .filter(|e| PICKLES.iter().any(|p| e.ends_with(p)))
         .map(|e| printable(e))
-        .take(LISTED)
+        .take(MAX_LISTED)
         .collect();
     if pickles.is_empty() {
         let reason = format!("there is neither {SINGLE} nor {INDEX}");

@@ -117,13 +117,13 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
 
 /// Fails when an interrupted job had a different request.
 pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<()> {
-    const LISTED: usize = 20;
+    const MAX_LISTED: usize = 20;
     if differences.is_empty() {
         return Ok(());
     }
-    let mut list = differences.iter().take(LISTED).map(|d| format!("\n  {d}")).collect::<String>();
-    if differences.len() > LISTED {
-        list.push_str(&format!("\n  and {} more", differences.len() - LISTED));
+    let mut list = differences.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect::<String>();
+    if differences.len() > MAX_LISTED {
+        list.push_str(&format!("\n  and {} more", differences.len() - MAX_LISTED));
     }
     // First in the list: a run by another version cannot be resumed, whatever its settings.
     if differences.iter().any(|d| d.starts_with("fingerprint.program.")) {

@@ -50,7 +50,7 @@ fn activations_of_8_bits() {
 }
 
 #[test]
-fn what_is_not_understood_or_said_twice_is_refused() {
+fn unknown_and_repeated_parts_are_refused() {
     for text in [
         "",
         "w1a16",

@@ -131,12 +131,12 @@ impl FloatRows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let m = source.m();
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_made() { layout.k } else { 0 };
         // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();
-        let all = extent.add(m, layout, tiling, tiling.is_none(), lent);
+        let all = extent.add(m, layout, tiling, tiling.is_none(), buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activations"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
@@ -155,7 +155,7 @@ impl FloatRows {
 
     /// The segment of all rows, if any were packed.
     pub(crate) fn all(&self) -> Option<Segment> {
-        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+        self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
     /// The tiling for the tile unit, if the token has one.
@@ -220,9 +220,10 @@ impl FloatMemory<'_> {
     /// Segments must not overlap, and each unit may be packed only once.
     pub(crate) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
         let (layout, token) = (all.layout, self.token);
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_made() { layout.k } else { 0 };
         // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
-        let made = unsafe { self.made.part(all.at.made + i * lent..all.at.made + (i + 1) * lent) };
+        let made =
+            unsafe { self.made.part(all.at.made + i * buffer_len..all.at.made + (i + 1) * buffer_len) };
         let Some(tiling) = all.tiling else {
             let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
             let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;

@@ -247,12 +247,12 @@ impl Int8Rows {
     ) -> Result<(), KernelError> {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
         let m = source.m();
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_made() { layout.k } else { 0 };
         // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout);
         let mut extent = Extent::default();
-        let all = extent.add(m, layout, tiling, true, lent);
+        let all = extent.add(m, layout, tiling, true, buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activations"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
@@ -271,7 +271,7 @@ impl Int8Rows {
 
     /// The segment of all rows, if any were quantized.
     pub(crate) fn all(&self) -> Option<Segment> {
-        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+        self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
     /// The tiling for the tile unit, if it is used for this number of rows.
@@ -375,11 +375,11 @@ impl Int8Memory<'_> {
     ) {
         let (layout, token) = (all.layout, self.token);
         let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
-        let lent = if source.is_made() { k } else { 0 };
+        let buffer_len = if source.is_made() { k } else { 0 };
         let strip = strip(all.m, i);
         let codes = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
         let at = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
-        let made = all.at.made + i * lent..all.at.made + (i + 1) * lent;
+        let made = all.at.made + i * buffer_len..all.at.made + (i + 1) * buffer_len;
         // SAFETY: strips are disjoint, and the caller guarantees that each is quantized once.
         let (codes, scales) =
             unsafe { (self.codes.part(codes), self.scales.part(all.row + strip.start..all.row + strip.end)) };

@@ -21,7 +21,7 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// A segment of rows that share their memory with no others.
-    pub(crate) fn alone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
+    pub(crate) fn standalone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
 
@@ -63,14 +63,14 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Appends a segment; `lent` is the width of computed rows. `None` on overflow.
+    /// Appends a segment; `buffer_len` is the width of computed rows. `None` on overflow.
     pub(crate) fn add(
         &mut self,
         m: usize,
         layout: RowLayout,
         tiling: Option<Tiling>,
         in_strips: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Segment> {
         let segment = Segment { m, layout, tiling, row: self.rows, at: *self };
         self.rows = self.rows.checked_add(m)?;
@@ -82,7 +82,7 @@ impl Extent {
             self.tiles = self.tiles.checked_add(tiling.bytes(m)?.div_ceil(LINE))?;
             self.tile_sums = self.tile_sums.checked_add(tiling.sums(m)?)?;
         }
-        self.made = self.made.checked_add(segment.units(in_strips).checked_mul(lent)?)?;
+        self.made = self.made.checked_add(segment.units(in_strips).checked_mul(buffer_len)?)?;
         Some(segment)
     }
 
@@ -93,14 +93,14 @@ impl Extent {
         layout: RowLayout,
         tiles: Option<Tiling>,
         in_strips: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Self> {
         let segments = segments.min(rows);
         let strips = rows.min(segments.checked_add(rows / MAX_ROWS)?);
         // A segment's last tile may be partial.
         let row_tiles = segments.checked_add(rows / TILE_ROWS)?;
         let units = if in_strips { strips } else { row_tiles };
-        let mut bound = Self { rows, made: units.checked_mul(lent)?, ..Self::default() };
+        let mut bound = Self { rows, made: units.checked_mul(buffer_len)?, ..Self::default() };
         if in_strips {
             bound.codes = rows.checked_mul(layout.padded())?;
             bound.sums = rows.checked_mul(layout.groups())?;

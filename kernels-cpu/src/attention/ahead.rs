@@ -39,7 +39,7 @@ impl<'a> Ahead<'a> {
     /// # Safety
     /// The processor must have the instructions of `L`.
     #[inline(always)]
-    pub(super) unsafe fn ask<L: Lanes>(&mut self, lines: usize) {
+    pub(super) unsafe fn prefetch<L: Lanes>(&mut self, lines: usize) {
         let now = lines.min(self.left);
         for line in 0..lines {
             if line < now {

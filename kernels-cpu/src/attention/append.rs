@@ -51,12 +51,12 @@ impl KvLayout {
             }
             count += written.len();
         }
-        apart(lists, m, count)?;
+        require_distinct(lists, m, count)?;
         let place = |head: usize, i: usize| {
             let at = lists[head].tokens + i;
             (lists[head].pages[at / PAGE_TOKENS] as usize, at % PAGE_TOKENS)
         };
-        // SAFETY: two heads write to different pages, since `apart` found no page to be written twice.
+        // SAFETY: two heads write to different pages, since `require_distinct` found no page to be written twice.
         unsafe { self.write_all(bytes, kv, m, &place, keys, values, parallel) }
     }
 
@@ -104,7 +104,7 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
 }
 
 /// Fails if any of the `count` pages to be written occurs twice.
-fn apart(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
+fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
     let mut few = [0; FEW];
     let mut many = Vec::new();
     let named = match few.get_mut(..count) {

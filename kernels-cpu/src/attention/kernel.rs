@@ -161,7 +161,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
                     k[p] = L::load_f16(at.add((p * d + i) * row));
                 }
                 if i % STEP == 0 {
-                    ahead.ask::<L>(KEY_LINES[2] * NP / 4);
+                    ahead.prefetch::<L>(KEY_LINES[2] * NP / 4);
                 }
                 for m in 0..MR {
                     let q = L::splat_f32(t.q[m].cast::<f32>().add(i).read_unaligned());
@@ -184,7 +184,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
                     let line = (p * steps + s) * bytes;
                     codes[p] = if BITS == 4 { L::codes4(at.add(line)) } else { L::codes8(at.add(line)) };
                 }
-                ahead.ask::<L>(KEY_LINES[BITS / 8] * NP / 4);
+                ahead.prefetch::<L>(KEY_LINES[BITS / 8] * NP / 4);
                 for m in 0..MR {
                     let q = L::activations(t.q[m].cast::<i8>().add(s * STEP));
                     for p in 0..NP {
@@ -253,7 +253,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
         let (one, centre) = (L::splat_f32(1.0), L::splat_f32(centre::<BITS>() as f32));
         let (mut totals, mut offsets) = ([L::zero(); MR], [L::zero(); MR]);
         for v in panels {
-            ahead.ask::<L>(SCORE_LINES[BITS / 8]);
+            ahead.prefetch::<L>(SCORE_LINES[BITS / 8]);
             let is_whole = whole.contains(&v);
             let (mut scale, mut zero) = (one, one);
             if BITS != 16 {
@@ -374,7 +374,7 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
         let table = L::centre(centre::<BITS>());
         for s in first / STEP..last.div_ceil(STEP) {
             let at = values.add(f * panel + s * bytes);
-            ahead.ask::<L>(VALUE_LINES[BITS / 8] * NF / 4);
+            ahead.prefetch::<L>(VALUE_LINES[BITS / 8] * NF / 4);
             let p = p.add(s * step_bytes::<L, BITS>());
             if BITS == 16 {
                 // Slots that were never written may be NaN as f16; as codes they are always numbers, which a

@@ -56,8 +56,8 @@ mod query;
 
 pub use self::attend::{KvPages, MAX_HEADS};
 pub use self::cache::{KvCache, Workspace};
-pub use self::grid::{HeadGrid, LARGEST, dequantize_head, quantize_head};
+pub use self::grid::{HeadGrid, MAX_MAGNITUDE, dequantize_head, quantize_head};
 pub use self::layout::{KvLayout, KvType, MAX_HEAD_DIM, PAGE_TOKENS};
 pub use self::list::{Heads, PageList};
 pub use self::merge::merge;
-pub use self::query::{LARGEST_QUERY, quantize_query};
+pub use self::query::{MAX_QUERY, quantize_query};

@@ -85,7 +85,7 @@ impl Runner {
     }
 
     /// Lends memory to a call.
-    fn lend<T>(&self, call: impl FnOnce(&mut Rows, &dyn Parallel) -> T) -> T {
+    fn with_rows<T>(&self, call: impl FnOnce(&mut Rows, &dyn Parallel) -> T) -> T {
         let left = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut rows = left.unwrap_or_else(Rows::new);
         let result = call(&mut rows, &*self.parallel);
@@ -171,7 +171,7 @@ impl QuantizedLinear {
     /// When `x` is not whole rows, or `out` has the wrong length.
     pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
         self.runner
-            .lend(|rows, parallel| self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel))
+            .with_rows(|rows, parallel| self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel))
     }
 
     fn multiply_in<E: Element>(
@@ -208,7 +208,7 @@ impl QuantizedLinear {
     }
 
     /// Whether [`forward_each`](Self::forward_each) accepts both: their input is quantized or packed in the same way.
-    pub fn goes_with(&self, other: &Self) -> bool {
+    pub fn shares_input_with(&self, other: &Self) -> bool {
         self.activations == other.activations
             && RowLayout::of(self.weight.layout()) == RowLayout::of(other.weight.layout())
     }
@@ -217,10 +217,10 @@ impl QuantizedLinear {
     /// threads synchronize once. Results are bit-identical to separate calls of [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two linears do not [go together](Self::goes_with); also those of `forward`.
+    /// When two linears do not [go together](Self::shares_input_with); also those of `forward`.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
-        if let Some(other) = linears.iter().find(|l| !first.goes_with(l)) {
+        if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
             let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
             bail!("linears {a:?} and {b:?} do not take the same rows");
         }
@@ -252,7 +252,7 @@ impl QuantizedLinear {
         let run = |rows: &mut Rows, parallel: &dyn Parallel| {
             first.multiply_products(&mut rows.float, &mut rows.whole, values, &mut products, parallel)
         };
-        first.runner.lend(run).map_err(Error::wrap)?;
+        first.runner.with_rows(run).map_err(Error::wrap)?;
         let shape = |n: usize| -> Shape {
             dims[..dims.len() - 1].iter().copied().chain([n]).collect::<Vec<_>>().into()
         };
@@ -264,7 +264,7 @@ impl QuantizedLinear {
 
     /// The same, with results in the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
-        self.runner.lend(|rows, parallel| {
+        self.runner.with_rows(|rows, parallel| {
             // Only grows, so that a call with few rows clears no memory of one with many.
             let room = rows.out.len().max(out.len());
             resize(&mut rows.out, Some(room))?;

@@ -54,14 +54,14 @@ impl ExpertsPlan {
         let mut plan =
             Self { token, rows, gate, tokens, top_k, kind: E::KIND, shape, extents: [Extent::default(); 2] };
         let [mut read, mut between] = plan.buffers();
-        let lent = if E::KIND == Kind::F32 { 0 } else { shape[1] };
+        let buffer_len = if E::KIND == Kind::F32 { 0 } else { shape[1] };
         for expert in 0..shape[0] {
             let expert = experts.get(expert);
-            for (at, buffer, of, lent) in
-                [(0, &mut read, expert.gate, lent), (1, &mut between, expert.down, 0)]
+            for (at, buffer, of, buffer_len) in
+                [(0, &mut read, expert.gate, buffer_len), (1, &mut between, expert.down, 0)]
             {
                 let layout = RowLayout::of(of.weight.layout());
-                let bound = buffer.bound(all, shape[0], layout, lent).ok_or(too_large.clone())?;
+                let bound = buffer.bound(all, shape[0], layout, buffer_len).ok_or(too_large.clone())?;
                 plan.extents[at] = plan.extents[at].max(bound);
             }
         }
@@ -232,9 +232,9 @@ impl Buffer {
     }
 
     /// The maximum size of `rows` rows of `count` experts with this layout.
-    fn bound(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
+    fn bound(&self, rows: usize, count: usize, layout: RowLayout, buffer_len: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
-        Extent::bound(rows, count, layout, tiling, self.in_strips(), lent)
+        Extent::bound(rows, count, layout, tiling, self.in_strips(), buffer_len)
     }
 
     fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
@@ -252,16 +252,16 @@ impl Buffer {
         }
     }
 
-    /// Adds the rows of an expert; `lent` is the width of computed rows.
+    /// Adds the rows of an expert; `buffer_len` is the width of computed rows.
     pub(super) fn add(
         &self,
         extent: &mut Extent,
         m: usize,
         layout: RowLayout,
         in_bf16: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Segment> {
-        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), lent)
+        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), buffer_len)
     }
 
     /// The memory, for threads to write rows to; `in_bf16` states that the input type is bf16.

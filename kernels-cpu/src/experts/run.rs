@@ -76,7 +76,7 @@ impl Experts<'_> {
         };
         rows.sort(routing, self.count())?;
         let in_bf16 = E::KIND == Kind::Bf16;
-        let lent = if E::KIND == Kind::F32 { 0 } else { self.hidden };
+        let buffer_len = if E::KIND == Kind::F32 { 0 } else { self.hidden };
         active.clear();
         let (mut extents, mut units) = ([Extent::default(); 2], [0; 2]);
         for expert in 0..self.count() {
@@ -87,7 +87,7 @@ impl Experts<'_> {
             let own = self.get(expert);
             let [gate, down] = [own.gate, own.down].map(|of| RowLayout::of(of.weight.layout()));
             let segments = [
-                read.add(&mut extents[0], m, gate, in_bf16, lent),
+                read.add(&mut extents[0], m, gate, in_bf16, buffer_len),
                 between.add(&mut extents[1], m, down, false, 0),
             ];
             let [Some(first), Some(second)] = segments else {

@@ -67,7 +67,7 @@ pub fn multiply_float_each(
 }
 
 /// Maximum number of products per parallel call of [`run`]: their descriptions are on the stack.
-const AT_ONCE: usize = 4;
+const MAX_PRODUCTS: usize = 4;
 
 fn run(
     path: &dyn Fn(&Layout) -> Path,
@@ -79,8 +79,8 @@ fn run(
     if x.m == 0 {
         return Ok(());
     }
-    for products in products.chunks_mut(AT_ONCE) {
-        let mut parts = [const { None }; AT_ONCE];
+    for products in products.chunks_mut(MAX_PRODUCTS) {
+        let mut parts = [const { None }; MAX_PRODUCTS];
         let mut pieces = 0;
         for (part, product) in parts.iter_mut().zip(products) {
             let made = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);

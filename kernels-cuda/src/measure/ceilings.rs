@@ -18,7 +18,7 @@ const CACHES: usize = 32;
 /// Rounds of products: the first number is multiplied by eight until a launch takes long enough for its overhead to be
 /// negligible.
 const ROUNDS: [u32; 2] = [4, 1 << 20];
-const LONG_ENOUGH: f64 = 1e-3;
+const MIN_SECONDS: f64 = 1e-3;
 
 /// The rates that measurements are compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,7 +75,7 @@ impl Ceilings {
             let seconds = loop {
                 let arguments = vec![Argument::U32(rounds), Argument::U32(1), to];
                 let seconds = one("products", product, shape, arguments)?;
-                if seconds >= LONG_ENOUGH || rounds >= max {
+                if seconds >= MIN_SECONDS || rounds >= max {
                     break seconds;
                 }
                 rounds *= 8;

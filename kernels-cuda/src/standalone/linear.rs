@@ -20,7 +20,7 @@ use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
 
 /// Maximum number of activations or results on the device at once.
-const VALUES_AT_ONCE: usize = 1 << 26;
+const MAX_VALUES: usize = 1 << 26;
 /// The exponent that a row's largest activation gets as an f16: sums stay finite, and a value 2³⁸ times smaller is
 /// still not zero.
 const EXPONENT: i32 = 14;
@@ -139,7 +139,7 @@ impl Linear {
         if out.is_empty() {
             return Ok(());
         }
-        let at_once = (VALUES_AT_ONCE / n.max(k)).max(1);
+        let at_once = (MAX_VALUES / n.max(k)).max(1);
         for (x, out) in x.chunks(at_once * k).zip(out.chunks_mut(at_once * n)) {
             self.multiply_rows(x, out)?;
         }

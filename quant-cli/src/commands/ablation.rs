@@ -48,7 +48,7 @@ const fn step(
 }
 
 /// Rows with fewer bits than the one above.
-const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
+const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 /// The steps before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
 /// All steps before rounding.
@@ -190,7 +190,7 @@ pub fn run(
             perplexity: scores.perplexity,
             kl: divergence.kl,
             kl_change: change,
-            takes_away: TAKE_AWAY.contains(&step.name),
+            takes_away: FEWER_BITS.contains(&step.name),
             seconds: begun.elapsed().as_secs_f64(),
         });
         reference.get_or_insert(divergence.reference.perplexity);

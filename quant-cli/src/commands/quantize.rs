@@ -132,10 +132,10 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
 
 /// The time per stage, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
-    const WORTH_SAYING: f64 = 10.0;
+    const MIN_REPORTED: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
     let parts: Vec<String> = notable.map(|s| format!("{} {}", s.step, duration(s.seconds))).collect();
-    match summary.seconds >= WORTH_SAYING && !parts.is_empty() {
+    match summary.seconds >= MIN_REPORTED && !parts.is_empty() {
         true => format!(": {}", parts.join(", ")),
         false => String::new(),
     }

@@ -22,9 +22,9 @@ use crate::output::bytes;
 /// How often a broken transfer is retried.
 const ATTEMPTS: u32 = 3;
 /// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets another one.
-const PATIENCE: Duration = Duration::from_secs(60);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How quickly a cancellation is noticed.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
 /// Whether `HF_HUB_OFFLINE` forbids the network.
@@ -113,7 +113,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             endpoint,
             cache_root,
             session,
-            patience: seconds.map_or(PATIENCE, |s: u64| Duration::from_secs(s.max(1))),
+            patience: seconds.map_or(DEFAULT_TIMEOUT, |s: u64| Duration::from_secs(s.max(1))),
         })
     }
 
@@ -206,7 +206,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         let until = Instant::now() + time;
         while Instant::now() < until {
             self.session.cancel.check()?;
-            std::thread::sleep(TICK.min(time));
+            std::thread::sleep(POLL_INTERVAL.min(time));
         }
         Ok(())
     }
@@ -231,7 +231,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
         let (mut last, mut since) = (0, Instant::now());
         loop {
-            match receiver.recv_timeout(TICK) {
+            match receiver.recv_timeout(POLL_INTERVAL) {
                 Ok(outcome) => return Ok(outcome),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {

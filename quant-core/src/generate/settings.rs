@@ -7,7 +7,7 @@ use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
 /// Larger files are rejected; real ones have a few hundred bytes.
-const LARGEST_FILE: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The maximum number of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
 
@@ -110,7 +110,7 @@ impl GenerationSettings {
                     reason,
                     remedy: "correct the file, or remove it: the defaults are greedy decoding".into(),
                 };
-                let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST_FILE)?.map_err(fault)?;
+                let bytes = read_capped(&sidecar.real, &sidecar.path, MAX_FILE_BYTES)?.map_err(fault)?;
                 match parse_strictly(&bytes) {
                     Ok(Value::Object(map)) => map,
                     Ok(_) => return Err(fault("must hold one JSON object".into())),

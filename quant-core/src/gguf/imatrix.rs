@@ -18,7 +18,7 @@ use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// The largest file that is read, in bytes.
-const LARGEST: u64 = 4 << 30;
+const MAX_FILE_BYTES: u64 = 4 << 30;
 const SUMS: &str = ".in_sum2";
 const COUNTS: &str = ".counts";
 /// The maximum number of values per tensor of a legacy file.
@@ -225,7 +225,7 @@ impl Importance {
     /// [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
-        let bytes = read_capped(path, path, LARGEST)?.map_err(fault)?;
+        let bytes = read_capped(path, path, MAX_FILE_BYTES)?.map_err(fault)?;
         let mut found = match bytes.starts_with(&MAGIC) {
             true => Self::from_gguf(path)?,
             false => Self::from_dat(&bytes).map_err(fault)?,

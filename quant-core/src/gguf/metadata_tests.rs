@@ -164,7 +164,7 @@ fn keys_of_single_families() {
 }
 
 #[test]
-fn what_llama_cpp_computes_otherwise_is_refused_or_said() {
+fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
     let yarn =
         |changes: Json| json!({ "rope_parameters": merged(serde_json::from_str(YARN).unwrap(), changes) });
     for (name, changes, says) in [

@@ -14,7 +14,7 @@ use super::tensor_values::with_slices;
 use crate::{Error, Result};
 
 /// Calls with fewer products run on one thread, because waking a second thread would take longer than its work.
-const WORTH_THREADS: usize = 1 << 19;
+const MIN_PARALLEL_PRODUCTS: usize = 1 << 19;
 
 /// The pages of one sequence in one block.
 #[derive(Debug, Clone)]
@@ -55,7 +55,7 @@ impl Paged {
         let (heads, d) = (self.cache.heads(), self.cache.layout().head_dim());
         let (past, m) = (self.cache.tokens(), k.len() / (heads.kv * d));
         let threads: &dyn Parallel =
-            if m * (past + m) * heads.query * d < WORTH_THREADS { &Serial } else { &Rayon };
+            if m * (past + m) * heads.query * d < MIN_PARALLEL_PRODUCTS { &Serial } else { &Rayon };
         self.cache.append(k, v, if m == 1 { &Serial } else { &Rayon }).map_err(cache_error)?;
         // Queries that the window does not restrict run together; each of the others sees a different range.
         let whole = window.map_or(m, |w| w.saturating_sub(past).min(m));

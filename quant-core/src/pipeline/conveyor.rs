@@ -9,7 +9,7 @@ use serde_json::json;
 use super::Job;
 use super::decision::{Decision, Rounded, StageRounded};
 use super::report::{QuantReport, TensorReport};
-use super::source::{Held, Source, copy, recalled, remembered};
+use super::source::{Held, Source, copy, stored_report, unchanged_report};
 use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
@@ -52,15 +52,15 @@ pub(super) struct Conveyor<'a, 'j> {
     /// What happened to the entries that are written, by their positions.
     tensors: BTreeMap<usize, TensorReport>,
     /// The next entry's position and what was read of it.
-    ahead: Option<(usize, Result<Source>)>,
-    behind: Option<Behind>,
+    prefetched: Option<(usize, Result<Source>)>,
+    pending: Option<PendingWrite>,
     spare: Vec<u8>,
     /// The largest magnitudes of linears that have a scale in common, by the first of them.
     shared: BTreeMap<String, f32>,
 }
 
 /// A tensor to be written, and the end of the span after it, if it is the last.
-struct Behind {
+struct PendingWrite {
     index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
@@ -77,8 +77,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
         let tensors = BTreeMap::new();
-        let (ahead, behind, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
-        Ok(Self { job, sink, spans, among_others, report, tensors, ahead, behind, spare, shared })
+        let (prefetched, pending, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
+        Ok(Self { job, sink, spans, among_others, report, tensors, prefetched, pending, spare, shared })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -98,7 +98,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn is_written(&self, entry: &PlanEntry) -> bool {
-        remembered(entry, self.sink).is_some() && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
+        stored_report(entry, self.sink).is_some()
+            && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
     /// The bytes of a tensor that was written, where the sink gives them back.
@@ -138,14 +139,14 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn is_taken(&self, index: usize) -> bool {
-        self.tensors.contains_key(&index) || self.behind.as_ref().is_some_and(|b| b.index == index)
+        self.tensors.contains_key(&index) || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
     /// Takes an entry; while it is worked on, the one at `next` is read.
     fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
-        self.behind = Some(Behind { index, tensor, end: None });
+        self.pending = Some(PendingWrite { index, tensor, end: None });
         Ok(())
     }
 
@@ -154,7 +155,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let entry = &entries[index];
         if self.is_written(entry) {
             self.drain()?;
-            return Ok(Finished::written(recalled(job, entry, &work.held, self.sink)?));
+            return Ok(Finished::written(unchanged_report(job, entry, &work.held, self.sink)?));
         }
         if entry.action == Action::Copy {
             self.drain()?;
@@ -166,31 +167,31 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
         // Before the bytes of a block are taken by the first of the linears that share a scale.
         let amax = self.shared_amax(entry, work)?;
-        let source = match self.ahead.take() {
-            Some((ahead, source)) if ahead == index => source?,
+        let source = match self.prefetched.take() {
+            Some((prefetched, source)) if prefetched == index => source?,
             _ => Source::read(job, entry, &work.held, std::mem::take(&mut self.spare))?,
         };
         let next = next.filter(|&i| entries[i].action != Action::Copy && !self.is_written(&entries[i]));
         if let Some(i) = next.filter(|&i| entries[i].layer == entry.layer) {
             self.shared_amax(&entries[i], work)?;
         }
-        let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
-        let end = behind.as_ref().and_then(|b| b.end);
-        let (done, (ahead, flushed)) = rayon::join(
+        let (pending, spare) = (self.pending.take(), std::mem::take(&mut self.spare));
+        let end = pending.as_ref().and_then(|b| b.end);
+        let (done, (prefetched, flushed)) = rayon::join(
             || apply_rewrite(job, entry, source, (work.decision, amax), work.rounded(entry)),
             || {
                 rayon::join(
                     || next.map(|i| (i, Source::read(job, &entries[i], &work.held, spare))),
-                    || self.flush(behind),
+                    || self.flush(pending),
                 )
             },
         );
         flushed?;
-        self.tell(end);
+        self.report_progress(end);
         let mut done = done?;
         let scales = cache_scales(entry, work.decision, &mut done.report)?;
         done.outputs.extend(scales);
-        self.ahead = ahead;
+        self.prefetched = prefetched;
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)
     }
@@ -221,26 +222,26 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     /// Notes that all entries of a span were taken: what was written is committed with the last of them.
     fn end_span(&mut self, end: SpanEnd) -> Result<()> {
-        if let Some(behind) = &mut self.behind {
-            behind.end = Some(end);
+        if let Some(pending) = &mut self.pending {
+            pending.end = Some(end);
             return Ok(());
         }
         self.sink.commit()?;
-        self.tell(Some(end));
+        self.report_progress(Some(end));
         Ok(())
     }
 
     /// Writes what is not written yet, and commits it at the end of a span.
     pub(super) fn drain(&mut self) -> Result<()> {
-        let behind = self.behind.take();
-        let end = behind.as_ref().and_then(|b| b.end);
-        self.flush(behind)?;
-        self.tell(end);
+        let pending = self.pending.take();
+        let end = pending.as_ref().and_then(|b| b.end);
+        self.flush(pending)?;
+        self.report_progress(end);
         Ok(())
     }
 
-    fn flush(&mut self, behind: Option<Behind>) -> Result<()> {
-        let Some(Behind { index, tensor: Finished { report, outputs, .. }, end }) = behind else {
+    fn flush(&mut self, pending: Option<PendingWrite>) -> Result<()> {
+        let Some(PendingWrite { index, tensor: Finished { report, outputs, .. }, end }) = pending else {
             return Ok(());
         };
         for (name, bytes) in outputs {
@@ -251,7 +252,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         if end.is_some() { self.sink.commit() } else { Ok(()) }
     }
 
-    fn tell(&self, end: Option<SpanEnd>) {
+    fn report_progress(&self, end: Option<SpanEnd>) {
         if let Some(SpanEnd { layer: Some(layer) }) = end {
             let container = self.job.plan.container.name();
             let detail = match self.among_others {

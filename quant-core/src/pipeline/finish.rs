@@ -61,7 +61,7 @@ fn pretty(value: &Value) -> Result<String> {
 /// # Errors
 /// When a file of the model cannot be looked at, or they have more than 1 GiB.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
-    const REPORT_OF_A_TENSOR: u64 = 4096;
+    const REPORT_BYTES_PER_TENSOR: u64 = 4096;
     let companions = plan.container.companion_files(&plan.module_schemes());
     let companions = companions.iter().map(|(_, value)| pretty(value));
     let companions = companions.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
@@ -80,7 +80,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
         })?;
         bytes += len;
     }
-    Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
+    Ok(bytes + REPORT_BYTES_PER_TENSOR * plan.entries.len() as u64)
 }
 
 /// Adds everything but the weights to a checkpoint that is being written.

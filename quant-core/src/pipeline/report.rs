@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// leave fields aside that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
 /// Larger reports are refused.
-const LARGEST: u64 = 64 << 20;
+const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// What a run did.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -349,7 +349,7 @@ impl QuantReport {
             reason,
             remedy: "remove it, or take the one that ‹quantize()› wrote with these weights".into(),
         };
-        let bytes = read_capped(&path, &path, LARGEST)?.map_err(broken)?;
+        let bytes = read_capped(&path, &path, MAX_FILE_BYTES)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;
         match value.get("schema") {
             Some(schema) if schema == SCHEMA => {}

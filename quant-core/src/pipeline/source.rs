@@ -157,19 +157,19 @@ pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) ->
 }
 
 /// What an earlier run noted of a tensor, unless the note was damaged since.
-pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
     let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
 /// What an earlier run reported of a tensor that it finished, if the input is still the same.
-pub(super) fn recalled(
+pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
     held: &Held<'_>,
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
-    let tensor = remembered(entry, sink)
+    let tensor = stored_report(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(

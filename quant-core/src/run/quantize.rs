@@ -220,7 +220,7 @@ fn checkpoints(
             plan.sampling.length
         ));
     }
-    tell_of(&plans, &opened.model, host);
+    report_notes(&plans, &opened.model, host);
     let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
     if let Some(note) = note {
         host.note(note);
@@ -274,7 +274,7 @@ fn checkpoints(
 }
 
 /// What the formats lose, and which common engines do not load them.
-fn tell_of(plans: &[Plan], model: &Model, host: &Host<'_>) {
+fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|said| ("lost", said)).collect::<Vec<_>>();
     let warnings = |plan: &Plan| plan.warnings().into_iter().map(|said| ("note", said)).collect::<Vec<_>>();
     let mut notes: Vec<(&str, String)> =

@@ -14,7 +14,7 @@ use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, k
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
-const LOOKS_AT_NO_TEXT: &str = "searches nothing on a calibration text";
+const SEARCHES_NO_TEXT: &str = "searches nothing on a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
 
 /// The settings of `plan` and `quantize`; what is `None` or empty is the preset's or the recipe's.
@@ -171,7 +171,7 @@ impl RecipeSettings {
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
-                        "[calibration] of {} has no effect: method `{}` {LOOKS_AT_NO_TEXT}",
+                        "[calibration] of {} has no effect: method `{}` {SEARCHES_NO_TEXT}",
                         path.display(),
                         recipe.method.name
                     ),
@@ -256,7 +256,7 @@ impl RecipeSettings {
 
     /// The error that a setting about the calibration text has nothing to act on.
     pub(super) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
-        self.has_no_effect(method, option, LOOKS_AT_NO_TEXT)
+        self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
 
     fn has_no_effect(&self, method: &Method, option: &str, why: &str) -> Error {

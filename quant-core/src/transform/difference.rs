@@ -23,7 +23,7 @@ use crate::{Error, Result};
 /// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
 /// The number of products of weights and tokens from which packing pays off.
-const ENOUGH_WORK: u64 = 1 << 28;
+const MIN_PRODUCTS: u64 = 1 << 28;
 
 /// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
@@ -40,7 +40,7 @@ pub(super) fn kernel_for(
     tokens: usize,
 ) -> Option<Avx512Bf16> {
     graph.nodes()[group.inspected].op.linear_shape()?;
-    Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)
+    Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= MIN_PRODUCTS)
 }
 
 /// The float module on some tokens, prepared for candidates.

@@ -24,7 +24,7 @@ use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::difference::{self, Differences, Prepared};
 use super::objective::candidate_block;
-use super::sample::{FIRST_WINDOWS, Place, RaceShape, Sample, Share};
+use super::sample::{FIRST_WINDOWS, Place, RaceShape, Schedule, SearchSample};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
@@ -49,13 +49,13 @@ struct Contender {
 }
 
 /// The tokens used so far.
-struct Seen {
+struct UsedTokens {
     units: Vec<bool>,
     heads: usize,
     tails: usize,
 }
 
-impl Seen {
+impl UsedTokens {
     /// The weight of a token that is not at the start of a window.
     fn weight(&self, tokens: usize) -> f64 {
         let tails = tokens.saturating_sub(self.heads);
@@ -70,7 +70,7 @@ impl Seen {
 pub(super) fn choose(
     task: &BlockTask<'_>,
     group: &FoldGroup,
-    sample: &Sample,
+    sample: &SearchSample,
     candidates: &[Candidate],
 ) -> Result<Choice> {
     let tokens = sample.counted();
@@ -83,8 +83,8 @@ pub(super) fn choose(
         |index| Contender { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
     let mut running: Vec<Contender> = (0..candidates.len()).map(contender).collect();
     let mut out: Vec<Contender> = Vec::new();
-    let mut seen = Seen { units: vec![false; units], heads: 0, tails: 0 };
-    let mut seen_tokens = Vec::new();
+    let mut used = UsedTokens { units: vec![false; units], heads: 0, tails: 0 };
+    let mut used_tokens = Vec::new();
     let kernel = difference::kernel(task, group, sample.layout.counted());
     let watched = match kernel {
         Some(_) => difference::watched_weight(task, group)?,
@@ -97,11 +97,11 @@ pub(super) fn choose(
         let rows = sample.round(round);
         let counted = rows.iter().map(|&row| &sample.places[row]).filter(|p| p.counts);
         for place in counted {
-            seen.units[place.unit] = true;
-            *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
+            used.units[place.unit] = true;
+            *(if place.head { &mut used.heads } else { &mut used.tails }) += 1;
         }
-        seen_tokens.push((seen.heads + seen.tails) as u64);
-        let weight = seen.weight(tokens);
+        used_tokens.push((used.heads + used.tails) as u64);
+        let weight = used.weight(tokens);
         // The errors of a candidate are summed in token order, so the number of batches does not change a bit.
         let piece = piece_tokens(sample, kernel);
         let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
@@ -136,7 +136,7 @@ pub(super) fn choose(
                 return Err(not_finite());
             }
         }
-        (running, out) = eliminate(still, out, &seen, weight);
+        (running, out) = eliminate(still, out, &used, weight);
     }
     let mean = |total: f64| total / (tokens as f64 * width as f64);
     let best = running.iter().reduce(|a, b| if b.last() < a.last() { b } else { a });
@@ -150,13 +150,13 @@ pub(super) fn choose(
         best: index,
         error_before: mean(unscaled.totals[rounds - 1]),
         error_after: mean(best.totals[rounds - 1]),
-        tokens: seen_tokens[rounds - 1],
+        tokens: used_tokens[rounds - 1],
         tried: out
             .iter()
             .map(|contender| TriedScales {
                 ratio: candidates[contender.index].ratio,
                 error: mean(contender.last()),
-                tokens: seen_tokens[contender.totals.len() - 1],
+                tokens: used_tokens[contender.totals.len() - 1],
             })
             .collect(),
     })
@@ -180,10 +180,10 @@ impl Contender {
 fn eliminate(
     contenders: Vec<Contender>,
     mut out: Vec<Contender>,
-    seen: &Seen,
+    used: &UsedTokens,
     weight: f64,
 ) -> (Vec<Contender>, Vec<Contender>) {
-    let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
+    let units: Vec<usize> = (0..used.units.len()).filter(|&u| used.units[u]).collect();
     let n = units.len() as f64;
     let Some(best) = contenders.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
         return (contenders, out);
@@ -210,10 +210,10 @@ fn eliminate(
 }
 
 /// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
-fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
-    match sample.share {
-        Share::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
-        Share::Tokens { .. } => piece(kernel.is_some(), 1),
+fn piece_tokens(sample: &SearchSample, kernel: Option<Avx512Bf16>) -> usize {
+    match sample.schedule {
+        Schedule::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
+        Schedule::Tokens { .. } => piece(kernel.is_some(), 1),
     }
 }
 
@@ -258,24 +258,24 @@ impl Batch {
     fn new(
         task: &BlockTask<'_>,
         group: &FoldGroup,
-        sample: &Sample,
+        sample: &SearchSample,
         rows: Vec<f32>,
         places: &[Place],
         kernel: Option<Avx512Bf16>,
     ) -> Result<Self> {
         let k = sample.channels;
         let size = piece_tokens(sample, kernel);
-        let length = match sample.share {
-            Share::Windows { .. } => sample.layout.length(),
-            Share::Tokens { .. } => size,
+        let length = match sample.schedule {
+            Schedule::Windows { .. } => sample.layout.length(),
+            Schedule::Tokens { .. } => size,
         };
         let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
             task.cancel.check()?;
             let length = length.min(rows.len() / k);
             let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
-            let starts: Option<Vec<u32>> = match sample.share {
-                Share::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
-                Share::Tokens { .. } => None,
+            let starts: Option<Vec<u32>> = match sample.schedule {
+                Schedule::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
+                Schedule::Tokens { .. } => None,
             };
             Ok((x, starts))
         });
@@ -356,15 +356,15 @@ mod tests {
     #[test]
     fn every_token_counts_by_what_it_stands_for() {
         let layout = BatchLayout::plain(32, 512);
-        let mut sample = Sample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
+        let mut sample = SearchSample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
         let values = vec![1.0; layout.tokens()];
         let tokens = TokenRows::range(0, layout.tokens());
         sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();
-        let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
+        let mut used = UsedTokens { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {
-            *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
+            *(if place.head { &mut used.heads } else { &mut used.tails }) += 1;
         }
-        let total = seen.heads as f64 + seen.tails as f64 * seen.weight(32 * 512);
+        let total = used.heads as f64 + used.tails as f64 * used.weight(32 * 512);
         assert_eq!(total, 32.0 * 512.0);
     }
 
@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn who_is_surely_worse_or_surely_no_better_is_out() {
-        let seen = Seen { units: vec![true; 8], heads: 8, tails: 0 };
+        let used = UsedTokens { units: vec![true; 8], heads: 8, tails: 0 };
         let base = [100.0, 300.0, 50.0, 80.0, 500.0, 120.0, 90.0, 60.0];
         let with = |f: fn(usize, f64) -> f64| -> Vec<f64> {
             base.iter().enumerate().map(|(i, b)| f(i, *b)).collect()
@@ -388,7 +388,7 @@ mod tests {
             // Better in some units, worse in others.
             contender(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
         ];
-        let (keep, out) = eliminate(contenders, Vec::new(), &seen, 1.0);
+        let (keep, out) = eliminate(contenders, Vec::new(), &used, 1.0);
         let indices = |contenders: &[Contender]| contenders.iter().map(|l| l.index).collect::<Vec<_>>();
         assert_eq!((indices(&keep), indices(&out)), (vec![1, 3], vec![0, 2]));
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::objective::Input;
-use super::sample::{Sample, mixes_tokens};
+use super::sample::{SearchSample, mixes_tokens};
 use super::{BlockTask, Search, difference};
 use crate::Result;
 use crate::calibrate::{
@@ -29,7 +29,7 @@ pub(super) struct InputStatistics {
     /// For the clip search.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
     /// For races.
-    pub(super) samples: BTreeMap<NodeId, Sample>,
+    pub(super) samples: BTreeMap<NodeId, SearchSample>,
     /// For linears that are judged by their input's Gram matrix.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
@@ -95,7 +95,7 @@ fn kept(
     wanted: &Wanted<'_>,
     layout: &BatchLayout,
     spill: Option<&Spill>,
-) -> Result<(BTreeMap<NodeId, Sample>, BTreeMap<NodeId, GramSum>)> {
+) -> Result<(BTreeMap<NodeId, SearchSample>, BTreeMap<NodeId, GramSum>)> {
     let graph = task.block.graph();
     let tokens = layout.counted();
     let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
@@ -109,7 +109,7 @@ fn kept(
         } else {
             let rounded = difference::kernel(task, group, tokens).is_some();
             let mixes = mixes_tokens(graph, group);
-            let sample = Sample::new(layout.clone(), k, mixes, rounded, share, spill)?;
+            let sample = SearchSample::new(layout.clone(), k, mixes, rounded, share, spill)?;
             samples.insert(group.input, sample);
         }
     }
@@ -152,7 +152,7 @@ impl Kept {
         (candidates, share): (usize, f64),
     ) -> Self {
         let all = (batch.samples as u64).saturating_mul(batch.length as u64);
-        let max = Sample::max_tokens(batch, mixes_tokens(graph, group));
+        let max = SearchSample::max_tokens(batch, mixes_tokens(graph, group));
         // If there are few tokens, a sample contains all of them.
         let tokens = max.min((2.0 * all as f64 * share) as u64);
         let work = Work { tokens: all as f64 * share, n: n as f64, k: k as f64 };

@@ -80,10 +80,10 @@ impl Granted {
                 (chats.iter().map(|c| of_chat(c)).sum(), 2 + messages / 8)
             }
         };
-        const OF_A_QUESTION: Duration = Duration::from_millis(10);
+        const PER_QUESTION: Duration = Duration::from_millis(10);
         self.longest = self.longest.max(bytes);
         let time = of_bytes(self.limits.time_of_byte, bytes.saturating_mul(repeated));
-        self.time = self.time.saturating_add(time).saturating_add(OF_A_QUESTION);
+        self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
     /// The limit on address space in bytes, and whether it is ours rather than that of the machine or an inherited one.

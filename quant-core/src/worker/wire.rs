@@ -319,17 +319,17 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
 /// bytes. The output of a template is limited where it runs.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
-    const TOKENS_OF_A_BYTE: u64 = 16;
-    const BYTES_OF_A_TOKEN: u64 = 4096;
-    const LONGEST_RENDERED: u64 = 17 << 20;
+    const TOKENS_PER_BYTE: u64 = 16;
+    const BYTES_PER_TOKEN: u64 = 4096;
+    const MAX_RENDERED_BYTES: u64 = 17 << 20;
     let each: u64 = match question {
         Question::Encode { texts, places, .. } => {
             let bytes: u64 = texts.iter().map(|t| t.len() as u64).sum();
-            bytes * TOKENS_OF_A_BYTE * if *places { 12 } else { 4 } + 64 * texts.len() as u64
+            bytes * TOKENS_PER_BYTE * if *places { 12 } else { 4 } + 64 * texts.len() as u64
         }
-        Question::Decode { tokens } => tokens.iter().map(|t| t.len() as u64 * BYTES_OF_A_TOKEN + 64).sum(),
+        Question::Decode { tokens } => tokens.iter().map(|t| t.len() as u64 * BYTES_PER_TOKEN + 64).sum(),
         Question::LargestToken | Question::TokenId(_) => 0,
-        Question::Render { chats, .. } => chats.len() as u64 * LONGEST_RENDERED,
+        Question::Render { chats, .. } => chats.len() as u64 * MAX_RENDERED_BYTES,
     };
     SLACK + each
 }

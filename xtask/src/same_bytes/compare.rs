@@ -158,9 +158,9 @@ fn values_differ(path: &str, base: &Value, ours: &Value, grown: bool) -> Option<
 }
 
 fn shortened(value: &Value) -> String {
-    const LONGEST: usize = 60;
+    const MAX_CHARS: usize = 60;
     let text = value.to_string();
-    match text.char_indices().nth(LONGEST) {
+    match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     }

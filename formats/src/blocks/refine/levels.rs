@@ -1,12 +1,12 @@
 //! Grids without minimums: `d·factor·level`.
 
 use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
-use super::{LANES, TURNS, total};
+use super::{LANES, MAX_ITERATIONS, total};
 
 /// Number of starting scales of a part's search, for each sign.
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
-const CLOSELY: usize = 4;
+const REFINED: usize = 4;
 /// Number of candidates for a block's scale, and the step between them in the factor of the largest part scale.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
@@ -89,7 +89,7 @@ pub(super) fn fields<L: Levels>(
     for d in starts(&scales[..count], &curves[..count], grid.factors) {
         let mut d = half(d);
         let mut before = f32::INFINITY;
-        for _ in 0..TURNS {
+        for _ in 0..MAX_ITERATIONS {
             if d == 0.0 || !d.is_finite() {
                 break;
             }
@@ -190,5 +190,5 @@ fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
         }
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.into_iter().take(CLOSELY).map(|(_, d)| d).collect()
+    found.into_iter().take(REFINED).map(|(_, d)| d).collect()
 }

@@ -21,7 +21,7 @@ use crate::vector::vectorized;
 /// Number of lanes of a sum.
 pub(super) const LANES: usize = 8;
 /// Maximum number of iterations that alternate between a block's scale and its parts' factors.
-const TURNS: usize = 4;
+const MAX_ITERATIONS: usize = 4;
 
 /// The weight of elements in parts without importance, relative to a mean of 1.
 const UNIMPORTANT: f32 = 1e-6;

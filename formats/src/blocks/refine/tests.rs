@@ -120,7 +120,7 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
 }
 
 #[test]
-fn bytes_of_any_fields_decode_to_what_rounding_says() {
+fn bytes_of_any_fields_decode_to_what_rounding_returns() {
     let mut random = SplitMix64(13);
     for kind in BLOCK_TYPES.iter().filter(|kind| !kind.is_float()) {
         let grid = kind.grid.unwrap();

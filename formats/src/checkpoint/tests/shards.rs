@@ -260,7 +260,7 @@ fn hugging_face_cache_layout() {
 }
 
 #[test]
-fn what_is_no_file_is_refused_without_waiting() {
+fn special_files_are_refused_without_waiting() {
     let dir = sharded(&good());
     let shard = dir.path().join("s2.safetensors");
     fs::remove_file(&shard).unwrap();

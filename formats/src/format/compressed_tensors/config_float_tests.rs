@@ -14,7 +14,7 @@ fn group(scheme: &str) -> Value {
 /// Readers identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
 /// stated; older ones reject the key, so it is written nowhere else.
 #[test]
-fn types_of_scales_are_said_where_readers_need_them() {
+fn types_of_scales_are_stated_where_readers_need_them() {
     for (scheme, weights, inputs) in [
         ("wf4a16-g16-nv", Value::Null, Value::Null),
         ("wf4af4-g16-nv", json!("torch.float8_e4m3fn"), json!("torch.float8_e4m3fn")),
@@ -43,7 +43,7 @@ fn w4afp8_says_that_it_is_packed() {
 }
 
 #[test]
-fn caches_of_fp8_are_said_and_explained() {
+fn fp8_caches_are_reported_and_explained() {
     let plain = of("wf8af8-channel");
     assert!(quantization_config(&plain).get("kv_cache_scheme").is_none());
     let cached = ModuleSchemes { fp8_cache: true, ..plain.clone() };

@@ -109,7 +109,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     }
     let groups = tensor.scales.len() / n;
     let (codes, zeros) = match &tensor.zeros {
-        Some(zeros) => with_room(tensor, zeros, k / groups),
+        Some(zeros) => avoid_zero_points_of_0(tensor, zeros, k / groups),
         None => (Cow::Borrowed(&tensor.codes[..]), vec![1 << (bits - 1); n * groups]),
     };
     let codes = pack_rows(&codes, k, bits);
@@ -125,7 +125,11 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 }
 
 /// Returns codes and zero points without zero points of 0, where the codes can be raised by one.
-fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -> (Cow<'t, [u8]>, Vec<u8>) {
+fn avoid_zero_points_of_0<'t>(
+    tensor: &'t QuantizedTensor,
+    zeros: &[u8],
+    group_size: usize,
+) -> (Cow<'t, [u8]>, Vec<u8>) {
     let mut codes = Cow::Borrowed(&tensor.codes[..]);
     let mut raised = zeros.to_vec();
     for (group, zero) in raised.iter_mut().enumerate().filter(|(_, zero)| **zero == 0) {

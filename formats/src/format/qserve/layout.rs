@@ -27,7 +27,7 @@ use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
-pub(super) const MIDDLE: u8 = 128;
+pub(super) const CODE_OFFSET: u8 = 128;
 
 /// The three kinds of weights that QServe supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -253,7 +253,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
             ]
         }
         (_, None) => {
-            let signed = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
+            let signed = tensor.codes.iter().map(|code| code ^ CODE_OFFSET).collect();
             vec![signed, Dtype::F16.narrow(&tensor.scales)]
         }
     };

@@ -26,7 +26,7 @@ fn place_of(row: usize, column: usize, n: usize, k: usize) -> (usize, bool) {
 
 /// Positions according to the published kernels and converters, for k = 4096.
 #[test]
-fn codes_stand_where_the_kernels_read_them() {
+fn codes_are_where_the_kernels_read_them() {
     for (row, column, at, high) in [
         (0, 0, 0, false),
         (16, 0, 0, true),

@@ -45,7 +45,7 @@ pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations per stretch.
-const STRETCH: usize = 1 << 20;
+const BLOCK_BYTES: usize = 1 << 20;
 /// How many bytes ahead within a panel codes are prefetched.
 const AHEAD: usize = 4096;
 
@@ -155,7 +155,7 @@ pub(super) fn max_tiles(tiling: Tiling) -> usize {
         return SLOTS / 4;
     }
     let across = tiling.bytes_across().unwrap_or(usize::MAX).max(1);
-    (2 * STRETCH / across).clamp(SLOTS / 4, SLOTS / 2)
+    (2 * BLOCK_BYTES / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
 /// The blocks of all groups, divided so that the activations of a stretch fit in the L2 cache. A group is divided only
@@ -163,7 +163,7 @@ pub(super) fn max_tiles(tiling: Tiling) -> usize {
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
-    let max = (STRETCH / block_bytes.max(1)).max(1);
+    let max = (BLOCK_BYTES / block_bytes.max(1)).max(1);
     let each = if tiling.groups == 1 { max } else { (max / tiling.blocks).max(1) * tiling.blocks };
     // Stretches of similar size.
     let count = all.div_ceil(each);
@@ -295,7 +295,7 @@ impl Next {
     /// # Safety
     /// The processor must have the instructions of `L`. Addresses need not be valid.
     #[inline(always)]
-    unsafe fn ask<L: Lanes, const NP: usize>(&mut self) {
+    unsafe fn prefetch<L: Lanes, const NP: usize>(&mut self) {
         let count = self.each.min(self.lines);
         self.lines -= count;
         for _ in 0..count {
@@ -382,7 +382,7 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
                 );
                 left = left.add(parts * left_bytes);
                 right_at = right_at.wrapping_add(ROW * row_bytes / 4);
-                next.ask::<U::Lanes, NP>();
+                next.prefetch::<U::Lanes, NP>();
             }
             if let Some(g) = complete.take() {
                 each_sum!(|i, p, T| {

@@ -23,7 +23,7 @@ use crate::{CancelToken, Error, Result};
 /// message.
 const MAX_MESSAGES: usize = 1024;
 /// The number of conversations rendered between two checks of the cancel token.
-const AT_ONCE: usize = 64;
+const CONVERSATIONS_PER_BATCH: usize = 64;
 
 /// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with the `tools`
 /// that are passed to the template.
@@ -104,7 +104,7 @@ impl TokenWindows {
         sampling.check()?;
         let mut documents = Vec::with_capacity(conversations.len());
         let mut answered = false;
-        for some in conversations.chunks(AT_ONCE) {
+        for some in conversations.chunks(CONVERSATIONS_PER_BATCH) {
             cancel.check()?;
             let rendered = template.render_all(some, sampling.mask, origin)?;
             let texts: Vec<&str> = rendered.iter().map(|chat| chat.text.as_str()).collect();

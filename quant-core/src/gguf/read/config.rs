@@ -9,7 +9,7 @@ use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
 /// The maximum number of channels per head for which divisors are read.
-const WIDEST: u64 = 8192;
+const MAX_HEAD_DIM: u64 = 8192;
 
 /// The configuration implied by a file's metadata and tensors.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
@@ -124,7 +124,7 @@ pub(super) fn shortest(value: f64) -> f64 {
 /// Reads a tensor of frequency divisors, one per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
-    if rotary_dim > WIDEST || count as u64 != rotary_dim / 2 {
+    if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
         let reason =
             format!("tensor `{}` has {count} values, but heads rotate {rotary_dim} channels", tensor.name);
         return Err(GgufFile::broken(about.file.path(), reason));

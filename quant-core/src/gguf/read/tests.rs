@@ -150,7 +150,7 @@ fn experts(count: usize) -> (Metadata, Tensors) {
 }
 
 #[test]
-fn counts_are_checked_before_anything_is_made_of_them() {
+fn counts_are_checked_before_use() {
     let (_scratch, two) = read(&experts(2));
     two.unwrap();
     says(&refusal(&experts(3)), &["blk.0.ffn_gate_exps.weight", "3 experts", "`llama.expert_count` is 2"]);
@@ -435,7 +435,7 @@ fn heads_of_delta_nets_go_back_to_their_groups() {
 }
 
 #[test]
-fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
+fn numbers_of_delta_nets_and_blocks_are_compared() {
     let says_of = |key: &str, value: Value, parts: &[&str]| {
         let mut model = hybrid();
         set(&mut model.0, &format!("qwen35.{key}"), value);

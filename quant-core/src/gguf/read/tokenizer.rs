@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Published
 /// vocabularies have some hundred at most.
-const LONGEST: usize = 1024;
+const MAX_TOKEN_BYTES: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
@@ -216,8 +216,9 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
     for (id, token) in
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
-        if token.len() > LONGEST {
-            let reason = format!("has {} bytes for token {id}; at most {LONGEST} are read", token.len());
+        if token.len() > MAX_TOKEN_BYTES {
+            let reason =
+                format!("has {} bytes for token {id}; at most {MAX_TOKEN_BYTES} are read", token.len());
             return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {

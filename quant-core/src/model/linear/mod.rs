@@ -94,16 +94,16 @@ impl Linear {
     }
 
     /// Returns whether [`forward_each`](Self::forward_each) multiplies both at once.
-    pub fn goes_with(&self, other: &Self) -> bool {
+    pub fn shares_input_with(&self, other: &Self) -> bool {
         match (&*self.weight, &*other.weight) {
             (WeightBody::Packed { linear: a, grid }, WeightBody::Packed { linear: b, grid: other }) => {
-                grid == other && a.goes_with(b)
+                grid == other && a.shares_input_with(b)
             }
             _ => false,
         }
     }
 
-    /// Multiplies the same `x` `[batch, positions, k]` by linears that [go together](Self::goes_with).
+    /// Multiplies the same `x` `[batch, positions, k]` by linears that [go together](Self::shares_input_with).
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and when they do not go together.

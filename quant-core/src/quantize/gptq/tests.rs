@@ -381,7 +381,7 @@ fn settings_that_cannot_be_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
     #[test]
-    fn any_shape_is_held_to_the_definition(
+    fn any_shape_equals_the_definition(
         n in 1_usize..140, groups in 1_usize..6, size in 1_usize..70, bits in 2_u8..=8, seed: u64,
         symmetric: bool, order in 0_usize..3, block_size in 1_usize..200,
     ) {

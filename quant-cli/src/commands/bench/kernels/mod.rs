@@ -57,7 +57,7 @@ impl From<&limits::Peak> for Peak {
 /// Warns about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     /// A smaller ratio is noise: machines are shared.
-    const MORE: f64 = 1.3;
+    const MIN_RATIO: f64 = 1.3;
     type Rate = fn(&limits::Peak) -> f64;
     let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
     let rates: [(&str, Rate); 2] =
@@ -65,7 +65,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     let mut warnings = Vec::new();
     for (what, rate) in rates {
         let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
-        if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MORE * rate(own)) {
+        if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MIN_RATIO * rate(own)) {
             warnings.push(format!(
                 "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}: the default is wrong for this processor; please report it, and set QUANT_ISA={} in the meantime",
                 fastest.isa.name(),
