@@ -209,8 +209,8 @@ pub(crate) fn checked(action: &'static str, result: sys::CUresult) -> Result<()>
     let mut text = ptr::null();
     // SAFETY: a result code exists only if the driver does; the pointer is to a pointer, which is set to a static
     // string or null.
-    let said = unsafe { sys::cuGetErrorString(result, &mut text) };
-    let reason = match said == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
+    let status = unsafe { sys::cuGetErrorString(result, &mut text) };
+    let reason = match status == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
         // SAFETY: a static string that ends with a zero byte.
         true => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         false => format!("{result:?}"),

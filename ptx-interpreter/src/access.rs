@@ -97,11 +97,11 @@ impl Machine<'_> {
     }
 
     /// Counts one access of a warp.
-    fn count(&mut self, pc: usize, spots: &[Option<Location>; LANES], bytes: usize, written: bool) {
+    fn count(&mut self, pc: usize, locations: &[Option<Location>; LANES], bytes: usize, written: bool) {
         let mut shared = [None; LANES];
         let mut any_shared = false;
         let (mut sectors, mut global) = (Vec::new(), Vec::new());
-        for (lane, location) in spots.iter().enumerate() {
+        for (lane, location) in locations.iter().enumerate() {
             match *location {
                 // An address far out of range is a fault, and not counted as an access.
                 Some(Location::Shared(address)) if address <= low_bits(32) => {
@@ -128,12 +128,12 @@ impl Machine<'_> {
         }
     }
 
-    fn spots(&self, w: usize, active: u32, place: Place, address: Address) -> [Option<Location>; LANES] {
-        let mut spots = [None; LANES];
+    fn locations(&self, w: usize, active: u32, place: Place, address: Address) -> [Option<Location>; LANES] {
+        let mut locations = [None; LANES];
         for lane in lanes(active) {
-            spots[lane] = Some(self.location(w, lane, place, address));
+            locations[lane] = Some(self.location(w, lane, place, address));
         }
-        spots
+        locations
     }
 
     /// Runs a memory instruction.
@@ -142,11 +142,11 @@ impl Machine<'_> {
             Operation::Load { place, d, from, ty, keep, strong, acquire } => {
                 let each = ty.bytes();
                 let bytes = each * d.as_slice().len();
-                let spots = self.spots(w, active, *place, *from);
-                self.count(pc, &spots, bytes, false);
+                let locations = self.locations(w, active, *place, *from);
+                self.count(pc, &locations, bytes, false);
                 let mut out = [[0u64; LANES]; 8];
                 for lane in lanes(active) {
-                    let Some(location) = spots[lane] else { continue };
+                    let Some(location) = locations[lane] else { continue };
                     let mut data = [0u8; 64];
                     if let Location::Global(address) = location
                         && (*acquire || *strong)
@@ -170,13 +170,13 @@ impl Machine<'_> {
             Operation::Store { place, to, values, ty, strong, release } => {
                 let each = ty.bytes();
                 let bytes = each * values.as_slice().len();
-                let spots = self.spots(w, active, *place, *to);
-                self.count(pc, &spots, bytes, true);
+                let locations = self.locations(w, active, *place, *to);
+                self.count(pc, &locations, bytes, true);
                 if *release {
                     self.memory.order.fence();
                 }
                 for lane in lanes(active) {
-                    let Some(location) = spots[lane] else { continue };
+                    let Some(location) = locations[lane] else { continue };
                     let mut data = [0u8; 64];
                     for (i, value) in values.as_slice().iter().enumerate() {
                         let value = self.warps[w].get(*value)[lane].to_le_bytes();
@@ -194,8 +194,10 @@ impl Machine<'_> {
             }
             Operation::Atomic { .. } => self.atomic(w, pc, active, operation)?,
             Operation::CopyAsync { to, from, bytes, size, ignore } => {
-                let (targets, sources) =
-                    (self.spots(w, active, Place::Shared, *to), self.spots(w, active, Place::Global, *from));
+                let (targets, sources) = (
+                    self.locations(w, active, Place::Shared, *to),
+                    self.locations(w, active, Place::Global, *from),
+                );
                 self.count(pc, &targets, *bytes, true);
                 let sizes: Lanes = size.map_or([*bytes as u64; LANES], |s| *self.warps[w].get(s));
                 let ignored = ignore.map_or(0, |p| self.warps[w].holds(p, false));
@@ -286,15 +288,15 @@ impl Machine<'_> {
     fn atomic(&mut self, w: usize, pc: usize, active: u32, operation: &Operation) -> Result<()> {
         let Operation::Atomic { place, atomic, ty, d, at, a, b, fence } = operation else { return Ok(()) };
         let bytes = ty.bytes();
-        let spots = self.spots(w, active, *place, *at);
-        self.count(pc, &spots, bytes, false);
-        self.count(pc, &spots, bytes, true);
+        let locations = self.locations(w, active, *place, *at);
+        self.count(pc, &locations, bytes, false);
+        self.count(pc, &locations, bytes, true);
         if *fence {
             self.memory.order.fence();
         }
         let mut out = [0; LANES];
         for lane in lanes(active) {
-            let Some(location) = spots[lane] else { continue };
+            let Some(location) = locations[lane] else { continue };
             let (a, b) = (self.warps[w].get(*a)[lane], self.warps[w].get(*b)[lane]);
             let mut data = [0u8; 8];
             let actor = self.actor(w, lane);
@@ -345,13 +347,13 @@ impl Machine<'_> {
         transposed: bool,
         place: Place,
     ) -> Result<()> {
-        let spots = self.spots(w, low_bits(8 * d.len() as u32) as u32, place, from);
-        self.count(pc, &spots, 16, false);
+        let locations = self.locations(w, low_bits(8 * d.len() as u32) as u32, place, from);
+        self.count(pc, &locations, 16, false);
         for (i, d) in d.iter().enumerate() {
             let mut rows = [[0u16; 8]; 8];
             for (r, row) in rows.iter_mut().enumerate() {
                 let lane = 8 * i + r;
-                let Some(location) = spots[lane] else { continue };
+                let Some(location) = locations[lane] else { continue };
                 let mut data = [0u8; 16];
                 if let Err(wrong) = self.read_row(w, lane, location, &mut data) {
                     self.report(w, pc, Some(lane), wrong)?;
@@ -386,13 +388,13 @@ impl Machine<'_> {
         transposed: bool,
         place: Place,
     ) -> Result<()> {
-        let spots = self.spots(w, low_bits(8 * values.len() as u32) as u32, place, to);
-        self.count(pc, &spots, 16, true);
+        let locations = self.locations(w, low_bits(8 * values.len() as u32) as u32, place, to);
+        self.count(pc, &locations, 16, true);
         for (i, value) in values.iter().enumerate() {
             let rows = collect(self.warps[w].get(*value), transposed);
             for (r, row) in rows.iter().enumerate() {
                 let lane = 8 * i + r;
-                let Some(location) = spots[lane] else { continue };
+                let Some(location) = locations[lane] else { continue };
                 let data: Vec<u8> = row.iter().flat_map(|v| v.to_le_bytes()).collect();
                 if let Err(wrong) = self.store(w, lane, location, &data, false) {
                     self.report(w, pc, Some(lane), wrong)?;

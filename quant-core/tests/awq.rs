@@ -197,7 +197,7 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
 /// must still match the definition.
 #[test]
 fn errors_from_differences_are_those_of_the_definition() {
-    if quant_kernels_cpu::bf16::Avx512Bf16::detect().is_none() {
+    if quant_kernels_cpu::bf16::Bf16Token::detect().is_none() {
         eprintln!("this processor, or QUANT_ISA, has no avx512bf16: candidates are computed in f32");
     }
     let wide = Tiny { layers: 1, kv_heads: 4, head_dim: 128, hidden: 512, intermediate: 512, ..tiny() };

@@ -443,8 +443,12 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
                 assert!(apart < 1e-4, "{}: {apart:e}", case.name);
             }
             (Err(error), Some(reason)) => {
-                let said = error.to_string();
-                assert!(said.contains(reason) && said.contains(case.family()), "{}: {said}", case.name);
+                let message = error.to_string();
+                assert!(
+                    message.contains(reason) && message.contains(case.family()),
+                    "{}: {message}",
+                    case.name
+                );
             }
             (Ok(_), Some(_)) => panic!("{} was rotated", case.name),
             (Err(error), None) => panic!("{}: {error}", case.name),
@@ -583,8 +587,8 @@ fn what_is_not_computed_is_refused_by_its_field() {
         let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
         config.insert(key.into(), value.clone());
         let fields = ConfigFields::new(Path::new("config.json"), &config);
-        let said = arch::describe(&fields, &MemorySource::new()).expect_err(field).to_string();
-        assert!(said.contains(&format!("{field}`")), "{name} {field} {value}: {said}");
+        let message = arch::describe(&fields, &MemorySource::new()).expect_err(field).to_string();
+        assert!(message.contains(&format!("{field}`")), "{name} {field} {value}: {message}");
     }
 }
 

@@ -275,7 +275,7 @@ fn heads() {
     let checkpoint = tiny.random(8);
     let windows = common::windows(tiny.vocab, 1, 20, 2);
     let expected = logits(&checkpoint.model(), &windows);
-    let says = |outer: Option<bool>, inner: Option<bool>| {
+    let configured = |outer: Option<bool>, inner: Option<bool>| {
         let mut config = class.config(&tiny);
         config.shift_remove("tie_word_embeddings");
         config.extend(outer.map(|tied| ("tie_word_embeddings".to_owned(), json!(tied))));
@@ -284,11 +284,11 @@ fn heads() {
         config
     };
     for (outer, inner) in [(Some(true), None), (None, Some(true)), (Some(false), Some(true))] {
-        let model = open(class.source(&checkpoint, PLAIN), &says(outer, inner)).unwrap();
+        let model = open(class.source(&checkpoint, PLAIN), &configured(outer, inner)).unwrap();
         assert_eq!(logits(&model, &windows), expected);
     }
     for (outer, inner) in [(None, None), (Some(false), None), (Some(false), Some(false))] {
-        let message = refusal(class.source(&checkpoint, PLAIN), &says(outer, inner));
+        let message = refusal(class.source(&checkpoint, PLAIN), &configured(outer, inner));
         assert!(message.contains("`lm_head.weight` is missing"), "{message}");
     }
     // Mistral3 ties by default.
@@ -317,7 +317,7 @@ fn nested_configurations_that_are_refused() {
             config["text_config"].as_object_mut().unwrap().insert(key.into(), value.clone());
         })
     };
-    for (message, says) in [
+    for (message, configured) in [
         (with(&|c| drop(c.insert("text_config".into(), json!([1])))), "`text_config` is a list"),
         (with(&|c| drop(c.insert("text_config".into(), json!("llama")))), "`text_config` is the text"),
         (with(&|c| drop(c.shift_remove("text_config"))), "`text_config` is missing"),
@@ -332,7 +332,7 @@ fn nested_configurations_that_are_refused() {
         (text("tie_word_embeddings", json!("yes")), "`text_config.tie_word_embeddings`"),
         (with(&|c| drop(c.insert("model_type".into(), json!("llama")))), "`model_type` is `llama`"),
     ] {
-        assert!(message.contains(says), "{message}");
+        assert!(message.contains(configured), "{message}");
     }
     // Both levels must agree about the quantization.
     let written = run(

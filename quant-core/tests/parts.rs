@@ -78,7 +78,7 @@ fn parts_make_the_whole() {
         let model = tiny(family).random(2).model();
         let windows = masked_windows(96, 4, 40, 3);
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
-        let (whole, said) = part(&model, &plan, &windows, None, &StateFiles::default()).unwrap();
+        let (whole, reason) = part(&model, &plan, &windows, None, &StateFiles::default()).unwrap();
         for cuts in [vec![0, 1, 3], vec![0, 2, 3], vec![0, 1, 2, 3]] {
             let directory = tempfile::tempdir().unwrap();
             let (mut together, mut reports) = (BTreeMap::new(), Vec::new());
@@ -93,7 +93,7 @@ fn parts_make_the_whole() {
             }
             let name = plan.method.name.clone();
             assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
-            assert_eq!(reports, said.tensors, "{family:?}, {name}, {cuts:?}");
+            assert_eq!(reports, reason.tensors, "{family:?}, {name}, {cuts:?}");
         }
     }
 }
@@ -112,9 +112,9 @@ fn states_of_another_run_or_damaged_are_refused() {
     let run = |plan: &Plan, windows: &TokenWindows, blocks: Range<usize>, files: &StateFiles| {
         part(&model, plan, windows, Some(blocks), files).unwrap_err()
     };
-    let refused = |error: Error, says: &str| {
+    let refused = |error: Error, expected: &str| {
         let message = error.to_string();
-        assert!(error.category() == Category::Input && message.contains(says), "{message}");
+        assert!(error.category() == Category::Input && message.contains(expected), "{message}");
         assert!(message.contains("states-1"), "{message}");
     };
     refused(run(&plan, &windows, 2..3, &before), "before_block");

@@ -166,8 +166,8 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
     };
     assert!(refused(Tiny::opt()).contains("learned positions"));
     // 37 · 2 has no Hadamard matrix.
-    let said = refused(Tiny { hidden: 74, ..Tiny::default() });
-    assert!(said.contains("order 74"), "{said}");
+    let message = refused(Tiny { hidden: 74, ..Tiny::default() });
+    assert!(message.contains("order 74"), "{message}");
     let checkpoint = Tiny::default().random(2);
     let written = common::run(
         &checkpoint.model(),

@@ -233,9 +233,9 @@ fn nothing_that_is_missing_or_broken_passes() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let (policy, baseline, good) = (bench.at("gate.toml"), bench.at("baseline.json"), bench.result("4"));
-    let judge = |case: &str, result: &Path, baseline: &Path, code: i32, says: &[&str]| {
+    let judge = |case: &str, result: &Path, baseline: &Path, code: i32, expected: &[&str]| {
         let run = quant(args!["gate", result, "--policy", &policy, "--baseline", baseline]);
-        check_message(case, &run, code, says);
+        check_message(case, &run, code, expected);
     };
 
     // Baselines.
@@ -264,13 +264,13 @@ fn nothing_that_is_missing_or_broken_passes() {
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
-    let broken = |case: &str, change: &dyn Fn(&mut Value), says: &[&str]| {
+    let broken = |case: &str, change: &dyn Fn(&mut Value), expected: &[&str]| {
         let mut result = read(&good);
         change(&mut result);
         seal(&mut result);
         let path = at("held.json");
         std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
-        judge(case, &path, &baseline, 4, says);
+        judge(case, &path, &baseline, 4, expected);
     };
     let set = |path: &'static str, value: Value| {
         move |result: &mut Value| *result.pointer_mut(path).unwrap() = value.clone()

@@ -175,7 +175,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
     let scratch = tempfile::tempdir().unwrap();
     let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
     write_cut_demo_model(&model, 1);
-    for (case, options, says) in [
+    for (case, options, phrase) in [
         ("damping of rtn", &["--method", "rtn", "--damping", "0.1"][..], "--damping has no effect"),
         ("order of awq", &["--method", "awq", "--act-order", "none"], "--act-order has no effect"),
         ("search of gptq", &["--method", "gptq", "--search", "fast"], "--search has no effect"),
@@ -191,7 +191,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ),
         ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all readers"),
     ] {
-        check_message(case, &quant(quantize(&model, &out, options)), 2, &[says]);
+        check_message(case, &quant(quantize(&model, &out, options)), 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");
     }
     let plan = quant(args!["plan", &model, "--preset", "gptq-w4a16", "--format", "gptq"]).succeeded();

@@ -99,8 +99,8 @@ fn a_model_is_compared_with_itself_on_floats() {
     };
     gate("eight.json").succeeded();
     std::fs::rename(at("four.json"), at("eight.json")).unwrap();
-    let says = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
-    check_message("another cache", &gate("eight.json"), 4, &says);
+    let expected = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
+    check_message("another cache", &gate("eight.json"), 4, &expected);
 
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
@@ -125,10 +125,10 @@ fn pages_agree_with_what_is_simulated() {
             let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
             assert!(output.status.success(), "{output:?}");
             let pages: Value = serde_json::from_slice(&output.stdout).unwrap();
-            let said = pages["tool"]["isa"].as_str().unwrap();
-            assert!(said.contains(", kernels ") && !said.contains("simulated"), "{said}");
+            let message = pages["tool"]["isa"].as_str().unwrap();
+            assert!(message.contains(", kernels ") && !message.contains("simulated"), "{message}");
             let apart = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
-            assert!(apart > 0.0 && apart < 5e-3, "kv{bits} on {said}: {apart}");
+            assert!(apart > 0.0 && apart < 5e-3, "kv{bits} on {message}: {apart}");
         }
     }
 }
@@ -195,8 +195,8 @@ fn what_a_cache_cannot_hold_is_reported_with_the_block() {
     }
     tiny.write_with(&model, &tensors);
     assert!(eval(&model, &["--kv", "16"]).succeeded().code() == Some(0));
-    let says = ["keys and values of block 1: a value is beyond", "--kv 16"];
-    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &says);
+    let expected = ["keys and values of block 1: a value is beyond", "--kv 16"];
+    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &expected);
 }
 
 #[test]
@@ -232,10 +232,10 @@ fn what_makes_no_sense_is_refused() {
         let model = scratch.path().join(i.to_string());
         marked(&model, &setting);
         let out = scratch.path().join("out");
-        let says = ["config.json", field, "correct config.json"];
-        check_message(field, &eval(&model, &[]), 4, &says);
-        check_message(field, &quant(args!["bench", &model, "--prefill", "1", "--decode", "1"]), 4, &says);
-        check_message(field, &quant(args!["quantize", &model, "-o", &out, "--method", "rtn"]), 4, &says);
+        let expected = ["config.json", field, "correct config.json"];
+        check_message(field, &eval(&model, &[]), 4, &expected);
+        check_message(field, &quant(args!["bench", &model, "--prefill", "1", "--decode", "1"]), 4, &expected);
+        check_message(field, &quant(args!["quantize", &model, "-o", &out, "--method", "rtn"]), 4, &expected);
         assert!(!out.exists() && !eval(&model, &[]).stderr.contains('\u{1b}'));
     }
 }

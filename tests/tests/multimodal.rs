@@ -172,11 +172,11 @@ fn what_is_refused() {
                              "linear_num_value_heads": 4 },
         }),
     );
-    let says = [
+    let expected = [
         "`Qwen3OtherForConditionalGeneration` is not supported",
         "the nearest supported one is `Qwen3_5ForCausalLM`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",
     ];
-    check_message("unknown", &run("plan", unknown.path(), &["--method", "rtn"]), 4, &says);
+    check_message("unknown", &run("plan", unknown.path(), &["--method", "rtn"]), 4, &expected);
 }

@@ -317,7 +317,7 @@ fn fp8_of_modelopt_is_read() {
         let name = format!("model.layers.1.self_attn.{name}");
         assert_eq!(restated.iter().find(|t| t.name == name).unwrap().data, scale.to_le_bytes());
     }
-    for (key, value, says) in [
+    for (key, value, phrase) in [
         ("kv_cache_quant_algo", json!("NVFP4"), "kv_cache_quant_algo` is \"NVFP4\""),
         ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` is not"),
         (
@@ -330,7 +330,7 @@ fn fp8_of_modelopt_is_read() {
         let mut changed = config(Value::Null);
         changed[key] = value;
         edit_config(&at("native"), &json!({ "quantization_config": changed }));
-        check_message(says, &quant(args!["inspect", at("native")]), 4, &[says]);
+        check_message(phrase, &quant(args!["inspect", at("native")]), 4, &[phrase]);
     }
 }
 

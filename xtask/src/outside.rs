@@ -51,9 +51,9 @@ pub fn run() -> Result<()> {
             .arg(&model)
             .args(["--method", "rtn", "--format", format, "--scheme", scheme]);
         execute(quantize.arg("-o").arg(&out))?;
-        let said = output(Command::new(&read).arg(&out))?;
-        let linears = outputs(&said)?;
-        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{said}", linears.len());
+        let printed = output(Command::new(&read).arg(&out))?;
+        let linears = outputs(&printed)?;
+        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{printed}", linears.len());
         // All checkpoints come from the same model, so their outputs differ only by rounding.
         match first.is_empty() {
             true => first = linears,
@@ -64,11 +64,11 @@ pub fn run() -> Result<()> {
     ensure!(refused.status.code() == Some(4), "a float model ends with {}", refused.status);
 
     let out = scratch.join("driven");
-    let said = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
-    ensure!(said.ends_with("units\n") && out.join("config.json").is_file(), "{said}");
+    let printed = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
+    ensure!(printed.ends_with("units\n") && out.join("config.json").is_file(), "{printed}");
     let text = root().join("calibration-data/heldout/narrative.txt");
-    let said = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
-    let perplexity: f64 = said.trim().parse().with_context(|| said.clone())?;
+    let printed = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
+    let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
     // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
     ensure!((2.0..4000.0).contains(&perplexity), "a perplexity of {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
@@ -119,8 +119,9 @@ fn output(command: &mut Command) -> Result<String> {
 }
 
 /// Name and first output of each linear that `read` prints.
-fn outputs(said: &str) -> Result<Vec<(String, f64)>> {
-    said.lines()
+fn outputs(printed: &str) -> Result<Vec<(String, f64)>> {
+    printed
+        .lines()
         .map(|line| {
             let (head, value) = line.rsplit_once(": ").context("no value")?;
             let name = head.split(' ').next().context("no name")?;
@@ -167,8 +168,8 @@ mod tests {
 
     #[test]
     fn outputs_are_read() {
-        let said = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
-        let all = outputs(said).unwrap();
+        let printed = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
+        let all = outputs(printed).unwrap();
         assert_eq!(all, [("a.b".to_owned(), -1.5), ("c".to_owned(), 2.0)]);
         assert!(agree("x", &all, &all).is_ok());
         assert!(agree("x", &all, &all[..1]).is_err());

@@ -101,7 +101,7 @@ pub(super) fn ending(
 impl SchemeRequest {
     /// Adjusts the activations to the granularity, and fails if no such scheme exists. `suffix` is the kind of scales
     /// in the name.
-    pub(super) fn settle_float(&mut self, format: FloatFormat, suffix: Option<&str>) -> Result<()> {
+    pub(super) fn resolve_float(&mut self, format: FloatFormat, suffix: Option<&str>) -> Result<()> {
         self.activations = match (self.activations, self.granularity) {
             (ActivationScheme::Fp8Token, Granularity::Block) => ActivationScheme::Fp8Group,
             (ActivationScheme::Fp8Token, Granularity::Group(_)) => ActivationScheme::Mxfp8,

@@ -116,7 +116,7 @@ impl SchemeRequest {
             }
         }
         if let WeightRequest::Float(format) = scheme.weight {
-            scheme.settle_float(format, suffix)?;
+            scheme.resolve_float(format, suffix)?;
         }
         scheme.check()?;
         Ok(scheme)

@@ -4,7 +4,7 @@ use core::ffi::c_void;
 
 use quant_kernels_cuda::device::DeviceLimits;
 use quant_kernels_cuda::layout::SECTION;
-use quant_kernels_cuda::linear::{Activation, LinearArguments, LinearPlan, LinearScheme, Output};
+use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearArguments, LinearPlan, Output};
 
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
                 _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
             };
             // Operands that do not fit each other are rejected before a device is needed.
-            LinearScheme::new(&layout, activation, output)?;
+            KernelScheme::new(&layout, activation, output)?;
             let device = DeviceLimits::current()?;
             let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;
             let wanted = vec![(plan.variant.compiled(), plan.launch)];

@@ -6,9 +6,9 @@
 
 use core::mem::MaybeUninit;
 
-use super::ahead::{Ahead, KEY_LINES, SCORE_LINES, VALUE_LINES};
 use super::exp::exp;
 use super::layout::{KvLayout, PAGE_TOKENS};
+use super::prefetcher::{KEY_LINES, Prefetcher, SCORE_LINES, VALUE_LINES};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
@@ -85,7 +85,7 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
         }
         let (start, pages) = (t.first / PAGE_TOKENS, end.div_ceil(PAGE_TOKENS));
         let page = |i: usize| t.bytes.wrapping_add(t.pages[i] as usize * t.layout.page_bytes());
-        let mut ahead = Ahead::new(t, &t.pages[start..pages]);
+        let mut ahead = Prefetcher::new(t, &t.pages[start..pages]);
         for i in start..pages {
             let out = at.add(i * PAGE_TOKENS);
             if L::WIDE {
@@ -143,7 +143,7 @@ const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
 unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
     page: *const u8,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     panel: usize,
     out: *mut f32,
 ) {
@@ -224,7 +224,7 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     t: &Tile<'_>,
     rows: *mut f32,
     end: usize,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     masses: &mut [Mass; TILE_ROWS],
 ) -> [f32; MR] {
     let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
@@ -352,7 +352,7 @@ fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
 unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: usize>(
     t: &Tile<'_>,
     values: *const u8,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     f: usize,
     [first, last]: [usize; 2],
     p: *const u8,

@@ -41,7 +41,6 @@
 //! `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³ |lse|`. These bounds assume that no `p_t · s_t` that
 //! matters is below `10⁻³⁸`.
 
-mod ahead;
 mod append;
 mod attend;
 mod cache;
@@ -52,6 +51,7 @@ mod kernel;
 mod layout;
 mod list;
 mod merge;
+mod prefetcher;
 mod query;
 
 pub use self::attend::{KvPages, MAX_HEADS};

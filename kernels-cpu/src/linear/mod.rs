@@ -22,9 +22,9 @@
 //!
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
-mod ahead;
 mod dispatch;
 mod float_tile;
+mod prefetcher;
 mod product;
 mod rows;
 mod tile;

@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::KernelError;
 
-use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, Parts};
+use super::scheme::{Activation, KernelScheme, Output};
+use super::variant::{BLOCK_ROWS, LinearVariant, Parts, PlanLimits};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
@@ -84,9 +84,9 @@ impl LinearPlan {
         activation: Activation,
         output: Output,
         m: usize,
-        device: &DeviceLimits,
+        device: &PlanLimits,
     ) -> Result<Self, KernelError> {
-        let scheme = LinearScheme::new(layout, activation, output)?;
+        let scheme = KernelScheme::new(layout, activation, output)?;
         let variant = LinearVariant::choose(scheme, [layout.n(), layout.k()], m, device);
         Self::of_variant(variant, layout, m)
     }
@@ -203,7 +203,7 @@ impl LinearPlan {
             Argument::U32(x_stride),
             Argument::U32(out_stride),
             Argument::U32(self.chunks),
-            Argument::U32(u32::from(layout.middle().unwrap_or(0))),
+            Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
             Argument::U32(at.x_zero as u32),
         ])
     }
@@ -219,7 +219,7 @@ mod tests {
 
     fn plan(n: usize, k: usize, m: usize) -> Result<LinearPlan, KernelError> {
         let layout = WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false)?;
-        let device = DeviceLimits::of(Architecture::Sm90);
+        let device = PlanLimits::of(Architecture::Sm90);
         LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device)
     }
 

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::image_cache::ImageCache;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
+use crate::linear::{CallArguments, CallLaunch, CallShape, LinearCall, Output, PlanLimits};
 
 /// Maximum number of activations or results on the device at once.
 const MAX_VALUES: usize = 1 << 26;
@@ -79,7 +79,7 @@ pub struct Linear {
     layout: WeightLayout,
     weight: Memory,
     activations: Activations,
-    limits: DeviceLimits,
+    limits: PlanLimits,
     runner: Arc<Runner>,
 }
 
@@ -99,7 +99,7 @@ impl Linear {
         let mut packed = vec![0; layout.bytes()];
         layout.pack(view, &mut packed)?;
         let weight = Memory::of(&packed)?;
-        let limits = DeviceLimits::from(&runner.gpu.limits);
+        let limits = PlanLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
         // A call of no rows fails for every reason for which all calls would fail.
         linear.call(0)?;

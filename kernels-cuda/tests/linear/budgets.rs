@@ -4,7 +4,7 @@
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
 use quant_ptx_interpreter::{Counters, Options};
 
 use crate::DEVICE;
@@ -106,8 +106,8 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
             assert_eq!(32 * way.unique_sectors, expected, "{m} tokens");
         }
         let tickets = 2 * 32 * (plan.launch.grid[0] as u64 * 8).div_ceil(32);
-        let (got, said) = (moved(&counters), plan.traffic().total() as u64);
-        assert!((said..=said + tickets + 64).contains(&got), "{m} tokens: {got} for {said}");
+        let (got, message) = (moved(&counters), plan.traffic().total() as u64);
+        assert!((message..=message + tickets + 64).contains(&got), "{m} tokens: {got} for {message}");
     }
 }
 
@@ -116,7 +116,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
 /// and a sixth at 4096 × 4096 with 16 tokens, where 32 row tiles alone cannot occupy a device.
 #[test]
 fn bytes_of_models_shapes() {
-    let device = DeviceLimits::of(Architecture::Sm90);
+    let device = PlanLimits::of(Architecture::Sm90);
     let ratio = |n: usize, k: usize, m: usize| {
         let layout =
             WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();

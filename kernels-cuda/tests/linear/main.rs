@@ -13,8 +13,8 @@ mod results;
 #[path = "../support/mod.rs"]
 mod support;
 
-use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::linear::PlanLimits;
 
 /// An A10, whose little shared memory makes for a short ring that soon wraps around.
-const DEVICE: DeviceLimits =
-    DeviceLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };
+const DEVICE: PlanLimits =
+    PlanLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };

@@ -449,11 +449,12 @@ fn show(result: &Evaluation) -> String {
         text.push_str("\nTo compare models, look at mean KL: lower is better, 0 is equal.\n\n");
         text.push_str(&spread(comparison));
     }
-    let said = |before: &str, model: Option<&ModelIdentity>| {
+    let cache_of = |before: &str, model: Option<&ModelIdentity>| {
         let kv = model.and_then(|m| m.kv_cache);
         kv.map(|kv| format!("{before} keys and values in {kv}")).unwrap_or_default()
     };
-    let cache = said(",", Some(&result.model)) + &said("; the reference with", result.reference.as_ref());
+    let cache =
+        cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
     text.push_str(&format!(
         "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,

@@ -161,9 +161,9 @@ fn losses<'a>(
     for module in modules {
         let Some(stored) = model.module_scheme(module) else { continue };
         let scheme = asked.get(module).copied().unwrap_or(stored);
-        for said in container.loses(scheme, model.packed_scale_dtype(module)?) {
-            if !losses.contains(&said) {
-                losses.push(said);
+        for loss in container.loses(scheme, model.packed_scale_dtype(module)?) {
+            if !losses.contains(&loss) {
+                losses.push(loss);
             }
         }
     }
@@ -200,8 +200,8 @@ fn show(report: &Report) -> String {
     if report.keeps_levels {
         text.push_str("kept: both levels of scales\n");
     }
-    for said in &report.loses {
-        text.push_str(&format!("lost: {said}\n"));
+    for loss in &report.loses {
+        text.push_str(&format!("lost: {loss}\n"));
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("KV cache: {kv}\n"));

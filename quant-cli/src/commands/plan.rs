@@ -240,7 +240,7 @@ fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
 }
 
 fn format_json<'a>(plan: &'a Plan, outline: &Outline, wording: &dyn Wording) -> FormatJson<'a> {
-    let said = |texts: Vec<String>| texts.iter().map(|text| worded(text, wording).into_owned()).collect();
+    let reworded = |texts: Vec<String>| texts.iter().map(|text| worded(text, wording).into_owned()).collect();
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
@@ -258,8 +258,8 @@ fn format_json<'a>(plan: &'a Plan, outline: &Outline, wording: &dyn Wording) -> 
         format: plan.container.name(),
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
-        warnings: said(plan.warnings()),
-        loses: said(plan.losses()),
+        warnings: reworded(plan.warnings()),
+        loses: reworded(plan.losses()),
         engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
@@ -415,8 +415,8 @@ fn plan_text(plan: &Plan, all: bool) -> String {
         bytes(plan.output_bytes()),
         plan.bits_per_quantized_weight(),
     ));
-    for said in plan.losses() {
-        text.push_str(&format!("lost: {said}\n"));
+    for loss in plan.losses() {
+        text.push_str(&format!("lost: {loss}\n"));
     }
     for warning in plan.warnings() {
         text.push_str(&format!("note: {warning}\n"));

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use quant_core::run::{
-    Calibration, Done, FEW, Few, OnAll, QuantizeJob, QuantizeRequest, QuantizeSummary, Summary, Text,
+    Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
+    Summary, Text, UndersampledLinears,
 };
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -151,12 +152,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
             0 => "\n".to_owned(),
             some => format!("; {some} positions stayed empty\n"),
         });
-        if let Some(Few { linears, least, .. }) = few {
+        if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {FEW} tokens, the fewest {least}; more text reaches more experts\n"
+                "{linears} linears of experts saw fewer than {MIN_EXPERT_TOKENS} tokens, the fewest {least}; more text reaches more experts\n"
             ));
         }
-        if let Some(OnAll { linears, least_routed, .. }) = all {
+        if let Some(FullBatchLinears { linears, least_routed, .. }) = all {
             text.push_str(&format!(
                 "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} are routed to one of them\n"
             ));

@@ -263,7 +263,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        for (rows, says) in [
+        for (rows, expected) in [
             (json!(["a", [message]]), "dataset:2: is of another kind"),
             (json!([3]), "dataset:1: is neither"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
@@ -272,7 +272,7 @@ mod tests {
             (json!([]), "dataset: holds no text"),
         ] {
             let error = of(rows).unwrap_err().to_string();
-            assert!(error.starts_with(says), "{error}");
+            assert!(error.starts_with(expected), "{error}");
         }
     }
 
@@ -292,14 +292,14 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
-        for (content, line, says) in [
+        for (content, line, expected) in [
             (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which others have"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
             (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),
             ("3".into(), 1, "no string field"),
         ] {
             let error = read(&content).unwrap_err().to_string();
-            assert!(error.contains(&format!(".jsonl:{line}: ")) && error.contains(says), "{error}");
+            assert!(error.contains(&format!(".jsonl:{line}: ")) && error.contains(expected), "{error}");
         }
         assert!(read("\n").unwrap_err().to_string().contains("holds no text"));
     }

@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_named() {
-        for (value, says) in [
+        for (value, phrase) in [
             (json!({"temperature": -1}), "`temperature` is -1, and must be greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),
@@ -278,7 +278,7 @@ mod tests {
             (json!({"suppress_tokens": vec![0; MAX_TOKENS + 1]}), "`suppress_tokens` lists 65537 tokens"),
         ] {
             let message = from(value.clone()).unwrap_err().to_string();
-            assert!(message.contains(says), "{value}: {message}");
+            assert!(message.contains(phrase), "{value}: {message}");
         }
     }
 

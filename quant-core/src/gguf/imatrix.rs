@@ -442,14 +442,14 @@ mod tests {
         };
         let found = of("up", &[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 0.0]).unwrap();
         assert_eq!(found.unwrap(), [2.0, 0.0, 1.0, 1.0]);
-        for (shape, sums, counts, says) in [
+        for (shape, sums, counts, expected) in [
             (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "holds zeros alone for matrix 0 of `up`"),
             (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "holds zeros alone for matrix 1 of `up`"),
             (&[3, 2], &[1e30, 1.0], &[1e-30], "holds a mean of inf for matrix 0 of `up`"),
         ] {
             let error = of("up", shape, sums, counts).unwrap_err();
             assert_eq!(error.category(), crate::Category::Input, "{error}");
-            assert_eq!(error.to_string(), format!("some.imatrix: {says}"));
+            assert_eq!(error.to_string(), format!("some.imatrix: {expected}"));
         }
     }
 

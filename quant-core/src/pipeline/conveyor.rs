@@ -47,7 +47,7 @@ pub(super) struct Conveyor<'a, 'j> {
     /// The entries before the blocks, of each block, and after them.
     spans: Vec<Range<usize>>,
     /// Whether others work on the same blocks.
-    among_others: bool,
+    is_shared: bool,
     report: QuantReport,
     /// What happened to the entries that are written, by their positions.
     tensors: BTreeMap<usize, TensorReport>,
@@ -73,12 +73,12 @@ struct SpanEnd {
 }
 
 impl<'a, 'j> Conveyor<'a, 'j> {
-    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, among_others: bool) -> Result<Self> {
+    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, is_shared: bool) -> Result<Self> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
         let tensors = BTreeMap::new();
         let (prefetched, pending, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
-        Ok(Self { job, sink, spans, among_others, report, tensors, prefetched, pending, spare, shared })
+        Ok(Self { job, sink, spans, is_shared, report, tensors, prefetched, pending, spare, shared })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -255,7 +255,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     fn report_progress(&self, end: Option<SpanEnd>) {
         if let Some(SpanEnd { layer: Some(layer) }) = end {
             let container = self.job.plan.container.name();
-            let detail = match self.among_others {
+            let detail = match self.is_shared {
                 true => format!("block {layer}, {container}"),
                 false => format!("block {layer}"),
             };

@@ -98,7 +98,7 @@ impl<'a> GptqRun<'a> {
                 if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
                     self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
                     *from = cut;
-                    task.let_go(&self.before, |node| node <= cut);
+                    task.release(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
                 // Where tokens do not see each other between here and the end of the block.
@@ -174,13 +174,13 @@ impl GptqTask<'_> {
         let graph = self.block.graph().clone();
         for _ in experts.left_before(&graph, selects) {
             let passed = experts.add_next(states, &self.block, wanted, self.cancel)?;
-            self.let_go(before, |node| graph.expert_of(node) == Some(passed));
+            self.release(before, |node| graph.expert_of(node) == Some(passed));
         }
         Ok(())
     }
 
     /// Lets the rounded weights of some linears go, which nothing looks at again.
-    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+    fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
             self.block.replace_linear(node, before.linear(node).clone());
         }

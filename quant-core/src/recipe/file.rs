@@ -113,10 +113,10 @@ impl TransformEntry {
     /// Applies the keys that are set to the settings.
     fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
         let Self { kind, search, alpha, producers } = self;
-        let said = StepSettings { search: *search, alpha: *alpha, producers: *producers };
+        let given = StepSettings { search: *search, alpha: *alpha, producers: *producers };
         let transform = transform(kind);
         let takes = transform.map_or(&[][..], |t| t.recipe_keys());
-        if let Some((key, _)) = said.keys().into_iter().find(|(key, said)| *said && !takes.contains(key)) {
+        if let Some((key, _)) = given.keys().into_iter().find(|(key, given)| *given && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
                     "transform.{key} has no effect: it is a setting of kind `{}`, but this is `{kind}`",
@@ -127,7 +127,7 @@ impl TransformEntry {
         }
         alpha.map_or(Ok(()), Alpha::check)?;
         if let Some(transform) = transform {
-            transform.configure(said, settings);
+            transform.configure(given, settings);
         }
         Ok(())
     }
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_said_with_its_place() {
-        for (text, says) in [
+        for (text, expected) in [
             ("", "quantize"),
             ("[quantize]\nscheme = 4", "line 2: invalid type"),
             ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
@@ -537,7 +537,7 @@ mod tests {
             ),
         ] {
             let error = Recipe::parse(text).unwrap_err().to_string();
-            assert!(error.contains(says), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

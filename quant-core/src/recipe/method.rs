@@ -309,11 +309,11 @@ pub fn method(name: &str) -> Result<Method> {
             ),
         ));
     }
-    let said = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
-    if said.is_some() {
+    let named = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
+    if named.is_some() {
         steps.pop();
     }
-    Method::of(&steps, said.unwrap_or(Rounding::Nearest))
+    Method::of(&steps, named.unwrap_or(Rounding::Nearest))
 }
 
 #[cfg(test)]
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn senseless_orders_are_refused_with_the_reason() {
-        for (name, says, remedy) in [
+        for (name, expected, remedy) in [
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
             ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
@@ -369,7 +369,7 @@ mod tests {
             ("rotate,", "step `` is not known", "the steps are"),
         ] {
             let error = method(name).unwrap_err();
-            assert!(error.to_string().contains(says), "{name}: {error}");
+            assert!(error.to_string().contains(expected), "{name}: {error}");
             assert!(error.remedy().contains(remedy), "{name}: {}", error.remedy());
         }
     }

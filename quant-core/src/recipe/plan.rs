@@ -574,7 +574,7 @@ impl Plan {
                 continue;
             };
             let new = self.container.loses(*scheme, *scale_dtype);
-            losses.extend(new.into_iter().filter(|said| !losses.contains(said)).collect::<Vec<_>>());
+            losses.extend(new.into_iter().filter(|loss| !losses.contains(loss)).collect::<Vec<_>>());
         }
         losses
     }

@@ -124,8 +124,8 @@ fn has_only_middle_zeros(model: &Model) -> Result<bool> {
         let Some(scheme) = model.module_scheme(&module) else { continue };
         let Some(zeros) = model.packed_zeros(&module, shape)? else { continue };
         any = true;
-        let middle = 1 << (scheme.bits() - 1);
-        if zeros.iter().any(|&z| z != middle) {
+        let zero_point = 1 << (scheme.bits() - 1);
+        if zeros.iter().any(|&z| z != zero_point) {
             return Ok(false);
         }
     }

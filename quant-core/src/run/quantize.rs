@@ -275,8 +275,9 @@ fn checkpoints(
 
 /// What the formats lose, and which common engines do not load them.
 fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
-    let lost = |plan: &Plan| plan.losses().into_iter().map(|said| ("lost", said)).collect::<Vec<_>>();
-    let warnings = |plan: &Plan| plan.warnings().into_iter().map(|said| ("note", said)).collect::<Vec<_>>();
+    let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
+    let warnings =
+        |plan: &Plan| plan.warnings().into_iter().map(|message| ("note", message)).collect::<Vec<_>>();
     let mut notes: Vec<(&str, String)> =
         plans.iter().flat_map(|plan| [lost(plan), warnings(plan)].concat()).collect();
     for plan in plans {

@@ -183,8 +183,8 @@ impl Transform for Awq {
         &["search"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.search = said.search.unwrap_or(settings.search);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.search = given.search.unwrap_or(settings.search);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {

@@ -17,7 +17,7 @@
 //! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
 use candle_core::{Device, Tensor};
-use quant_kernels_cpu::bf16::{Avx512Bf16, RightBf16};
+use quant_kernels_cpu::bf16::{Bf16Token, RightBf16};
 use rayon::prelude::*;
 
 use super::BlockTask;
@@ -210,7 +210,7 @@ fn eliminate(
 }
 
 /// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
-fn piece_tokens(sample: &SearchSample, kernel: Option<Avx512Bf16>) -> usize {
+fn piece_tokens(sample: &SearchSample, kernel: Option<Bf16Token>) -> usize {
     match sample.schedule {
         Schedule::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
         Schedule::Tokens { .. } => piece(kernel.is_some(), 1),
@@ -261,7 +261,7 @@ impl Batch {
         sample: &SearchSample,
         rows: Vec<f32>,
         places: &[Place],
-        kernel: Option<Avx512Bf16>,
+        kernel: Option<Bf16Token>,
     ) -> Result<Self> {
         let k = sample.channels;
         let size = piece_tokens(sample, kernel);

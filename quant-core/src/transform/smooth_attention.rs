@@ -79,8 +79,8 @@ impl Transform for SmoothAttention {
         &["alpha"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.attention = said.alpha.or(settings.attention);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.attention = given.alpha.or(settings.attention);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {

@@ -157,7 +157,7 @@ impl Worker {
     }
 
     /// The end of its standard error.
-    fn said(&mut self) -> String {
+    fn errors_so_far(&mut self) -> String {
         const MAX_BYTES: u64 = 2000;
         let mut end = Vec::new();
         let length = self.errors.seek(SeekFrom::End(0)).unwrap_or(0);
@@ -173,14 +173,14 @@ impl Worker {
         let mut line = String::new();
         self.replies.read_line(&mut line)?;
         if line.is_empty() {
-            let (ended, said) = (self.ended(), self.said());
-            bail!("{} {ended} after `{request}`; {said}", self.name);
+            let (ended, errors_so_far) = (self.ended(), self.errors_so_far());
+            bail!("{} {ended} after `{request}`; {errors_so_far}", self.name);
         }
         let reply: Value =
             serde_json::from_str(&line).with_context(|| format!("{} says `{}`", self.name, line.trim()))?;
         if let Some(reason) = reply.get("failed") {
-            let said = self.said();
-            bail!("{} fails at `{request}`: {}; {said}", self.name, reason.as_str().unwrap_or("?"));
+            let errors_so_far = self.errors_so_far();
+            bail!("{} fails at `{request}`: {}; {errors_so_far}", self.name, reason.as_str().unwrap_or("?"));
         }
         Ok(reply)
     }

@@ -241,9 +241,9 @@ mod tests {
         }
 
         #[track_caller]
-        fn differs(&self, says: &[&str]) {
+        fn differs(&self, expected: &[&str]) {
             let difference = self.difference().unwrap();
-            assert!(says.iter().all(|part| difference.contains(part)), "{difference}");
+            assert!(expected.iter().all(|part| difference.contains(part)), "{difference}");
         }
     }
 

@@ -56,7 +56,7 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
         let watcher = scope.spawn(|| {
             let mut peak = 0;
             while !ended.load(Ordering::Relaxed) {
-                peak = high_water(&status_file).unwrap_or(0).max(peak);
+                peak = peak_rss(&status_file).unwrap_or(0).max(peak);
                 std::thread::sleep(POLL);
             }
             peak
@@ -116,7 +116,7 @@ fn contents(mut log: File) -> Result<String> {
 }
 
 /// `VmHWM` of a process in bytes; `None` once it has no memory any longer.
-fn high_water(status_file: &str) -> Option<u64> {
+fn peak_rss(status_file: &str) -> Option<u64> {
     let status = std::fs::read_to_string(status_file).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

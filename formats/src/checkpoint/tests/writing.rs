@@ -433,9 +433,9 @@ fn a_directory_without_our_lock_is_not_emptied() {
             WriteOptions::default(),
         )
     };
-    let refused = |says: &str| {
+    let refused = |phrase: &str| {
         let error = create().map(drop).unwrap_err();
-        assert!(matches!(&error, Error::Usage { .. }) && error.to_string().contains(says), "{error}");
+        assert!(matches!(&error, Error::Usage { .. }) && error.to_string().contains(phrase), "{error}");
     };
     fs::create_dir_all(job.join("out")).unwrap();
     fs::write(job.join("journal.jsonl"), "my diary").unwrap();

@@ -178,14 +178,14 @@ mod tests {
 
     #[test]
     fn what_the_format_cannot_hold() {
-        let said = |shape, scheme: &str, dtype| {
+        let message = |shape, scheme: &str, dtype| {
             layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
         };
-        assert!(said([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
-        assert!(said([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
-        assert!(said([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
-        assert!(said([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
-        assert!(said([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
+        assert!(message([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
+        assert!(message([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
+        assert!(message([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
+        assert!(message([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
+        assert!(message([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
     }
 
     proptest! {

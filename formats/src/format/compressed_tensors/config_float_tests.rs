@@ -62,7 +62,7 @@ fn fp8_caches_are_reported_and_explained() {
 
 #[test]
 fn notes_name_the_traps_of_each_format() {
-    for (scheme, says) in [
+    for (scheme, expected) in [
         ("wf8a16-channel", &["load in transformers", "it is not known whether"][..]),
         ("wf8af8-channel", &["compute capability 8.9"]),
         ("wf8af8-tensor", &["not per tensor"]),
@@ -75,7 +75,7 @@ fn notes_name_the_traps_of_each_format() {
         ("w4af8-g128-sym", &["compute capability 9.0 only"]),
     ] {
         let notes = warnings(&of(scheme)).join("\n");
-        says.iter().for_each(|said| assert!(notes.contains(said), "{scheme}: {notes}"));
+        expected.iter().for_each(|message| assert!(notes.contains(message), "{scheme}: {notes}"));
     }
     let narrow = ModuleSchemes { shapes: [("a", [64, 48])].into(), ..of("wf4a16-g16-nv") };
     assert!(warnings(&narrow).join("\n").contains("`a` has 48 inputs, which is not a multiple of 64"));

@@ -227,8 +227,11 @@ mod tests {
         assert!(warnings(&these)[1].starts_with("`l.k`: QServe's kernels take outputs in multiples of 64"));
         these.float_dtypes.push(Dtype::Bf16);
         these.float.push("l.o");
-        let said = warnings(&these);
-        assert!(said[1].contains("BF16 among them") && said[2].starts_with("1 linear(s)"), "{said:?}");
+        let message = warnings(&these);
+        assert!(
+            message[1].contains("BF16 among them") && message[2].starts_with("1 linear(s)"),
+            "{message:?}"
+        );
         let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
         assert!(warnings(&short)[1].contains("from 320, not 256 × 256"));
     }

@@ -45,7 +45,7 @@ pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations per stretch.
-const BLOCK_BYTES: usize = 1 << 20;
+const STRETCH_BYTES: usize = 1 << 20;
 /// How many bytes ahead within a panel codes are prefetched.
 const AHEAD: usize = 4096;
 
@@ -155,7 +155,7 @@ pub(super) fn max_tiles(tiling: Tiling) -> usize {
         return SLOTS / 4;
     }
     let across = tiling.bytes_across().unwrap_or(usize::MAX).max(1);
-    (2 * BLOCK_BYTES / across).clamp(SLOTS / 4, SLOTS / 2)
+    (2 * STRETCH_BYTES / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
 /// The blocks of all groups, divided so that the activations of a stretch fit in the L2 cache. A group is divided only
@@ -163,7 +163,7 @@ pub(super) fn max_tiles(tiling: Tiling) -> usize {
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
-    let max = (BLOCK_BYTES / block_bytes.max(1)).max(1);
+    let max = (STRETCH_BYTES / block_bytes.max(1)).max(1);
     let each = if tiling.groups == 1 { max } else { (max / tiling.blocks).max(1) * tiling.blocks };
     // Stretches of similar size.
     let count = all.div_ceil(each);

@@ -178,7 +178,7 @@ mod tests {
     fn a_line_must_be_a_conversation() {
         let ok = json!({"messages": [{"role": "user", "content": "x"}], "tools": [], "id": 3});
         assert_eq!(Conversation::new(7, ok).unwrap().line(), 7);
-        for (line, says) in [
+        for (line, expected) in [
             (json!([1]), "not a JSON object"),
             (json!({"text": "x"}), "no field `messages`"),
             (json!({"messages": []}), "not a non-empty list"),
@@ -189,7 +189,7 @@ mod tests {
             (json!({"messages": vec![json!({"role": "user"}); 1025]}), "1025 messages"),
         ] {
             let error = Conversation::new(1, line).unwrap_err();
-            assert!(error.contains(says), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

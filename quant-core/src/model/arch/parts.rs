@@ -229,14 +229,14 @@ impl DecoderBlock {
         let x = norm(&mut g, before[0], input);
         let attended = self.mix(&mut g, x, &mut parts);
         let attended = norm(&mut g, after[0], attended);
-        let middle = self.add_to(&mut g, input, attended);
-        let x = norm(&mut g, before[1], middle);
+        let attended_stream = self.add_to(&mut g, input, attended);
+        let x = norm(&mut g, before[1], attended_stream);
         let mut out = self.mlp.add(&mut g, x, self.hidden);
         if let Some(experts) = &self.parallel_experts {
-            out = experts.add(&mut g, middle, out, self);
+            out = experts.add(&mut g, attended_stream, out, self);
         }
         let out = norm(&mut g, after[1], out);
-        let output = self.add_to(&mut g, middle, out);
+        let output = self.add_to(&mut g, attended_stream, out);
         self.finish(g, output, &parts)
     }
 

@@ -60,13 +60,13 @@ pub(super) struct Parts {
 
 impl SideValues {
     /// Whether a block exchanges only the residual stream.
-    fn is_nothing(&self) -> bool {
+    fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
     /// Adds the block's input and slices it into its parts.
     pub(super) fn enter(&self, g: &mut GraphBuilder, hidden: usize) -> Parts {
-        if self.is_nothing() {
+        if self.is_empty() {
             let stream = g.add(Op::Input { width: hidden }, &[]);
             return Parts { stream, own: None, later: None, shared: [None; 2] };
         }

@@ -17,13 +17,13 @@ use crate::checkpoint::{Asked, ConfigFields, printable};
 struct Marker {
     key: &'static str,
     /// Returns whether the value enables the feature. `null` and absent fields never do.
-    asks: fn(&Value) -> bool,
+    applies: fn(&Value) -> bool,
     /// The meaning, which completes the sentence that the field begins.
     means: &'static str,
 }
 
-const fn marker(key: &'static str, asks: fn(&Value) -> bool, means: &'static str) -> Marker {
-    Marker { key, asks, means }
+const fn marker(key: &'static str, applies: fn(&Value) -> bool, means: &'static str) -> Marker {
+    Marker { key, applies, means }
 }
 
 fn any(_: &Value) -> bool {
@@ -146,7 +146,7 @@ fn is_bookkeeping(key: &str) -> bool {
 
 /// Returns whether a value disables a feature. Most configurations contain such fields for features that the family
 /// lacks.
-fn is_nothing(value: &Value) -> bool {
+fn is_unset(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Number(number) => number.as_f64() == Some(0.0),
@@ -229,8 +229,8 @@ impl<'a> RelevantField<'a> {
         let relevant = |(key, value): (&'a String, &'a Value)| {
             let marker = MARKERS.iter().find(|marker| marker.key == *key);
             let is_relevant = !is_bookkeeping(key)
-                && !is_nothing(value)
-                && marker.is_none_or(|marker| (marker.asks)(value));
+                && !is_unset(value)
+                && marker.is_none_or(|marker| (marker.applies)(value));
             let weight = if marker.is_some() { 3 } else { 1 };
             is_relevant.then_some(Self { key, value, marker, weight })
         };
@@ -283,10 +283,10 @@ fn differences(
     nearest: Option<&Reading>,
     ranked: &[Reading],
 ) -> Vec<String> {
-    let mut said = Vec::new();
+    let mut reasons = Vec::new();
     if is_nested {
         let classes: Vec<_> = multimodal::classes().map(|(name, _)| name).collect();
-        said.push(format!(
+        reasons.push(format!(
             "it has a text model and other parts (`text_config`), which is supported only for {}",
             classes.join(", ")
         ));
@@ -297,10 +297,10 @@ fn differences(
     for field in relevant.iter().filter(|field| !of_nearest(field)) {
         let other = ranked.iter().find(|reading| reading.asked.contains(field.key));
         match (field.marker, other, nearest) {
-            (Some(marker), ..) => said.push(format!("{}: {}", field.shown(fields), marker.means)),
+            (Some(marker), ..) => reasons.push(format!("{}: {}", field.shown(fields), marker.means)),
             (None, Some(other), Some(nearest)) => {
                 let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
-                said.push(format!("{}, which {other} has and {nearest} has not", field.shown(fields)));
+                reasons.push(format!("{}, which {other} has and {nearest} has not", field.shown(fields)));
             }
             (None, Some(_), None) => {}
             (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
@@ -313,36 +313,36 @@ fn differences(
         of.max_by_key(|(family, _)| family.len()).map_or(&[][..], |(_, facts)| *facts)
     };
     for fact in kinds.into_iter().flat_map(facts).map(|fact| (*fact).to_owned()) {
-        if !said.contains(&fact) {
-            said.push(fact);
+        if !reasons.contains(&fact) {
+            reasons.push(fact);
         }
     }
     // A missing field that only the nearest family needs says nothing about this family.
     let refused = nearest.iter().flat_map(|reading| &reading.refused);
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
-        said.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
+        reasons.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
     }
     if !unknown.is_empty() && nearest.is_some() {
         let more = unknown.len().saturating_sub(MAX_LISTED);
         let listed = unknown[..unknown.len() - more].join(", ");
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        said.push(format!("no supported family has {listed}{more}"));
+        reasons.push(format!("no supported family has {listed}{more}"));
     }
-    if said.is_empty() && nearest.is_some() {
-        said.push(
+    if reasons.is_empty() && nearest.is_some() {
+        reasons.push(
             "no field of its configuration shows how it differs; its class may compute something else".into(),
         );
     }
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
-            said.push(format!(
+            reasons.push(format!(
                 "its weights are quantized by `{}`, which is not supported",
                 printable(method)
             ));
         }
     }
-    said
+    reasons
 }
 
 #[cfg(test)]

@@ -64,11 +64,11 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
     tensor.require_storable("m").unwrap();
     let upper = chain(&damped(&h, factor.columns(), factor.damping()), k);
     let rule = GridRule::new(scheme, ScaleFormat::F32).unwrap();
-    let middle = vec![1 << (scheme.bits() - 1); k / group_size];
+    let zero_points = vec![1 << (scheme.bits() - 1); k / group_size];
     let mut exact = 0.0;
     for (r, row) in w.chunks_exact(k).enumerate() {
         let groups = r * (k / group_size)..(r + 1) * (k / group_size);
-        let zeros = tensor.zeros.as_ref().map_or(&middle[..], |z| &z[groups.clone()]);
+        let zeros = tensor.zeros.as_ref().map_or(&zero_points[..], |z| &z[groups.clone()]);
         let prescribed = (&tensor.codes[r * k..(r + 1) * k], &tensor.scales[groups], zeros);
         let (order, columns) = (settings.act_order, factor.columns());
         let row = Row { weights: row, rule, group_size, order, columns, upper: &upper };

@@ -209,10 +209,10 @@ impl Transform for SmoothQuant {
         &["alpha", "producers"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
         let SmoothSettings { alpha, producers, .. } = &mut settings.smooth;
-        *alpha = said.alpha.or(*alpha);
-        *producers = said.producers.unwrap_or(*producers);
+        *alpha = given.alpha.or(*alpha);
+        *producers = given.producers.unwrap_or(*producers);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {
@@ -275,8 +275,8 @@ impl Transform for SmoothOutputs {
         &["alpha"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.outputs = said.alpha.or(settings.outputs);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.outputs = given.alpha.or(settings.outputs);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {

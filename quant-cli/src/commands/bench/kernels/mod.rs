@@ -171,9 +171,9 @@ impl Limits {
     /// The medians over these probes: memory bandwidth in GB/s, and products of integers and of floats in TOPS.
     fn during(&self, probes: &RangeInclusive<usize>) -> [f64; 3] {
         let probes = self.probes.get(probes.clone()).unwrap_or_default();
-        let middle = |of: fn(&Probe) -> f64| median(&probes.iter().map(of).collect::<Vec<_>>());
-        let [dot, float] = [middle(|probe| probe.dot), middle(|probe| probe.float)];
-        [middle(|probe| probe.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
+        let median_of = |of: fn(&Probe) -> f64| median(&probes.iter().map(of).collect::<Vec<_>>());
+        let [dot, float] = [median_of(|probe| probe.dot), median_of(|probe| probe.float)];
+        [median_of(|probe| probe.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
     /// The median probe.
@@ -195,8 +195,8 @@ impl Limits {
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+    let median_of = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[median_of] } else { (sorted[median_of - 1] + sorted[median_of]) / 2.0 }
 }
 
 fn refused(error: KernelError) -> Error {

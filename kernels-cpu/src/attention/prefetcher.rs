@@ -15,7 +15,7 @@ const LEAD: usize = 7;
 
 /// Prefetches lines at an even pace, independent of the uneven pace at which the passes read them: the keys of a chunk,
 /// its values, and the first keys of the next.
-pub(super) struct Ahead<'a> {
+pub(super) struct Prefetcher<'a> {
     tile: &'a Tile<'a>,
     pages: &'a [u32],
     /// The index of the next half page.
@@ -25,7 +25,7 @@ pub(super) struct Ahead<'a> {
     left: usize,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a> Prefetcher<'a> {
     #[inline(always)]
     pub(super) fn new(tile: &'a Tile<'a>, pages: &'a [u32]) -> Self {
         let half = if tile.is_first { LEAD.min(pages.len()) } else { usize::MAX };
