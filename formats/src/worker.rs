@@ -205,9 +205,9 @@ impl RenderedText {
     fn is_sound(&self) -> bool {
         let mut after = 0;
         self.assistant.iter().all(|span| {
-            let sound = after <= span.start && span.start <= span.end && span.end <= self.text.len();
+            let is_valid = after <= span.start && span.start <= span.end && span.end <= self.text.len();
             after = span.end;
-            sound
+            is_valid
         })
     }
 }

@@ -24,7 +24,7 @@ impl List {
     }
 
     /// Replaces one field by an arbitrary value.
-    fn spoil(&mut self, input: &mut Input<'_>) {
+    fn corrupt(&mut self, input: &mut Input<'_>) {
         match input.below(5) {
             0 => self.tokens = input.word(),
             1 => self.first = input.word(),
@@ -134,7 +134,7 @@ pub fn attention(data: &[u8]) {
     pages[at..end].copy_from_slice(&noise);
     for _ in 0..input.below(4) {
         let which = input.below(kv);
-        lists[which].spoil(&mut input);
+        lists[which].corrupt(&mut input);
     }
     let max = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
     let words = room(max).ok().filter(|&words| words < 1 << 20).unwrap_or(words);

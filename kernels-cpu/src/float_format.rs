@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_means_what_the_format_says() {
+    fn every_code_has_the_value_of_the_format() {
         for code in 0..=255 {
             match definition(code) {
                 None => assert!(!E4M3.is_number(code) && E4M3.value(code).is_nan()),

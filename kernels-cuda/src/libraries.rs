@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_say_what_to_install() {
+    fn messages_name_what_to_install() {
         assert!(Error::DriverMissing.to_string().starts_with("CUDA driver library not found"));
         assert!(Error::NvrtcMissing.to_string().contains("install the CUDA toolkit"));
     }

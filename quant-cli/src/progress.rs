@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn resumed_units_say_nothing_of_the_pace() {
+    fn resumed_units_do_not_count_for_the_pace() {
         let mut timing = Timing::new(10, Some(100.0));
         timing.resumed.0 = 4;
         for _ in 0..4 {

@@ -186,8 +186,8 @@ fn tensors_stored_by_columns_are_written_by_columns() {
         if scheme.starts_with("w4") {
             assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);
         }
-        let apart = relative_difference(&logits(&written.model(), &batch), &exact);
-        assert!(apart < bound, "{method} {scheme}: {apart}");
+        let distance = relative_difference(&logits(&written.model(), &batch), &exact);
+        assert!(distance < bound, "{method} {scheme}: {distance}");
     }
 }
 
@@ -351,15 +351,15 @@ fn a_cache_gives_what_whole_windows_give() {
                     seen[1].extend(expected);
                     continue;
                 }
-                let apart = relative_difference(&step, expected);
-                assert!(apart <= bound, "{} after {at} tokens: {apart:e}", case.name);
+                let distance = relative_difference(&step, expected);
+                assert!(distance <= bound, "{} after {at} tokens: {distance:e}", case.name);
             }
             // Rounded keys and values route some tokens to other experts, which causes outliers.
             if let [found, expected] = &seen
                 && !found.is_empty()
             {
-                let apart = root_mean_square(found, expected);
-                assert!(apart <= 4.0 * bound, "{}: {apart:e}", case.name);
+                let distance = root_mean_square(found, expected);
+                assert!(distance <= 4.0 * bound, "{}: {distance:e}", case.name);
             }
         }
         assert_eq!(matches!(paged, KvCaching::Kernels(_)), !case.unlike_kernels, "{}", case.name);
@@ -388,8 +388,8 @@ fn documents_in_one_window_do_not_see_each_other() {
                 for &length in lengths.iter().filter(|l| **l > 0) {
                     let part = |t: &Tensor| t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap();
                     let alone = bench.block.forward(&part(&bench.x), 0, None, &mut NoTap).unwrap();
-                    let apart = relative_difference(&flat(&part(&packed)), &flat(&alone));
-                    assert!(apart <= 1e-5, "{}: {apart:e}", case.name);
+                    let distance = relative_difference(&flat(&part(&packed)), &flat(&alone));
+                    assert!(distance <= 1e-5, "{}: {distance:e}", case.name);
                     at += length;
                 }
             }
@@ -411,16 +411,16 @@ fn every_method_takes_every_family_through() {
         ] {
             let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
             let found = logits(&quantized.model(), &batch);
-            let apart = match case.has_experts() {
+            let distance = match case.has_experts() {
                 // A token routed to different experts than before is an outlier, not an error.
                 true => root_mean_square(&found, &exact),
                 false => relative_difference(&found, &exact),
             };
-            println!("{} {method}: {apart}", case.name);
-            assert!(apart < case.rounding, "{} {method}: {apart}", case.name);
+            println!("{} {method}: {distance}", case.name);
+            assert!(distance < case.rounding, "{} {method}: {distance}", case.name);
             // An error in a fold would be far larger than 8-bit rounding.
             let bound = if case.has_experts() { 0.15 } else { 0.1 };
-            assert!(method != "smoothquant" || apart < bound, "{} {method}: {apart}", case.name);
+            assert!(method != "smoothquant" || distance < bound, "{} {method}: {distance}", case.name);
         }
     }
 }
@@ -439,8 +439,8 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
         match (rotate(&model), case.not_rotated_for) {
             (Ok(rotated), None) => {
                 let batch = windows(case.vocab(), 1, LENGTH, 14);
-                let apart = relative_difference(&logits(&rotated, &batch), &logits(&model, &batch));
-                assert!(apart < 1e-4, "{}: {apart:e}", case.name);
+                let distance = relative_difference(&logits(&rotated, &batch), &logits(&model, &batch));
+                assert!(distance < 1e-4, "{}: {distance:e}", case.name);
             }
             (Err(error), Some(reason)) => {
                 let message = error.to_string();

@@ -23,7 +23,7 @@ impl Tap for Watch {
 }
 
 /// The largest relative difference of a block's output between running linears individually and running unobserved.
-fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
+fn relative_distance(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
     let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
     decoder
@@ -65,7 +65,7 @@ fn experts_of_every_family_run_in_one_call() {
             let packed = decoder(&quantized.model()).packed().unwrap();
             let experts: usize = (0..packed.blocks()).map(|block| packed.experts_in_one_call(block)).sum();
             assert_eq!(experts > 0, grouped, "{} {scheme}: {experts} experts", case.name);
-            let off = apart(&packed, &windows);
+            let off = relative_distance(&packed, &windows);
             // The last bits of gated products differ; with integers they may change a rounding.
             let bound = if scheme.contains("a16") { 2e-6 } else { 2e-3 };
             println!("{} {scheme}: {off:.2e}", case.name);

@@ -396,8 +396,8 @@ fn the_residual_stream_is_not_rotated() {
         // Folding norms leaves the stream unchanged.
         let folded = quant_core::transform::fold_norms(&model).unwrap();
         let windows = common::windows(tiny.vocab, 1, 20, 2);
-        let apart = common::relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
-        assert!(apart < 0.05, "{apart}");
+        let distance = common::relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
+        assert!(distance < 0.05, "{distance}");
         assert_eq!(folded.carried(), model.carried());
     }
 }

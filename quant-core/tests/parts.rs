@@ -151,27 +151,27 @@ fn states_of_another_run_or_damaged_are_refused() {
     assert_eq!(missing.category(), Category::Usage);
     assert!(missing.to_string().contains("block 1"), "{missing}");
 
-    let sound = std::fs::read(&path).unwrap();
+    let intact = std::fs::read(&path).unwrap();
     // Other builds and other instruction sets round differently.
     for field in ["executable_blake3", "instruction_set", "processor"] {
-        let mut other = sound.clone();
+        let mut other = intact.clone();
         let key = format!("\"{field}\":\"");
         let at = other.windows(key.len()).position(|bytes| bytes == key.as_bytes()).unwrap() + key.len();
         other[at] = if other[at] == b'0' { b'1' } else { b'0' };
         std::fs::write(&path, &other).unwrap();
         refused(run(&plan, &windows, 1..3, &before), &format!("program.{field}"));
     }
-    let mut flipped = sound.clone();
-    let middle = sound.len() / 2;
+    let mut flipped = intact.clone();
+    let middle = intact.len() / 2;
     flipped[middle] ^= 1;
     std::fs::write(&path, &flipped).unwrap();
     refused(run(&plan, &windows, 1..3, &before), "hash");
-    for bytes in [&sound[..sound.len() - 1], &sound[..40], b"", b"not a safetensors file"] {
+    for bytes in [&intact[..intact.len() - 1], &intact[..40], b"", b"not a safetensors file"] {
         std::fs::write(&path, bytes).unwrap();
         let error = run(&plan, &windows, 1..3, &before);
         assert_eq!(error.category(), Category::Input, "{error}");
     }
-    std::fs::write(&path, &sound).unwrap();
+    std::fs::write(&path, &intact).unwrap();
     assert!(part(&model, &plan, &windows, Some(1..3), &before).is_ok());
 }
 

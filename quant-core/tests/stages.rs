@@ -154,7 +154,7 @@ const NAMES_OPERATIONS: [(&str, &str); 7] = [
 ];
 
 #[test]
-fn operations_are_judged_where_none_can_be_forgotten() {
+fn every_operation_is_classified() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     sources(&root, &mut files);

@@ -18,7 +18,7 @@ pub fn check_message(case: &str, run: &Run, code: i32, expected: &[&str]) {
     assert_eq!(run.code(), Some(code), "{case}: {run}");
     assert_eq!(run.stdout, "", "{case}: an error leaves stdout alone: {run}");
     let at = run.stderr.find("error: ");
-    let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error told: {run}"))..];
+    let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error reported: {run}"))..];
     assert!(message.trim_end().lines().count() >= 2, "{case}: says not what to do next: {run}");
     assert!(!run.stderr.contains("panicked"), "{case}: {run}");
     for text in expected {

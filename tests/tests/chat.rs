@@ -183,7 +183,7 @@ fn templates_that_cannot_be_used() {
     with(file, deep).refuses("one that calls itself", &[], 4, &["fails on it"]);
     let last = "{{ messages[-1].content }}";
     with(file, last).refuses(
-        "answers that cannot be told",
+        "answers that cannot be distinguished",
         &["--mask", "prompts"],
         4,
         &["does not separate prompts from answers", "--mask none"],

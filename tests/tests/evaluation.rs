@@ -219,8 +219,8 @@ fn kernels_agree_with_dequantized_weights() {
         for isa in ["", "avx2", "avx512vnni"] {
             let (kernels, message) = eval("kernels", isa);
             assert!(message.contains(", kernels "), "{message}");
-            let apart = (kernels / fake - 1.0).abs();
-            assert!(apart < 1e-5, "{scheme} on {message}: {kernels}, not {fake}");
+            let distance = (kernels / fake - 1.0).abs();
+            assert!(distance < 1e-5, "{scheme} on {message}: {kernels}, not {fake}");
         }
     }
 }

@@ -335,8 +335,9 @@ fn models_are_written_in_parts_and_read_again() {
     names.sort();
     let count = names.len();
     assert!(count >= 4, "{names:?}");
-    let due: Vec<String> = (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
-    assert_eq!(names, due);
+    let expected_names: Vec<String> =
+        (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
+    assert_eq!(names, expected_names);
     let part = |n: usize| at("parts").join(&names[n]);
     // The largest tensor may get a larger file of its own.
     let sizes: Vec<u64> = (0..count).map(|n| std::fs::metadata(part(n)).unwrap().len()).collect();

@@ -127,8 +127,8 @@ fn pages_agree_with_what_is_simulated() {
             let pages: Value = serde_json::from_slice(&output.stdout).unwrap();
             let message = pages["tool"]["isa"].as_str().unwrap();
             assert!(message.contains(", kernels ") && !message.contains("simulated"), "{message}");
-            let apart = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
-            assert!(apart > 0.0 && apart < 5e-3, "kv{bits} on {message}: {apart}");
+            let distance = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
+            assert!(distance > 0.0 && distance < 5e-3, "kv{bits} on {message}: {distance}");
         }
     }
 }

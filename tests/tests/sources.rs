@@ -385,10 +385,10 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     assert_eq!((windows("nv"), windows("again")), (windows("mx"), windows("mx")));
 
     // Scales that span a wider range than E4M3's powers of two are refused, with the weight's name.
-    let mut apart = mx.clone();
+    let mut separate = mx.clone();
     let name = "model.layers.1.mlp.up_proj.weight_scale";
-    apart.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
-    std::fs::write(at("mx").join("model.safetensors"), safetensors(&apart)).unwrap();
+    separate.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
+    std::fs::write(at("mx").join("model.safetensors"), safetensors(&separate)).unwrap();
     let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
     check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
     assert!(!at("refused").exists());

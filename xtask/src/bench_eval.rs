@@ -103,8 +103,8 @@ pub fn run(args: &Args) -> Result<()> {
     let header = ["", "s", "tokens/s", "GFLOP/s of one model", "× alone", "× transformers"];
     let table = table(&header, &rows);
     println!("\n{table}");
-    let apart = (scores[1] / scores[0] - 1.0).abs();
-    println!("mean NLL {:.9} and {:.9}: {apart:.1e} apart", scores[1], scores[0]);
+    let distance = (scores[1] / scores[0] - 1.0).abs();
+    println!("mean NLL {:.9} and {:.9}: {distance:.1e} apart", scores[1], scores[0]);
     let mut csv = vec!["round,way,seconds".to_owned()];
     for (way, of) in WAYS.iter().zip(&seconds) {
         csv.extend(of.iter().enumerate().map(|(round, s)| format!("{},{way},{s:.4}", round + 1)));
@@ -120,7 +120,7 @@ pub fn run(args: &Args) -> Result<()> {
              `--reference` and the stored reference compare `w4a16-g128-sym` by RTN with the float model; the first \
              measures the noise floor too, on {} of the windows. All alternate, {} rounds; medians, ratios are medians \
              of the rounds' ratios. GFLOP/s count the linears and the head of one model once, without attention.\n\n\
-             {table}\nMean NLL of both: {apart:.1e} apart. The stored reference has {:.1} MB. Peer: {versions}.\n",
+             {table}\nMean NLL of both: {distance:.1e} apart. The stored reference has {:.1} MB. Peer: {versions}.\n",
             args.layers,
             args.windows,
             args.window,

@@ -133,12 +133,12 @@ fn outputs(printed: &str) -> Result<Vec<(String, f64)>> {
 fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Result<()> {
     ensure!(first.len() == other.len(), "{format}: {} linears, not {}", other.len(), first.len());
     let size = first.iter().map(|(_, value)| value.abs()).sum::<f64>() / first.len() as f64;
-    let mut apart = 0.0;
+    let mut distance = 0.0;
     for ((name, a), (other, b)) in first.iter().zip(other) {
         ensure!(name == other, "{format}: {other} stands where {name} should");
-        apart += (a - b).abs() / first.len() as f64;
+        distance += (a - b).abs() / first.len() as f64;
     }
-    ensure!(apart < size, "{format}: outputs are {apart} apart, of {size}");
+    ensure!(distance < size, "{format}: outputs are {distance} apart, of {size}");
     Ok(())
 }
 

@@ -59,7 +59,7 @@ pub(crate) struct Extent {
     pub(crate) tiles: usize,
     pub(crate) tile_sums: usize,
     /// Values of rows that are computed before they are rounded or packed.
-    pub(crate) made: usize,
+    pub(crate) computed: usize,
 }
 
 impl Extent {
@@ -82,7 +82,7 @@ impl Extent {
             self.tiles = self.tiles.checked_add(tiling.bytes(m)?.div_ceil(LINE))?;
             self.tile_sums = self.tile_sums.checked_add(tiling.sums(m)?)?;
         }
-        self.made = self.made.checked_add(segment.units(in_strips).checked_mul(buffer_len)?)?;
+        self.computed = self.computed.checked_add(segment.units(in_strips).checked_mul(buffer_len)?)?;
         Some(segment)
     }
 
@@ -100,7 +100,7 @@ impl Extent {
         // A segment's last tile may be partial.
         let row_tiles = segments.checked_add(rows / TILE_ROWS)?;
         let units = if in_strips { strips } else { row_tiles };
-        let mut bound = Self { rows, made: units.checked_mul(buffer_len)?, ..Self::default() };
+        let mut bound = Self { rows, computed: units.checked_mul(buffer_len)?, ..Self::default() };
         if in_strips {
             bound.codes = rows.checked_mul(layout.padded())?;
             bound.sums = rows.checked_mul(layout.groups())?;
@@ -120,7 +120,7 @@ impl Extent {
             sums: self.sums.max(other.sums),
             tiles: self.tiles.max(other.tiles),
             tile_sums: self.tile_sums.max(other.tile_sums),
-            made: self.made.max(other.made),
+            computed: self.computed.max(other.computed),
         }
     }
 

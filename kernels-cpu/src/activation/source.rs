@@ -34,9 +34,9 @@ pub(crate) trait Source: Sync {
     fn m(&self) -> usize;
 
     /// Whether rows are computed into memory that the caller provides.
-    fn is_made(&self) -> bool;
+    fn is_computed(&self) -> bool;
 
-    /// Returns a row and its largest magnitude. If [`is_made`](Self::is_made), `buffer` must have the width of a row.
+    /// Returns a row and its largest magnitude. If [`is_computed`](Self::is_computed), `buffer` must have the width of a row.
     ///
     /// # Safety
     /// Each row may be requested only once.
@@ -67,7 +67,7 @@ impl<E: Element> Source for Plain<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         E::as_f32(self.x).is_none()
     }
 
@@ -96,7 +96,7 @@ impl<E: Element> Source for Gathered<'_, E> {
         self.rows.len()
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         E::as_f32(self.x).is_none()
     }
 
@@ -149,7 +149,7 @@ impl<E: Element> Source for Norm<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         true
     }
 
@@ -190,7 +190,7 @@ impl<E: Element> Source for Gated<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         true
     }
 

@@ -103,13 +103,13 @@ impl ExpertsPlan {
     }
 
     fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
-        let Extent { rows, codes, sums, tiles, tile_sums, made } = *extent;
+        let Extent { rows, codes, sums, tiles, tile_sums, computed } = *extent;
         let (code, extra) = match self.rows {
             // `sums` is stored twice (the other is `eights`), and each row has a scale.
             ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
             ExpertRows::Float(_) => (4, sums.max(tile_sums)),
         };
-        let words = extra.checked_add(made)?.checked_mul(4)?;
+        let words = extra.checked_add(computed)?.checked_mul(4)?;
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 

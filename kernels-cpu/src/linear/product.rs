@@ -83,9 +83,9 @@ fn run(
         let mut parts = [const { None }; MAX_PRODUCTS];
         let mut pieces = 0;
         for (part, product) in parts.iter_mut().zip(products) {
-            let made = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);
-            pieces += made.blocks * made.chunks;
-            *part = Some(made);
+            let division = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);
+            pieces += division.blocks * division.chunks;
+            *part = Some(division);
         }
         parallel.for_each(pieces, &|piece| {
             // The last product whose pieces begin at or before this one.

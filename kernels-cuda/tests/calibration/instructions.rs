@@ -119,20 +119,20 @@ impl Judge {
                     a == b || half_nan(a) && half_nan(b)
                 }),
                 Self::Last(max) => {
-                    let apart = (place(a) - place(b)).unsigned_abs();
-                    worst = if both_nan(a, b) { worst } else { worst.max(apart as f64) };
-                    both_nan(a, b) || apart <= u64::from(max)
+                    let difference = (place(a) - place(b)).unsigned_abs();
+                    worst = if both_nan(a, b) { worst } else { worst.max(difference as f64) };
+                    both_nan(a, b) || difference <= u64::from(max)
                 }
                 Self::Near(max) => {
-                    let apart = (float(a) - float(b)).abs() / (1.0 + float(b).abs());
-                    worst = worst.max(apart);
-                    apart <= max
+                    let difference = (float(a) - float(b)).abs() / (1.0 + float(b).abs());
+                    worst = worst.max(difference);
+                    difference <= max
                 }
                 Self::Sum(magnitude) => {
-                    let apart = (float(a) - float(b)).abs();
-                    worst = worst.max(apart / magnitude);
+                    let difference = (float(a) - float(b)).abs();
+                    worst = worst.max(difference / magnitude);
                     // A tensor core may truncate where the interpreter rounds, and adds in another order.
-                    apart <= magnitude * 2_f64.powi(-20)
+                    difference <= magnitude * 2_f64.powi(-20)
                 }
             };
             if !is_fine {

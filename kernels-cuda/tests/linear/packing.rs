@@ -186,7 +186,7 @@ fn faults_are_found() {
 
 /// Codes minus the layout's middle fit its bits, or a fault is reported.
 #[test]
-fn middles_that_do_not_fit_are_found() {
+fn zero_points_that_do_not_fit_are_found() {
     if !ready() {
         return;
     }

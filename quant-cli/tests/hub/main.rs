@@ -357,7 +357,7 @@ fn a_local_directory_is_never_looked_for_elsewhere() {
 }
 
 #[test]
-fn a_silent_server_is_left_and_so_is_a_user_who_stops() {
+fn a_silent_server_times_out_and_a_download_can_be_cancelled() {
     let user = User::new();
     let hub = Hub::start([(MODEL, user.repository())]);
     hub.set_fault(WEIGHTS, Some(Fault::Stall));

@@ -257,7 +257,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op.computes() {
                 Computes::Linear { name, bias, .. } => {
-                    let (may, must) = (family.has_bias(name), family.biases_due && family.has_bias(name));
+                    let (may, must) =
+                        (family.has_bias(name), family.expected_biases && family.has_bias(name));
                     match bias {
                         true if !may => return Err(unfit(family, format!("`{name}` has a bias"))),
                         false if must => return Err(unfit(family, format!("`{name}` has no bias"))),
@@ -328,8 +329,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
         let rotated =
             a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
-        let due = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
-        if rotated != due {
+        let expected = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
+        if rotated != expected {
             let does = if rotated { "turns" } else { "does not turn" };
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }

@@ -132,10 +132,10 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     /// Takes the entries of a span that are rounded already, ahead of the others.
     pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
-        let due = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
-        let due: Vec<usize> = self.spans[span].clone().filter(due).collect();
-        let nexts = due.iter().skip(1).copied().map(Some).chain([None]);
-        due.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
+        let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
+        let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
+        let nexts = ready.iter().skip(1).copied().map(Some).chain([None]);
+        ready.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
     }
 
     fn is_taken(&self, index: usize) -> bool {

@@ -68,7 +68,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
     let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
-        // Opened, so that one that may not be read is told now and not after the work.
+        // Opened, so that one that may not be read is reported now and not after the work.
         let len = sidecar.bytes()?;
         room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
             path: sidecar.path.clone(),

@@ -50,7 +50,7 @@ pub struct Job<'a> {
     pub windows: Option<&'a TokenWindows>,
     /// Where the maxima of what linears read are kept, of every block that the batch goes through in the float model.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
-    /// Told of every block.
+    /// Receives an event for every block.
     pub observer: &'a dyn Observer,
     /// Stops the run between tensors.
     pub cancel: &'a CancelToken,

@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_can_be_said() {
+    fn every_setting_of_a_recipe() {
         let recipe = Recipe::parse(
             r#"
             format = "awq"

@@ -40,7 +40,7 @@ impl Plan {
         }
         let mut entries = Vec::new();
         let mut float_modules = Vec::new();
-        let symmetric = has_only_middle_zeros(model)?;
+        let symmetric = has_only_default_zero_points(model)?;
         let architecture = model.architecture();
         let embedding = architecture.embedding_module();
         for (layer, module, shape) in model.weight_modules() {
@@ -118,7 +118,7 @@ fn unfit(error: Error) -> Error {
 }
 
 /// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
-fn has_only_middle_zeros(model: &Model) -> Result<bool> {
+fn has_only_default_zero_points(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {
         let Some(scheme) = model.module_scheme(&module) else { continue };

@@ -224,11 +224,11 @@ impl Transform for Awq {
             .collect();
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
-        let looks_again = first.settings.search == Search::Reference;
-        let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !looks_again)?;
+        let searches_all = first.settings.search == Search::Reference;
+        let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !searches_all)?;
         let searched = tasks.iter().map(|task| scaled(task, &groups, &inputs, hidden));
         let chosen = searched.collect::<Result<Vec<_>>>()?;
-        if looks_again && advance {
+        if searches_all && advance {
             hidden.advance(first.block, first.cancel)?;
         }
         let tasks = tasks.iter().zip(chosen);

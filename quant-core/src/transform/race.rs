@@ -354,7 +354,7 @@ mod tests {
     use crate::model::TokenRows;
 
     #[test]
-    fn every_token_counts_by_what_it_stands_for() {
+    fn tokens_are_weighted_by_what_they_represent() {
         let layout = BatchLayout::plain(32, 512);
         let mut sample = SearchSample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
         let values = vec![1.0; layout.tokens()];

@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_may_differ_in_what_they_say_of_engines_alone() {
+    fn plans_may_differ_only_in_their_engines() {
         let plan = |scheme: &str, engines: &str| {
             json!({ "formats": [{ "scheme": scheme, "engines": [engines] }], "engines": engines }).to_string()
         };

@@ -42,7 +42,7 @@ pub(super) struct GgufFamily {
     /// Whether norms subtract the mean.
     pub(super) layer_norms: bool,
     /// Whether all linears in `biases` must have a bias.
-    pub(super) biases_due: bool,
+    pub(super) expected_biases: bool,
     /// Which multipliers of embeddings, scores, residuals and logits the file has.
     pub(super) multipliers: Multipliers,
     /// The last layer of each period of this length does not rotate queries and keys.

@@ -318,23 +318,26 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
 /// Checks that tensors follow each other in the order of their descriptions, each at a multiple of the alignment, and
 /// that all are within the file. Makes their offsets relative to the start of the file.
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
-    let mut due = 0_u64;
+    let mut expected = 0_u64;
     for tensor in tensors {
-        if tensor.offset != due {
-            return Err(format!("the offset of tensor `{}` is {}, {due} is due", tensor.name, tensor.offset));
+        if tensor.offset != expected {
+            return Err(format!(
+                "the offset of tensor `{}` is {}, {expected} is due",
+                tensor.name, tensor.offset
+            ));
         }
-        let end = due.checked_add(tensor.bytes);
+        let end = expected.checked_add(tensor.bytes);
         let placed = end.and_then(|end| start.checked_add(end)).filter(|end| *end <= len);
         let (Some(end), Some(_)) = (end, placed) else {
             return Err(format!(
                 "tensor `{}` has {} bytes from byte {} on, and the file has {len}",
                 tensor.name,
                 tensor.bytes,
-                start.saturating_add(due)
+                start.saturating_add(expected)
             ));
         };
-        tensor.offset = start + due;
-        due = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
+        tensor.offset = start + expected;
+        expected = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
     }
     Ok(())
 }

@@ -142,25 +142,25 @@ impl GgufSource {
         let Some(tensor) = self.file.tensor(stored).cloned() else {
             return Err(broken(format!("tensor `{stored}` is missing")));
         };
-        let mut due = placed.stored_shape.clone();
+        let mut expected = placed.stored_shape.clone();
         if placed.expert.is_some() {
             let experts = about.require("expert_count")?;
-            if tensor.shape.len() != due.len() + 1 {
-                let (found, due) = (tensor.shape.len(), due.len() + 1);
-                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {due} are due")));
+            if tensor.shape.len() != expected.len() + 1 {
+                let (found, expected) = (tensor.shape.len(), expected.len() + 1);
+                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {expected} are due")));
             }
             if tensor.shape[0] as u64 != experts {
                 let found = tensor.shape[0];
                 let key = format!("{}.expert_count", about.family.arch);
                 return Err(broken(format!("tensor `{stored}` has {found} experts, `{key}` is {experts}")));
             }
-            due.insert(0, tensor.shape[0]);
+            expected.insert(0, tensor.shape[0]);
         }
         // Leading dimensions of one may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
-        if plain(&tensor.shape) != plain(&due) {
+        if plain(&tensor.shape) != plain(&expected) {
             return Err(broken(format!(
-                "tensor `{stored}` has the shape {:?}, {due:?} is due",
+                "tensor `{stored}` has the shape {:?}, {expected:?} is due",
                 tensor.shape
             )));
         }

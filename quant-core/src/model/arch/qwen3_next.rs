@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_stand_where_the_configuration_leaves_them() {
+    fn experts_are_where_the_configuration_leaves_them() {
         let sparse = |family: &dyn Family, changes: Value| -> Vec<bool> {
             let architecture = read(family, &changes).unwrap();
             let has =

@@ -141,7 +141,7 @@ impl Smoothing {
     }
 
     /// The default exponent.
-    fn usual(self, task: &BlockTask<'_>) -> f32 {
+    fn default_alpha(self, task: &BlockTask<'_>) -> f32 {
         match self.producers {
             Smoothed::Linears => {
                 let grouped =
@@ -384,11 +384,11 @@ fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenSt
     let gains = |g: &FoldGroup| g.consumers.iter().any(|&c| smoothing.is_for(task, c));
     let groups = smoothing.groups(task.block.graph()).into_iter().filter(gains);
     let migrations = groups.map(|group| Migration::new(task, group)).collect::<Result<Vec<_>>>()?;
-    let usual = match smoothing.alpha {
+    let alpha = match smoothing.alpha {
         Some(Alpha::Fixed(alpha)) => alpha,
-        _ => smoothing.usual(task),
+        _ => smoothing.default_alpha(task),
     };
-    let mut alphas = vec![Some(usual); migrations.len()];
+    let mut alphas = vec![Some(alpha); migrations.len()];
     let mut records = Vec::with_capacity(migrations.len());
     if let (true, Some(hidden)) = (smoothing.is_searched(), hidden) {
         let mut search = BlockSearch::new(task, hidden, &migrations)?;
@@ -397,7 +397,7 @@ fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenSt
             records.push(migration.record(task, alphas[i], Some(found)));
         }
     } else {
-        records.extend(migrations.iter().map(|m| m.record(task, Some(usual), None)));
+        records.extend(migrations.iter().map(|m| m.record(task, Some(alpha), None)));
     }
     for record in &records {
         tracing::debug!(producer = record.producer, alpha = record.alpha, "smoothed");
