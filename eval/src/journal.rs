@@ -21,12 +21,12 @@ const MAX_LINE_BYTES: u64 = 1 << 30;
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
     /// Whether the value is plausible: finite, and within its range.
-    fn is_sound(&self) -> bool;
+    fn is_valid(&self) -> bool;
 }
 
 impl Measured for f64 {
     /// A negative log-likelihood: at least zero, except for rounding.
-    fn is_sound(&self) -> bool {
+    fn is_valid(&self) -> bool {
         self.is_finite() && *self >= -1e-6
     }
 }
@@ -161,7 +161,7 @@ fn read<T: Measured>(
                 return Err(damaged());
             }
             let (last, window): (bool, Vec<T>) = serde_json::from_str(text).map_err(|_| damaged())?;
-            if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_sound) {
+            if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_valid) {
                 return Err(damaged());
             }
             known.push(window);

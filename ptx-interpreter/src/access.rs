@@ -6,7 +6,7 @@ use crate::error::{FaultKind, Result};
 use crate::machine::Machine;
 use crate::matrix::{collect, spread};
 use crate::memory::{AccessError, SECTOR};
-use crate::operation::{Address, Operation, Place};
+use crate::operation::{Address, MemorySpace, Operation};
 use crate::resolve::{LOCAL_WINDOW, SHARED_WINDOW};
 use crate::shared::{Actor, wavefronts};
 use crate::types::{LANES, Lanes, low_bits};
@@ -25,18 +25,18 @@ impl Machine<'_> {
         Actor { warp: w, lane, warp_barriers: self.warps[w].warp_barriers }
     }
 
-    fn location(&self, w: usize, lane: usize, place: Place, address: Address) -> Location {
+    fn location(&self, w: usize, lane: usize, place: MemorySpace, address: Address) -> Location {
         let value = self.warps[w].get(address.base)[lane].wrapping_add(address.offset as u64);
         match place {
-            Place::Global => Location::Global(value),
+            MemorySpace::Global => Location::Global(value),
             // Addresses in the shared window may be given as 32-bit numbers.
-            Place::Shared => {
+            MemorySpace::Shared => {
                 Location::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
             }
-            Place::Local => Location::Local(value),
-            Place::Generic if value >= LOCAL_WINDOW => Location::Local(value - LOCAL_WINDOW),
-            Place::Generic if value >= SHARED_WINDOW => Location::Shared(value - SHARED_WINDOW),
-            Place::Generic => Location::Global(value),
+            MemorySpace::Local => Location::Local(value),
+            MemorySpace::Generic if value >= LOCAL_WINDOW => Location::Local(value - LOCAL_WINDOW),
+            MemorySpace::Generic if value >= SHARED_WINDOW => Location::Shared(value - SHARED_WINDOW),
+            MemorySpace::Generic => Location::Global(value),
         }
     }
 
@@ -128,7 +128,13 @@ impl Machine<'_> {
         }
     }
 
-    fn locations(&self, w: usize, active: u32, place: Place, address: Address) -> [Option<Location>; LANES] {
+    fn locations(
+        &self,
+        w: usize,
+        active: u32,
+        place: MemorySpace,
+        address: Address,
+    ) -> [Option<Location>; LANES] {
         let mut locations = [None; LANES];
         for lane in lanes(active) {
             locations[lane] = Some(self.location(w, lane, place, address));
@@ -195,8 +201,8 @@ impl Machine<'_> {
             Operation::Atomic { .. } => self.atomic(w, pc, active, operation)?,
             Operation::CopyAsync { to, from, bytes, size, ignore } => {
                 let (targets, sources) = (
-                    self.locations(w, active, Place::Shared, *to),
-                    self.locations(w, active, Place::Global, *from),
+                    self.locations(w, active, MemorySpace::Shared, *to),
+                    self.locations(w, active, MemorySpace::Global, *from),
                 );
                 self.count(pc, &targets, *bytes, true);
                 let sizes: Lanes = size.map_or([*bytes as u64; LANES], |s| *self.warps[w].get(s));
@@ -345,7 +351,7 @@ impl Machine<'_> {
         d: &[u32],
         from: Address,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     ) -> Result<()> {
         let locations = self.locations(w, low_bits(8 * d.len() as u32) as u32, place, from);
         self.count(pc, &locations, 16, false);
@@ -386,7 +392,7 @@ impl Machine<'_> {
         values: &[u32],
         to: Address,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     ) -> Result<()> {
         let locations = self.locations(w, low_bits(8 * values.len() as u32) as u32, place, to);
         self.count(pc, &locations, 16, true);

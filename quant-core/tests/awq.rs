@@ -13,7 +13,7 @@ use quant_core::model::{Block, FoldGroup, NoTap, NodeId, TokenRows, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{
-    Awq, BlockTask, Grid, Rewrite, Search as SearchMode, Transform, TransformSettings,
+    Awq, BlockTask, LinearGrid, Rewrite, Search as SearchMode, Transform, TransformSettings,
 };
 use quant_core::{CancelToken, TensorSource};
 
@@ -50,7 +50,7 @@ fn opt() -> Tiny {
 struct Search {
     block: Block,
     hidden: HiddenStates,
-    grids: BTreeMap<NodeId, Grid>,
+    grids: BTreeMap<NodeId, LinearGrid>,
     rewrite: Rewrite,
 }
 
@@ -60,7 +60,8 @@ impl Search {
         let block = model.block(0, &model.rope(windows.length()).unwrap()).unwrap();
         let embed = || HiddenStates::embed(&model, windows).unwrap();
         let mut hidden = embed();
-        let grid = Grid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
+        let grid =
+            LinearGrid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
         let task = BlockTask {

@@ -16,8 +16,8 @@ use quant_core::model::{
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
-    Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
-    TransformSettings, fold_norms, rotate,
+    Alpha, Automatic, BlockTask, Clip, LinearGrid, Reorder, Rewrite, SmoothAttention, SmoothOutputs,
+    Transform, TransformSettings, fold_norms, rotate,
 };
 use quant_core::{CancelToken, Category, Result};
 use quant_kernels_cpu::Serial;
@@ -199,7 +199,7 @@ struct Bench {
     hidden: HiddenStates,
     ranges: BTreeMap<NodeId, ChannelRanges>,
     norm_dtypes: BTreeMap<NodeId, Dtype>,
-    grids: BTreeMap<NodeId, Grid>,
+    grids: BTreeMap<NodeId, LinearGrid>,
     settings: TransformSettings,
 }
 
@@ -227,7 +227,8 @@ impl Bench {
         hidden.watch(&block, &CancelToken::new(), &mut ranges).unwrap();
         let ranges = ranges.1;
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, tiny.norm_dtype)).collect();
-        let grid = Grid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16, fused: None };
+        let grid =
+            LinearGrid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         Self { model, block, hidden, ranges, norm_dtypes, grids, settings }
     }

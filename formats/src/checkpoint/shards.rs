@@ -29,7 +29,7 @@ const MAX_LISTED: usize = 256;
 pub struct ShardedCheckpoint {
     directory: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, Place>,
+    tensors: BTreeMap<String, ShardTensor>,
     warnings: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ struct Shard {
 }
 
 #[derive(Debug)]
-struct Place {
+struct ShardTensor {
     shard: usize,
     located: Located,
 }
@@ -65,8 +65,11 @@ impl ShardedCheckpoint {
     /// As [`open`](Self::open).
     pub fn open_file(path: &Path) -> Result<Self> {
         let (shard, header) = Shard::open(path.to_owned(), path)?;
-        let tensors =
-            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let tensors = header
+            .tensors
+            .into_iter()
+            .map(|(name, located)| (name, ShardTensor { shard: 0, located }))
+            .collect();
         let directory = path.parent().unwrap_or(Path::new("")).to_owned();
         Ok(Self { directory, shards: vec![shard], tensors, warnings: Vec::new() })
     }
@@ -88,8 +91,11 @@ impl ShardedCheckpoint {
             let reason = format!("{SINGLE} holds no tensors");
             return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason });
         }
-        let tensors =
-            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let tensors = header
+            .tensors
+            .into_iter()
+            .map(|(name, located)| (name, ShardTensor { shard: 0, located }))
+            .collect();
         let warnings = stray_weights(root, &[SINGLE.to_owned()])?;
         Ok(Self { directory: root.path().to_owned(), shards: vec![shard], tensors, warnings })
     }
@@ -106,14 +112,14 @@ impl ShardedCheckpoint {
             ShardFault::Index(reason) => broken(reason),
         })?;
         let mut shards = Vec::with_capacity(files.len());
-        let mut found: BTreeMap<String, Place> = BTreeMap::new();
+        let mut found: BTreeMap<String, ShardTensor> = BTreeMap::new();
         for (position, (name, real)) in index.shards.iter().zip(&files).enumerate() {
             let (shard, header) = Shard::open(root.join(name), real)?;
             shards.push(shard);
             for (tensor, located) in header.tensors {
                 match found.entry(tensor) {
                     Entry::Vacant(place) => {
-                        place.insert(Place { shard: position, located });
+                        place.insert(ShardTensor { shard: position, located });
                     }
                     Entry::Occupied(other) => {
                         let first = &index.shards[other.get().shard];
@@ -278,9 +284,9 @@ fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault
 /// Keeps the tensors that the index names, each from the shard it names.
 fn match_index(
     index: &ShardIndex,
-    mut found: BTreeMap<String, Place>,
+    mut found: BTreeMap<String, ShardTensor>,
     warnings: &mut Vec<String>,
-) -> Result<BTreeMap<String, Place>, String> {
+) -> Result<BTreeMap<String, ShardTensor>, String> {
     let mut tensors = BTreeMap::new();
     let mut missing = Vec::new();
     for (name, &shard) in &index.weight_map {
@@ -313,7 +319,11 @@ fn match_index(
 }
 
 /// A single file next to the shards must at least describe the same tensors.
-fn compare_single(root: &Root, real: &Path, tensors: &BTreeMap<String, Place>) -> Result<(), ShardFault> {
+fn compare_single(
+    root: &Root,
+    real: &Path,
+    tensors: &BTreeMap<String, ShardTensor>,
+) -> Result<(), ShardFault> {
     let (_, header) = Shard::open(root.join(SINGLE), real)?;
     let mut differing: Vec<&str> = header
         .tensors

@@ -34,7 +34,7 @@ pub use self::element::Element;
 pub(crate) use self::element::sealed;
 pub use self::float::{Bf16Parts, FloatRows};
 pub use self::forms::{narrow, rms_norm, silu_mul};
-use self::rows::{Grid, Place};
+use self::rows::{Grid, RowDestination};
 use self::segments::{Extent, Segment};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
@@ -395,7 +395,7 @@ impl Int8Memory<'_> {
                 None => Grid::of(largest),
             };
             *scale = grid.scale;
-            let place = Place { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
+            let place = RowDestination { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
             match fixed {
                 Some(_) => dispatch::quantize::<true>(token, row, grid, place),
                 None => dispatch::quantize::<false>(token, row, grid, place),

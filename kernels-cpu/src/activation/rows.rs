@@ -24,7 +24,7 @@ pub(crate) struct Grid {
 }
 
 /// The destination of a row in a strip: row `r` of `rows`.
-pub(crate) struct Place<'a> {
+pub(crate) struct RowDestination<'a> {
     pub(super) layout: RowLayout,
     pub(super) r: usize,
     pub(super) rows: usize,
@@ -286,8 +286,12 @@ unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
 /// Rounds a row to integers and sums it per group. With `STATIC`, the zero point is added and the result is clamped to
 /// eight bits; otherwise it always fits.
 #[inline(always)]
-pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid: Grid, to: Place<'_>) {
-    let Place { layout, r, rows, codes, sums } = to;
+pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
+    row: &[f32],
+    grid: Grid,
+    to: RowDestination<'_>,
+) {
+    let RowDestination { layout, r, rows, codes, sums } = to;
     let (size, steps) = (layout.group_size, layout.steps);
     assert!(r < rows && row.len() == layout.k);
     assert!(codes.len() == layout.padded() * rows && sums.len() == layout.groups() * rows);

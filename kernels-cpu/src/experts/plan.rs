@@ -1,6 +1,6 @@
 //! The plan of a call, with its memory requirement, and the memory itself.
 
-use super::routing::Rows;
+use super::routing::SortedRows;
 use super::run::Active;
 use super::{ExpertGate, ExpertRows, Experts};
 use crate::activation::segments::{Extent, Segment};
@@ -137,7 +137,7 @@ impl ExpertsPlan {
 pub struct ExpertsWorkspace {
     /// The plan that it was last reserved for.
     plan: Option<ExpertsPlan>,
-    pub(super) rows: Rows,
+    pub(super) rows: SortedRows,
     pub(super) active: Vec<Active>,
     /// The results of gate and up, `[rows, inner]`.
     pub(super) inner: Vec<f32>,
@@ -276,10 +276,10 @@ impl Buffer {
     }
 
     /// The rows of a segment in the form that products read.
-    pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::Rows<'_> {
+    pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::ActivationRows<'_> {
         match self {
-            Self::Int8(rows) => linear::Rows::int8(rows, token, Some(all)),
-            Self::Float(rows) => linear::Rows::float(rows, Some(all)),
+            Self::Int8(rows) => linear::ActivationRows::int8(rows, token, Some(all)),
+            Self::Float(rows) => linear::ActivationRows::float(rows, Some(all)),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::activation::segments::{Extent, Segment};
 use crate::activation::source::{Gathered, Plain, Source};
 use crate::activation::{Element, RowLayout, dispatch, sealed::Kind};
 use crate::layout::PANEL_ROWS;
-use crate::linear::{Out, Path, Rows};
+use crate::linear::{ActivationRows, Out, Path};
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel, Serial};
 
@@ -210,7 +210,7 @@ impl Experts<'_> {
         plan: &ExpertsPlan,
         active: &[Active],
         between: &Buffer,
-        routed: &routing::Rows,
+        routed: &routing::SortedRows,
         out: &mut [f32],
         parallel: &dyn Parallel,
     ) {
@@ -259,7 +259,7 @@ impl Experts<'_> {
 impl Active {
     /// Divides the product of its rows with `panels` panels of `bytes` bytes each into pieces of about `share` products
     /// of a row and a panel.
-    fn cut(&mut self, rows: &Rows<'_>, panels: usize, share: usize, bytes: usize) {
+    fn cut(&mut self, rows: &ActivationRows<'_>, panels: usize, share: usize, bytes: usize) {
         let (m, units, [max, _]) = (rows.m(), rows.strips(), rows.max_units());
         // If several groups of rows pass over the weights, these should stay in the L2 cache.
         let widest = match units > max {
@@ -308,7 +308,7 @@ fn make(
 /// Divides strips or tiles times panels into parts whose results fit into `RESULTS`; `each` gets their units, panels
 /// and rows.
 fn each_part(
-    rows: &Rows<'_>,
+    rows: &ActivationRows<'_>,
     units: Range<usize>,
     panels: Range<usize>,
     mut each: impl FnMut(Range<usize>, Range<usize>, Range<usize>),
@@ -328,7 +328,7 @@ fn each_part(
 
 /// Some strips or tiles of rows, and some panels.
 struct Part<'a> {
-    rows: &'a Rows<'a>,
+    rows: &'a ActivationRows<'a>,
     units: Range<usize>,
     panels: Range<usize>,
 }

@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
-use super::rows::Rows;
+use super::rows::ActivationRows;
 use super::tile::{Out, Tile};
 use super::tiled::{self, Tiled};
 use crate::activation::{RowLayout, strip, strips};
@@ -48,7 +48,7 @@ pub fn multiply_each(
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
         return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
     }
-    let rows = Rows::int8(x, token, x.all().as_ref());
+    let rows = ActivationRows::int8(x, token, x.all().as_ref());
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
@@ -62,7 +62,7 @@ pub fn multiply_float_each(
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
-    let rows = Rows::float(x, x.all().as_ref());
+    let rows = ActivationRows::float(x, x.all().as_ref());
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
 
@@ -71,7 +71,7 @@ const MAX_PRODUCTS: usize = 4;
 
 fn run(
     path: &dyn Fn(&Layout) -> Path,
-    x: &Rows<'_>,
+    x: &ActivationRows<'_>,
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
@@ -109,7 +109,7 @@ fn run(
 
 impl Product<'_> {
     /// Checks all lengths that are read or written.
-    fn check(&self, x: &Rows<'_>) -> Result<(), KernelError> {
+    fn check(&self, x: &ActivationRows<'_>) -> Result<(), KernelError> {
         let layout = &self.weight.layout;
         if x.layout != Some(RowLayout::of(layout)) {
             let got = x.layout.map_or(0, |l| l.group_size());
@@ -147,7 +147,7 @@ struct Pieces<'a> {
 impl<'a> Pieces<'a> {
     fn new(
         path: Path,
-        x: &Rows<'_>,
+        x: &ActivationRows<'_>,
         product: &'a mut Product<'_>,
         first: usize,
         parallel: &dyn Parallel,
@@ -188,7 +188,7 @@ impl PackedView<'_> {
     pub(crate) unsafe fn part(
         &self,
         path: Path,
-        x: &Rows<'_>,
+        x: &ActivationRows<'_>,
         strips: Range<usize>,
         panels: Range<usize>,
         bias: Option<&[f32]>,

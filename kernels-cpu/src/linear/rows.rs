@@ -27,7 +27,7 @@ impl<'a> Bytes<'a> {
 }
 
 /// Int8 or floating-point rows.
-pub(crate) struct Rows<'a> {
+pub(crate) struct ActivationRows<'a> {
     pub(super) m: usize,
     pub(super) layout: Option<RowLayout>,
     /// Bytes per step of a row.
@@ -52,9 +52,9 @@ pub(super) struct TiledRows<'a> {
 }
 
 // SAFETY: threads only read through the pointers, and the rows outlive the call.
-unsafe impl Sync for Rows<'_> {}
+unsafe impl Sync for ActivationRows<'_> {}
 
-impl<'a> Rows<'a> {
+impl<'a> ActivationRows<'a> {
     /// The integer rows of a segment, for the tiles of an instruction set; empty if there is no segment.
     pub(crate) fn int8(x: &'a Int8Rows, token: IsaToken, all: Option<&Segment>) -> Self {
         let m = all.map_or(0, |all| all.m);

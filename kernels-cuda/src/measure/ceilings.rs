@@ -1,6 +1,6 @@
 //! The measured maxima of a device: bytes per second, products per second, seconds per launch.
 
-use super::{Meter, Work};
+use super::{Meter, TimedLaunch};
 use crate::Result;
 use crate::compile::{Source, Variant};
 use crate::launch::{Argument, LaunchShape};
@@ -60,7 +60,7 @@ impl Ceilings {
         let vectors = Argument::U64((bytes / 16) as u64);
         let one = |kernel, product, shape, arguments| -> Result<f64> {
             // SAFETY: the arguments are those of these kernels, with memory that lives until they have finished.
-            unsafe { meter.seconds(&variant(kernel, product), &[Work { shape, arguments }]) }
+            unsafe { meter.seconds(&variant(kernel, product), &[TimedLaunch { shape, arguments }]) }
                 .map(|times| times.median())
         };
         let stream = |kernel| {

@@ -34,7 +34,7 @@ const RANDOM: usize = 8 << 20;
 
 /// One launch.
 #[derive(Debug, Clone)]
-struct Work {
+struct TimedLaunch {
     shape: LaunchShape,
     arguments: Vec<Argument>,
 }
@@ -115,7 +115,7 @@ impl Meter {
                     memory.push(bytes);
                 }
             }
-            work.push(Work { shape: case.launch, arguments: case.arguments(&addresses)? });
+            work.push(TimedLaunch { shape: case.launch, arguments: case.arguments(&addresses)? });
         }
         // SAFETY: the arguments are the plan's, with as much memory as it needs, which lives until the measurement has
         // finished.
@@ -127,7 +127,7 @@ impl Meter {
     /// # Safety
     /// The variant must be one of this crate's; the arguments must be its own, and point to memory that lives until
     /// this returns.
-    unsafe fn seconds(&self, variant: &Variant, work: &[Work]) -> Result<Times> {
+    unsafe fn seconds(&self, variant: &Variant, work: &[TimedLaunch]) -> Result<Times> {
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().unwrap_or(0);
         // SAFETY: the primary context is never released; images are this crate's.
         let kernel = unsafe { self.kernels.kernel(variant, shared) }?;

@@ -14,7 +14,7 @@ use hf_hub::{
 };
 use quant_core::{Error, Event, Observer, Result};
 
-use super::cache::{Announced, Digest, RepositoryCache, Verdict, is_commit};
+use super::cache::{Announced, BlobCheck, Digest, RepositoryCache, is_commit};
 use super::fault::Request;
 use crate::commands::Session;
 use crate::output::bytes;
@@ -270,14 +270,14 @@ pub fn check(
     session: &Session,
 ) -> Result<()> {
     match cache.check(link, announced, &session.cancel)? {
-        Verdict::Sound => {}
-        Verdict::Unknown => {
+        BlobCheck::Matches => {}
+        BlobCheck::Unknown => {
             let file = request.file.unwrap_or_default();
             session
                 .progress
                 .note(&format!("warning: no checksum is known for {file}; it is used unverified"));
         }
-        Verdict::Wrong { announced, found } => {
+        BlobCheck::Wrong { announced, found } => {
             cache.remove(link)?;
             return Err(request.wrong_content(&announced, &found));
         }

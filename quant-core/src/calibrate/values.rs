@@ -91,18 +91,18 @@ impl SpillFile {
 #[derive(Debug)]
 pub struct Values {
     len: usize,
-    place: Place,
+    place: ValueStore,
 }
 
 #[derive(Debug)]
-enum Place {
+enum ValueStore {
     Memory(Vec<f32>),
     File(Spill, SpillFile),
 }
 
 impl From<Vec<f32>> for Values {
     fn from(values: Vec<f32>) -> Self {
-        Self { len: values.len(), place: Place::Memory(values) }
+        Self { len: values.len(), place: ValueStore::Memory(values) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Values {
                     // Parts of a file that were never written read as zeros.
                     file.write(4 * last as u64, &[0; 4])?;
                 }
-                Place::File(spill.clone(), file)
+                ValueStore::File(spill.clone(), file)
             }
             None => {
                 let mut values = Vec::new();
@@ -128,7 +128,7 @@ impl Values {
                     bytes: Some(4 * len as u64),
                 })?;
                 values.resize(len, 0.0);
-                Place::Memory(values)
+                ValueStore::Memory(values)
             }
         };
         Ok(Self { len, place })
@@ -168,8 +168,8 @@ impl Values {
     /// Where values are spilled to, if these are in a file.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
-            Place::Memory(_) => None,
-            Place::File(spill, _) => Some(spill),
+            ValueStore::Memory(_) => None,
+            ValueStore::File(spill, _) => Some(spill),
         }
     }
 
@@ -180,8 +180,8 @@ impl Values {
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
         self.check(&range)?;
         match &self.place {
-            Place::Memory(values) => Ok(Cow::Borrowed(&values[range])),
-            Place::File(_, file) => {
+            ValueStore::Memory(values) => Ok(Cow::Borrowed(&values[range])),
+            ValueStore::File(_, file) => {
                 let mut values = vec![0.0; range.len()];
                 let mut bytes = vec![0; PIECE.min(4 * range.len())];
                 for (i, piece) in values.chunks_mut(PIECE / 4).enumerate() {
@@ -203,8 +203,8 @@ impl Values {
     pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
         self.check(&(at..at.saturating_add(values.len())))?;
         match &mut self.place {
-            Place::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
-            Place::File(_, file) => {
+            ValueStore::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
+            ValueStore::File(_, file) => {
                 let mut bytes = Vec::with_capacity(PIECE.min(4 * values.len()));
                 for (i, piece) in values.chunks(PIECE / 4).enumerate() {
                     bytes.clear();
@@ -231,7 +231,7 @@ impl Values {
         let rows = |first: u32, count: usize| first as usize * width..(first as usize + count) * width;
         let all = rows(first, (last - first) as usize + 1);
         self.check(&all)?;
-        if let Place::Memory(values) = &mut self.place {
+        if let ValueStore::Memory(values) = &mut self.place {
             return change(&mut values[all], &|row| first + row as u32);
         }
         let runs = || tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b));

@@ -8,7 +8,7 @@ use quant_kernels_cpu::{IsaToken, Parallel, Rayon, Serial};
 
 use super::Segments;
 use super::arch::AttentionShape;
-use super::cache::{Held, LayerCache};
+use super::cache::{CacheContents, LayerCache};
 use super::kv::cache_error;
 use super::tensor_values::with_slices;
 use crate::{Error, Result};
@@ -120,10 +120,10 @@ pub(super) fn decode(
     if batch != 1 || k.dims() != v.dims() || k.dims3()? != (1, m, width / shape.repeat) {
         return Err(Error::Internal(format!("attention of {:?} with {:?}", q.dims(), k.dims())));
     }
-    if let Held::Nothing = cache.held {
-        cache.held = Held::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
+    if let CacheContents::Nothing = cache.held {
+        cache.held = CacheContents::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
     }
-    let Held::Pages(pages) = &mut cache.held else {
+    let CacheContents::Pages(pages) = &mut cache.held else {
         return Err(Error::Internal("a cache of floats was given to a model that caches pages".into()));
     };
     let mut out = vec![0.0; m * width];

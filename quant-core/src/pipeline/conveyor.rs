@@ -9,23 +9,23 @@ use serde_json::json;
 use super::Job;
 use super::decision::{Decision, Rounded, StageRounded};
 use super::report::{QuantReport, TensorReport};
-use super::source::{Held, Source, copy, stored_report, unchanged_report};
+use super::source::{ReadWeights, Source, copy, stored_report, unchanged_report};
 use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
 /// What the entries of a span are made of, beside the plan.
-pub(super) struct Work<'a> {
+pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
     /// Linears that are rounded already.
     pub(super) rounded: StageRounded,
     /// What was read of the block.
-    pub(super) held: Held<'a>,
+    pub(super) held: ReadWeights<'a>,
 }
 
-impl<'a> Work<'a> {
+impl<'a> SpanWork<'a> {
     /// Of a span of which nothing is rounded yet.
-    pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
+    pub(super) fn new(decision: &'a Decision, held: ReadWeights<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
     }
 
@@ -113,7 +113,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         &mut self,
         span: usize,
         layer: Option<usize>,
-        work: &Work<'_>,
+        work: &SpanWork<'_>,
         horizon: usize,
     ) -> Result<()> {
         let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
@@ -130,7 +130,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     /// Takes the entries of a span that are rounded already, ahead of the others.
-    pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
+    pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
         let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
@@ -143,14 +143,14 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     /// Takes an entry; while it is worked on, the one at `next` is read.
-    fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
+    fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
         Ok(())
     }
 
-    fn tensor(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<Finished> {
+    fn tensor(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<Finished> {
         let (job, entries) = (self.job, &self.job.plan.entries);
         let entry = &entries[index];
         if self.is_written(entry) {
@@ -198,7 +198,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     /// The largest magnitude of the linears that have a scale in common with this one, if it is still to be rounded and
     /// there are others. They are looked at once, when the first of them is due.
-    fn shared_amax(&mut self, entry: &PlanEntry, work: &Work<'_>) -> Result<Option<f32>> {
+    fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);

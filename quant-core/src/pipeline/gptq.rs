@@ -18,7 +18,7 @@ use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
 use crate::quantize::{RowsError, ScaleContext, ScaleSearch, SharedExtents};
 use crate::recipe::States;
-use crate::transform::{Grid, Rewrite};
+use crate::transform::{LinearGrid, Rewrite};
 use crate::{CancelToken, Error, Result};
 
 /// A block that is to be rounded.
@@ -28,7 +28,7 @@ pub(super) struct GptqTask<'a> {
     /// The block with the rewrite applied to it.
     pub(super) block: Block,
     /// The grids of the linears that will be quantized.
-    pub(super) grids: &'a BTreeMap<NodeId, Grid>,
+    pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
     /// What a transform decided; its clip bounds limit the ranges of grids.
     pub(super) rewrite: &'a Rewrite,
     /// The grids of inputs that are the same for all tokens.
@@ -264,7 +264,7 @@ impl GptqTask<'_> {
         for (i, &node) in linears.iter().enumerate() {
             self.cancel.check()?;
             let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
-            let Grid { scheme, scale_dtype, .. } = self.grids[&node];
+            let LinearGrid { scheme, scale_dtype, .. } = self.grids[&node];
             let context = self.context(node)?;
             let weight = self.block.linear(node).weight().read()?;
             let shape = weight.shape();
@@ -305,7 +305,7 @@ impl GptqTask<'_> {
 }
 
 /// The linears that are quantized, by the value that they read, in order of evaluation.
-fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId, Vec<NodeId>> {
+fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, LinearGrid>) -> BTreeMap<NodeId, Vec<NodeId>> {
     let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
     for &node in grids.keys() {
         stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);

@@ -27,9 +27,9 @@ pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, Tens
 pub use states::{SavedStates, StateFiles};
 
 use self::batch::{Batch, BlockDone};
-use self::conveyor::{Conveyor, Work};
+use self::conveyor::{Conveyor, SpanWork};
 use self::decision::Decision;
-use self::source::{Hashes, Held};
+use self::source::{Hashes, ReadWeights};
 use self::states::Saver;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
@@ -154,7 +154,7 @@ pub fn quantize_each_with(
         let hashes = Hashes::default();
         let Some(batch) = &mut hidden else {
             let nothing = Decision::default();
-            let work = Work::new(&nothing, Held::of(None, false, &hashes));
+            let work = SpanWork::new(&nothing, ReadWeights::of(None, false, &hashes));
             timed(job.observer, WRITE, || {
                 conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &work, layers + 1))
             })?;
@@ -177,7 +177,7 @@ pub fn quantize_each_with(
             conveyors.iter_mut().enumerate().try_for_each(|(i, conveyor)| {
                 let decision = decisions.remove(&i).unwrap_or_default();
                 let is_last = i + 1 == jobs.len();
-                let work = Work::new(&decision, Held::of(block.as_ref(), !is_last, &hashes));
+                let work = SpanWork::new(&decision, ReadWeights::of(block.as_ref(), !is_last, &hashes));
                 conveyor.take(span, layer, &work, span)
             })
         })?;

@@ -219,7 +219,7 @@ pub(super) struct Searched {
 
 /// Whether a linear that reads as `stored` can be what was written of `reported`: some containers state a symmetric
 /// grid with zeros.
-fn says_the_same(stored: LinearScheme, reported: LinearScheme) -> bool {
+fn is_equivalent(stored: LinearScheme, reported: LinearScheme) -> bool {
     stored == reported.with_symmetry(stored.is_symmetric() && reported.is_symmetric())
 }
 
@@ -360,7 +360,7 @@ impl QuantReport {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
             let stored = model.module_scheme(module);
             let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
-            if !stored.zip(reported).is_some_and(|(stored, reported)| says_the_same(stored, reported)) {
+            if !stored.zip(reported).is_some_and(|(stored, reported)| is_equivalent(stored, reported)) {
                 return Err(broken(format!("says of {} what these weights are not", tensor.tensor)));
             }
         }

@@ -26,14 +26,14 @@ const COPY_BYTES: usize = 8 << 20;
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
 /// The weights of a block that were read already, by the names of their tensors.
-pub(super) struct Held<'b> {
+pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
     /// Whether they are needed again after this.
     shared: bool,
     hashes: &'b Hashes,
 }
 
-impl<'b> Held<'b> {
+impl<'b> ReadWeights<'b> {
     /// What was read of a block; without one, nothing. The hashes are of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
@@ -113,7 +113,12 @@ enum Contents {
 impl Source {
     /// Reads an entry, unless it is held; a float tensor into a buffer that served another, whose pages are there
     /// already.
-    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, held: &Held<'_>, spare: Vec<u8>) -> Result<Self> {
+    pub(super) fn read(
+        job: &Job<'_>,
+        entry: &PlanEntry,
+        held: &ReadWeights<'_>,
+        spare: Vec<u8>,
+    ) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
             let contents = Contents::Packed(job.model.packed(module, shape)?);
@@ -166,7 +171,7 @@ pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<
 pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
-    held: &Held<'_>,
+    held: &ReadWeights<'_>,
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
     let tensor = stored_report(entry, sink)
@@ -222,7 +227,7 @@ fn each_piece(
 pub(super) fn copy(
     job: &Job<'_>,
     entry: &PlanEntry,
-    held: &Held<'_>,
+    held: &ReadWeights<'_>,
     sink: &mut dyn TensorSink,
 ) -> Result<TensorReport> {
     let (name, dtype) = (&entry.stored, entry.info.dtype);

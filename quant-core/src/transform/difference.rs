@@ -15,7 +15,7 @@ use rayon::prelude::*;
 
 use super::BlockTask;
 use super::objective::round_scaled;
-use super::rows::Rows;
+use super::rows::StoredValues;
 use super::shared::shared_scales;
 use crate::model::{BlockGraph, CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
@@ -54,7 +54,7 @@ pub(super) struct Prepared {
 
 struct Module {
     /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
-    outputs: Vec<(Rows, Shape)>,
+    outputs: Vec<(StoredValues, Shape)>,
     /// The input of the watched linear that results from these outputs.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,
@@ -86,7 +86,7 @@ impl Prepared {
             tap,
         )?) {
             let shape = output.shape().clone();
-            let rounded = Rows::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
+            let rounded = StoredValues::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
             known_outputs.push((node, Tensor::from_vec(rounded.to_vec()?, &shape, &Device::Cpu)?));
             outputs.push((rounded, shape));
         }

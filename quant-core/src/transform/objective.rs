@@ -14,7 +14,7 @@ use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::shared::shared_scales;
-use super::{BlockTask, Grid};
+use super::{BlockTask, LinearGrid};
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
 use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{SharedScales, fake_quantize_within};
@@ -255,7 +255,7 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],
-    grid: Grid,
+    grid: LinearGrid,
     shared: (&SharedScales, usize),
     module: &str,
 ) -> Result<()> {

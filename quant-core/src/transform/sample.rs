@@ -2,7 +2,7 @@
 //!
 //! The rule is described in [`race`](super::race).
 
-use super::rows::Rows;
+use super::rows::StoredValues;
 use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
@@ -42,7 +42,7 @@ pub(super) struct SearchSample {
     pub(super) layout: BatchLayout,
     pub(super) channels: usize,
     pub(super) schedule: Schedule,
-    rows: Rows,
+    rows: StoredValues,
     pub(super) places: Vec<Place>,
     /// The memory in bytes that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
@@ -84,7 +84,7 @@ impl SearchSample {
         } else {
             Schedule::tokens(&layout, of_tokens)
         };
-        let (rows, places) = (Rows::new(rounded, 0, spill)?, Vec::new());
+        let (rows, places) = (StoredValues::new(rounded, 0, spill)?, Vec::new());
         let round_bytes = spill.map(Spill::round_bytes);
         let mut sample =
             Self { layout, channels, schedule, rows, places, round_bytes, counted: 0, window: 0, tails: 0 };
@@ -95,7 +95,7 @@ impl SearchSample {
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
-            sample.rows = Rows::new(rounded, wanted * channels, None)?;
+            sample.rows = StoredValues::new(rounded, wanted * channels, None)?;
         }
         sample.places = Vec::with_capacity(wanted);
         Ok(sample)

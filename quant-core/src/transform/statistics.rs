@@ -103,7 +103,7 @@ fn kept(
         let k = shape(task, group.consumers[0])[1];
         let share = task.block.share_of_tokens(group.input);
         let work =
-            Work { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
+            SearchSize { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
         if group.consumers.len() == 1 && work.gram_is_cheaper(wanted.candidates) {
             grams.insert(group.input, GramSum::new(k));
         } else {
@@ -155,7 +155,7 @@ impl Kept {
         let max = SearchSample::max_tokens(batch, mixes_tokens(graph, group));
         // If there are few tokens, a sample contains all of them.
         let tokens = max.min((2.0 * all as f64 * share) as u64);
-        let work = Work { tokens: all as f64 * share, n: n as f64, k: k as f64 };
+        let work = SearchSize { tokens: all as f64 * share, n: n as f64, k: k as f64 };
         if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
             return Self { gram_bytes: 0, tokens };
         }
@@ -171,13 +171,13 @@ impl Kept {
 }
 
 /// The size of a search: a single linear `[n, k]`, and the number of tokens of its input.
-struct Work {
+struct SearchSize {
     tokens: f64,
     n: f64,
     k: f64,
 }
 
-impl Work {
+impl SearchSize {
     /// Whether judging candidates by the input's Gram matrix takes fewer operations than a race. Both are estimates:
     /// the matrix costs `t k²`, and then each candidate `2 n k²`; a race runs every candidate on about an eighth of the
     /// tokens, at `2 n k` each.

@@ -252,7 +252,7 @@ impl PackedReader for Reader {
             check_spec(source, spec, module)?;
         }
         let mut foreign = vec![group_index_name(module)];
-        if scheme.is_symmetric() && !has_zeros_of_nothing(source, storage, module)? {
+        if scheme.is_symmetric() && !has_null_zero_points(source, storage, module)? {
             foreign.push(zero_point_name(module));
         }
         if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
@@ -316,7 +316,7 @@ impl PackedReader for Reader {
 }
 
 /// Whether a symmetric weight has zero points that are all 0, as some versions write them in byte storage.
-fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
+fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
     let name = zero_point_name(module);
     match source.info(&name) {
         Some(info) if storage == Storage::Int8 && info.dtype == Dtype::I8 => {
