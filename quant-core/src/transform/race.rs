@@ -176,7 +176,7 @@ impl Contender {
     }
 }
 
-/// Splits lanes into those that may still win and those that are eliminated.
+/// Splits contenders into those that may still win and those that are eliminated.
 fn eliminate(
     contenders: Vec<Contender>,
     mut out: Vec<Contender>,
