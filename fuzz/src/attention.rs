@@ -66,7 +66,7 @@ pub fn attention(data: &[u8]) {
     let mut lists = lists(&mut input, kv, blocks);
     // Unwritten memory may hold anything.
     let mut pages = vec![0xff; kv * blocks * layout.page_bytes()];
-    let mut cache = KvCache::new(layout, heads, blocks * PAGE_TOKENS).expect("a small one");
+    let mut cache = KvCache::new(layout, heads, blocks * PAGE_TOKENS).expect("enough memory");
     let mut tokens = 0;
     for _ in 0..input.size(3) {
         let m = input.below(100).min(blocks * PAGE_TOKENS + 1);
@@ -83,7 +83,7 @@ pub fn attention(data: &[u8]) {
         assert_eq!(cache.tokens(), tokens);
         if input.rarely(4) {
             tokens = input.below(tokens + 1);
-            cache.truncate(tokens).expect("it holds as many");
+            cache.truncate(tokens).expect("at most the cached tokens");
         }
         lists.iter_mut().for_each(|list| list.tokens = tokens);
     }
@@ -93,7 +93,7 @@ pub fn attention(data: &[u8]) {
     let causal = (tokens + 1) as isize - m as isize;
     lists.iter_mut().for_each(|list| list.seen = causal);
     let run = |isa: Isa, pages: &[u8], lists: &[List], words: usize| {
-        let token = isa.token().expect("it is available");
+        let token = isa.token().expect("an available instruction set");
         let (mut out, mut lse) = (vec![7.0; q.len()], vec![7.0; m * heads.query]);
         let views: Vec<_> = lists.iter().map(List::view).collect();
         let of = KvPages::new(layout, layout.id(), pages).expect("whole pages");
@@ -102,10 +102,10 @@ pub fn attention(data: &[u8]) {
         outcome.map(|()| (out, lse))
     };
     let room = |tokens| KvPages::workspace(&layout, heads, m, tokens);
-    let words = room(tokens).expect("a small one");
+    let words = room(tokens).expect("a small size");
     let (mut first, mut detected) = (None, None);
     for isa in Isa::available() {
-        let (out, lse) = run(isa, &pages, &lists, words).expect("all fits");
+        let (out, lse) = run(isa, &pages, &lists, words).expect("matching shapes");
         let first: &(Vec<u32>, Vec<u32>) = first.get_or_insert_with(|| (bits(&out), bits(&lse)));
         assert_eq!(bits(&lse), first.1, "{isa:?}");
         if isa != Isa::Avx512Bf16 || layout.kind() == KvType::F16 {
@@ -118,11 +118,11 @@ pub fn attention(data: &[u8]) {
     if let Some((mut out, mut lse)) = detected {
         let (mut again, mut again_lse) = (vec![7.0; out.len()], vec![7.0; lse.len()]);
         let mut workspace = Workspace::default();
-        cache.prefill(&q, &mut again, &mut again_lse, &mut workspace, &Serial).expect("all fits");
+        cache.prefill(&q, &mut again, &mut again_lse, &mut workspace, &Serial).expect("matching shapes");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
         // Merging with an empty part is the identity.
         let nothing = (vec![0.0; out.len()], vec![f32::NEG_INFINITY; lse.len()]);
-        merge(d, &mut out, &mut lse, &nothing.0, &nothing.1).expect("as long");
+        merge(d, &mut out, &mut lse, &nothing.0, &nothing.1).expect("equal lengths");
         assert_eq!([bits(&again), bits(&again_lse)], [bits(&out), bits(&lse)]);
     }
 

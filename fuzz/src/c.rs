@@ -23,7 +23,7 @@ pub(crate) use empty;
 
 /// Calls `piece` once per index, from the last to the first.
 unsafe extern "C" fn backwards(_: *mut c_void, count: usize, piece: qz1_piece, work: *mut c_void) {
-    let piece = piece.expect("the library gives one");
+    let piece = piece.expect("a callback");
     for i in (0..count).rev() {
         // SAFETY: `work` and `count` are passed on unchanged, and each index is used once, as the C interface requires.
         unsafe { piece(work, i) };

@@ -39,7 +39,8 @@ fn run(data: &[u8]) -> (usize, usize) {
     let mut input = Input::new(data);
     let which = input.below(CHECKPOINTS.len());
     let (name, scheme, scales) = CHECKPOINTS[which];
-    let (container, scheme) = (container(name).expect("it is known"), scheme.parse().expect("it is one"));
+    let (container, scheme) =
+        (container(name).expect("a known format"), scheme.parse().expect("a valid scheme"));
     let modules = &MODULES[..input.size(MODULES.len())];
     let mut source = MemorySource::new();
     let mut schemes = ModuleSchemes::default();
@@ -47,8 +48,9 @@ fn run(data: &[u8]) -> (usize, usize) {
         let shape = [32 * input.size(2), 128 * input.size(2)];
         let values: Vec<f32> =
             input.bytes(shape[0] * shape[1]).iter().map(|&b| f32::from(b as i8) / 64.0).collect();
-        let tensor = quantize_rtn(module, &values, shape, scheme, scales, None).expect("small numbers");
-        for (spec, mut bytes) in container.pack(module, &tensor).expect("a shape that all take") {
+        let tensor = quantize_rtn(module, &values, shape, scheme, scales, None).expect("values in range");
+        for (spec, mut bytes) in container.pack(module, &tensor).expect("a shape that every format supports")
+        {
             let (mut dtype, mut shape) = (spec.info.dtype, spec.info.shape);
             match input.below(24) {
                 0 => continue,
@@ -89,7 +91,7 @@ fn run(data: &[u8]) -> (usize, usize) {
         let Ok(tensor) = checkpoint.read(&linear.name) else { continue };
         read += 1;
         assert_eq!((tensor.shape, tensor.scheme), (linear.shape, linear.scheme));
-        let values = tensor.dequantize().expect("a weight that was read is one");
+        let values = tensor.dequantize().expect("a valid weight");
         assert_eq!(values.len(), linear.shape[0] * linear.shape[1]);
         if let Ok(packed) = tensor.pack(None, &Serial) {
             assert_eq!([packed.layout().n(), packed.layout().k()], linear.shape);

@@ -117,7 +117,7 @@ pub fn float_files(data: &[u8]) {
             _ => input.bytes(len as usize),
         };
         let inserted = source.insert(format!("m.{name}"), dtype, shape, bytes);
-        assert!(inserted.is_ok(), "bytes of the length that the type and the shape have");
+        assert!(inserted.is_ok(), "the length matches type and shape");
     }
     if reader.survey(&source).is_err() {
         return;
@@ -126,9 +126,9 @@ pub fn float_files(data: &[u8]) {
     let weight = PackedWeight { module: "m", shape: [n, k], scheme };
     let _ = reader.tensors(&source, weight);
     if let Ok(tensor) = reader.read(&source, weight) {
-        let values = tensor.dequantize().expect("a weight that was read is one");
+        let values = tensor.dequantize().expect("a valid weight");
         assert_eq!(values.len(), n * k);
-        assert!(!values.iter().any(|x| x.is_nan()), "a code or scale that is no number was read");
+        assert!(!values.iter().any(|x| x.is_nan()), "a NaN code or scale was accepted");
         assert!(tensor.input_grid().is_ok());
     }
 }

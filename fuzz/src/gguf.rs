@@ -18,9 +18,9 @@ fn check(bytes: &[u8]) {
         let Ok(header) = GgufHeader::parse(bytes, len) else { continue };
         let mut end = 0;
         for tensor in &header.tensors {
-            assert!(tensor.offset >= end, "`{}` overlaps what is before it", tensor.name);
-            end = tensor.offset.checked_add(tensor.bytes).expect("an end without overflow");
-            assert!(end <= len, "`{}` leaves the file", tensor.name);
+            assert!(tensor.offset >= end, "`{}` overlaps the tensor before it", tensor.name);
+            end = tensor.offset.checked_add(tensor.bytes).expect("no overflow");
+            assert!(end <= len, "`{}` exceeds the file", tensor.name);
             let columns = tensor.columns();
             let rows: usize = tensor.shape[..tensor.shape.len() - 1].iter().product();
             assert_eq!(tensor.kind.row_bytes(columns).map(|row| (row * rows) as u64), Some(tensor.bytes));

@@ -81,7 +81,7 @@ impl Matrix {
 
 /// Rows of 8-bit activations, with per-token or static scales.
 fn rows(isa: Isa, by: StaticScale, layout: &Layout, x: &[f32]) -> Int8Rows {
-    let mut rows = Int8Rows::new(isa.token().expect("it is available"));
+    let mut rows = Int8Rows::new(isa.token().expect("an available instruction set"));
     let row_layout = RowLayout::of(layout);
     if layout.has_sums() {
         rows.quantize_static(x, row_layout, by, &Serial).expect("whole rows and a good scale");
@@ -122,7 +122,7 @@ pub fn pack(data: &[u8]) {
     let _ = layout.unpack(&bytes[..input.below(bytes.len() + 1)]);
     let Ok(owned) = owned else { return };
     assert_eq!(owned.view().bytes(), bytes);
-    let parts = layout.unpack(&bytes).expect("as long as the layout says");
+    let parts = layout.unpack(&bytes).expect("bytes of the layout's length");
     assert_eq!(parts.codes, matrix.codes);
     assert_eq!(parts.zeros, matrix.zeros.unwrap_or_default());
     match &matrix.whole {
@@ -153,8 +153,8 @@ pub fn packed(data: &[u8]) {
         // Memory need not be aligned.
         bytes.rotate_left(cut);
     }
-    let packed = PackedView::new(layout, layout.id(), &bytes).expect("of this layout");
-    let parts = layout.unpack(&bytes).expect("as long as the layout says");
+    let packed = PackedView::new(layout, layout.id(), &bytes).expect("bytes of this layout");
+    let parts = layout.unpack(&bytes).expect("bytes of the layout's length");
     assert_eq!(parts.codes.len(), n * k);
     let rows_asked = input.below(n + 2)..input.below(n + 2);
     let mut floats = vec![0.0; rows_asked.len() * k];
@@ -169,13 +169,13 @@ pub fn packed(data: &[u8]) {
     let (mut whole, mut float) = (None, None);
     for isa in Isa::runnable() {
         let rows = rows(isa, by, &layout, &x);
-        let token = isa.token().expect("it is available");
+        let token = isa.token().expect("an available instruction set");
         let mut out = vec![0.0; m * n];
-        packed.multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("all fits");
+        packed.multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("matching shapes");
         assert_eq!(&bits(&out), whole.get_or_insert_with(|| bits(&out)), "{isa:?}");
         let mut rows = FloatRows::new(token);
         rows.pack(&x, RowLayout::of(&layout), &Serial).expect("whole rows");
-        packed.multiply_float(&rows, bias.as_deref(), &mut out, &Serial).expect("all fits");
+        packed.multiply_float(&rows, bias.as_deref(), &mut out, &Serial).expect("matching shapes");
         if !isa.splits_floats() {
             assert_eq!(&bits(&out), float.get_or_insert_with(|| bits(&out)), "{isa:?} on floats");
         }
@@ -192,11 +192,11 @@ pub fn packed(data: &[u8]) {
 pub fn round_trip(data: &[u8]) {
     let mut input = Input::new(data);
     let matrix = Matrix::valid(&mut input);
-    let view = matrix.view().expect("its parts fit");
-    let packed = PackedLinear::pack(&view, None, input.flag(), &Serial).expect("it can be packed");
+    let view = matrix.view().expect("consistent parts");
+    let packed = PackedLinear::pack(&view, None, input.flag(), &Serial).expect("packable weights");
     let (n, k) = (view.n(), view.k());
     let mut floats = [vec![0.0; n * k], vec![0.0; n * k]];
-    packed.view().dequantize_rows(0..n, &mut floats[0]).expect("all fits");
+    packed.view().dequantize_rows(0..n, &mut floats[0]).expect("matching shapes");
     reference::dequantize_rows(&view, 0..n, &mut floats[1]);
     assert_eq!(bits(&floats[0]), bits(&floats[1]));
 
@@ -209,8 +209,8 @@ pub fn round_trip(data: &[u8]) {
     for isa in Isa::runnable() {
         let rows = rows(isa, by, packed.layout(), &x);
         let mut out = vec![0.0; m * n];
-        let token = isa.token().expect("it is available");
-        packed.view().multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("all fits");
+        let token = isa.token().expect("an available instruction set");
+        packed.view().multiply(token, &rows, bias.as_deref(), &mut out, &Serial).expect("matching shapes");
         assert_eq!(bits(&out), expected, "{isa:?}");
     }
 }

@@ -34,46 +34,46 @@ pub fn floating_point(data: &[u8]) {
         true => Scales::E4m3 { groups: &of_groups, global },
         false => Scales::Float(&floats),
     };
-    let view = WeightView::float_with_scales([n, k], format, size, &codes, scales).expect("its parts fit");
-    assert!(Layout::of(&view, true).is_err(), "there are no sums of such codes");
+    let view = WeightView::float_with_scales([n, k], format, size, &codes, scales).expect("consistent parts");
+    assert!(Layout::of(&view, true).is_err(), "such codes have no sums");
     let packed = PackedLinear::pack(&view, None, false, &Serial);
     let are_numbers = codes.iter().all(|&code| format.is_number(code));
     let Ok(packed) = packed else {
         assert!(!valid || !global.is_finite() || !are_numbers, "refused without a reason");
         return;
     };
-    assert!(are_numbers, "a code that is not a number was packed");
-    packed.view().check().expect("what was packed");
-    let parts = packed.layout().unpack(packed.view().bytes()).expect("as long as the layout says");
+    assert!(are_numbers, "a NaN code was packed");
+    packed.view().check().expect("valid packed bytes");
+    let parts = packed.layout().unpack(packed.view().bytes()).expect("bytes of the layout's length");
     assert_eq!(parts.codes, codes);
     let mut values = [vec![0.0; n * k], vec![0.0; n * k]];
-    packed.view().dequantize_rows(0..n, &mut values[0]).expect("all fits");
+    packed.view().dequantize_rows(0..n, &mut values[0]).expect("matching shapes");
     reference::dequantize_rows(&view, 0..n, &mut values[1]);
     assert_eq!(bits(&values[0]), bits(&values[1]));
 
     let m = input.size(20);
     let x = input.floats(m * k);
     let layout = RowLayout::of(packed.layout());
-    let mut plain = Int8Rows::new(Isa::Scalar.token().expect("it is available"));
+    let mut plain = Int8Rows::new(Isa::Scalar.token().expect("an available instruction set"));
     plain.quantize(&x, layout, &Serial).expect("whole rows");
     let expected = (format == FloatFormat::E2m1).then(|| bits(&reference::int8_linear(&view, &plain, None)));
     let mut float = None;
     for isa in Isa::runnable() {
-        let token = isa.token().expect("it is available");
+        let token = isa.token().expect("an available instruction set");
         let mut out = vec![0.0; m * n];
         let mut rows = Int8Rows::new(token);
         rows.quantize(&x, layout, &Serial).expect("whole rows");
         let product = packed.view().multiply(token, &rows, None, &mut out, &Serial);
         match &expected {
             Some(expected) => {
-                product.expect("all fits");
+                product.expect("matching shapes");
                 assert_eq!(&bits(&out), expected, "{isa:?}");
             }
             None => assert!(product.is_err(), "a product of integers with FP8"),
         }
         let mut rows = FloatRows::new(token);
         rows.pack(&x, layout, &Serial).expect("whole rows");
-        packed.view().multiply_float(&rows, None, &mut out, &Serial).expect("all fits");
+        packed.view().multiply_float(&rows, None, &mut out, &Serial).expect("matching shapes");
         if !isa.splits_floats() {
             assert_eq!(&bits(&out), float.get_or_insert_with(|| bits(&out)), "{isa:?} on floats");
         }

@@ -110,7 +110,7 @@ fn compare(name: &str, config: cbindgen::Config, sources: &[&str]) {
         builder.with_src(root.join(format!("src/{name}.rs")))
     });
     let mut fresh = Vec::new();
-    builder.generate().expect("the interface is one of C").write(&mut fresh);
+    builder.generate().expect("an interface that C can express").write(&mut fresh);
     // The `# Safety` sections concern Rust only.
     let fresh = String::from_utf8(fresh).expect("a header is text").replace("\r\n", "\n");
     let fresh = without_safety(&fresh);
@@ -121,7 +121,7 @@ fn compare(name: &str, config: cbindgen::Config, sources: &[&str]) {
     let committed = std::fs::read_to_string(&path).unwrap_or_default().replace("\r\n", "\n");
     if committed != fresh {
         let differs = committed.lines().zip(fresh.lines()).position(|(a, b)| a != b);
-        panic!("include/{name} is not what the source says, from line {:?} on", differs.map(|l| l + 1));
+        panic!("include/{name} differs from the source, starting at line {:?}", differs.map(|l| l + 1));
     }
 }
 

@@ -80,8 +80,9 @@ mod linux {
                 let code = |i: usize| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[2] & mask;
                 let codes: Vec<u8> = (0..n * k).map(code).collect();
                 let scales: Vec<f32> = (0..n * k / group_size).map(|i| (1 + i % 7) as f32 / 1024.0).collect();
-                let view = WeightView::new([n, k], bits, group_size, &codes, &scales, None).expect("a shape");
-                let packed = PackedLinear::pack(&view, None, false, &Serial).expect("weights");
+                let view =
+                    WeightView::new([n, k], bits, group_size, &codes, &scales, None).expect("valid weights");
+                let packed = PackedLinear::pack(&view, None, false, &Serial).expect("valid weights");
                 let (layout, bytes) = (RowLayout::of(packed.layout()), packed.layout().bytes());
                 let copies = vec![packed; COPIES.div_ceil(bytes)];
                 for &m in &tokens {
@@ -90,11 +91,11 @@ mod linux {
                     let mut times = vec![(Vec::new(), Vec::new()); paths.len()];
                     for round in 0..if m <= 16 { 24 } else { 7 } {
                         for (i, (isa, times)) in paths.iter().zip(&mut times).enumerate() {
-                            let token = isa.token().expect("it is available");
+                            let token = isa.token().expect("an available instruction set");
                             let (mut whole, mut floats) = (Int8Rows::new(token), FloatRows::new(token));
                             let mut rows = || match integers {
-                                true => whole.quantize(&x, layout, &Serial).expect("rows"),
-                                false => floats.pack(&x, layout, &Serial).expect("rows"),
+                                true => whole.quantize(&x, layout, &Serial).expect("whole rows"),
+                                false => floats.pack(&x, layout, &Serial).expect("whole rows"),
                             };
                             // The first call allocates.
                             rows();
@@ -105,7 +106,7 @@ mod linux {
                                     true => weight.multiply(token, &whole, None, &mut out, &Serial),
                                     false => weight.multiply_float(&floats, None, &mut out, &Serial),
                                 }
-                                .expect("a product");
+                                .expect("matching shapes");
                             }));
                             black_box(&out);
                         }

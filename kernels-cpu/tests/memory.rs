@@ -67,7 +67,7 @@ fn short<T>(mut call: impl FnMut() -> Result<T, KernelError>) -> usize {
             Err(error) => assert_eq!((error.code(), matches!(error, KernelError::Memory(_))), (8, true)),
         }
     }
-    panic!("it never had enough");
+    panic!("the call never got enough memory");
 }
 
 #[test]

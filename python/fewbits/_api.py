@@ -22,7 +22,7 @@ def _list(given: _Patterns, name: str) -> list[str]:
         return [given]
     listed = list(given)
     if not all(isinstance(one, str) for one in listed):
-        raise TypeError(f"{name}= is a string or a list of strings")
+        raise TypeError(f"{name}= must be a string or a list of strings")
     return listed
 
 
@@ -40,9 +40,9 @@ def _check_count(name: str, count: int | None) -> None:
     if count is None:
         return
     if not isinstance(count, int):
-        raise TypeError(f"{name}= is an integer, not a {type(count).__name__}")
+        raise TypeError(f"{name}= must be an integer, not {type(count).__name__}")
     if count < 0:
-        raise UsageError(f"{name}={count} is negative", "give a count")
+        raise UsageError(f"{name}={count} is negative", "use 0 or a positive number")
 
 
 def _settings(

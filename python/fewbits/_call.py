@@ -23,7 +23,7 @@ def code() -> str:
     """The file of the native part. A run can only be resumed with the same one."""
     found = _native.__file__
     if found is None:
-        raise AssertionError("the native half was loaded from no file")
+        raise AssertionError("the native part has no file")
     return found
 
 
@@ -54,7 +54,7 @@ def run(
         )
     except KeyboardInterrupt as stopped:
         if resume_with is not None and sys.version_info >= (3, 11):
-            stopped.add_note(f"nothing that was finished is lost: the same call with {resume_with} continues")
+            stopped.add_note(f"finished work is kept: repeat the call with {resume_with} to continue")
         raise
     finally:
         listener.close()
@@ -64,7 +64,7 @@ def run(
 def check_threads(threads: int | None) -> None:
     """Rejects an invalid number of threads."""
     if threads is not None and not 1 <= threads <= 1024:
-        raise UsageError(f"threads={threads} is no number of threads", "give one from 1 to 1024")
+        raise UsageError(f"threads={threads} is not a valid number of threads", "use 1 to 1024")
 
 
 def path(given: PathOrName) -> str:
@@ -84,7 +84,7 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
     if isinstance(given, (str, PathLike)):
         return fspath(given), None
     if isinstance(given, (bytes, Mapping)):
-        raise TypeError(f"{name}= is a path, the name of a text, or rows; a single row goes into a list")
+        raise TypeError(f"{name}= must be a path, the name of a text, or rows; put a single row into a list")
     rows = list(given)
     if rows and all(isinstance(row, Mapping) and "role" in row for row in rows):
         # The messages of one conversation.

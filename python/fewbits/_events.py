@@ -115,7 +115,7 @@ class Bar:
             from tqdm.auto import tqdm  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError:
             warnings.warn(
-                "tqdm is not installed, and no progress is shown; pip install tqdm", FewbitsWarning, stacklevel=5
+                "tqdm is not installed, so no progress is shown; pip install tqdm", FewbitsWarning, stacklevel=5
             )
             tqdm = None
         self._make: Any = tqdm
@@ -149,7 +149,7 @@ class Listener:
 
     def __init__(self, on_event: Callable[[Event], object] | None, progress: bool) -> None:
         if on_event is not None and not callable(on_event):
-            raise TypeError("on_event= is called with each event, and must be callable")
+            raise TypeError("on_event= must be callable; it is called with each event")
         self._on_event = on_event
         self._bar = Bar() if progress else None
 

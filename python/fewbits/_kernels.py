@@ -110,7 +110,7 @@ _LIBRARY = _library()
 def _check(status: int, text: ctypes.Array[c_char]) -> None:
     if status:
         reason = text.value.decode(errors="replace") or f"status {status}"
-        raise (InternalError if status == 37 else UsageError)(f"the kernels refuse: {reason}", "report this")
+        raise (InternalError if status == 37 else UsageError)(f"the kernels rejected the call: {reason}", "report this")
 
 
 def _message() -> tuple[_Message, ctypes.Array[c_char]]:

@@ -29,12 +29,12 @@ def _linear(
     # The names of the fields of `layout`: _kernels.Layout.
     n, k = layout[6], layout[7]
     if x.shape[-1] != k or packed.numel() < layout[11] or packed.dtype != torch.uint8 or not packed.is_contiguous():
-        raise ValueError(f"an input of width {x.shape[-1]} for a linear of [{n}, {k}], or foreign packed weights")
+        raise ValueError(f"input of width {x.shape[-1]} for a linear of [{n}, {k}], or invalid packed weights")
     kind = _kernels.TYPES.get(str(x.dtype).removeprefix("torch."))
     if kind is None:
-        raise TypeError(f"activations of {x.dtype} are not multiplied with packed weights")
+        raise TypeError(f"activations of type {x.dtype} are not supported by packed weights")
     if bias is not None and (bias.dtype != torch.float32 or bias.numel() != n or not bias.is_contiguous()):
-        raise ValueError(f"a bias of {tuple(bias.shape)} {bias.dtype}; {n} values of float32 are needed")
+        raise ValueError(f"bias of {tuple(bias.shape)} {bias.dtype}; it must be {n} contiguous float32 values")
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
     if out.numel():
@@ -231,7 +231,7 @@ def quantizer(base: type[Any]) -> type[Any]:
             self._packs = replaced > 0
             if stayed:
                 _LOGGER.warning(
-                    "%d quantized linears are of a kind that the kernels do not have; transformers unpacks them", stayed
+                    "%d quantized linears are not supported by the kernels; transformers unpacks them", stayed
                 )
             if replaced and not stayed:
                 hook = getattr(model, "ct_decompress_hook", None)

@@ -60,7 +60,7 @@ _Names = Union[str, Sequence[str]]
 def _refuse(what: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
     if unknown:
         listed = ", ".join(f"`{name}`" for name in sorted(unknown))
-        raise UsageError(f"{what} does not take {listed} here", f"it takes {', '.join(sorted(known))}")
+        raise UsageError(f"{what} does not support {listed} here", f"it supports {', '.join(sorted(known))}")
 
 
 class _Scheme:
@@ -70,7 +70,8 @@ class _Scheme:
         name = type(self).__name__
         if ([targets] if isinstance(targets, str) else list(targets)) != ["Linear"]:
             raise UsageError(
-                f"{name}: targets={targets!r} is not taken", 'give targets="Linear", and name what stays float in ignore='
+                f"{name}: targets={targets!r} is not supported",
+                'use targets="Linear", and list what stays float in ignore=',
             )
         if scheme is not None and not (isinstance(scheme, str) and scheme.upper() in SCHEMES):
             raise UsageError(f"{name}: scheme={scheme!r} is not known", f"choose one of {', '.join(SCHEMES)}")
@@ -143,14 +144,15 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
     kinds = (QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier)
     if isinstance(recipe, (str, PathLike)):
         raise UsageError(
-            "recipes as text or files are not read here", "give modifiers, or a TOML recipe to fewbits.quantize(recipe=)"
+            "recipes as text or files are not supported here",
+            "pass modifiers, or a TOML recipe to fewbits.quantize(recipe=)",
         )
     modifiers = [recipe] if isinstance(recipe, kinds) else list(recipe)
     for modifier in modifiers:
         if not isinstance(modifier, kinds):
             names = ", ".join(kind.__name__ for kind in kinds)
             raise UsageError(
-                f"`{type(modifier).__name__}` is no modifier of fewbits.llmcompressor", f"it has {names}"
+                f"`{type(modifier).__name__}` is not a modifier of fewbits.llmcompressor", f"it has {names}"
             )
     order = [type(modifier) for modifier in modifiers]
     methods: dict[tuple[type, ...], str] = {
@@ -166,7 +168,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
     if method is None:
         names = " then ".join(kind.__name__ for kind in order) or "nothing"
         known = "; ".join(" then ".join(kind.__name__ for kind in kinds) for kinds in methods)
-        raise UsageError(f"the recipe {names} is not known", f"known are: {known}")
+        raise UsageError(f"unknown recipe {names}", f"known recipes: {known}")
     settings: dict[str, Any] = {"method": method}
     ignore: list[str] = []
     schemes = set()
@@ -180,7 +182,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
         if isinstance(modifier, GPTQModifier):
             settings.update(modifier.settings)
     if len(schemes) != 1:
-        raise UsageError(f"the recipe names {len(schemes)} schemes", "give one modifier of it a scheme=")
+        raise UsageError(f"the recipe names {len(schemes)} schemes", "set scheme= in one of its modifiers")
     # The head stays float even if it is not listed.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
@@ -196,7 +198,7 @@ def _rows(dataset: Texts, column: str) -> Texts:
         if isinstance(row, Mapping) and "messages" not in row:
             if column not in row and "input_ids" in row:
                 raise UsageError(
-                    "the dataset holds tokens (`input_ids`)", "give its texts or messages: they are tokenized here"
+                    "the dataset contains tokens (`input_ids`)", "pass its texts or messages; they are tokenized here"
                 )
             return {"text": row.get(column)}
         return row
@@ -233,11 +235,11 @@ def oneshot(
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
     if not isinstance(model, (str, PathLike)):
         raise UsageError(
-            f"model= is a {type(model).__name__}, and models are read from their directory here",
-            "give the directory that it was loaded from",
+            f"model= is a {type(model).__name__}, but models must be given as a directory here",
+            "pass the directory that it was loaded from",
         )
     if not save_compressed:
-        raise UsageError("save_compressed=False is not taken: what is written is packed", "leave it out")
+        raise UsageError("save_compressed=False is not supported: the output is always packed", "leave it out")
     settings = _settings(recipe)
     if settings["method"] != "rtn":
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)

@@ -55,7 +55,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     ) -> None:
         super().__init__()
         if device not in (None, "cpu"):
-            raise ValueError(f"device={device!r}: this model runs on the processor; leave device out")
+            raise ValueError(f"device={device!r}: this model runs on the CPU; leave out device")
         self.model = Model(
             pretrained,
             execution=execution,  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         if prefix_token_id is None:
             prefix_token_id = bos if bos is not None else eos
         if eos is None or prefix_token_id is None:
-            raise ValueError(f"{pretrained} names no token that ends or begins a text; give prefix_token_id=")
+            raise ValueError(f"{pretrained} has no token that begins or ends a text; set prefix_token_id=")
         self._eos, self._prefix = eos, prefix_token_id
         self._prefix_text = self.model.special_token("bos_token" if prefix_token_id == bos else "eos_token")
 
@@ -188,7 +188,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             length = next((int(value) for value in lengths if value is not None), self.max_gen_toks)
             given = {name: settings.pop(name) for name in _SETTINGS if name in settings}
             if settings:
-                raise ValueError(f"generation settings that are not known here: {', '.join(sorted(settings))}")
+                raise ValueError(f"unknown generation settings: {', '.join(sorted(settings))}")
             temperature = given.pop("temperature", None)
             sample = bool(given.pop("do_sample", bool(temperature)))
             if not temperature:
@@ -213,7 +213,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise ValueError("answers that are begun for the model are not supported here")
+            raise ValueError("prefilled answers are not supported here")
         return self.model.chat_prompt(chat_history)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -64,7 +64,7 @@ pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<
         "recipe" => Box::new(move |_| requests::preset_recipe(&request)),
         "gate" => Box::new(move |session| gate::gate(&request, session)),
         "baseline" => Box::new(move |_| gate::update_baseline(&request)),
-        other => return Err(PyValueError::new_err(format!("no job is called {other}"))),
+        other => return Err(PyValueError::new_err(format!("unknown job {other}"))),
     })
 }
 

@@ -96,7 +96,7 @@ impl Model {
             "chat" => Box::new(move |session| loaded.prompt(&request, session)),
             "score" => Box::new(move |session| loaded.score(&request, session)),
             "generate" => Box::new(move |session| loaded.generate(&request, session)),
-            other => return Err(PyValueError::new_err(format!("a model has no job {other}"))),
+            other => return Err(PyValueError::new_err(format!("unknown job {other} of a model"))),
         };
         job::run(py, work, on_event, Place { code, python }, threads, false)
     }
@@ -127,8 +127,8 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› does not fit the model, which has {max} positions"),
-            format!("give ‹max_length› of 1 to {max}"),
+            format!("‹max_length={positions}› does not fit the model, which has {most} positions"),
+            format!("use ‹max_length› from 1 to {most}"),
         ));
     }
     let tokenizer = TextTokenizer::of(&opened.directory)?;
@@ -217,7 +217,7 @@ impl Loaded {
         };
         drop(known);
         let conversation = Conversation::of_messages(&messages).map_err(|reason| {
-            Error::usage(format!("the conversation {reason}"), "give a list of messages")
+            Error::usage(format!("the conversation {reason}"), "pass a list of messages")
         })?;
         Ok(json!(template.prompt(&conversation, Path::new("messages"))?).to_string())
     }

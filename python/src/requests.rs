@@ -24,7 +24,7 @@ use crate::wording::Keywords;
 /// Parses a request built by the Python part.
 pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
     serde_json::from_str(request).map_err(|e| {
-        Error::usage(format!("the request is not understood: {e}"), "see the signature of the function")
+        Error::usage(format!("the request is invalid: {e}"), "see the signature of the function")
     })
 }
 
@@ -40,8 +40,8 @@ fn text(name: Option<String>, rows: Option<Vec<String>>, called: &str) -> Result
         serde_json::from_str(row).map_err(|e| Error::InputFile {
             path: origin.to_owned(),
             line: Some(line),
-            reason: format!("is no text of valid characters: {e}"),
-            remedy: "leave this row out, or replace what is no Unicode in it".into(),
+            reason: format!("is not valid Unicode text: {e}"),
+            remedy: "leave out this row, or replace its invalid characters".into(),
         })
     });
     let values = values.collect::<Result<Vec<Value>>>()?;
@@ -115,10 +115,10 @@ struct Evaluate {
 pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> Result<String> {
     let asked: Evaluate = parse(request)?;
     let Some(text) = text(asked.text, rows, "text")? else {
-        return Err(Error::usage("there is no text to evaluate on", "give ‹text›"));
+        return Err(Error::usage("no evaluation text is given", "give ‹text›"));
     };
     if asked.windows == Some(0) {
-        return Err(Error::usage("no windows would be scored", "give ‹windows› of at least 1"));
+        return Err(Error::usage("no windows would be evaluated", "use ‹windows› of at least 1"));
     }
     let args = eval::Args {
         model: asked.model,

@@ -41,14 +41,14 @@ def test_one_hierarchy() -> None:
         ({"ignore": "dwon_proj"}, "ignore= `dwon_proj` matches no linear", "did you mean down_proj"),
         ({"method": "rtn", "samples": 4}, "samples= has no effect: method `rtn`", "choose another method="),
         ({"method": "rtn", "calibration": "builtin"}, 'calibration="builtin" has no effect', "leave it out"),
-        ({"scheme": "w4a16-g64", "group_size": 128}, 'scheme="w4a16-g64" contradicts group_size=', "say it once"),
-        ({"preset": "awq-w4a16", "recipe": "x.toml"}, "preset= and recipe= both", "leave one of them out"),
+        ({"scheme": "w4a16-g64", "group_size": 128}, 'scheme="w4a16-g64" contradicts group_size=', "set it only once"),
+        ({"preset": "awq-w4a16", "recipe": "x.toml"}, "preset= and recipe= cannot be combined", "leave one of them out"),
         ({"scheme": "q4_k_m"}, "", 'add format="gguf"'),
         ({"format": "gguf", "alpha": 0.5}, 'alpha= has no effect with format="gguf"', "leave it out"),
         ({"pre": "qwen2"}, "pre= has no effect", 'add format="gguf"'),
         ({"override": ["down_proj"]}, "has no `=`", "override="),
         ({"threads": 0}, "threads=0", "1 to 1024"),
-        ({"seed": -1}, "seed=-1 is negative", "count"),
+        ({"seed": -1}, "seed=-1 is negative", "positive number"),
     ],
 )
 def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: str, remedy: str) -> None:
@@ -115,15 +115,15 @@ def test_arguments_of_a_wrong_type(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(TypeError, match="on_event="):
         fewbits.quantize(model, out, on_event=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a single row goes into a list"):
+    with pytest.raises(TypeError, match="put a single row into a list"):
         fewbits.quantize(model, out, calibration={"text": "a"})
     with pytest.raises(TypeError, match="row 1 of calibration="):
         fewbits.quantize(model, out, calibration=[object()])
     with pytest.raises(TypeError):
         fewbits.quantize(model, out, groupsize=64)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="block_size= is an integer, not a str"):
+    with pytest.raises(TypeError, match="block_size= must be an integer, not str"):
         fewbits.quantize(model, out, block_size="many")  # type: ignore[arg-type]
-    with pytest.raises(fewbits.UsageError, match="the request is not understood"):
+    with pytest.raises(fewbits.UsageError, match="the request is invalid"):
         fewbits.quantize(model, out, method="gptq", damping="much")  # type: ignore[arg-type]
 
 

@@ -100,21 +100,21 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: QuantizationModifier(config_groups={}), "QuantizationModifier does not take `config_groups`"),
+        (lambda: QuantizationModifier(config_groups={}), "QuantizationModifier does not support `config_groups`"),
         (lambda: GPTQModifier(scheme="W4A16", offload_hessians=True), "`offload_hessians`"),
         (lambda: GPTQModifier(scheme="W4A16", actorder="group"), "actorder='group' is not known"),
         (lambda: AWQModifier(mappings=[]), "`mappings`"),
         (lambda: SmoothQuantModifier(num_calibration_steps=3), "`num_calibration_steps`"),
         (lambda: QuantizationModifier(scheme="W3A5"), "scheme='W3A5' is not known"),
         (lambda: QuantizationModifier(scheme="W4A16", targets=["re:.*mlp.*"]), "targets="),
-        (lambda: shot(pipeline="basic"), "oneshot does not take `pipeline`"),
+        (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
         (lambda: shot(model=3), "model= is a int"),
-        (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not read here"),
+        (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
         (lambda: shot(recipe=object()), "not iterable"),
         (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "the recipe GPTQModifier then GPTQModifier"),
         (lambda: shot(recipe=GPTQModifier()), "names 0 schemes"),
         (lambda: shot(save_compressed=False), "save_compressed=False"),
-        (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "holds tokens"),
+        (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "contains tokens"),
     ],
 )
 def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) -> None:

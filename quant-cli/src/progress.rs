@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     fn ago(seconds: u64) -> Instant {
-        Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up longer")
+        Instant::now().checked_sub(Duration::from_secs(seconds)).expect("an uptime longer than this")
     }
 
     #[test]

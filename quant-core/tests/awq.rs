@@ -46,7 +46,7 @@ fn opt() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::opt() }
 }
 
-/// One block with its inputs, after a direct search.
+/// A block with its inputs, after a search that a test called directly.
 struct Search {
     block: Block,
     hidden: HiddenStates,
@@ -75,7 +75,7 @@ impl Search {
             cancel: &CancelToken::new(),
         };
         let rewrite = Awq.search(&[task], Some(&mut hidden), true).unwrap().remove(0);
-        // The search has advanced the batch to the next block, whatever it sampled.
+        // The search has advanced the batch to the next block, regardless of its sample.
         let mut next = embed();
         next.advance(&block, &CancelToken::new()).unwrap();
         let values = |states: &HiddenStates| -> Vec<Vec<f32>> {
@@ -172,7 +172,7 @@ impl Search {
 }
 
 fn assert_near(found: f64, exact: f64, tolerance: f64, what: &str) {
-    assert!((found - exact).abs() <= tolerance * exact, "{what}: recorded {found:e}, in truth {exact:e}");
+    assert!((found - exact).abs() <= tolerance * exact, "{what}: recorded {found:e}, actual {exact:e}");
 }
 
 #[test]
@@ -217,7 +217,7 @@ fn errors_from_differences_are_those_of_the_definition() {
 }
 
 /// With masked prompts and packed documents, only counted tokens matter, for every route, and the fast and the
-/// reference search find the same.
+/// reference search find the same scales.
 #[test]
 fn masked_and_packed_batches_are_judged_by_what_counts() {
     for (family, scheme, count, length) in [
@@ -248,7 +248,7 @@ fn masked_and_packed_batches_are_judged_by_what_counts() {
             assert_eq!(search.rewrite.tokens.len(), linears, "every linear is counted");
             assert!(search.rewrite.tokens.values().all(|t| *t == counted));
         }
-        // Without the mask the errors differ, so the mask reaches the search.
+        // Without the mask the errors differ, which shows that the search uses the mask.
         let plain = common::windows(128, count, length, 2);
         assert_eq!(plain.tokens(), windows.tokens());
         let plain = Search::by(SearchMode::Reference, &checkpoint, scheme, &plain);
@@ -290,7 +290,7 @@ fn records_are_right(search: &Search, scheme: &str) {
         }
     }
     let clipped: u64 = search.rewrite.clip_records.iter().map(|r| r.clipped_groups).sum();
-    assert!(clipped > 0, "{scheme}: some range is worth narrowing");
+    assert!(clipped > 0, "{scheme}: narrowing helps for some range");
 }
 
 /// With a sample of a large batch, the fast search finds scales as good as those of the reference, up to sampling
@@ -321,7 +321,7 @@ fn a_race_ends_near_the_best() {
                 fast.ratio,
                 reference.ratio
             );
-            // An estimate of the same error.
+            // The fast search only estimates this error.
             assert_near(fast.error_after, whole(fast.ratio), 0.3, &what);
         }
         // Single linears of this size are evaluated exactly with their Gram matrix.
@@ -363,7 +363,7 @@ fn searches_never_end_worse_and_change_what_is_written() {
         assert_eq!((folds, clips), (2 * 6, 2 * 5), "{scheme}");
         let mut changed = 0;
         for tensor in awq.report.tensors.iter().filter(|t| t.action == "quantized") {
-            // Changed if a scale was folded in from either side, or a range was narrowed.
+            // A weight changes if a scale was folded into its rows or columns, or a range was narrowed.
             let up = tensor.tensor.replace("up_proj", "down_proj");
             let down = awq.report.tensors.iter().find(|t| t.tensor == up && up != tensor.tensor);
             let scaled = tensor.ratio.is_some() || down.is_some_and(|d| d.ratio.is_some());

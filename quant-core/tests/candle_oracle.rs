@@ -1,5 +1,5 @@
 //! The model stage against an independent decoder, candle-transformers' Llama, on random tiny checkpoints; and against
-//! itself: batching and caching change nothing.
+//! itself: batching and caching do not change results.
 
 mod common;
 
@@ -122,7 +122,7 @@ fn all_cases() -> Vec<(&'static str, Tiny)> {
 fn a_batch_gives_what_each_window_gives_alone_bit_for_bit() {
     for (seed, (name, tiny)) in all_cases().into_iter().enumerate() {
         let decoder = decoder(&tiny.random(seed as u64).model());
-        // Up to four tokens in total use another code path, with different last bits.
+        // Up to four tokens in total use a different code path, whose results differ in the last bits.
         for length in [5, 40, 128] {
             let windows = windows(tiny.vocab, 6, length, 7);
             let batch: Vec<&[u32]> = (0..6).map(|i| windows.window(i)).collect();

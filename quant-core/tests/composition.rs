@@ -1,5 +1,5 @@
-//! Steps in any sensible order: each pair preserves a whole model, is written and read back, and is the same from its
-//! name, a recipe file and a recipe in memory. All other orders are rejected with a reason.
+//! Steps in any sensible order: each pair preserves a whole model, is written and read back, and gives the same result
+//! from its name, a recipe file and a recipe in memory. All other orders are rejected with a reason.
 
 mod common;
 
@@ -84,11 +84,11 @@ fn every_pair_is_done_or_refused_with_the_reason() {
             // With random head norms there may be nothing to smooth and nothing to clip.
             let may_do_nothing = tiny.family == Kind::Qwen3;
             assert!(may_do_nothing || !plain.contains(&bytes), "{pair:?}: nothing is done");
-            assert!(lost < bound, "{pair:?}, {:?}: {lost} where each alone loses {worse:?}", tiny.family);
+            assert!(lost < bound, "{pair:?}, {:?}: lost {lost}, but each alone loses {worse:?}", tiny.family);
         }
     }
-    // 8 steps form 56 pairs; 14 end in a step that creates another model, 14 begin with a step that narrows ranges, and
-    // 4 do both.
+    // 8 steps form 56 pairs; 14 end in a step that creates a new model, 14 begin with a step that narrows ranges, and 4
+    // do both.
     assert_eq!(done, 56 - 14 - 14 + 4);
 }
 
@@ -106,8 +106,8 @@ fn longer_orders_with_both_roundings() {
         let own = method(name).unwrap();
         assert_eq!(own.name, name);
         let lost = lost(&tiny, own.clone());
-        assert!(lost < 3.0 * rtn + 1e-6, "{name}: {lost} where rounding alone loses {rtn}");
-        // The same method, read from a file.
+        assert!(lost < 3.0 * rtn + 1e-6, "{name}: lost {lost}, but rounding alone loses {rtn}");
+        // The same method, but read from a recipe file.
         let toml = recipe(own.clone()).to_toml();
         let again = Recipe::parse(&toml).unwrap();
         assert_eq!((&again.method, &again.method.name), (&own, &own.name));

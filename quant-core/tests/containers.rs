@@ -20,7 +20,7 @@ fn named(name: &str) -> &'static dyn Container {
     container(name).unwrap()
 }
 
-/// Writes a quantized model in another container.
+/// Writes a quantized model in a different container.
 fn repacked(from: &Quantized, to: &str) -> Quantized {
     let model = from.model();
     let plan = Plan::repack(&model, named(to)).unwrap();
@@ -251,8 +251,8 @@ fn a_shared_head_is_parted_from_the_embedding() {
 }
 
 #[test]
-fn a_foreign_checkpoint_is_read_as_configured() {
-    // As written by AutoAWQ: an upper-case version, and no head in the list.
+fn a_checkpoint_of_others_is_read_by_what_it_says() {
+    // AutoAWQ writes the version in upper case, and omits the head from the list.
     let checkpoint = tiny(Dtype::F16).random(8);
     let recipe = in_container("awq", "rtn", "w4a16-g32-asym");
     let mut awq = run(&checkpoint.model(), &checkpoint.tiny.config(), &recipe, None);

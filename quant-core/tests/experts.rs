@@ -1,5 +1,5 @@
 //! Mixtures of experts in the pipeline: each expert only sees its routed tokens, experts without tokens are quantized
-//! too, routers stay float and follow the norm, and nothing depends on the order of experts.
+//! too, routers stay float and are folded with the norm, and nothing depends on the order of experts.
 
 mod common;
 
@@ -162,7 +162,7 @@ fn experts_without_tokens_are_rounded_to_nearest() {
 fn one_token_is_enough_for_an_expert() {
     let mut checkpoint = tiny(Kind::Mixtral).random(8);
     steer(&mut checkpoint, [-50.0, 50.0, -50.0, 40.0, -50.0]);
-    // Exactly one token of the vocabulary goes to expert 0.
+    // Exactly one token of the vocabulary is routed to expert 0.
     let hidden = checkpoint.tiny.hidden;
     let token = windows(checkpoint.tiny.vocab, 4, 48, 5).window(0)[0] as usize;
     checkpoint.values("model.embed_tokens.weight")[token * hidden + STEADY] = -4.0;
@@ -263,8 +263,8 @@ fn experts_may_be_calibrated_on_all_tokens() {
                 }
             }
         }
-        // More than any expert has.
-        let above = quantized(&starved, &sampled(&base, ExpertTokens::Routed, tokens + 1));
+        // More tokens than any expert has.
+        let above = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, tokens + 1));
         for name in all.source.names() {
             assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");
         }

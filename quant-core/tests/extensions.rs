@@ -1,4 +1,4 @@
-//! A third-party transform and container: each is a type in this file, and the pipeline runs them unmodified.
+//! A third-party transform and container: each is a type in this file, and the pipeline runs them without any change.
 
 mod common;
 
@@ -101,7 +101,7 @@ fn a_transform_brings_its_checks_its_memory_its_work_and_its_settings() {
 
     let [plain, planned] = [&rtn, &own].map(|r| Plan::all(&model, r).unwrap());
     let [before, after] = [&plain, &planned].map(|plans| Plan::peak_memory(plans, &model));
-    assert!(after >= before + KEPT, "{before} and {after}");
+    assert!(before < KEPT && after >= KEPT, "{before} and {after}");
     let rates = Rates { operations: 1e9, rounded: 1e9, hashed: 1e9 };
     let [before, after] = [&plain, &planned].map(|plans| Plan::seconds(plans, &model, rates));
     assert!(after > before + 1e6, "{before} and {after}");
@@ -129,9 +129,9 @@ fn a_transform_is_folded_and_reported() {
     for transform in [&EVEN, &STRONGER] {
         let written = run(&model, &tiny.config(), &fine(transform), None);
         assert_eq!(written.report.steps, ["even-columns"]);
-        // The same function up to rounding, with different weights.
+        // The model computes the same function up to rounding, with different weights.
         let lost = mean_divergence(&float, &logits(&written.model(), &others), tiny.vocab);
-        assert!(lost < 8.0 * rtn, "{lost} where rounding alone loses {rtn}");
+        assert!(lost < 8.0 * rtn, "lost {lost}, but rounding alone loses {rtn}");
         let norm = "model.layers.0.input_layernorm.weight";
         assert_ne!(written.source.read(norm).unwrap(), rounded.source.read(norm).unwrap());
     }

@@ -214,7 +214,7 @@ fn every_reader_of_a_folded_channel_is_in_the_balance_list() {
             assert_eq!(group.input, norm, "{name}");
             assert!(group.consumers.iter().all(|&c| matches!(nodes[c].op, Op::Linear { .. })), "{name}");
         }
-        // For any producer, no other node may read the consumers' input.
+        // For any producer, only the consumers may read their common input.
         for group in &groups {
             assert_eq!(group.consumers, readers(nodes, group.input), "{name}");
         }
@@ -317,7 +317,7 @@ fn biases_of_norms_are_folded_with_their_weights() {
     }
 }
 
-/// A ReLU only lets positive scales pass, so all others are rejected, whatever is in between.
+/// A ReLU only commutes with positive scales, so all others are rejected, even if there is no ReLU.
 #[test]
 fn scales_that_are_not_positive_are_refused() {
     let bench = Bench::new(&Tiny::opt(), 2);
@@ -332,7 +332,7 @@ fn scales_that_are_not_positive_are_refused() {
     }
 }
 
-/// A scale of a value head appears in every query head that reads it, and in no other.
+/// A scale of a value head is applied to every query head that reads it, and to no other query head.
 #[test]
 fn repeated_channels_are_scaled_wherever_they_are() {
     let bench = Bench::new(&Tiny::default(), 1);
@@ -374,6 +374,6 @@ fn wrong_counts_are_refused() {
         let mut rewrite = Rewrite::default();
         let scales = vec![2.0; bench.channels(&group) - 1];
         assert!(bench.fold(&mut rewrite, &group, &scales).is_err());
-        assert!(rewrite.columns.is_empty(), "nothing is folded by halves");
+        assert!(rewrite.columns.is_empty(), "a fold applies completely or not at all");
     }
 }

@@ -1,5 +1,5 @@
-//! Quantized keys and values in whole models: the same for whole windows and token by token, close to the results with
-//! the kernels' pages, and without any effect on calibration.
+//! Quantized keys and values in whole models: the same results for whole windows and token by token, close to the
+//! results with the kernels' pages, and without any effect on calibration.
 
 mod common;
 

@@ -116,7 +116,7 @@ fn open(source: MemorySource, config: &Map<String, Value>) -> Result<Model, Erro
 }
 
 fn refusal(source: MemorySource, config: &Map<String, Value>) -> String {
-    let error = open(source, config).err().expect("it is refused");
+    let error = open(source, config).err().expect("an error");
     assert_eq!(error.category(), Category::Input, "{error}");
     error.to_string()
 }
@@ -334,7 +334,7 @@ fn nested_configurations_that_are_refused() {
     ] {
         assert!(message.contains(configured), "{message}");
     }
-    // Both levels must agree about the quantization.
+    // Both levels must agree on the quantization.
     let written = run(
         &open(class.source(&checkpoint, TOWER_FIRST), &class.config(&tiny)).unwrap(),
         &class.config(&tiny),
@@ -371,7 +371,7 @@ fn names_of_two_layouts_at_once_are_refused() {
                 assert!(message.contains(&name) && message.contains("two layouts"), "{message}");
             }
         }
-        // Names of no known layout.
+        // Names that match no known layout.
         let mut nothing = MemorySource::new();
         for name in ["encoder.layers.0.mlp.up_proj.weight", "a", "b", "c"] {
             nothing.insert_f32(name, Dtype::F32, [2, 2], &[0.0; 4]).unwrap();

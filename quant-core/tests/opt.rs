@@ -97,7 +97,7 @@ fn decoding_by_steps_is_prefill() {
     }
 }
 
-/// There are as many positions as rows: longer windows are rejected, with the largest possible length.
+/// There are as many positions as rows: longer windows are rejected with a message that states the maximum length.
 #[test]
 fn windows_longer_than_the_positions_are_refused() {
     let tiny = Tiny::opt();

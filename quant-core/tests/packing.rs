@@ -110,7 +110,7 @@ fn long_windows_go_in_pieces() {
     assert!(whole == pieces, "{}", relative_difference(&pieces, &whole));
     assert_eq!((seen.0.len(), &seen.0), (7, &watched.0));
     assert!(seen.0.values().all(|rows| rows.iter().copied().eq(0..9000)));
-    // Cancelling stops it between two linears.
+    // Cancelling stops the evaluation between two linears.
     let cancel = CancelToken::new();
     cancel.cancel();
     assert!(matches!(hidden.advance(&block, &cancel), Err(quant_core::Error::Interrupted)));

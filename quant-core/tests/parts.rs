@@ -134,7 +134,7 @@ fn states_of_another_run_or_damaged_are_refused() {
     };
     refused(run(&wide("*.layers.0.*"), &windows, 1..3, &before), "grids");
     refused(run(&wide("*"), &windows, 1..3, &before), "grids");
-    // Different scales on the same grids do, too.
+    // Different scales on the same grids also give different states.
     let nvfp4 = |scale_search: ScaleSearch| {
         let recipe = common::recipe("gptq", "nvfp4a16");
         let settings = TransformSettings { scale_search, ..recipe.settings.clone() };
@@ -183,14 +183,14 @@ fn parts_lie_in_the_plan() {
     for (start, end) in [(0, 0), (2, 1), (0, 4), (3, 4)] {
         let blocks = start..end;
         let message = plan.part(blocks.clone()).unwrap_err().to_string();
-        assert!(message.contains("not a part of 0..3"), "{blocks:?}: {message}");
+        assert!(message.contains("not within 0..3"), "{blocks:?}: {message}");
     }
     let of = |blocks: Range<usize>| plan.part(blocks).unwrap().outputs().len();
     assert_eq!(of(0..1) + of(1..2) + of(2..3), plan.outputs().len());
     assert_eq!(plan.part(1..3).unwrap().part(2..3).unwrap().outputs().len(), of(2..3));
 }
 
-/// The memory of a part depends only on its own blocks, wherever they are in the model.
+/// The memory of a part depends only on its own blocks, not on their position in the model.
 #[test]
 fn the_memory_of_a_part_is_that_of_its_blocks() {
     for method in ["awq", "gptq"] {

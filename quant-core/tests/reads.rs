@@ -1,4 +1,4 @@
-//! A run reads every weight of a block once per output format, whatever the method, also when it is resumed: the bytes
+//! A run reads every weight of a block once per output format, for every method, also when it is resumed: the bytes
 //! that were searched or multiplied are the bytes that are rounded and hashed. AWQ reads once for all formats. Rounding
 //! to nearest with a scale shared between linears reads these twice, first for the largest magnitude.
 
@@ -263,7 +263,7 @@ fn every_weight_is_read_once() {
             let (read, reports, _) = bench.run(&mut sinks, usize::MAX);
             bench.assert_read_once(&read, &what);
             for (report, plan) in reports.unwrap().iter().zip(&bench.plans) {
-                // In the order of the plan, whatever was written first.
+                // In the order of the plan, regardless of the order of writing.
                 let tensors = report.tensors.iter().map(|t| &t.tensor);
                 assert!(tensors.eq(plan.entries.iter().map(|e| &e.tensor)), "{what}");
             }
@@ -329,7 +329,7 @@ fn fused(checkpoint: &Checkpoint, form: Together) -> MemorySource {
     source
 }
 
-/// A gpt-oss: gates and ups alternate as columns of one tensor, with biases in another.
+/// A gpt-oss model: gates and ups alternate as columns of one tensor, with biases in another.
 fn gpt_oss() -> (MemorySource, Map<String, Value>) {
     const EXPERTS: usize = 4;
     let (hidden, intermediate, vocab, heads, head) = (64, 96, 96, 4, 16);
@@ -409,14 +409,14 @@ fn every_weight_of_a_rotated_model_is_read_once() {
     }
 }
 
-/// Wherever a run is interrupted, the resumed run reads every weight at most once and gives the same result.
+/// A resumed run reads every weight at most once and gives the same result, regardless of where it was interrupted.
 #[test]
 fn a_resumed_run_reads_every_weight_once() {
     for (what, recipe) in recipes() {
         let bench = Bench::new(&tinies()[0], &recipe);
         let mut whole = bench.sinks();
         let (_, whole_reports, events) = bench.run(&mut whole, usize::MAX);
-        // Near the end every event matters: blocks are complete there, the rest is not.
+        // Near the end, every event is tested: all blocks are complete there, but other tensors are not.
         for until in (1..events).filter(|until| until % 7 == 1 || until + 10 > events) {
             let mut sinks = bench.sinks();
             if bench.run(&mut sinks, until).1.is_some() {

@@ -1,4 +1,4 @@
-//! Where hidden states and samples are kept does not change the output, and a resumed run starts from saved states.
+//! The storage of hidden states and samples does not change the output, and a resumed run starts from saved states.
 
 mod common;
 
@@ -216,8 +216,8 @@ fn saved(path: &Path, spill: Option<Spill>) -> StateFiles {
     StateFiles { saved, spill, depends_on: json!("the model"), ..StateFiles::default() }
 }
 
-/// Interrupts a run after `blocks` blocks, resumes it, and compares with a run that was never interrupted. Returns what the
-/// resumed run did.
+/// Interrupts a run after `blocks` blocks, resumes it, and compares the result with that of an uninterrupted run.
+/// Returns the events of the resumed run.
 fn interrupted(tiny: &Tiny, recipe: &Recipe, blocks: usize, prepare: impl Fn(&Path)) -> Watch {
     let model = recipe.prepared(tiny.random(2).model()).unwrap();
     let windows = masked_windows(tiny.vocab, 6, 40, 3);
@@ -262,7 +262,7 @@ fn a_resumed_run_starts_from_saved_states() {
         let watch = interrupted(&tiny(family), &recipe, 2, |path| assert!(path.exists()));
         assert!(watch.warnings.lock().unwrap().is_empty());
         let name = &recipe.method.name;
-        // Blocks that are complete are not run again: neither for their own sake nor for the states behind them.
+        // Completed blocks are not run again, not even to recompute the states after them.
         assert_eq!(watch.count("forward"), 0, "{family:?}, {name}: {:?}", watch.steps.lock().unwrap());
         assert!(watch.count(step) > 0 || step == "search", "{family:?}, {name}");
     }
@@ -286,7 +286,7 @@ fn states_that_cannot_be_used_are_computed_again() {
     assert!(watch.warnings.lock().unwrap().is_empty());
 }
 
-/// A file that cannot be written costs a warning, not the run.
+/// If the file of saved states cannot be written, the run logs a warning and continues.
 #[test]
 fn saving_may_fail() {
     let tiny = tiny(Kind::Llama);
@@ -329,12 +329,12 @@ fn a_budget_decides_where_states_are() {
             assert!(round_bytes > 0);
             let peak = Plan::peak_memory_in(&plans, &model, residence);
             assert!(peak <= budget, "{method}: {peak} of {budget}");
-            // Twice the states in files, at least.
+            // At least two copies of the states are in files.
             let states = 4096 * 512 * 256 * 4;
             assert!(Plan::scratch_bytes(&plans, &model, residence) >= 2 * states, "{method}");
         }
     }
-    // Nothing of a plan without a text is kept in files.
+    // A plan without a calibration text keeps nothing in files.
     let plans = Plan::all(&model, &recipe("rtn", "w4a16-g32-sym")).unwrap();
     let memory = Plan::peak_memory(&plans, &model);
     assert_eq!(Plan::residence(&plans, &model, memory - 1), Err(memory));

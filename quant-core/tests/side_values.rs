@@ -56,7 +56,7 @@ fn values(states: &HiddenStates) -> Vec<f32> {
     states.values().read(0..states.values().len()).unwrap().into_owned()
 }
 
-/// The batch's hidden states match the decoder's, block by block, whatever their width.
+/// The batch's hidden states match the decoder's, block by block, for any width.
 #[test]
 fn states_are_as_wide_as_blocks_read_them() {
     let case = small();

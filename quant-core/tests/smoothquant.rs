@@ -180,7 +180,9 @@ fn producers_that_are_linears_are_smoothed_on_request() {
     let by_norm: Vec<f32> =
         flat(exact.norm(norm)).iter().zip(flat(smoothed.norm(norm))).map(|(b, a)| b / a).collect();
     let before = exact.linear(value).weight().to_f32().unwrap();
-    let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else { panic!("float") };
+    let WeightBody::Quantized(after) = &**smoothed.linear(value).weight() else {
+        panic!("expected a quantized weight")
+    };
     let rows = after.dequantize().unwrap();
     for (row, scale) in expected.iter().enumerate() {
         for c in 0..128 {
@@ -213,7 +215,7 @@ fn static_grids_are_the_ranges_after_smoothing() {
                 let ranges = watched(&exact, &mut states);
                 for (node, name, ..) in exact.graph().linears() {
                     let WeightBody::Quantized(tensor) = &**rounded.linear(node).weight() else {
-                        panic!("float")
+                        panic!("expected a quantized weight")
                     };
                     let input = tensor.input.expect("a static grid");
                     let reported = result.report.tensors.iter();
@@ -386,10 +388,10 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     assert!(!given.needs_text() && gathered.needs_text());
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);
-    // Recorded in a GPTQ run, which observes another model's states, they are the same.
-    let (_, other) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
-    assert_eq!(other.sha256(), maxima.sha256());
-    // Maxima of another model are rejected by name, before anything is computed.
+    // A GPTQ run observes the states of a different model, but records the same maxima.
+    let (_, beside) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
+    assert_eq!(beside.sha256(), maxima.sha256());
+    // Maxima of a different model are rejected by name, before anything is computed.
     let other = Tiny { layers: 3, ..llama() }.random(1).model();
     let error = Plan::new(&other, &given, given.containers[0]).unwrap_err().to_string();
     assert!(error.contains("layers.2.self_attn.q_proj") && error.contains("maxima.safetensors"), "{error}");

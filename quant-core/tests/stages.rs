@@ -110,7 +110,7 @@ fn no_stage_uses_one_above_it() {
             continue;
         }
         let shared = SHARED.contains(&own.as_str());
-        assert!(shared || height(&own).is_some(), "`{own}` has no place among the stages");
+        assert!(shared || height(&own).is_some(), "`{own}` belongs to no stage");
         seen.insert(own.clone());
         let stage_root = path.components().count() == 1 || path.ends_with(format!("{own}/mod.rs"));
         let text = without_tests(&std::fs::read_to_string(root.join(path)).unwrap());

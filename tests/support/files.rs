@@ -18,7 +18,7 @@ pub fn snapshot(directory: &Path) -> BTreeMap<String, Option<Vec<u8>>> {
 
 fn collect(directory: &Path, prefix: &str, found: &mut BTreeMap<String, Option<Vec<u8>>>) {
     for entry in std::fs::read_dir(directory).expect("a directory can be listed") {
-        let entry = entry.expect("an entry can be read");
+        let entry = entry.expect("a readable entry");
         let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
         let kind = entry.file_type().expect("an entry has a type");
         if kind.is_dir() {
@@ -56,7 +56,7 @@ pub fn sha256(bytes: &[u8]) -> String {
 pub fn copy_files(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).expect("a directory can be created");
     for entry in std::fs::read_dir(from).expect("a directory can be listed") {
-        let entry = entry.expect("an entry can be read");
+        let entry = entry.expect("a readable entry");
         std::fs::copy(entry.path(), to.join(entry.file_name())).expect("a file can be copied");
     }
 }

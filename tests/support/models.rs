@@ -72,7 +72,7 @@ pub fn read_safetensors(path: &Path) -> Vec<RawTensor> {
         .into_iter()
         .filter(|(name, _)| name != "__metadata__")
         .map(|(name, entry)| {
-            let number = |v: &Value| v.as_u64().expect("a whole number");
+            let number = |v: &Value| v.as_u64().expect("an integer");
             let list = |v: &Value| -> Vec<u64> { v.as_array().expect("a list").iter().map(number).collect() };
             let span = list(&entry["data_offsets"]);
             let dtype = entry["dtype"].as_str().expect("a dtype").to_owned();
@@ -250,7 +250,8 @@ pub fn write_cut_demo_model(directory: &Path, layers: u64) {
             layer.is_none_or(|l| l.parse::<u64>().is_ok_and(|l| l < layers))
         })
         .collect();
-    std::fs::write(directory.join("model.safetensors"), safetensors(&kept)).expect("weights");
+    std::fs::write(directory.join("model.safetensors"), safetensors(&kept))
+        .expect("the weights can be written");
     edit_config(directory, &json!({ "num_hidden_layers": layers }));
 }
 

@@ -196,7 +196,7 @@ impl Running {
     /// When the system refuses.
     #[track_caller]
     pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).expect("a child takes signals");
+        kill_process(Pid::from_child(&self.child), signal).expect("the child can be signalled");
     }
 
     /// Whether it has ended.
@@ -246,7 +246,7 @@ impl Running {
     fn check_limit(&mut self) {
         if self.started.elapsed() > LIMIT {
             let _ = self.child.kill();
-            panic!("quant {} hangs", self.arguments);
+            panic!("quant {} did not finish in time", self.arguments);
         }
     }
 }

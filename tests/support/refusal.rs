@@ -18,8 +18,8 @@ pub fn check_message(case: &str, run: &Run, code: i32, expected: &[&str]) {
     assert_eq!(run.code(), Some(code), "{case}: {run}");
     assert_eq!(run.stdout, "", "{case}: an error leaves stdout alone: {run}");
     let at = run.stderr.find("error: ");
-    let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error reported: {run}"))..];
-    assert!(message.trim_end().lines().count() >= 2, "{case}: says not what to do next: {run}");
+    let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error was reported: {run}"))..];
+    assert!(message.trim_end().lines().count() >= 2, "{case}: the message has no remedy: {run}");
     assert!(!run.stderr.contains("panicked"), "{case}: {run}");
     for text in expected {
         assert!(message.contains(text), "{case}: does not say `{text}`: {run}");
@@ -44,8 +44,8 @@ pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32
 
     old_checkpoint(&out);
     let before = snapshot(scratch.path());
-    check_message(case, &run(Some("--force")), code, expected);
-    assert_eq!(snapshot(scratch.path()), before, "{case}: what was there has changed");
+    check_message(case, &run(Some("--force")), code, says);
+    assert_eq!(snapshot(scratch.path()), before, "{case}: existing files have changed");
 }
 
 /// Writes an existing output that must survive. Its manifest says that this program wrote it, so `--force` would

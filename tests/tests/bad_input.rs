@@ -386,7 +386,7 @@ fn tied_heads_that_differ() {
     };
     let (stored, one) = (perplexity(false, true), perplexity(true, false));
     assert_eq!(perplexity(true, true), stored);
-    assert!((one - stored).abs() > 1e-3, "{one} and {stored} tell nothing");
+    assert!((one - stored).abs() > 1e-3, "{one} and {stored} are too close to distinguish");
 }
 
 #[test]

@@ -38,7 +38,7 @@ fn recipes() {
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["no step of method `rtn`", "no steps that can be left out"],
+            &["not a step of method `rtn`", "no steps that can be left out"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],
@@ -46,7 +46,7 @@ fn recipes() {
         ),
         (
             &["--output-alpha", "0.1"],
-            &["--output-alpha has no effect", "choose a method that has `smooth-outputs`, such as qoq"],
+            &["--output-alpha has no effect", "choose a method with `smooth-outputs`, such as qoq"],
         ),
         (
             &["--method", "qoq", "--skip", "smooth-attention", "--attention-alpha", "0.5"],
@@ -77,7 +77,7 @@ fn recipes() {
         (&["--group-size", "many"], &["group size `many`"]),
         (
             &["--scheme", "w4a16-g32", "--group-size", "64"],
-            &["--scheme w4a16-g32 contradicts", "say it once"],
+            &["--scheme w4a16-g32 contradicts", "set it only once"],
         ),
         (&["--scheme", "w4a16-g32-sym", "--asymmetric"], &["--scheme w4a16-g32-sym contradicts"]),
         (&["--scheme", "w4a16-g32-asym", "--symmetric"], &["--scheme w4a16-g32-asym contradicts"]),
@@ -97,9 +97,12 @@ fn recipes() {
         (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens"]),
         (
             &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
-            &["--override down_proj has no effect", "--ignore wins"],
+            &["--override down_proj has no effect", "--ignore takes precedence"],
         ),
-        (&["--method", "rtn", "--samples", "4"], &["--samples has no effect", "searches nothing"]),
+        (
+            &["--method", "rtn", "--samples", "4"],
+            &["--samples has no effect", "does not use a calibration text"],
+        ),
         (
             &["--format", "awq", "--scheme", "w3a16-g32"],
             &[
@@ -114,7 +117,7 @@ fn recipes() {
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
         (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
-        (&["--method", "reorder,rotate"], &["makes another model", "put `rotate` first"]),
+        (&["--method", "reorder,rotate"], &["changes the model", "put `rotate` first"]),
         (
             &["--method", "rotate,magic"],
             &["step `magic` is not known", "the steps are awq, clip, fold-norms"],
@@ -505,11 +508,13 @@ fn a_closed_stdout_ends_quietly() {
         assert_eq!((child.wait().unwrap().code(), message.as_str()), (Some(0), ""), "{arguments:?}");
     }
     // A full disk behind it is a failure.
-    let mut command = command(args!["inspect", &demo]);
-    command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
-    let output = command.spawn().unwrap().wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(5));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
+    for arguments in [args!["inspect", &demo], args!["--help"], args!["quantize", "-h"], args!["--version"]] {
+        let mut command = command(&arguments);
+        command.stdout(std::fs::File::create("/dev/full").unwrap()).stderr(Stdio::piped());
+        let output = command.spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(5), "{arguments:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"), "{arguments:?}");
+    }
 }
 
 /// If nobody reads the progress, the work goes on.
@@ -540,7 +545,7 @@ fn streams() {
     let fixed = |out: &Path| args!["quantize", &model, "-o", out, "--method", "rtn", "--group-size", "32"];
     let silent = quant(fixed(&scratch.path().join("a")).into_iter().chain(args!["--quiet"])).succeeded();
     assert_eq!(silent.stderr, "");
-    assert!(silent.stdout.contains("written to "), "the result is no progress: {silent}");
+    assert!(silent.stdout.contains("written to "), "the result is not progress output: {silent}");
     let json = Running::start(command(fixed(&scratch.path().join("b")).into_iter().chain(args!["--json"])));
     assert_eq!(json.wait().json()["schema"], "quant-summary/2");
     // With a file, both are written: the table to stdout, the JSON to the file.

@@ -73,7 +73,7 @@ fn normal(path: &Path) -> PathBuf {
     let mut parts = PathBuf::new();
     for part in path.components() {
         match part {
-            Component::ParentDir => assert!(parts.pop(), "{} leaves the repository", path.display()),
+            Component::ParentDir => assert!(parts.pop(), "{} points outside the repository", path.display()),
             Component::CurDir => {}
             other => parts.push(other),
         }

@@ -156,7 +156,7 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
         ("a sample", &["--format", "awq", "--samples", "3"]),
     ] {
         let run = quant(quantize(&at("ct"), &at("no"), options));
-        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "nothing but --format"]);
+        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "give only --format"]);
         assert!(!at("no").exists(), "{case}");
     }
     let run = quant(quantize(&at("ct"), &at("no"), &["--format", "awq", "--calibration", "builtin"]));
@@ -195,7 +195,9 @@ fn plan_tells_which_engines_load_it() {
     let arguments = args!["plan", &model, "--group-size", "32", "--ignore", "q_proj"];
     let text = quant(arguments.clone()).succeeded().stdout;
     assert!(
-        text.contains("`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` run as one"),
+        text.contains(
+            "`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` are fused into one"
+        ),
         "{text}"
     );
     let out = scratch.path().join("out");

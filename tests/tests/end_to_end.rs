@@ -169,7 +169,7 @@ fn every_scheme_of_rounding_to_nearest() {
             }
         }
     }
-    assert_eq!((weights.len(), count), (24, 24), "each scheme gives other bytes");
+    assert_eq!((weights.len(), count), (24, 24), "each scheme gives different bytes");
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn activation_aware_schemes() {
         let report = read_json(out.join("quant_report.json"));
         assert_eq!(report["calibration"]["samples"], 4);
         let ratios = report["tensors"].as_array().unwrap().iter().filter(|t| t["ratio"].is_number()).count();
-        assert!(ratios > 0, "{scheme}: no scale was found worth while");
+        assert!(ratios > 0, "{scheme}: the search chose no scale");
         quantize(&demo_model(), &nearest, &["--method", "rtn", "--scheme", scheme, "--force"]);
         assert_ne!(hashes(&out)["model.safetensors"], hashes(&nearest)["model.safetensors"], "{scheme}");
         assert!(read_json(nearest.join("quant_report.json"))["calibration"].is_null());

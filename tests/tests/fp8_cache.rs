@@ -155,7 +155,7 @@ fn scales_are_of_the_block_as_it_is_written() {
         assert!((out / again - 1.0).abs() < 0.2, "{name}: {out}, and {again} of what was written");
         folded |= (out / plain - 1.0).abs() > 0.3;
     }
-    assert!(folded, "nothing was folded into values, and nothing is shown");
+    assert!(folded, "nothing was folded into values, so the test shows nothing");
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn quantize(model: &Path, out: &Path, options: &[&str]) -> Vec<OsString> {
 
 /// A small disk with an old checkpoint on it, for one test.
 fn small_disk(point: &Path, bytes: u64) -> SmallDisk {
-    let disk = SmallDisk::mount(point, bytes).expect("what could be mounted once can be mounted again");
+    let disk = SmallDisk::mount(point, bytes).expect("mounting worked before");
     old_checkpoint(&disk.path().join("old"));
     disk
 }

@@ -70,7 +70,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
     quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
-    let expected = ["is quantized already: it holds blocks of Q6_K, Q4_K", "--requantize"];
+    let says = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
     // A float mixture with one tensor in a block type would round that tensor again.
@@ -90,7 +90,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     assert!(!at("no.gguf").exists() && !at("packed").exists());
     let run =
         quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
-    assert!(run.stderr.contains("rounded once more, and loses twice"), "{run}");
+    assert!(run.stderr.contains("rounded again, which adds a second rounding error"), "{run}");
     other("quantize", &[&packed[..], &["--requantize"]].concat()).succeeded();
     // Writing floats, or rounding from floats, loses nothing more.
     quant(quantize(&at("q4.gguf"), &at("f32.gguf"), &["--scheme", "f32"])).succeeded();
@@ -133,7 +133,7 @@ fn searches_and_gptq_cost_less_than_the_reference() {
             "--json"
         ];
         let length = std::fs::metadata(at("out.gguf")).unwrap().len();
-        (quant(arguments).json()["comparison"]["kl"]["mean"].as_f64().expect("a divergence"), length)
+        (quant(arguments).json()["comparison"]["kl"]["mean"].as_f64().expect("a KL divergence"), length)
     };
     let (reference, length) = divergence(&["--reference-search"]);
     let (search, of_search) = divergence(&[]);
@@ -178,19 +178,19 @@ fn requests_that_cannot_be_met() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
-    for (options, expected) in [
-        (&["--scheme", "q4_k_x"][..], "no type of GGUF files"),
-        (&["--scheme", "w4a16"], "no type of GGUF files"),
-        (&["--override", "ffn_down=q9"], "no type of a tensor"),
+    for (options, says) in [
+        (&["--scheme", "q4_k_x"][..], "not a type or mixture of GGUF files"),
+        (&["--scheme", "w4a16"], "not a type or mixture of GGUF files"),
+        (&["--override", "ffn_down=q9"], "not a tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
         (&["--method", "gptq"], "--calibration is missing"),
-        (&["--method", "awq"], "the method awq does not write GGUF files"),
-        (&["--method", "gptq", "--reference-search"], "ask for different bytes"),
+        (&["--method", "awq"], "method `awq` cannot write GGUF files"),
+        (&["--method", "gptq", "--reference-search"], "contradict each other"),
         (&["--damping", "0.1"], "--damping has no effect"),
         (&["--samples", "4"], "--samples has no effect"),
         (&["--scheme", "q2_k_s"], "needs an importance matrix"),
-        (&["--format", "awq"], "in a run of its own"),
+        (&["--format", "awq"], "cannot be combined with other formats"),
         (&["--requantize"], "the model is not quantized"),
     ] {
         let run = quant(quantize(&demo, &out, options));
@@ -271,7 +271,7 @@ fn importance_matrices_are_gathered_written_and_read() {
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
-    check_message("another model", &run, 2, &["has nothing for 7 tensor(s)", "blk.2."]);
+    check_message("another model", &run, 2, &["has no entry for 7 tensor(s)", "blk.2."]);
     std::fs::write(at("bad.dat"), [1, 0, 0, 0, 255, 255, 255, 127]).unwrap();
     let run = quant(quantize(&model, &at("no.gguf"), &["--imatrix", &saved("bad.dat")]));
     check_message("damaged", &run, 4, &["bad.dat", "at byte 4"]);

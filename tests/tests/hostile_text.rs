@@ -202,7 +202,7 @@ fn an_interrupt_ends_what_a_file_never_does() {
         let asked = Instant::now();
         check_message("interrupted", &run.wait(), 75, &["interrupted"]);
         assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
-        assert!(ended(&workers), "a worker goes on");
+        assert!(ended(&workers), "a worker keeps running");
     }
     // A killed run leaves no worker behind either.
     let mut run = Running::start(bench.eval(&text));

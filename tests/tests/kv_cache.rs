@@ -252,7 +252,7 @@ fn journals_of_another_cache_are_refused() {
     arguments.extend(TEXT.map(Into::into));
     let mut child = command(arguments).spawn().unwrap();
     while std::fs::metadata(&journal).map_or(0, |m| m.len()) == 0 {
-        assert!(child.try_wait().unwrap().is_none(), "it ended before anything was kept");
+        assert!(child.try_wait().unwrap().is_none(), "it ended before anything was saved");
     }
     let kept = std::fs::copy(&journal, scratch.path().join("kept")).unwrap();
     assert!(child.wait().unwrap().success() && kept > 0);

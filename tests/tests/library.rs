@@ -167,7 +167,7 @@ fn messages_name_settings_and_no_options() {
         (settings(|s| s.format = vec!["gguf".into(), "awq".into()]), "run once with --format gguf"),
         (
             settings(|s| (s.preset, s.recipe) = (Some("a".into()), Some("b".into()))),
-            "--preset and --recipe both",
+            "--preset and --recipe cannot be combined",
         ),
         (
             refused(&|r| (r.settings, r.calibration) = (rtn(), Some(Text::Named("x".into())))),

@@ -151,7 +151,7 @@ fn pipes_in_the_place_of_files() {
         check_message(name, &run, code, &[name]);
         std::fs::remove_dir_all(&job).unwrap();
     }
-    assert!(done > 0, "every run was done before it could be killed");
+    assert!(done > 0, "every run finished before it could be killed");
 }
 
 /// Companion files are copied only up to a limit.
@@ -178,7 +178,7 @@ fn an_output_in_the_job_of_another_run() {
     assert!(awq.wait_until(|| job.join("journal.jsonl").exists()), "{}", awq.wait());
     awq.signal(Signal::KILL);
     if awq.wait().code() == Some(0) {
-        panic!("the run was done before it could be killed");
+        panic!("the run finished before it could be killed");
     }
     let before = snapshot(&job);
     for inside in ["out.job/out/x", "out.job/x", "out.job/out/a/b/c"] {

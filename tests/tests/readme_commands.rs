@@ -77,7 +77,7 @@ fn the_readme_s_commands_run() {
                 assert!(!run.stdout.is_empty(), "{run}");
                 verbs.insert(verb.to_owned());
             }
-            _ => panic!("README.md: nothing here knows how to run `{command}`"),
+            _ => panic!("README.md: this test does not support `{command}`"),
         }
     }
     assert_eq!(
@@ -181,5 +181,5 @@ fn the_schema_of_recipes_is_the_programs() {
         std::fs::write(&path, &printed).unwrap();
     }
     let committed = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(printed == committed, "run this test with QUANT_BLESS=1, and look at the difference");
+    assert!(printed == committed, "run this test with QUANT_BLESS=1, and review the difference");
 }

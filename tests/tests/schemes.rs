@@ -82,7 +82,7 @@ fn containers_refuse_what_they_cannot_hold() {
         let out = scratch.path().join(format);
         let run = quantize(&model, &out, "wf8a16", &["--method", "rtn", "--format", format]);
         check_message(format, &run, 2, &[expected]);
-        assert!(!out.exists(), "{format} was begun");
+        assert!(!out.exists(), "{format}: an output was created");
     }
     for (scheme, expected) in [
         ("wf8a8", "not combined with 8-bit integer activations"),
@@ -225,7 +225,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
         let out = scratch.path().join("narrow-out");
         let run = quantize(&narrow, &out, scheme, &["--method", "rtn"]);
         check_message(scheme, &run, 2, &["down_proj.weight", expected]);
-        assert!(!out.exists(), "{scheme} was begun");
+        assert!(!out.exists(), "{scheme}: an output was created");
     }
     // With quantized weights alone, a width may end inside a block.
     quantize(&narrow, &scratch.path().join("blocks"), "wf8a16-b128", &["--method", "rtn"]).succeeded();

@@ -39,7 +39,7 @@ const GROUPS: [(&str, &str); 2] = [("books-7m", "128"), ("tinystories-656k", "64
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let mut csv =
         vec!["outliers,model,evaluation,step,scheme,perplexity,kl,kl_se,change,change_se".to_owned()];
@@ -74,11 +74,12 @@ pub fn run(args: &Args) -> Result<()> {
         title: "QoQ step by step on the real models".into(),
         command: typed_command(),
         body: format!(
-            "`quant eval MODEL --ablation`: each row has all steps above it. Perplexity, KL to float in nats per token, \
-             and its change from the row above, paired by windows; ± standard errors. {} calibration and {} evaluation \
-             windows of 512 tokens. **Bold**: a change for the worse beyond {ERRORS:.0} standard errors where none is \
-             meant. stories260k is left out: its 172 columns divide by no group. Planted: 4 channels of every norm times \
-             32, the columns that read them divided by 32.\n\n{body}",
+            "`quant eval MODEL --ablation`: each row includes all steps above it. Perplexity, KL to float in nats \
+             per token, and its change from the row above, paired by window; ± standard errors. {} calibration and \
+             {} evaluation \
+             windows of 512 tokens. **Bold**: an unintended change for the worse of more than {ERRORS:.0} standard \
+             errors. stories260k is left out: no group size divides its 172 columns. Planted: 4 channels of every \
+             norm multiplied by 32, the columns that read them divided by 32.\n\n{body}",
             args.samples, args.windows
         ),
         csv,
@@ -92,8 +93,8 @@ fn describe(result: &Value) -> Result<(String, Vec<String>)> {
     let (mut cells, mut lines) = (Vec::new(), Vec::new());
     for row in rows {
         let number = |pointer: &str| row.pointer(pointer).and_then(Value::as_f64);
-        let step = row["step"].as_str().context("a row without a name")?;
-        let scheme = row["scheme"].as_str().context("a row without a scheme")?;
+        let step = row["step"].as_str().context("a row has no name")?;
+        let scheme = row["scheme"].as_str().context("a row has no scheme")?;
         let perplexity = number("/perplexity/mean").context("no perplexity")?;
         let (kl, kl_error) =
             (number("/kl/mean").context("no KL")?, number("/kl/standard_error").unwrap_or(0.0));

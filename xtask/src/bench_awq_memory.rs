@@ -80,9 +80,9 @@ pub fn run(args: &Args) -> Result<()> {
     if args.check {
         ensure!(
             growth <= GROWTH_LIMIT,
-            "memory grows {growth:.3} times with the layers, at most {GROWTH_LIMIT}"
+            "memory grows {growth:.3} times with the layers (limit {GROWTH_LIMIT})"
         );
-        ensure!(peaks.iter().all(|p| *p <= PEAK_LIMIT), "peak memory {peaks:?}, at most {PEAK_LIMIT} bytes");
+        ensure!(peaks.iter().all(|p| *p <= PEAK_LIMIT), "peak memory {peaks:?} bytes (limit {PEAK_LIMIT})");
     }
     Ok(())
 }

@@ -208,9 +208,9 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
     let methods: String = measured.iter().map(|(method, _)| describe(method)).collect();
     format!(
         "Base: {}. CPU time, user and system, of a whole run on a synthetic Llama in bf16, warm page cache. Base and \
-         our program run in pairs, and every other pair begins with ours. The ratio is the median over the pairs of \
-         our time divided by the base's; its interval is the exact one of order statistics. The interval must end \
-         below {RATIO_LIMIT}.\n\n{methods}\n{table}",
+         our program run in pairs; every other pair starts with ours. The ratio is the median over the pairs of \
+         our time divided by the base's; its interval is exact, from order statistics. The upper end must be below \
+         {RATIO_LIMIT}.\n\n{methods}\n{table}",
         args.programs.base_name()
     )
 }
@@ -218,7 +218,7 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
 /// The message for a method whose interval does not end below the limit.
 fn broken_promise(method: &str, pairs: usize, interval: Option<[f64; 2]>) -> Option<String> {
     match interval {
-        _ if pairs < MIN_PAIRS => Some(format!("{method}: {pairs} pairs, at least {MIN_PAIRS}")),
+        _ if pairs < LEAST_PAIRS => Some(format!("{method}: {pairs} pairs, {LEAST_PAIRS} are required")),
         Some([_, high]) if high < RATIO_LIMIT => None,
         Some([_, high]) => Some(format!("{method}: the interval ends at {high:.4}, not below {RATIO_LIMIT}")),
         None => Some(format!("{method}: no interval")),

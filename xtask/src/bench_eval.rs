@@ -103,24 +103,26 @@ pub fn run(args: &Args) -> Result<()> {
     let header = ["", "s", "tokens/s", "GFLOP/s of one model", "× alone", "× transformers"];
     let table = table(&header, &rows);
     println!("\n{table}");
-    let distance = (scores[1] / scores[0] - 1.0).abs();
-    println!("mean NLL {:.9} and {:.9}: {distance:.1e} apart", scores[1], scores[0]);
+    let apart = (scores[1] / scores[0] - 1.0).abs();
+    println!("mean NLLs {:.9} and {:.9} differ by {apart:.1e}", scores[1], scores[0]);
     let mut csv = vec!["round,way,seconds".to_owned()];
     for (way, of) in WAYS.iter().zip(&seconds) {
         csv.extend(of.iter().enumerate().map(|(round, s)| format!("{},{way},{s:.4}", round + 1)));
     }
     let record = Record {
         benchmark: "eval",
-        title: "The evaluator in 1B shape".into(),
+        title: "The evaluator on a 1B-shaped model".into(),
         command: typed_command(),
         body: format!(
-            "Synthetic Llama in the shape of Llama 3.2 1B with {} layers and the whole vocabulary of 128,256, bf16, \
-             tied; {} windows of {} tokens, {} threads. Seconds of measuring, without loading: `seconds` of `quant eval \
+            "Synthetic Llama in the shape of Llama 3.2 1B with {} layers and the full vocabulary of 128,256, bf16, \
+             tied; {} windows of {} tokens, {} threads. Seconds of evaluation, without loading: `seconds` of `quant \
+             eval \
              --json`, and of the forward passes and the cross entropy in `benchmarks/peers/eval_transformers.py`. \
              `--reference` and the stored reference compare `w4a16-g128-sym` by RTN with the float model; the first \
-             measures the noise floor too, on {} of the windows. All alternate, {} rounds; medians, ratios are medians \
-             of the rounds' ratios. GFLOP/s count the linears and the head of one model once, without attention.\n\n\
-             {table}\nMean NLL of both: {distance:.1e} apart. The stored reference has {:.1} MB. Peer: {versions}.\n",
+             also measures the noise floor, on {} of the windows. The programs alternate, {} rounds; medians; ratios \
+             are medians of the rounds' ratios. GFLOP/s count the linears and the head of one model once, without \
+             attention.\n\n\
+             {table}\nThe mean NLLs differ by {apart:.1e}. The stored reference has {:.1} MB. Peer: {versions}.\n",
             args.layers,
             args.windows,
             args.window,
@@ -143,18 +145,18 @@ fn evaluate(args: &Args, quant: &Path, model: &Path, more: &[&std::ffi::OsStr]) 
     command.args(["--windows", &args.windows.to_string(), "--threads", &args.threads.to_string()]);
     let output = command.output()?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let result: Value = serde_json::from_slice(&output.stdout).context("the result is no JSON")?;
+    let result: Value = serde_json::from_slice(&output.stdout).context("the result is not JSON")?;
     let number = |path: &str| result.pointer(path).and_then(Value::as_f64);
-    number("/seconds").zip(number("/nll/mean")).context("the result has no times")
+    number("/seconds").zip(number("/nll/mean")).context("the result contains no times")
 }
 
 fn transformers(args: &Args, model: &Path) -> Result<Value> {
     let python = target_dir().join("interop-venv/bin/python");
-    ensure!(python.exists(), "no {}: tests/interop/setup_venv.sh makes it", python.display());
+    ensure!(python.exists(), "no {}: tests/interop/setup_venv.sh creates it", python.display());
     let mut command = Command::new(python);
     command.arg(root().join("benchmarks/peers/eval_transformers.py")).arg(model).arg(root().join(TEXT));
     command.args([args.window, args.windows, args.threads].map(|n| n.to_string()));
     let output = command.output()?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).context("the peer's result is no JSON")
+    serde_json::from_slice(&output.stdout).context("the peer's result is not JSON")
 }

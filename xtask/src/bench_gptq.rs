@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> Result<()> {
         command.args(numbers);
         let text = output(&mut command)?;
         let (numbers, lines): (Vec<&str>, Vec<&str>) = text.lines().partition(|l| l.starts_with("csv: "));
-        ensure!(numbers.len() == 1, "the example prints another form");
+        ensure!(numbers.len() == 1, "the example's output has an unexpected form");
         let line = numbers[0].trim_start_matches("csv: ");
         // faer runs on one thread, so the limits do not apply to more threads.
         if *threads == 1 {
@@ -77,18 +77,20 @@ pub fn run(args: &Args) -> Result<()> {
 fn broken_promises(line: &str) -> Result<Vec<String>> {
     let numbers: Vec<f64> = line.split(',').map(str::parse).collect::<Result<_, _>>()?;
     let [_, _, _, product, hessian, triangle, chain, factor, solve] =
-        <[f64; 9]>::try_from(numbers).ok().context("the example prints another table")?;
+        <[f64; 9]>::try_from(numbers).ok().context("the example's table has an unexpected form")?;
     let mut broken = Vec::new();
     // Half of the largest product's operations, at 60 % of its rate.
     let update = product / 2.0 / 0.6;
     let times = (factor + solve) / (chain + update);
     if times > SOLVE_LIMIT {
-        broken.push(format!("a solve takes {times:.2} times chain and update, at most {SOLVE_LIMIT}"));
+        broken.push(format!(
+            "a solve takes {times:.2} times as long as chain and update (limit {SOLVE_LIMIT})"
+        ));
     }
     let share = triangle / hessian;
     if share < HESSIAN_LIMIT {
         broken.push(format!(
-            "the Hessian reaches {:.0} % of faer's triangle, at least {:.0} %",
+            "the Hessian reaches {:.0} % of the rate of faer's triangle ({:.0} % are required)",
             100.0 * share,
             100.0 * HESSIAN_LIMIT
         ));

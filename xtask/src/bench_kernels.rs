@@ -31,12 +31,12 @@ pub fn run(args: &Args) -> Result<()> {
         let mut command = Command::new(&quant);
         command.args(["bench", "kernels", "--quiet", "--json", "--threads", &threads.to_string()]);
         let report: Value = serde_json::from_str(&output(&mut command)?)?;
-        body += &part(*threads, &report, &mut csv).context("the report has another form")?;
+        body += &part(*threads, &report, &mut csv).context("the report has an unexpected form")?;
     }
     println!("{body}");
     let record = Record {
         benchmark: "kernels",
-        title: "Kernels beside the limits of the machine".into(),
+        title: "Kernels relative to the limits of the machine".into(),
         command: typed_command(),
         body,
         csv,
@@ -76,9 +76,9 @@ fn part(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<String>
         ["kernel", "n × k", "bits"].into_iter().chain(names.iter().map(String::as_str)).collect();
     Some(format!(
         "## {threads} thread(s), {}\n\nMemory {:.1} GB/s in {} streams per thread (at best {:.1}), products of integers in \
-         registers {:.2} TOPS, of floats {:.2}: medians of looks between the cases, each the best of its patterns. \
-         Medians; percentages are of the looks just before and after, those of float kernels with every product \
-         counted that an `f32` activation takes.\n\n{}\n{}\n{}\n",
+         registers {:.2} TOPS, of floats {:.2}: medians of the measurements between the cases, each the best of its \
+         patterns. Figures are medians; percentages are relative to the measurements just before and after; for \
+         float kernels, every product that an `f32` activation takes is counted.\n\n{}\n{}\n{}\n",
         report["isa"].as_str()?,
         report["memory"]["gb_per_second"].as_f64()?,
         report["memory"]["streams"].as_u64()?,
@@ -130,8 +130,8 @@ fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<St
     let first = cases.first()?;
     let whole = |key: &str| first[key].as_u64();
     Some(format!(
-        "Attention: {} query heads on {} of {} features; decode on {} tokens, {} layers in turn; prefill of {} queries \
-         that end {} tokens.\n\n{}",
+        "Attention: {} query heads and {} KV heads of {} features; decode on {} tokens, {} layers in turn; prefill \
+         of the last {} queries of {} tokens.\n\n{}",
         whole("query_heads")?,
         whole("kv_heads")?,
         whole("head_dim")?,
@@ -139,6 +139,6 @@ fn attention(threads: usize, report: &Value, csv: &mut Vec<String>) -> Option<St
         whole("layers")?,
         whole("prefill_queries")?,
         whole("prefill_tokens")?,
-        table(&["cache", "bytes per token", "decode", "times f16", "prefill", "append, a token"], &rows)
+        table(&["cache", "bytes per token", "decode", "times f16", "prefill", "append, per token"], &rows)
     ))
 }

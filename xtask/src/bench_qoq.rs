@@ -54,7 +54,7 @@ struct Run {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    ensure!(args.layers > 1, "--layers must be at least 2: a second model has half as many");
+    ensure!(args.layers > 1, "--layers must be at least 2, because a second model has half as many");
     let quant = quant_binary(args.quant.as_deref())?;
     let runs = [args.layers / 2, args.layers].map(|layers| measure(args, &quant, layers));
     let [half, whole] = runs;
@@ -78,20 +78,20 @@ pub fn run(args: &Args) -> Result<()> {
     };
     rows.push(all("whole run", |r| format!("{:.1}", r.seconds)));
     rows.push(all("peak GB", |r| format!("{:.2}", r.peak as f64 / 1e9)));
-    rows.push(all("peak GB as planned", |r| format!("{:.2}", r.planned as f64 / 1e9)));
+    rows.push(all("peak GB, planned", |r| format!("{:.2}", r.planned as f64 / 1e9)));
     let (first, second) = (format!("{} layers, s", half.layers), format!("{} layers, s", whole.layers));
-    let table = table(&["step", &first, &second, "% of it", "s a block"], &rows);
+    let table = table(&["step", &first, &second, "% of run", "s per block"], &rows);
     println!("\n{table}");
     let growth = whole.peak as f64 / half.peak as f64;
     let claims = [
         (
             growth <= GROWTH_LIMIT,
-            format!("twice the layers take {growth:.3} times the memory, at most {GROWTH_LIMIT}"),
+            format!("twice the layers take {growth:.3} times the memory (limit {GROWTH_LIMIT})"),
         ),
         (
             whole.peak <= whole.planned,
             format!(
-                "the peak is {:.2} of what the plan says, at most 1",
+                "the peak is {:.2} of the plan's prediction (limit 1)",
                 whole.peak as f64 / whole.planned as f64
             ),
         ),
@@ -108,12 +108,13 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let record = Record {
         benchmark: "qoq",
-        title: "QoQ of a whole model in 1B shape".into(),
+        title: "QoQ of a whole 1B-shaped model".into(),
         command: typed_command(),
         body: format!(
-            "Synthetic Llama in the shape of Llama 3.2 1B, bf16, tied, rotated as it is read; `--preset {PRESET}`, {} \
-             windows of {} tokens, {} threads; time of the whole program from start to the checkpoint on disk. Steps \
-             as `quant quantize --json` tells them; what is missing to the whole run is opening the model and cutting \
+            "Synthetic Llama in the shape of Llama 3.2 1B, bf16, tied, rotated while it is read; `--preset \
+             {PRESET}`, {} \
+             windows of {} tokens, {} threads; time of the whole program from its start to the checkpoint on disk. \
+             Steps as reported by `quant quantize --json`; the rest of the run is opening the model and splitting \
              the text.\n\n{table}\n{}\n",
             args.samples,
             args.seq_len,
@@ -134,7 +135,7 @@ fn options(args: &Args) -> Vec<String> {
 fn measure(args: &Args, quant: &Path, layers: usize) -> Result<Run> {
     let model = synthetic_model(layers)?;
     let plan = Command::new(quant).arg("plan").arg(&model).args(options(args)).output()?;
-    let plan: Value = serde_json::from_slice(&plan.stdout).context("the plan is no JSON")?;
+    let plan: Value = serde_json::from_slice(&plan.stdout).context("the plan is not JSON")?;
     let out = target_dir().join("bench/qoq-out");
     remove_dir(&out)?;
     std::fs::create_dir_all(target_dir().join("bench"))?;
@@ -145,15 +146,15 @@ fn measure(args: &Args, quant: &Path, layers: usize) -> Result<Run> {
     remove_dir(&out)?;
     // Warnings may precede it.
     let json = printed.find("\n{").map_or(0, |at| at + 1);
-    let summary: Value = serde_json::from_str(&printed[json..]).context("the summary is no JSON")?;
-    let steps = summary["steps"].as_array().context("the summary tells no steps")?;
+    let summary: Value = serde_json::from_str(&printed[json..]).context("the summary is not JSON")?;
+    let steps = summary["steps"].as_array().context("the summary contains no steps")?;
     let steps = steps.iter().map(|step| Some((step["step"].as_str()?.to_owned(), step["seconds"].as_f64()?)));
     println!("{layers} layers: {:.1} s, peak {:.2} GB", usage.seconds, usage.peak_bytes as f64 / 1e9);
     Ok(Run {
         layers,
         seconds: usage.seconds,
         peak: usage.peak_bytes,
-        planned: plan["peak_memory_bytes"].as_u64().context("the plan tells no memory")?,
-        steps: steps.collect::<Option<_>>().context("the summary tells steps in another form")?,
+        planned: plan["peak_memory_bytes"].as_u64().context("the plan contains no peak memory")?,
+        steps: steps.collect::<Option<_>>().context("the steps in the summary have an unexpected form")?,
     })
 }

@@ -132,23 +132,24 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithm
         ]);
         let limit = if args.scheme.is_some() { FLOAT_RATIO_LIMIT } else { RATIO_LIMIT };
         if ratio > limit {
-            broken.push(format!("{threads} thread(s): {ratio:.2} × the baseline, at most {limit}"));
+            broken.push(format!("{threads} thread(s): {ratio:.2} × the baseline (limit {limit})"));
         }
         if peak > PEAK_LIMIT {
-            broken.push(format!("{threads} thread(s): peak memory {peak} bytes, at most {PEAK_LIMIT}"));
+            broken.push(format!("{threads} thread(s): peak memory {peak} bytes (limit {PEAK_LIMIT})"));
         }
     }
     let header = ["threads", "baseline s", "quant s", "ratio", "input GB/s", "peak MB (VmHWM)"];
     let table = table(&header, &rows);
     println!("\n{table}");
     let (benchmark, option, back) = match &args.scheme {
-        Some(scheme) => ("rtn-floats", format!(" --scheme {scheme}"), ", read that back"),
+        Some(scheme) => ("rtn-floats", format!(" --scheme {scheme}"), ", read the output back"),
         None => ("rtn", String::new(), ""),
     };
     let alone = match arithmetic.trim_end() {
         "" => String::new(),
         text => format!(
-            "\nThe arithmetic alone, from the bytes of a weight to packed words and errors:\n\n```text\n{text}\n```\n"
+            "\nThe arithmetic alone, from the bytes of a weight to packed words and rounding \
+             errors:\n\n```text\n{text}\n```\n"
         ),
     };
     let record = Record {
@@ -156,11 +157,12 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithm
         title: format!("RTN of a synthetic Llama with {} layers, bf16", args.layers),
         command: typed_command(),
         body: format!(
-            "Input {:.3} GB of safetensors, output {:.3} GB. Baseline: read the input, SHA-256 it, write as \
-             many bytes as the output has, fsync{back}; one thread, warm page cache. Program: `quant quantize \
-             MODEL -o OUT --method rtn --force --quiet --threads T{option}`, same cache. Baseline and program alternate, \
-             {} repetitions; medians, the ratio is the median of the pairs' ratios, memory is the largest \
-             seen.\n\n{table}{alone}",
+            "Input {:.3} GB of safetensors, output {:.3} GB. Baseline: read the input, compute its SHA-256, write as \
+             many bytes as the output has, fsync{back}; one thread, warm page cache. Program: `quant quantize MODEL \
+             -o OUT --method rtn --force --quiet --threads T{option}`, with the same cache. Baseline and program \
+             alternate, \
+             {} repetitions; medians; the ratio is the median of the pairs' ratios, memory the largest \
+             peak.\n\n{table}{alone}",
             input_bytes as f64 / 1e9,
             output_bytes as f64 / 1e9,
             args.repeat,
@@ -171,7 +173,7 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithm
     for line in &broken {
         println!("over the limit: {line}");
     }
-    ensure!(!args.check || broken.is_empty(), "{} promise(s) broken", broken.len());
+    ensure!(!args.check || broken.is_empty(), "{} limit(s) exceeded", broken.len());
     Ok(())
 }
 

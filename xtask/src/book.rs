@@ -64,13 +64,13 @@ fn stage(book: &Path) -> Result<()> {
 fn summary(pages: &BTreeSet<PathBuf>) -> Result<String> {
     let text = read(&root().join("docs/SUMMARY.md"))?;
     let mut text = with_links(&text, |link| {
-        let target = normal(&Path::new("docs").join(link)).context("it leaves the repository")?;
+        let target = normal(&Path::new("docs").join(link)).context("it is outside the repository")?;
         Ok(target.display().to_string())
     })?;
     let records = pages.iter().filter(|page| page.starts_with(RECORDS));
     let mut by_kind: BTreeMap<String, Vec<&PathBuf>> = BTreeMap::new();
     for record in records {
-        let kind = record.parent().and_then(Path::file_name).context("a record has a directory")?;
+        let kind = record.parent().and_then(Path::file_name).context("a record has a parent directory")?;
         by_kind.entry(kind.to_string_lossy().into_owned()).or_default().push(record);
     }
     let mut lines = String::new();
@@ -99,7 +99,7 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
     }
     let (path, anchor) = link.split_once('#').map_or((link, None), |(path, anchor)| (path, Some(anchor)));
     let base = page.parent().unwrap_or(Path::new(""));
-    let target = normal(&base.join(path)).with_context(|| format!("{link} leaves the repository"))?;
+    let target = normal(&base.join(path)).with_context(|| format!("{link} points outside the repository"))?;
     if pages.contains(&target) {
         // mdBook uses this name.
         return Ok(link.replace("README.md", "index.md"));
@@ -115,9 +115,9 @@ fn rewritten(page: &Path, link: &str, pages: &BTreeSet<PathBuf>, source: &Path) 
             None => Ok(String::new()),
         };
     }
-    ensure!(on_disk.is_file(), "{} links to {link}, which is not there", page.display());
+    ensure!(on_disk.is_file(), "{} links to {link}, which does not exist", page.display());
     let copy = source.join(&target);
-    std::fs::create_dir_all(copy.parent().context("a file has a directory")?)?;
+    std::fs::create_dir_all(copy.parent().context("a file has a parent directory")?)?;
     std::fs::copy(&on_disk, &copy).with_context(|| format!("cannot copy {}", target.display()))?;
     Ok(link.to_owned())
 }
@@ -185,7 +185,7 @@ fn read(path: &Path) -> Result<String> {
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
-    std::fs::create_dir_all(path.parent().context("a file has a directory")?)?;
+    std::fs::create_dir_all(path.parent().context("a file has a parent directory")?)?;
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
@@ -216,7 +216,7 @@ fn follow(html: &Path) -> Result<usize> {
         }
     }
     if !broken.is_empty() {
-        bail!("{} link(s) lead nowhere:\n{}", broken.len(), broken.join("\n"));
+        bail!("{} broken link(s):\n{}", broken.len(), broken.join("\n"));
     }
     Ok(followed)
 }

@@ -28,7 +28,7 @@ const GPTQ_SPEED: &str = "benchmarks/record/peers-gptq-speed/2026-11-23-amd-epyc
 /// When a record lacks a value, or a chart cannot be written.
 pub fn run() -> Result<()> {
     let images = root().join(IMAGES);
-    std::fs::create_dir_all(&images).with_context(|| format!("cannot make {}", images.display()))?;
+    std::fs::create_dir_all(&images).with_context(|| format!("cannot create {}", images.display()))?;
     for (name, text) in pictures()? {
         let path = images.join(name);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
@@ -49,7 +49,7 @@ fn pictures() -> Result<Vec<(&'static str, String)>> {
 /// The rows of a record that pass `keep`, each as a map from column names.
 fn rows(record: &str, keep: &[(&str, &str)]) -> Result<Vec<BTreeMap<String, String>>> {
     let path = root().join(record);
-    read(&path, keep).with_context(|| format!("{} is not as this program reads it", path.display()))
+    read(&path, keep).with_context(|| format!("{} does not have the expected form", path.display()))
 }
 
 fn read(path: &Path, keep: &[(&str, &str)]) -> Result<Vec<BTreeMap<String, String>>> {
@@ -71,7 +71,7 @@ fn read(path: &Path, keep: &[(&str, &str)]) -> Result<Vec<BTreeMap<String, Strin
 }
 
 fn number(row: &BTreeMap<String, String>, column: &str) -> Result<f64> {
-    let text = row.get(column).with_context(|| format!("there is no column {column}"))?;
+    let text = row.get(column).with_context(|| format!("column {column} is missing"))?;
     text.parse().with_context(|| format!("{column} is `{text}`"))
 }
 
@@ -207,7 +207,7 @@ mod tests {
     fn pictures_are_those_of_the_records() {
         for (name, text) in pictures().unwrap() {
             let committed = std::fs::read_to_string(root().join(IMAGES).join(name)).unwrap_or_default();
-            assert!(committed == text, "{name} is not what the records give: run `cargo xtask charts`");
+            assert!(committed == text, "{name} does not match the records: run `cargo xtask charts`");
         }
     }
 }

@@ -85,7 +85,7 @@ fn clippy() -> Result<()> {
 /// Runs the workspace's tests; also fails if some were skipped although their requirements are available.
 pub fn test(environment: &[(&str, &str)]) -> Result<()> {
     let log = target_dir().join("xtask/skipped-tests.log");
-    std::fs::create_dir_all(log.parent().context("the log has a directory")?)?;
+    std::fs::create_dir_all(log.parent().context("the log has a parent directory")?)?;
     std::fs::write(&log, "").with_context(|| format!("cannot write {}", log.display()))?;
     let mut command = cargo(&TEST_COMMAND);
     // One run shows every failure.
@@ -114,7 +114,7 @@ pub fn judge_skips(skipped: &str, shared: Option<PathBuf>) -> Result<()> {
             dir.display()
         ),
         None if !lines.is_empty() => {
-            println!("{} check(s) were skipped: no shared models and texts here", lines.len());
+            println!("{} check(s) were skipped: no shared models and texts are available", lines.len());
         }
         None => {}
     }

@@ -112,7 +112,7 @@ pub fn candle() -> Result<()> {
     let toolkit = installed("cuda-nvcc-venv", &NVCC_PACKAGES, &["bin/nvcc", "include", "lib"])?;
     let path = std::env::var_os("PATH").unwrap_or_default();
     let path = std::env::join_paths([toolkit.join("bin")].into_iter().chain(std::env::split_paths(&path)))
-        .context("a path cannot be put in PATH")?;
+        .context("a directory cannot be added to PATH")?;
     let mut command = cargo(&["clippy", "-p", "quant-kernels-cuda", "--features", "candle", "--all-targets"]);
     command.arg("--target-dir").arg(target_dir().join("xtask/candle-cuda")).args(["--", "-D", "warnings"]);
     // Without this variable, candle's build queries a device for the architecture of its kernels.
@@ -127,7 +127,7 @@ pub fn candle() -> Result<()> {
 fn stand_in() -> Result<PathBuf> {
     execute(&mut cargo(&["build", "-p", "quant-cuda-stand-in"]))?;
     let directory = target_dir().join("xtask/cuda-stand-in");
-    std::fs::create_dir_all(&directory).with_context(|| format!("cannot make {}", directory.display()))?;
+    std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
     let made = target_dir().join("debug/libquant_cuda_stand_in.so");
     std::fs::copy(&made, directory.join("libcuda.so"))
         .with_context(|| format!("cannot copy {}", made.display()))?;
@@ -155,7 +155,7 @@ fn test_names(directory: &Path) -> Result<Vec<String>> {
             None => path.join("main.rs").is_file(),
         };
         if is_test {
-            let name = path.file_stem().context("a test has a name")?;
+            let name = path.file_stem().context("a test has a file name")?;
             names.push(name.to_string_lossy().into_owned());
         }
     }
@@ -188,7 +188,7 @@ fn installed(name: &str, packages: &[&str], parts: &[&str]) -> Result<PathBuf> {
         output(Command::new(&python).args(["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]))?;
     let toolkit = Path::new(&places).join("nvidia/cu13");
     for part in parts {
-        ensure!(toolkit.join(part).exists(), "the packages of CUDA have no {part}");
+        ensure!(toolkit.join(part).exists(), "the CUDA packages have no {part}");
     }
     // The name appears only when the installation is complete.
     std::fs::write(&stamp, wanted).with_context(|| format!("cannot write {}", stamp.display()))?;

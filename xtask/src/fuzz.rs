@@ -30,7 +30,7 @@ pub fn run(args: &Args) -> Result<()> {
     for target in targets()?.iter().filter(|t| args.only.is_empty() || args.only.contains(t)) {
         let (grown, artifacts) = (made.join("corpus").join(target), made.join("artifacts"));
         for dir in [&grown, &artifacts] {
-            std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+            std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         }
         let mut command = std::process::Command::new(&program);
         command.current_dir(root()).args(["fuzz", "run", "--fuzz-dir", "fuzz/libfuzzer", target]).arg(grown);

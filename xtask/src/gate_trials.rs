@@ -29,14 +29,14 @@ pub struct Args {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let mut command = Command::new("cargo");
     command.current_dir(root()).args(["run", "--release", "--quiet", "--locked", "-p", "quant-evaluator"]);
     command.args(["--example", "gate_trials", "--"]);
     command.arg(data.join("models").join(&args.model)).arg(data.join("text").join(&args.text));
     let result: Value = serde_json::from_str(output(&mut command)?.trim())?;
     let number = |path: &str| {
-        result.pointer(path).and_then(Value::as_u64).with_context(|| format!("the trials give no {path}"))
+        result.pointer(path).and_then(Value::as_u64).with_context(|| format!("the trials report no {path}"))
     };
     let mut rows = Vec::new();
     let mut csv = vec!["kind,trials,pass,fail,inconclusive".to_owned()];
@@ -51,12 +51,12 @@ pub fn run(args: &Args) -> Result<()> {
     println!("{table}");
     let record = Record {
         benchmark: "gate-trials",
-        title: "How often the accuracy gate errs".into(),
+        title: "Error rates of the accuracy gate".into(),
         command: typed_command(),
         body: format!(
             "{} on {}: margin 0.5 % in perplexity, one-sided level 5 %; every trial draws {} of the text's {} \
-             windows of {} tokens; trials without a regression share {} disturbed runs; a regression is noise on \
-             one weight.\n\n{table}",
+             windows of {} tokens; trials without a regression share {} perturbed runs; a regression is noise added \
+             to one weight.\n\n{table}",
             args.model,
             args.text,
             number("/trial_windows")?,
@@ -71,8 +71,8 @@ pub fn run(args: &Args) -> Result<()> {
         let share = |kind: &str| -> Result<f64> {
             Ok(number(&format!("/{kind}/fail"))? as f64 / number(&format!("/{kind}/trials"))? as f64)
         };
-        ensure!(share("regressed")? >= POWER, "the gate finds too few regressions");
-        ensure!(share("equal")? <= FALSE_FAILURES, "the gate blames too many equal models");
+        ensure!(share("regressed")? >= POWER, "the gate detects too few regressions");
+        ensure!(share("equal")? <= FALSE_FAILURES, "the gate fails too many equal models");
     }
     Ok(())
 }

@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<()> {
     let is_ours = out.join(MARK).is_file();
     ensure!(
         is_ours || !out.exists() || fs::read_dir(&out)?.next().is_none(),
-        "{} holds something else: name a directory that is new",
+        "{} contains something else: choose a new directory",
         out.display()
     );
     remove_dir(&out)?;
@@ -106,7 +106,7 @@ pub fn run(args: &Args) -> Result<()> {
     let built = executables(&mut cargo(&["build", "--release", "-p", package, "--bin", program]))?;
     place(&built, program, &out.join(program))?;
     let built = executables(&mut cargo(&["build", "-p", PACKAGE, "--example", IMAGES]))?;
-    let compiler = tempfile::tempdir().context("cannot make a directory")?;
+    let compiler = tempfile::tempdir().context("cannot create a directory")?;
     let mut compile = Command::new(place(&built, IMAGES, &compiler.path().join(IMAGES))?);
     compile.arg(&images).args(&args.architectures);
     execute(cuda::with_toolkit(&mut compile)?)?;
@@ -126,7 +126,7 @@ pub fn run(args: &Args) -> Result<()> {
     let parts = [&out, &images, &out.join("tests")];
     let bytes: u64 = parts.into_iter().map(|dir| directory_bytes(dir)).sum::<Result<u64>>()?;
     println!(
-        "{}: {:.1} MB; carry it to a machine with a GPU, and call run.sh there",
+        "{}: {:.1} MB; copy it to a machine with a GPU, and run run.sh there",
         out.display(),
         bytes as f64 / 1e6
     );
@@ -185,7 +185,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("letter"), "dear").unwrap();
         let args = Args { out: Some(directory.path().into()), architectures: Vec::new() };
-        assert!(run(&args).unwrap_err().to_string().contains("holds something else"));
+        assert!(run(&args).unwrap_err().to_string().contains("contains something else"));
         assert!(directory.path().join("letter").is_file());
     }
 }

@@ -61,7 +61,7 @@ pub fn run() -> Result<()> {
         }
     }
     let refused = Command::new(&read).arg(&model).output()?;
-    ensure!(refused.status.code() == Some(4), "a float model ends with {}", refused.status);
+    ensure!(refused.status.code() == Some(4), "the run on a float model exited with {}", refused.status);
 
     let out = scratch.join("driven");
     let printed = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
@@ -70,7 +70,7 @@ pub fn run() -> Result<()> {
     let printed = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
     // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
-    ensure!((2.0..4000.0).contains(&perplexity), "a perplexity of {perplexity}");
+    ensure!((2.0..4000.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
 }
@@ -135,10 +135,10 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     let size = first.iter().map(|(_, value)| value.abs()).sum::<f64>() / first.len() as f64;
     let mut distance = 0.0;
     for ((name, a), (other, b)) in first.iter().zip(other) {
-        ensure!(name == other, "{format}: {other} stands where {name} should");
-        distance += (a - b).abs() / first.len() as f64;
+        ensure!(name == other, "{format}: found {other} instead of {name}");
+        apart += (a - b).abs() / first.len() as f64;
     }
-    ensure!(distance < size, "{format}: outputs are {distance} apart, of {size}");
+    ensure!(apart < size, "{format}: outputs differ by {apart}, at magnitude {size}");
     Ok(())
 }
 

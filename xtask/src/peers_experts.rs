@@ -119,13 +119,13 @@ pub fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     if clean_commit().is_none() {
-        println!("not recorded: the working tree is not that of a commit");
+        println!("not recorded: the working tree has uncommitted changes");
         return Ok(());
     }
     let notes: String = notes.iter().map(|(who, note)| format!("- {who}: {note}\n")).collect();
     let record = Record {
         benchmark: "peers-experts",
-        title: "Experts of a layer, ours and llama.cpp's".into(),
+        title: "Experts of a layer: ours and llama.cpp's".into(),
         command: typed_command(),
         body: format!("Versions: {}.\n\n{}\n{notes}\n{page}", versions.join("; "), described(&args)),
         csv: csv(&turns),
@@ -136,15 +136,16 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn described(args: &Args) -> String {
     format!(
-        "A layer of {EXPERTS} experts of {INNER} × {HIDDEN}, {TOP_K} for each token, from `f32` activations to their `f32` sum: \
-         products of gate and up, SiLU, product of down, the weights of tokens, the sum. llama.cpp's is a graph of its own \
-         operations (`mul_mat_id`, `swiglu_split`, `mul`, `add`). `loop` is ours as single products of each expert that has \
-         rows, `dense` the same products with as many rows for each expert and nothing gathered or added up. Uniform: every \
-         expert is as likely; skewed: {HOT} of the {EXPERTS} experts take half of the slots. Each call of one token reads \
-         other experts, of 16 calls; {} rounds, in each a turn of {} ms one after the other, every second round in the \
-         opposite order. Per cent are of what memory (bytes of the experts that are touched, once each) and dot products of \
-         8-bit integers in registers gave in the same round, ratios are taken round by round, and figures are medians. The \
-         machine is shared with other work.\n",
+        "A layer of {EXPERTS} experts of {INNER} × {HIDDEN}, {TOP_K} per token, from `f32` activations to their \
+         `f32` sum: products with gate and up, SiLU, product with down, routing weights, the sum. llama.cpp's is a \
+         graph of its own operations (`mul_mat_id`, `swiglu_split`, `mul`, `add`). `loop` is ours with separate \
+         products for each expert that has rows; `dense` is the same products with equal numbers of rows per expert \
+         and without gathering or summing. Uniform: all experts are equally likely; skewed: {HOT} of the {EXPERTS} \
+         experts take half of the slots. Each of 16 one-token calls reads different experts. {} rounds, in each of \
+         which every contestant has a turn of {} ms, in reverse order every second round. Percentages are relative \
+         to memory bandwidth (each expert used counts once) and to dot products of 8-bit integers in registers, \
+         measured in the same round; ratios are computed per round, and figures are medians. The machine is shared \
+         with other work.\n",
         args.rounds, args.milliseconds
     )
 }
@@ -277,8 +278,8 @@ fn page(turns: &[Turn]) -> String {
         }
         let mut header = vec!["contestant".to_owned()];
         header.extend(tokens.iter().map(|m| match m {
-            1 => "1 token: per cent of memory".to_owned(),
-            m => format!("{m} tokens: per cent of dot products"),
+            1 => "1 token: % of memory bandwidth".to_owned(),
+            m => format!("{m} tokens: % of dot products"),
         }));
         let header: Vec<&str> = header.iter().map(String::as_str).collect();
         page += &format!("### {threads} thread(s), {} routing\n\n{}\n", spread.name(), table(&header, &rows));

@@ -60,7 +60,7 @@ pub struct Planted {
 pub fn run(args: &Args) -> Result<()> {
     let planted = plant(args)?;
     println!(
-        "{}: {} channel(s) of each of {} norms times {}, their readers' columns divided by it",
+        "{}: {} channel(s) of each of {} norms multiplied by {}, the columns that read them divided by it",
         args.out.display(),
         args.channels,
         planted.channels.len(),
@@ -173,7 +173,7 @@ impl Plan {
             Role::ReaderOf(norm) => {
                 let chosen = self.channels.get(&norm).with_context(|| format!("{norm} is missing"))?;
                 let &[_, width] = &entry.shape[..] else {
-                    bail!("{} is no matrix", entry.name);
+                    bail!("{} is not a matrix", entry.name);
                 };
                 ensure!(chosen.iter().all(|c| *c < width), "{} is narrower than {norm}", entry.name);
                 for row in values.chunks_exact_mut(width) {
@@ -205,10 +205,13 @@ impl Keys {
         let heads = field("num_attention_heads").context("config.json: no num_attention_heads")?;
         let hidden = field("hidden_size").context("config.json: no hidden_size")?;
         let kv_heads = field("num_key_value_heads").unwrap_or(heads);
-        ensure!(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "config.json: heads do not divide");
+        ensure!(
+            heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
+            "config.json: the number of KV heads does not divide the number of heads"
+        );
         let head_dim = field("head_dim").unwrap_or(hidden / heads);
         let biased = config.get("attention_bias").and_then(Value::as_bool).unwrap_or(false);
-        ensure!(args.keys == 0 || !biased, "--keys knows no biases of queries and keys");
+        ensure!(args.keys == 0 || !biased, "--keys does not support biases of queries and keys");
         ensure!(args.keys <= head_dim / 2, "a head has only {} pairs of channels", head_dim / 2);
         let (factor, repeat) = (args.key_factor as f32, heads / kv_heads);
         Ok(Self { count: args.keys, factor, head_dim, repeat, seed: args.seed })
@@ -242,7 +245,7 @@ impl Keys {
 fn exact(entry: &Entry, value: f32) -> Result<f32> {
     ensure!(
         value.is_finite() && Float::F32.holds_exactly(value),
-        "{}: {value:e} leaves the range in which a power of two is exact; choose a smaller --factor",
+        "{}: {value:e} is outside the range in which scaling by a power of two is exact; choose a smaller --factor",
         entry.name
     );
     Ok(value)
@@ -414,7 +417,7 @@ mod tests {
         };
         assert!(plant(&args(31, 1)).is_err(), "not a power of two");
         assert!(plant(&args(1, 1)).is_err(), "no change");
-        assert!(plant(&args(32, 65)).is_err(), "more channels than there are");
+        assert!(plant(&args(32, 65)).is_err(), "more channels than the norm has");
         assert!(!dir.path().join("out").exists());
         let tiny = Entry::new("w".into(), Float::F32, &[1]);
         assert!(exact(&tiny, f32::MIN_POSITIVE / 2.0).is_err());

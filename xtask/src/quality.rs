@@ -70,7 +70,7 @@ impl Outcome {
         let result: Value = serde_json::from_str(&output(&mut command)?)?;
         let number = |path: &str| {
             let value = result.pointer(path).and_then(Value::as_f64);
-            value.with_context(|| format!("`quant eval --json` gives no {path}"))
+            value.with_context(|| format!("`quant eval --json` reports no {path}"))
         };
         let outcome = Self {
             float: number("/comparison/reference/perplexity/mean")?,
@@ -86,7 +86,7 @@ impl Outcome {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let scratch = target_dir().join("quality");
     std::fs::create_dir_all(&scratch)?;
@@ -128,8 +128,8 @@ pub fn run(args: &Args) -> Result<()> {
         let header = ["model", "text", "group", "float", "RTN", "RTN KL", "AWQ", "AWQ KL"];
         body += &format!("## {bits} bits, models {title}\n\n{}\n", table(&header, &rows));
         body += &format!(
-            "Pooled over {tokens:.0} tokens: mean KL {rtn:.5} (RTN), {awq:.5} (AWQ); log-perplexity lost \
-             {:.5} (RTN), {:.5} (AWQ), of which AWQ removes {:.0} %.\n\n",
+            "Pooled over {tokens:.0} tokens: mean KL {rtn:.5} (RTN), {awq:.5} (AWQ); increase of log-perplexity \
+             {:.5} (RTN), {:.5} (AWQ); AWQ removes {:.0} % of RTN's.\n\n",
             lost[0] / tokens,
             lost[1] / tokens,
             100.0 * removed
@@ -138,7 +138,7 @@ pub fn run(args: &Args) -> Result<()> {
             broken.push(format!("3 bits: AWQ's pooled KL {awq:.5} is not below RTN's {rtn:.5}"));
         }
         if planted && bits == 4 && removed < REMOVED {
-            broken.push(format!("planted outliers: AWQ removes {:.0} % of RTN's loss", 100.0 * removed));
+            broken.push(format!("planted outliers: AWQ removes only {:.0} % of RTN's loss", 100.0 * removed));
         }
     }
     let record = Record {
@@ -147,9 +147,9 @@ pub fn run(args: &Args) -> Result<()> {
         command: typed_command(),
         body: format!(
             "Symmetric grids; {} calibration windows and {} evaluation windows of 512 tokens (256 on \
-             stories260k); embeddings and head float. KL to float over the full vocabulary in nats a \
-             token, ± its standard error over windows. Planted: 4 channels of every norm times 32, the \
-             columns that read them divided by 32.\n\n{body}",
+             stories260k); embeddings and head float. KL to float over the full vocabulary in nats per token, ± its \
+             standard error over windows. Planted: 4 channels of every norm multiplied by 32, the columns that read \
+             them divided by 32.\n\n{body}",
             args.samples, args.windows
         ),
         csv,
@@ -188,9 +188,13 @@ fn searches_help(checkpoint: &Path) -> Result<()> {
         for search in
             ["scale_search", "clip_search"].map(|key| &tensor[key]).into_iter().filter(|s| !s.is_null())
         {
-            let error = |key: &str| search[key].as_f64().with_context(|| format!("a search without {key}"));
+            let error = |key: &str| search[key].as_f64().with_context(|| format!("a search has no {key}"));
             let (before, after) = (error("error_before")?, error("error_after")?);
-            ensure!(after <= before, "{}: a search ends at {after:e}, from {before:e}", tensor["tensor"]);
+            ensure!(
+                after <= before,
+                "{}: a search increased the error from {before:e} to {after:e}",
+                tensor["tensor"]
+            );
         }
     }
     Ok(())

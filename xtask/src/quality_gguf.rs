@@ -59,7 +59,7 @@ fn write(
     std::fs::remove_file(&out)?;
     output(&mut command)?;
     let ours = std::fs::metadata(&out)?.len();
-    ensure!(ours.abs_diff(length) < 4096, "{mixture}: {ours} bytes, {length} by llama-quantize");
+    ensure!(ours.abs_diff(length) < 4096, "{mixture}: {ours} bytes, but {length} by llama-quantize");
     Ok(())
 }
 
@@ -87,7 +87,7 @@ fn compare(less: &[f64], more: &[f64]) -> (f64, f64, &'static str) {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     LlamaCpp::install()?;
     let scratch = target_dir().join("quality-gguf");
@@ -118,7 +118,7 @@ pub fn run(args: &Args) -> Result<()> {
                         Some(first) => {
                             let (difference, error, word) = compare(&windows, first);
                             if held && word == "more" {
-                                broken.push(format!("{title}: {mixture} by {name} costs more"));
+                                broken.push(format!("{title}: {mixture} by {name} has a higher KL"));
                             }
                             format!("{difference:+.6} ± {error:.6}, {word}")
                         }
@@ -148,7 +148,7 @@ pub fn run(args: &Args) -> Result<()> {
                 100.0 * difference / before
             );
             if held && word != "less" {
-                broken.push(format!("{mixture} by {name} does not cost less over all rows"));
+                broken.push(format!("{mixture} by {name} does not have a lower KL over all rows"));
             }
         }
     }
@@ -157,11 +157,11 @@ pub fn run(args: &Args) -> Result<()> {
         title: "GGUF types at equal bytes".into(),
         command: typed_command(),
         body: format!(
-            "The same types, bytes and importance matrix ({SAMPLES} windows of 512 tokens of the calibration text) by \
-             `llama-quantize` of llama.cpp v0.5.0, by our search, and by GPTQ. Activations float. {} windows of 512 tokens. KL to \
-             float over the full vocabulary in nats per token, ± its standard error over windows; differences are paired by \
-             window, and less or more where they exceed two of their errors. What the search minimizes was chosen on \
-             calibration texts.\n\n{body}",
+            "The same types, bytes and importance matrix ({SAMPLES} windows of 512 tokens of the calibration text) \
+             quantized by `llama-quantize` of llama.cpp v0.5.0, by our search, and by GPTQ. Activations are float. \
+             {} windows of 512 tokens. KL to float over the full vocabulary in nats per token, ± its standard error \
+             over windows; differences are paired by window, and called less or more if they exceed two standard \
+             errors. The search's objective was chosen on calibration texts.\n\n{body}",
             args.windows
         ),
         csv,

@@ -64,9 +64,9 @@ const SETS: [Set; 3] = [
         kind: "none",
         ways: &[&AWQ, &FLOAT_ACTIVATIONS, &WITHOUT_KV, &QOQ, &WITHOUT_SMOOTH_ATTENTION, &PLAIN],
     },
-    Set { title: "with planted outliers of activations", kind: "activations", ways: &[&AWQ, &QOQ, &PLAIN] },
+    Set { title: "with planted activation outliers", kind: "activations", ways: &[&AWQ, &QOQ, &PLAIN] },
     Set {
-        title: "with planted outliers of keys",
+        title: "with planted key outliers",
         kind: "keys",
         ways: &[&WITHOUT_KV, &QOQ, &WITHOUT_SMOOTH_ATTENTION],
     },
@@ -82,7 +82,7 @@ struct Pooled {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let mut csv = vec!["outliers,model,evaluation,group,way,float,perplexity,kl,kl_se,tokens".to_owned()];
     let mut body = String::new();
@@ -145,12 +145,13 @@ pub fn run(args: &Args) -> Result<()> {
         title: "QoQ on the real models".into(),
         command: typed_command(),
         body: format!(
-            "Weights of 4 bits, symmetric, in groups, progressive where it is QoQ's; activations of 8 bits per token; \
-             keys and values of 4 bits in the cache, all simulated. {} calibration windows and {} evaluation windows \
+            "4-bit weights, symmetric, in groups (progressive for QoQ); 8-bit activations per token; a 4-bit KV \
+             cache; all simulated. {} calibration windows and {} evaluation windows \
              of 512 tokens (256 on stories260k); embeddings and head float. Perplexity, and KL to float over the full \
              vocabulary in nats per token, ± its standard error over windows. Planted in activations: 4 channels of \
-             every norm times 32, the columns that read them divided by 32. Planted in keys: 2 pairs of channels of \
-             every key head times 32, the rows of queries that meet them divided by 32.\n\n{body}## Claims\n\n{claims}",
+             every norm multiplied by 32, the columns that read them divided by 32. Planted in keys: 2 pairs of \
+             channels of every key head multiplied by 32, the matching rows of queries divided by 32.\n\n{body}## \
+             Claims\n\n{claims}",
             args.samples, args.windows
         ),
         csv,
@@ -177,13 +178,13 @@ fn claims(pooled: &[Vec<Pooled>]) -> (String, Vec<String>) {
         (
             qoq.kl - awq.kl <= activations.max(0.0),
             format!(
-                "QoQ W4A8's KL less AWQ W4A16's is {:+.5}; its activations of 8 bits cost {activations:+.5}",
+                "QoQ W4A8's KL minus AWQ W4A16's is {:+.5}; its 8-bit activations add {activations:+.5}",
                 qoq.kl - awq.kl
             ),
         ),
         (
             perplexity <= PERPLEXITY,
-            format!("QoQ W4A8's perplexity is {:+.2} % from AWQ W4A16's", 100.0 * perplexity),
+            format!("QoQ W4A8's perplexity differs from AWQ W4A16's by {:+.2} %", 100.0 * perplexity),
         ),
         (
             widened <= WIDENED * plain,
@@ -195,11 +196,11 @@ fn claims(pooled: &[Vec<Pooled>]) -> (String, Vec<String>) {
         (
             smooth <= rough && rough - smooth >= TAKEN_BACK * cost,
             format!(
-                "planted outliers of keys cost {cost:+.5} without SmoothAttention, which takes {:.1} % of it back",
+                "planted outliers of keys add {cost:+.5} without SmoothAttention, which removes {:.1} % of that",
                 100.0 * (rough - smooth) / cost
             ),
         ),
-        (true, format!("keys and values of 4 bits cost {kv:+.5} on models as they are")),
+        (true, format!("a 4-bit KV cache adds {kv:+.5} on unmodified models")),
     ];
     let holds = |holds: bool| if holds { "holds" } else { "does not hold" };
     let text = list.iter().map(|(held, claim)| format!("- {claim}: {}\n", holds(*held))).collect();

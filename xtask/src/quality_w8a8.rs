@@ -34,7 +34,7 @@ const METHODS: [(&str, &[&str]); 4] = [
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let out = target_dir().join("quality-w8a8");
     let rows = texts();
@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> Result<()> {
             body += &format!("## `{scheme}`, models {title}\n\n{}\n", table(&header, &cells));
             let text = METHODS.iter().zip(&lost).map(|((name, _), l)| format!("{l:.5} ({name})"));
             body += &format!(
-                "Log-perplexity lost, pooled over {tokens:.0} tokens: {}.",
+                "Increase of log-perplexity, pooled over {tokens:.0} tokens: {}.",
                 text.collect::<Vec<_>>().join(", ")
             );
             if planted {
@@ -91,11 +91,17 @@ pub fn run(args: &Args) -> Result<()> {
             }
             body += "\n\n";
             if !planted && scheme == "w8a8" && lost[1] > LOST {
-                broken.push(format!("per token SmoothQuant loses {:.2} % of perplexity", 100.0 * lost[1]));
+                broken.push(format!(
+                    "with per-token activations, SmoothQuant increases perplexity by {:.2} %",
+                    100.0 * lost[1]
+                ));
             }
             let recovered = 1.0 - lost[1] / lost[0];
             if planted && scheme == "w8a8-static" && recovered < RECOVERED {
-                broken.push(format!("of planted outliers SmoothQuant recovers {:.1} %", 100.0 * recovered));
+                broken.push(format!(
+                    "SmoothQuant recovers only {:.1} % of the loss from planted outliers",
+                    100.0 * recovered
+                ));
             }
         }
     }
@@ -104,11 +110,11 @@ pub fn run(args: &Args) -> Result<()> {
         title: "W8A8 and SmoothQuant on the real models".into(),
         command: typed_command(),
         body: format!(
-            "Weights of 8 bits, symmetric, a scale per row; activations of 8 bits per token, or with one static scale a \
-             linear, symmetric or not. {} calibration windows and {} evaluation windows of 512 tokens (256 on \
-             stories260k); embeddings and head float. Perplexity, and KL to float over the full vocabulary in nats a \
-             token, ± its standard error over windows, with activations rounded and multiplied as floats. Planted: 4 \
-             channels of every norm times 32, the columns that read them divided by 32.\n\n{body}",
+            "8-bit weights, symmetric, with a scale per row; 8-bit activations per token, or with one static scale \
+             per linear, symmetric or not. {} calibration windows and {} evaluation windows of 512 tokens (256 on \
+             stories260k); embeddings and head float. Perplexity, and KL to float over the full vocabulary in nats \
+             per token, ± its standard error over windows, with activations rounded and multiplied as floats. \
+             Planted: 4 channels of every norm multiplied by 32, the columns that read them divided by 32.\n\n{body}",
             args.samples, args.windows
         ),
         csv,

@@ -50,7 +50,7 @@ struct Group {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let out = target_dir().join("search-agreement");
     let mut rows = Vec::new();
@@ -80,14 +80,16 @@ pub fn run(args: &Args) -> Result<()> {
                 *took = measure::run(&mut command)?.seconds;
                 found.push(groups(&out)?);
             }
-            let [fast, reference] = &found[..] else { unreachable!("two searches were run") };
+            let [fast, reference] = &found[..] else { unreachable!("exactly two searches were run") };
             ensure!(fast.keys().eq(reference.keys()), "the two searches report different groups");
             let kind = if planted { "planted" } else { "none" };
             let (mut row_regrets, mut row_same, mut work) = (Vec::new(), 0, 0);
             for ((producer, fast), reference) in fast.iter().zip(reference.values()) {
                 let whole = |ratio| {
                     let tried = reference.tried.iter().find(|(r, ..)| *r == ratio);
-                    tried.map(|t| t.1).context("a ratio that the reference could not measure")
+                    tried
+                        .map(|t| t.1)
+                        .context("the fast search chose a ratio that the reference did not measure")
                 };
                 let (chosen, best) = (whole(fast.ratio)?, whole(reference.ratio)?);
                 let regret = if best > 0.0 { chosen / best - 1.0 } else { 0.0 };
@@ -128,7 +130,7 @@ pub fn run(args: &Args) -> Result<()> {
         ["model", "bits", "group", "same ratio", "mean regret", "largest", "tokens", "fast s", "reference s"];
     let average = mean(&regrets);
     let summary = format!(
-        "Over all {} fold groups: the same ratio in {:.0} %, mean regret {}, {} s against {} s.",
+        "Over all {} fold groups: the same ratio in {:.0} %, mean regret {}, {} s compared with {} s.",
         regrets.len(),
         100.0 * same as f64 / regrets.len() as f64,
         percent(average),
@@ -138,12 +140,12 @@ pub fn run(args: &Args) -> Result<()> {
     println!("\n{summary}");
     let record = Record {
         benchmark: "search",
-        title: "AWQ's fast scale search against the reference".into(),
+        title: "AWQ's fast scale search compared with the reference".into(),
         command: typed_command(),
         body: format!(
-            "Regret: whole-batch error of the fast search's choice over the least of all candidates, minus 1. \
-             Tokens: what the fast search evaluated, of what the reference did (groups judged by their Gram matrix \
-             count as whole). Calibration: {} windows of {}.\n\n{}\n{summary}\n",
+            "Regret: the whole-batch error of the fast search's choice divided by the smallest error of all \
+             candidates, minus 1. Tokens: the share evaluated by the fast search, relative to the reference (groups \
+             judged by their Gram matrix count fully). Calibration: {} windows of {}.\n\n{}\n{summary}\n",
             args.samples,
             args.seq_len,
             table(&header, &rows)

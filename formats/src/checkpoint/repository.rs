@@ -90,7 +90,7 @@ mod tests {
         // If there is an index, the reader follows it, and so does this list.
         let files = wanted(&[INDEX, SINGLE]).unwrap();
         assert_eq!((files.weights.as_str(), files.sharded), (INDEX, true));
-        assert_eq!(files.companions, [CONFIG], "it is wanted although it is not there");
+        assert_eq!(files.companions, [CONFIG], "it is requested although it is not listed");
     }
 
     #[test]

@@ -143,7 +143,7 @@ fn a_tensor_has_one_scale_which_others_may_widen() {
     };
     assert_eq!(with(None).scales, [Dtype::Bf16.round(2.0 / 448.0); 2]);
     assert_eq!(with(Some(7.0)).scales, [Dtype::Bf16.round(7.0 / 448.0); 2]);
-    assert_eq!(with(Some(0.1)).scales, with(None).scales, "its own weights have to fit");
+    assert_eq!(with(Some(0.1)).scales, with(None).scales, "the weight's own values must be in range");
     assert_eq!(with(Some(7.0)).stored_scales().unwrap().len(), 1);
     let nv: LinearScheme = "wf4a16-g16-nv".parse().unwrap();
     let context = ScaleContext { amax: Some(28.0), ..ScaleContext::default() };

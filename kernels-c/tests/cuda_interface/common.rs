@@ -38,8 +38,8 @@ pub fn with_message(call: impl FnOnce(*const qz1_message) -> qz1_status) -> (qz1
     let (struct_size, capacity) = (size_of::<qz1_message>() as u32, text.len());
     let message = qz1_message { struct_size, reserved: 0, text: text.as_mut_ptr().cast(), capacity };
     let status = call(&message);
-    let end = text.iter().position(|b| *b == 0).expect("a text ends");
-    let text = String::from_utf8(text[..end].to_vec()).expect("a text is one");
+    let end = text.iter().position(|b| *b == 0).expect("a NUL-terminated text");
+    let text = String::from_utf8(text[..end].to_vec()).expect("valid UTF-8");
     assert_eq!(text.is_empty(), status == qz1_status::Ok, "{status:?}: {text}");
     (status, text)
 }

@@ -27,7 +27,7 @@ unsafe fn function<F: Copy>(name: &CStr) -> F {
             found => found,
         }
     });
-    assert_ne!(library, 0, "a GPU was asked for, and there is no driver");
+    assert_ne!(library, 0, "a GPU was requested, but there is no driver");
     // SAFETY: the library is open.
     let found = unsafe { dlsym(library as *mut c_void, name.as_ptr()) };
     assert!(!found.is_null(), "the driver has no {name:?}");
@@ -64,7 +64,7 @@ fn set_context(context: usize) {
 pub fn wait() {
     // SAFETY: the driver's function of this name has this signature.
     let wait: extern "C" fn() -> c_int = unsafe { function(c"cuCtxSynchronize") };
-    assert_eq!(wait(), 0, "a launch went wrong");
+    assert_eq!(wait(), 0, "a launch failed");
 }
 
 /// Memory on the device, at a multiple of 256, freed when dropped.

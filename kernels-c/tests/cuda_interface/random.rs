@@ -85,7 +85,7 @@ fn plans<S: Copy>(
         assert!(status != qz1_status::Ok && status != qz1_status::Internal, "{text}");
         shapes += u32::from(status as u32 >= qz1_status::CudaMissing as u32);
     }
-    assert!(shapes > 0, "none was a shape");
+    assert!(shapes > 0, "no shape was valid");
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn any_layouts() {
         assert_ne!(status, qz1_status::Internal, "{text}");
         layouts += u32::from(status == qz1_status::Ok);
     }
-    assert!(layouts > 0, "none was a layout");
+    assert!(layouts > 0, "no layout was valid");
 }
 
 /// Launches with random arguments, each without something that it needs.

@@ -269,7 +269,7 @@ mod tests {
                     (value.abs() / 2048.0).max(max * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
                 assert!((back - value).abs() <= tolerance, "{value} became {back}");
             }
-            assert!(bytes[8..].iter().all(|&b| b == 0), "what is between rows");
+            assert!(bytes[8..].iter().all(|&b| b == 0), "padding between rows is zero");
         }
     }
 

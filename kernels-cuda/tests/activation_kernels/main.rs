@@ -259,7 +259,7 @@ fn instructions_stay_within_their_budgets() {
         let taken = counters.instructions - counters.opcode("mov.");
         let each = 32.0 * taken as f64 / (m * k) as f64;
         println!("{rows:?}: {each:.1} instructions of PTX a value");
-        assert!(each <= max, "{each} instructions a value, {rows:?}");
+        assert!(each <= most, "{each} instructions per value, {rows:?}");
     }
 }
 
@@ -279,7 +279,7 @@ fn sums_of_rows_may_be_left_out() {
 
 /// The kernel with one change.
 fn planted(variant: &Variant, from: &str, to: &str) -> Variant {
-    assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} stands once in the text");
+    assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} occurs once in the text");
     let text = variant.source.text.replace(from, to);
     // Tests are short, and sources are static.
     let source = Source { name: "planted.cu", text: text.leak(), headers: variant.source.headers };

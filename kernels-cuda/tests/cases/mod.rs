@@ -143,9 +143,9 @@ impl Case {
         };
         if let Some(format) = self.float {
             let view = WeightView::float_with_scales(self.shape, format, self.group, &self.codes, scales);
-            return view.expect("parts fit each other");
+            return view.expect("consistent parts");
         }
         WeightView::with_scales(self.shape, self.bits, self.group, &self.codes, scales, self.zeros.as_deref())
-            .expect("parts fit each other")
+            .expect("consistent parts")
     }
 }

@@ -62,11 +62,11 @@ fn is_found_of(places: &[[&str; 2]], m: usize, k: usize, kinds: &[FaultKind], op
     if !ready() {
         return;
     }
-    let fault = outcome(places, m, k).expect_err("a bug was not found");
+    let fault = outcome(places, m, k).expect_err("the planted bug was not detected");
     let is_it = kinds.contains(&fault.kind)
         && fault.opcode.starts_with(opcode)
         && fault.buffer.as_deref().unwrap_or_default() == buffer;
-    assert!(is_it, "another fault than {kinds:?} of {opcode} in {buffer:?}: {fault}");
+    assert!(is_it, "unexpected fault, not {kinds:?} of {opcode} in {buffer:?}: {fault}");
 }
 
 /// The wait and the barrier of the main loop.

@@ -11,7 +11,7 @@ impl Gpu {
     /// # Panics
     /// If there is no GPU.
     pub fn get() -> Self {
-        Self(standalone::Gpu::first().unwrap_or_else(|e| panic!("a GPU was asked for: {e}")))
+        Self(standalone::Gpu::first().unwrap_or_else(|e| panic!("a GPU was requested: {e}")))
     }
 
     /// Waits for all launched work.

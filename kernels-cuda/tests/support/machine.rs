@@ -113,13 +113,16 @@ impl Memory {
             Place::Interpreter(memory) => {
                 let (bytes, written) = memory.bytes_and_written(address)?;
                 let wrong = (0..bytes.len()).find(|&i| written[i] != is_written(i));
-                assert_eq!(wrong, None, "the first byte that is, or is not, written against expectation");
+                assert_eq!(
+                    wrong, None,
+                    "index of the first byte that was unexpectedly written or not written"
+                );
                 Ok(bytes.to_vec())
             }
             Place::Gpu(_) => {
                 let bytes = self.bytes(address)?.into_owned();
                 let wrong = (0..bytes.len()).find(|&i| bytes[i] != UNWRITTEN && !is_written(i));
-                assert_eq!(wrong, None, "the first byte that is written against expectation");
+                assert_eq!(wrong, None, "index of the first byte that was unexpectedly written");
                 Ok(bytes)
             }
         }

@@ -43,7 +43,7 @@ pub fn run(text: &str, launch: &Launch, memory: &mut Memory) -> Result<Report, E
 pub fn fault(result: Result<Report, Error>) -> FaultKind {
     match result {
         Err(Error::Fault(fault)) => fault.kind,
-        other => panic!("a fault was expected: {other:?}"),
+        other => panic!("expected a fault, got {other:?}"),
     }
 }
 

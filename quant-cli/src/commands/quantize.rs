@@ -109,7 +109,7 @@ pub fn quantize(
             let complete = request.output.display();
             session
                 .progress
-                .note(&format!("note: {complete} is complete; what follows concerns another file"));
+                .note(&format!("note: {complete} is complete; the following error concerns another file"));
             return Err(error);
         }
     }

@@ -98,7 +98,7 @@ mod tests {
         assert!(!cache.sums_path().exists(), "the manifest has it");
         hold("abd", "").unwrap();
         hold("abd", "").unwrap();
-        assert!(hold("abc", "").is_err(), "the first one was another");
+        assert!(hold("abc", "").is_err(), "the first digest differs");
         hold("abc", ABC).unwrap();
     }
 }

@@ -372,7 +372,7 @@ fn a_silent_server_times_out_and_a_download_can_be_cancelled() {
     let asked = Instant::now();
     running.signal(Signal::INT);
     check_message("interrupted", &running.wait(), 75, &["interrupted"]);
-    assert!(asked.elapsed() < Duration::from_secs(20), "far less than the server is given");
+    assert!(asked.elapsed() < Duration::from_secs(20), "far below the server's delay");
     assert!(!user.cached().contains(&WEIGHTS.to_owned()));
     hub.set_fault(WEIGHTS, None);
     user.run(&hub, inspect("org/tiny")).succeeded();

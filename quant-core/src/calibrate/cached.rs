@@ -37,7 +37,7 @@ impl HiddenStates {
             let Some(values) = values.iter().find(of_it) else {
                 return Err(Error::Internal("an attention has keys and no values".into()));
             };
-            // Keys come last: they depend on positions, which determine how the batch is split.
+            // Keys come last, because they depend on positions, and the last target determines how the batch is split.
             let targets = [values.node, keys.node];
             let (mut largest, mut token) = ([0.0_f32; 2], 0);
             self.values_between(block, block.graph().input(), targets, cancel, &mut |tensors| {

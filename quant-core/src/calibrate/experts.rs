@@ -13,7 +13,7 @@ use crate::{CancelToken, Error, Result};
 /// experts are computed from the states passed to [`new`](Self::new), which must not change.
 pub struct ExpertStates {
     layout: BatchLayout,
-    /// The node whose values the states are.
+    /// The node whose values are the input states.
     from: NodeId,
     /// For each expert, its tokens in ascending order with their router weights.
     tokens: Vec<Vec<(u32, f32)>>,
@@ -96,8 +96,8 @@ impl ExpertStates {
         self.outputs.iter().position(|output| graph.rows_selected_by(*output) == Some(selects))
     }
 
-    /// The experts not yet in the sum that precede the one for which `selects` selects rows, or all of them if
-    /// `selects` is `None`.
+    /// The experts that are not yet in the sum and precede the expert of `selects`, or all experts that are not yet in
+    /// the sum if `selects` is `None`.
     pub fn left_before(&self, graph: &BlockGraph, selects: Option<NodeId>) -> std::ops::Range<usize> {
         let end = selects.and_then(|selects| self.expert_of(graph, selects));
         self.added..end.unwrap_or(self.outputs.len()).max(self.added)
@@ -161,7 +161,7 @@ impl ExpertStates {
         cancel: &CancelToken,
         mut take: impl FnMut(&[u32], &[f32], usize) -> Result<()>,
     ) -> Result<()> {
-        // Pieces have the same borders as when the whole block runs at once, so matrix products have the same shapes.
+        // Pieces have the same boundaries as if the whole block ran at once, so matrix products have the same shapes.
         for piece in tokens.chunk_by(|a, b| *a as usize / CHUNK_TOKENS == *b as usize / CHUNK_TOKENS) {
             let tap = &mut CancelTap(cancel);
             cancel.check()?;

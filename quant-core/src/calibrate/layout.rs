@@ -1,4 +1,4 @@
-//! How a search sees the tokens of a batch: which positions belong together, and which tokens count.
+//! The layout of a calibration batch: which positions belong together, and which tokens count.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -58,7 +58,7 @@ impl ChannelMaxima {
     /// The maxima of a linear with `k` inputs.
     ///
     /// # Errors
-    /// When the linear is missing, or has another width.
+    /// When the linear is missing, or the number of its maxima is not `k`.
     pub fn of(&self, linear: &str, k: usize) -> Result<&[f32]> {
         let path = || self.path.clone().unwrap_or_default();
         let broken = |reason: String| Error::InputFile {

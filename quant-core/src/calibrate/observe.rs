@@ -1,4 +1,5 @@
-//! The hidden states of the batch on their way through the blocks, in pieces that may be watched.
+//! The hidden states of the calibration batch, which pass through the model block by block, in pieces that a tap may
+//! observe.
 
 use std::borrow::Cow;
 
@@ -8,11 +9,11 @@ use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
 use crate::{CancelToken, Error, Result};
 
-/// Tokens that go through a block at a time: enough for full speed, few enough that a block's
-/// intermediate values stay small.
+/// Tokens that go through a block at a time: enough for full speed, few enough that a block's intermediate values stay
+/// small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
 
-/// A tap on a batch as a piece of it sees it: tokens of the piece become tokens of the batch.
+/// Adapts a tap on the whole batch to a piece: token indices of the piece become token indices of the batch.
 struct PieceTap<'a> {
     tap: &'a mut dyn Tap,
     /// The first token of the piece.
@@ -35,8 +36,9 @@ impl Tap for PieceTap<'_> {
     }
 }
 
-/// The hidden states of the calibration batch before some block, `[windows, length, hidden]`, with what travels beside
-/// them: their width may be another one before the next block. They are in memory, or in a [file](Spill).
+/// The hidden states of the calibration batch before a block, each followed by the other values that later blocks read:
+/// `[windows, length, width]`. The width may therefore differ from block to block. The states are in memory or in a
+/// [file](Spill).
 #[derive(Debug)]
 pub struct HiddenStates {
     layout: BatchLayout,
@@ -45,10 +47,10 @@ pub struct HiddenStates {
 }
 
 impl HiddenStates {
-    /// States `[windows, length, hidden]` of a batch of this layout, row-major.
+    /// Creates states `[windows, length, hidden]` of a batch with this layout, row-major.
     ///
     /// # Errors
-    /// [`Error::Internal`] when there are other than `tokens · hidden` values.
+    /// [`Error::Internal`] when the number of values is not `tokens · hidden`.
     pub fn new(layout: BatchLayout, hidden: usize, values: impl Into<Values>) -> Result<Self> {
         let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
@@ -58,19 +60,19 @@ impl HiddenStates {
         Ok(Self { layout, hidden, values })
     }
 
-    /// The embeddings of the windows: what enters the first block.
+    /// The embeddings of the windows: the input of the first block.
     ///
     /// # Errors
-    /// When a token is outside the vocabulary, the model has fewer positions than a window, or a row
-    /// cannot be read or is not finite.
+    /// When a token is outside the vocabulary, the model has fewer positions than a window, or a row cannot be read or
+    /// is not finite.
     pub fn embed(model: &Model, windows: &TokenWindows) -> Result<Self> {
         Self::embed_in(model, windows, None)
     }
 
-    /// The embeddings of the windows, in a file if `spill` is given. The states of later blocks then stay in files too.
+    /// Embeds the windows, into a file if `spill` is given. The states of later blocks then stay in files too.
     ///
     /// # Errors
-    /// As [`embed`](Self::embed), and when there is no room.
+    /// As [`embed`](Self::embed), and when the disk is full.
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let layout = windows.layout();
         let width = model.architecture().state_width(0);
@@ -92,55 +94,56 @@ impl HiddenStates {
     }
 
     /// Tokens embedded at a time: all of them if they stay in memory, otherwise a multiple of [`CHUNK_TOKENS`], so that
-    /// products of per-layer inputs get the same rows.
+    /// the matrix products for per-layer inputs have the same shapes.
     fn embedded_tokens(&self) -> usize {
         if self.values.spill().is_none() { self.tokens() } else { 4 * CHUNK_TOKENS }
     }
 
-    /// A copy in the same kind of storage.
+    /// Copies the states to the same kind of storage.
     ///
     /// # Errors
-    /// When there is no room for it.
+    /// When there is not enough memory or disk space.
     pub fn try_clone(&self) -> Result<Self> {
         Ok(Self { layout: self.layout.clone(), hidden: self.hidden, values: self.values.try_clone()? })
     }
 
-    /// Where values are spilled to, if the states are in a file.
+    /// The storage for values in files; `None` if the states are in memory.
     pub fn spill(&self) -> Option<&Spill> {
         self.values.spill()
     }
 
-    /// The shape of the batch, its documents, and which of its tokens count.
+    /// Returns the layout of the batch: its shape, its documents, and which tokens count.
     pub fn layout(&self) -> &BatchLayout {
         &self.layout
     }
 
-    /// The states, `[windows, length, width]` row-major.
+    /// Returns the states, `[windows, length, width]` row-major.
     pub fn values(&self) -> &Values {
         &self.values
     }
 
-    /// Features of a token's state.
+    /// The number of features of a token's state.
     pub fn width(&self) -> usize {
         self.hidden
     }
 
-    /// Tokens in all windows.
+    /// The number of tokens in all windows.
     pub fn tokens(&self) -> usize {
         self.layout.tokens()
     }
 
-    /// Windows, and tokens of each.
+    /// The number of windows, and the number of tokens per window.
     pub fn shape(&self) -> [usize; 2] {
         [self.layout.windows(), self.layout.length()]
     }
 
-    /// Windows in one chunk: at least one.
+    /// The number of windows per piece: at least one.
     fn chunk_windows(&self) -> usize {
         (CHUNK_TOKENS / self.layout.length()).max(1)
     }
 
-    /// The batch in pieces `[some windows, length, hidden]`, in order, with each one's first token.
+    /// Returns the batch in pieces `[windows, length, hidden]` of whole windows, in order, each with the index of its
+    /// first token.
     pub fn chunks(&self) -> impl Iterator<Item = Result<(usize, Tensor)>> {
         let (length, piece) = (self.layout.length(), self.chunk_windows() * self.layout.length());
         self.pieces(piece).map(move |piece| {
@@ -150,7 +153,7 @@ impl HiddenStates {
         })
     }
 
-    /// The states of so many tokens at a time, in order, with the first of these.
+    /// Returns the states in pieces of `tokens` tokens, in order, each with the index of its first token.
     fn pieces(&self, tokens: usize) -> impl Iterator<Item = Result<(usize, Cow<'_, [f32]>)>> {
         (0..self.tokens()).step_by(tokens.max(1)).map(move |first| {
             let end = (first + tokens).min(self.tokens());
@@ -158,10 +161,10 @@ impl HiddenStates {
         })
     }
 
-    /// The states of some tokens, `[1, tokens, width]`.
+    /// The states of these tokens, `[1, tokens, width]`.
     ///
     /// # Errors
-    /// [`Error::Internal`] when the batch has no such token.
+    /// [`Error::Internal`] when a token is outside the batch.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
         let mut values = Vec::with_capacity(tokens.len() * self.hidden);
         for run in tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
@@ -171,13 +174,13 @@ impl HiddenStates {
         Ok(Tensor::from_vec(values, (1, tokens.len(), self.hidden), &Device::Cpu)?)
     }
 
-    /// The segments of a piece that begins with token `first`.
+    /// Returns the segments of a piece that begins with token `first`.
     pub fn segments(&self, first: usize, piece: &Tensor) -> Segments<'_> {
         let tokens = piece.elem_count().checked_div(self.hidden).unwrap_or(0);
         self.layout.segments(first..first + tokens)
     }
 
-    /// Replaces the states by what comes out of `block`.
+    /// Replaces the states with the output of `block`.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled.
@@ -185,11 +188,11 @@ impl HiddenStates {
         self.advance_watched(block, cancel, &mut CancelTap(cancel))
     }
 
-    /// The same, while a tap watches. It sees the batch in pieces, and tokens are those of the batch.
+    /// Replaces the states with the output of `block` while `tap` observes the evaluation. The tap is called for each
+    /// piece of the batch, with token indices of the whole batch.
     ///
     /// # Errors
-    /// As [`advance`](Self::advance), and when the tap stops the run. Some of the states may then
-    /// be replaced already.
+    /// As [`advance`](Self::advance), and when the tap stops the run. Some states may then already be replaced.
     pub fn advance_watched(&mut self, block: &Block, cancel: &CancelToken, tap: &mut dyn Tap) -> Result<()> {
         let (graph, length) = (block.graph(), self.layout.length());
         let (layout, piece) = (self.layout.clone(), self.chunk_windows() * length);
@@ -200,8 +203,9 @@ impl HiddenStates {
         })
     }
 
-    /// Replaces the states by others of a width, piece by piece of so many tokens: `run` has a piece's first token, its
-    /// states and their width, and puts rows in the place of those from a token of the piece on.
+    /// Replaces the states with states of `width` features, in pieces of `piece` tokens. `run` gets the index of a
+    /// piece's first token, its states, their width, and a function that writes new rows, given the offset of the first
+    /// one in the piece.
     fn replace(
         &mut self,
         width: usize,
@@ -209,7 +213,7 @@ impl HiddenStates {
         mut run: impl FnMut(usize, &[f32], usize, &mut dyn FnMut(usize, &Tensor) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
         let (old, tokens) = (self.hidden, self.tokens());
-        // Rows of the same width take the place of those that they are made of.
+        // If the width stays the same, new rows overwrite the old ones.
         let mut moved = match old == width {
             true => None,
             false => Some(self.values.zeros_like(tokens * width)?),
@@ -229,7 +233,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Runs the batch through `block` for what a tap sees of it, and leaves it where it is.
+    /// Runs the batch through `block` only for `tap`. The states do not change.
     ///
     /// # Errors
     /// As [`advance_watched`](Self::advance_watched).
@@ -243,13 +247,14 @@ impl HiddenStates {
     }
 }
 
-/// Parts of a block: from the values of one node to those of another.
+/// Evaluates parts of a block, from the values of one node to those of a later one.
 impl HiddenStates {
-    /// Takes the states for the values of a node and replaces them by those of a later one, from which all that follows
-    /// is computed.
+    /// Replaces the states, which are the values of the first of `nodes`, with the values of the second. All later
+    /// values must depend on the second node only.
     ///
     /// # Errors
-    /// When one does not follow from the other, or the run is cancelled. Some states may then be replaced already.
+    /// When the second node does not depend on the first, or the run is cancelled. Some states may then already be
+    /// replaced.
     pub fn advance_between(&mut self, block: &Block, nodes: [NodeId; 2], cancel: &CancelToken) -> Result<()> {
         let (layout, piece) = (self.layout.clone(), self.piece_between(block, nodes));
         self.replace(block.graph().width(nodes[1]), piece, |first, states, width, put| {
@@ -258,8 +263,8 @@ impl HiddenStates {
         })
     }
 
-    /// Takes the states for the values of a node, and gathers a statistic of those of a later one, which may be of
-    /// any width.
+    /// Gathers a statistic of the values of the second of `nodes`, which may have any width. The states are the values
+    /// of the first.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of the statistic.
@@ -292,8 +297,8 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Takes the states for the values of a node, and hands over those of two later ones, which have a row for every
-    /// token, piece by piece.
+    /// Passes the values of the two `targets` to `take`, piece by piece. The states are the values of `from`, and the
+    /// targets must have a row for every token.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between), and those of `take`.
@@ -321,8 +326,8 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Takes the states for the values of a node, and replaces them by what comes out of the block where the values
-    /// of another node, `[tokens, features]`, are known.
+    /// Replaces the states, which are the values of `from`, with the output of the block, given the values of another
+    /// node, `[tokens, features]`.
     ///
     /// # Errors
     /// As [`advance_between`](Self::advance_between).
@@ -347,7 +352,7 @@ impl HiddenStates {
         })
     }
 
-    /// Tokens that go through a part of a block at a time: whole windows where tokens look at each other.
+    /// The number of tokens that go through a part of a block at a time: whole windows if the part mixes tokens.
     fn piece_between(&self, block: &Block, nodes: [NodeId; 2]) -> usize {
         match block.graph().mixes_tokens(nodes[0], nodes[1]) {
             true => self.chunk_windows() * self.layout.length(),
@@ -356,16 +361,17 @@ impl HiddenStates {
     }
 }
 
-/// Rows of states as whole windows, where a piece is made of them, else as one.
+/// The rows of a piece as `[windows, length, width]` if it consists of whole windows, otherwise as
+/// `[1, tokens, width]`.
 fn piece_of(rows: &[f32], width: usize, length: usize, piece: usize) -> Result<Tensor> {
     let tokens = rows.len() / width.max(1);
     let length = if piece.is_multiple_of(length) && tokens.is_multiple_of(length) { length } else { tokens };
     Ok(Tensor::from_slice(rows, (tokens / length.max(1), length, width), &Device::Cpu)?)
 }
 
-/// Runs a piece of a batch, whose first token is `first`, from the values of one node to those of another, and hands
-/// these over: some of them, the place of the first of these in the piece, and which tokens from there on they belong
-/// to, where that is not one row for each.
+/// Evaluates a block from the values of one node to those of another, for a piece of the batch whose first token is
+/// `first`. Passes the result to `take` in one or more parts. Each comes with the offset of its first token in the
+/// piece, and with the tokens of its rows relative to that offset; `None` means one row per token.
 fn run_between(
     block: &Block,
     layout: &BatchLayout,
@@ -399,11 +405,11 @@ fn run_between(
     Ok(())
 }
 
-/// Runs a piece `[windows, length, hidden]` of a batch, whose first token is `first`, through a block,
-/// and hands over what comes out: some rows, and the place of the first of them in the piece.
+/// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
+/// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// A window that is longer than a piece should be goes through attention whole, and then through
-/// the rest of the block, which looks at every token by itself, in pieces.
+/// A window longer than [`CHUNK_TOKENS`] goes through attention as a whole, and then in pieces through the rest of the
+/// block, which processes each token independently.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

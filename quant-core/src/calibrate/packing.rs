@@ -238,7 +238,7 @@ mod tests {
                     prop_assert_eq!(packed.tokens[row - 1], token - 1);
                 }
             }
-            // No two windows have so much free room that one would do.
+            // No two windows have so much free space that their pieces would fit into one.
             let room: Vec<usize> = packed.uses.chunks(length)
                 .map(|w| w.iter().filter(|u| **u == TokenUse::Padding).count()).collect();
             prop_assert!(room.iter().filter(|r| 2 * **r > length).count() <= 1);

@@ -68,7 +68,7 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
 /// conversations (an object with `messages`, or a list of messages). `origin` names the corpus in messages.
 ///
 /// # Errors
-/// [`Error::Text`] with the row number, counted from 1, for a malformed row or one of another kind; when the rows
+/// [`Error::Text`] with the row number, counted from 1, for a malformed row or a row of a different kind; when the rows
 /// contain no text, or more than 1 GiB.
 pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> Result<Corpus> {
     let (mut texts, mut chats, mut bytes) = (Vec::new(), Vec::new(), 0);

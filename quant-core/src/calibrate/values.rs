@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Bytes converted at a time.
 const PIECE: usize = 1 << 20;
 
-/// Where a run keeps hidden states and samples of the calibration batch. Its output does not depend on it.
+/// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Residence {
     /// In memory.
@@ -25,7 +25,7 @@ pub enum Residence {
     },
 }
 
-/// Where a run keeps values that do not fit into memory.
+/// The location for values that do not fit into memory.
 ///
 /// Results do not depend on it: the same values are read in the same pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,12 +41,12 @@ impl Spill {
         Self { directory: directory.into(), round_bytes }
     }
 
-    /// The memory in bytes for the tokens that one round of a search compares.
+    /// Returns the memory in bytes for the tokens that one round of a search compares.
     pub fn round_bytes(&self) -> u64 {
         self.round_bytes
     }
 
-    /// A new file.
+    /// Creates a new file.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be created.
@@ -57,7 +57,7 @@ impl Spill {
     }
 }
 
-/// An unnamed file.
+/// Creates an unnamed file.
 #[derive(Debug)]
 pub(crate) struct SpillFile {
     file: Mutex<File>,
@@ -107,7 +107,7 @@ impl From<Vec<f32>> for Values {
 }
 
 impl Values {
-    /// Zeros, in a file if `spill` is given.
+    /// Creates zeros, in a file if `spill` is given.
     ///
     /// # Errors
     /// [`Error::Memory`] when there is too little memory, and errors of files.
@@ -134,7 +134,7 @@ impl Values {
         Ok(Self { len, place })
     }
 
-    /// Zeros in the same kind of storage.
+    /// Creates zeros in the same kind of storage.
     ///
     /// # Errors
     /// As [`zeros`](Self::zeros).
@@ -142,7 +142,7 @@ impl Values {
         Self::zeros(self.spill(), len)
     }
 
-    /// A copy in the same kind of storage.
+    /// Returns a copy in the same kind of storage.
     ///
     /// # Errors
     /// As [`zeros`](Self::zeros).
@@ -155,17 +155,17 @@ impl Values {
         Ok(copy)
     }
 
-    /// The number of values.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the list is empty.
+    /// Returns whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where values are spilled to, if these are in a file.
+    /// The storage for values in files; `None` if these values are in memory.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
             ValueStore::Memory(_) => None,
@@ -173,7 +173,7 @@ impl Values {
         }
     }
 
-    /// The values in `range`.
+    /// Returns the values in `range`.
     ///
     /// # Errors
     /// [`Error::Internal`] when the range is out of bounds; errors of files.
@@ -196,7 +196,7 @@ impl Values {
         }
     }
 
-    /// Replaces the values from `at` on.
+    /// Replaces values, beginning with the one at index `at`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -216,8 +216,8 @@ impl Values {
         Ok(())
     }
 
-    /// Changes the rows, of `width` values each, of these tokens, which must be ascending. `change` gets a slice of rows and
-    /// a function from a row's index to its token. The slice may contain rows of other tokens too.
+    /// Changes the rows, of `width` values each, of these tokens, which must be ascending. `change` gets a slice of
+    /// rows and a function from a row's index to its token. The slice may contain rows of other tokens too.
     ///
     /// # Errors
     /// As [`read`](Self::read), and those of `change`.
@@ -284,7 +284,7 @@ mod tests {
             assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
         }
         assert!(copy.spill().is_some() && memory.spill().is_none());
-        // The file has no name.
+        // The file has no name in the directory.
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

@@ -206,7 +206,7 @@ impl TokenWindows {
         if self.starts.is_some() { Packing::Documents } else { Packing::Stream }
     }
 
-    /// The layout of the batch, as searches see it.
+    /// The layout of the batch, as used by searches.
     pub fn layout(&self) -> BatchLayout {
         BatchLayout::new(self.len(), self.length, self.starts.as_deref(), self.uses.as_deref())
     }

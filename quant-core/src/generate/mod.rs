@@ -8,7 +8,7 @@
 //!
 //! The settings are those of transformers' `GenerationConfig`, with its names, defaults and order of operations, so a
 //! model's `generation_config.json` has the same meaning here. The same tokens, settings, seed, program and instruction
-//! set produce the same text, whatever the number of threads.
+//! set produce the same text, regardless of the number of threads.
 
 mod sampler;
 #[cfg(test)]

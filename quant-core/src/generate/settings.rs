@@ -157,6 +157,8 @@ impl GenerationSettings {
         }
     }
 
+    /// Checks the ranges of settings.
+    ///
     /// # Errors
     /// [`Error::Usage`] when a setting is out of range.
     pub fn check(&self) -> Result<()> {

@@ -159,7 +159,11 @@ mod tests {
             (["y", "e", "s"].map(String::from).to_vec(), true)
         );
         assert_eq!(pieces(b"a\nUse it", &["\nUser:"]).0.concat(), "a\nUse it");
-        assert_eq!(pieces(b"a\nUse", &["\nUser:"]).0.concat(), "a\nUse", "the beginning of one is not one");
+        assert_eq!(
+            pieces(b"a\nUse", &["\nUser:"]).0.concat(),
+            "a\nUse",
+            "a partial stop string does not stop"
+        );
         // Among several stop strings the first occurrence wins; overlapping beginnings do not hide one.
         assert_eq!(pieces(b"abcd", &["cd", "bc", ""]), (vec!["a".into()], true));
         assert_eq!(pieces(b"xaaab", &["aab"]), (vec!["x".into(), "a".into()], true));

@@ -52,7 +52,7 @@ pub(super) fn encode_row(
         } else {
             block[..2].copy_from_slice(&scale.to_le_bytes());
             for (out, code) in block[2..].iter_mut().zip(codes) {
-                // From unsigned with zero point 128 to two's complement.
+                // Converts from unsigned with zero point 128 to two's complement.
                 *out = code ^ 0x80;
             }
         }

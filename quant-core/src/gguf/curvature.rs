@@ -43,10 +43,10 @@ impl<'a> Curvature<'a> {
         }
     }
 
-    /// Starts before the first block.
+    /// Prepares the computation of factors, beginning with the first block.
     ///
     /// # Errors
-    /// As [`check`](Self::check); [`Error::Usage`] when settings are invalid; any error of the embedding.
+    /// As [`check`](Self::check); [`Error::Usage`] when settings are invalid; errors of the embedding.
     pub fn new(
         model: &'a Model,
         windows: &TokenWindows,

@@ -1,8 +1,8 @@
 //! Importance matrices: the mean square of each input channel of a linear over a text.
 //!
-//! They come from our own calibration, with its windows, templates and masks, or from a file. They can be written in
-//! both file formats that llama.cpp's programs write and read: GGUF, with sums and counts, and the legacy format with
-//! means.
+//! They come from quant's own calibration, with its windows, templates and masks, or from a file. They can be written
+//! in both file formats that llama.cpp's programs write and read: GGUF, with sums and counts, and the legacy format
+//! with means.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -134,8 +134,8 @@ impl Importance {
             let matrix = match (placed.expert, placed.stored_shape.len()) {
                 (Some(expert), _) => expert,
                 (None, 2) => 0,
-                // In llama.cpp, the matrices of latent attention are applied per head; no linear here has the same
-                // input.
+                // llama.cpp multiplies these matrices of latent attention per head, with inputs that no linear here
+                // has.
                 (None, _) => continue,
             };
             let entry = self.entries.entry(placed.name(layer));
@@ -153,8 +153,8 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is none. A matrix that no token
-    /// reached weights all channels equally.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if the matrix has no entry for the tensor.
+    /// A matrix that no token reached weights all channels equally.
     ///
     /// # Errors
     /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not

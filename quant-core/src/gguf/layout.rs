@@ -8,15 +8,15 @@ use crate::{Error, Result};
 /// A tensor of a block, or a part of it, and its place in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Placed {
-    /// Its name in the checkpoint.
+    /// The name in the checkpoint.
     pub(super) tensor: String,
-    /// Its module in the checkpoint; for an expert, the module that the file uses for all experts.
+    /// The module in the checkpoint; for an expert, the module that the file uses for all experts.
     pub(super) module: String,
-    /// Its shape in the checkpoint.
+    /// The shape in the checkpoint.
     pub(super) shape: Vec<usize>,
     /// The name in the file, without the prefix of the block.
     pub(super) stored: String,
-    /// Its shape in the file; for an expert, the shape of one matrix or vector.
+    /// The shape in the file; for an expert, the shape of one matrix or vector.
     pub(super) stored_shape: Vec<usize>,
     /// The expert to which it belongs, if any. The tensor in the file has a matrix or vector per expert.
     pub(super) expert: Option<usize>,
@@ -156,7 +156,7 @@ pub(super) fn takes_type(name: &str, shape: &[usize]) -> bool {
     dimensions > 1 && name.ends_with("weight") && KEPT.iter().all(|kept| !name.contains(kept))
 }
 
-/// Removes the dimension of one of convolutions, and of vectors that are stored as a row.
+/// Removes the dimension of size 1 from convolutions and from vectors that are stored as a row.
 fn squeezed(shape: &[usize]) -> Vec<usize> {
     match *shape {
         [channels, 1, kernel] => vec![channels, kernel],

@@ -1,5 +1,5 @@
 //! Metadata that describe the model. They are derived from the architecture, so they describe what this program
-//! computes, whatever names the configuration uses.
+//! computes, independent of the names in the configuration.
 
 use super::families::{GgufFamily, How, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
 use super::file::{Array, Value};
@@ -11,7 +11,7 @@ use crate::model::{
 };
 use crate::{Error, Result};
 
-/// Metadata of the model, and warnings where llama.cpp computes something else.
+/// Metadata of the model, and warnings for cases in which llama.cpp gives different results.
 pub(super) struct ModelMetadata {
     pub(super) entries: Vec<(String, Value)>,
     pub(super) warnings: Vec<String>,
@@ -197,7 +197,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op.computes() {
                 Computes::Norm { eps } => facts.eps = eps,
-                // The factor of a router's input.
+                // This is the factor of a router's input.
                 Computes::Factor(_) if family.has_two_kinds => {}
                 Computes::Factor(factor) => facts.residual = Some(factor),
                 Computes::Rotation(rope) => {
@@ -251,7 +251,7 @@ fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     }
 }
 
-/// Checks that llama.cpp's graph for the family computes the same.
+/// Checks that llama.cpp's graph for the family gives the same results.
 fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Result<()> {
     for layer in 0..a.layers {
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
@@ -372,7 +372,7 @@ fn rope(
     put("rope.freq_base", Value::F32(first.theta as f32));
     match ropes {
         [_] => {}
-        // Blocks with windows have unscaled frequencies with another base.
+        // Blocks with windows have unscaled frequencies with a different base.
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {

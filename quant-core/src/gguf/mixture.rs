@@ -48,7 +48,7 @@ struct Rule(Role, When, &'static BlockType);
 
 /// A mixture.
 pub struct Mixture {
-    /// Its name, as in `llama-quantize`.
+    /// The name, as in `llama-quantize`.
     pub name: &'static str,
     /// `general.file_type`.
     pub id: u32,

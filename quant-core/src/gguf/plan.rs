@@ -1,4 +1,4 @@
-//! Plans a file: every tensor with its type and its source, settled before any compute.
+//! Plans a file: every tensor with its type and its source, determined before any computation.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -49,11 +49,11 @@ impl GgufRequest {
 /// A tensor of the file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PlannedTensor {
-    /// Its name in the file.
+    /// The name in the file.
     pub name: String,
-    /// Its shape, outermost dimension first.
+    /// The shape, outermost dimension first.
     pub shape: Vec<usize>,
-    /// Its type.
+    /// The type.
     pub kind: &'static BlockType,
     /// The requested type, if rows do not fit it and `kind` replaces it.
     pub replaces: Option<&'static BlockType>,
@@ -61,7 +61,7 @@ pub struct PlannedTensor {
 }
 
 impl PlannedTensor {
-    /// The tensors or modules of the checkpoint from which it is built.
+    /// The tensors or modules of the checkpoint from which the tensor is built.
     pub fn sources(&self) -> Vec<&str> {
         match &self.source {
             Source::Stored { tensors, .. } => tensors.iter().map(String::as_str).collect(),
@@ -71,23 +71,23 @@ impl PlannedTensor {
         }
     }
 
-    /// The block of the model to which it belongs.
+    /// The block of the model to which the tensor belongs.
     pub(super) fn layer(&self) -> Option<usize> {
         self.name.strip_prefix("blk.")?.split('.').next()?.parse().ok()
     }
 
-    /// Whether its codes are copied from the checkpoint.
+    /// Whether the codes are copied from the checkpoint.
     pub fn keeps_codes(&self) -> bool {
         matches!(self.source, Source::Codes { .. } | Source::Blocks { .. })
     }
 
-    /// Whether its rows are whole rows of the checkpoint, with their columns in the same order.
+    /// Whether the rows are whole rows of the checkpoint, with their columns in the same order.
     pub(super) fn keeps_columns(&self) -> bool {
         let Source::Stored { view, .. } = &self.source else { return true };
         view.columns == RowOrder::AsStored && !matches!(view.order, RowOrder::Transposed { .. })
     }
 
-    /// The size of its data in bytes.
+    /// The size of the data in bytes.
     pub fn bytes(&self) -> u64 {
         let columns = self.shape.last().copied().unwrap_or_default();
         let rows: usize = self.shape[..self.shape.len() - 1].iter().product();

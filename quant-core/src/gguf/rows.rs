@@ -226,7 +226,7 @@ pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
         ([rows, _], RowOrder::Transposed { width, .. }) => Ok([view.order.count(*rows), width]),
         ([columns], RowOrder::AsStored) => Ok([1, *columns]),
         ([rows], order) => Ok([order.count(*rows), 1]),
-        // A convolution has a dimension of one for the channels that it mixes.
+        // A convolution has a dimension of size 1, because it does not mix channels.
         ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
         _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
     }

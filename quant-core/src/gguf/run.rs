@@ -23,14 +23,14 @@ const PIECE: usize = 1 << 22;
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GgufTensorReport {
-    /// Its name in the file.
+    /// The name in the file.
     pub tensor: String,
-    /// Its type.
+    /// The type.
     pub kind: String,
     /// The requested type, if the rows did not fit it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaces: Option<String>,
-    /// Its shape, outermost dimension first.
+    /// The shape, outermost dimension first.
     pub shape: Vec<usize>,
     /// Size in the file, in bytes.
     pub bytes: u64,
@@ -209,7 +209,7 @@ impl Writer<'_> {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
                 false => Err(Error::usage(
-                    format!("what `{name}` is made of is not what it was when the run was interrupted"),
+                    format!("the input of `{name}` has changed since the run was interrupted"),
                     "start again without ‹resume›",
                 )),
             };
@@ -269,14 +269,14 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
-            // The row in the file's tensor, where experts are concatenated.
+            // The row in the file's tensor, which contains all experts one after the other.
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
                 reason: format!("row {row} leaves the range of {}", kind.name),
             });
         }
-        // Added up in order, so that the sums do not depend on threads.
+        // Errors are added in order, so that the sums do not depend on the number of threads.
         for (error, value) in sums {
             squares.error += error;
             squares.value += value;

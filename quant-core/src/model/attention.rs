@@ -27,10 +27,10 @@ const ELEMENT_TILE: usize = 1 << 14;
 /// `q` is `[batch, queries, heads · head_dim]`, `k` `[batch, keys, kv_heads · head_dim]` and `v`
 /// `[batch, keys, kv_heads · value_dim]`; the last query has the last key's position. `repeat` consecutive query heads
 /// share one key/value head. With a `window`, a query attends to that many positions, including its own; with a
-/// `chunk`, to positions from the last multiple of it on. No query attends to a key of another segment; several
-/// segments require as many keys as queries. `sinks` has one score per query head that takes part in the softmax but
-/// has no value. With `alibi`, the head's slope times the distance between query and key is subtracted from each scaled
-/// score.
+/// `chunk`, to the positions since the last multiple of `chunk`. No query attends to a key of a different segment;
+/// several segments require as many keys as queries. `sinks` has one score per query head that takes part in the
+/// softmax but has no value. With `alibi`, the head's slope times the distance between query and key is subtracted from
+/// each scaled score.
 ///
 /// # Errors
 /// When shapes do not match.
@@ -249,7 +249,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     let (before, seen) = row.split_at_mut(seen.start);
     before.fill(0.0);
     after.fill(0.0);
-    // A comparison that selects an operand vectorizes; it lets NaN pass, but NaN shows up in the sum.
+    // A comparison that selects an operand vectorizes. It skips NaN, but a NaN then appears in the sum.
     let mut largest = [f32::NEG_INFINITY; LANES];
     for part in seen.chunks(LANES) {
         for (m, &s) in largest.iter_mut().zip(part) {
@@ -271,7 +271,7 @@ fn softmax_range(row: &mut [f32], seen: Range<usize>, sink: Option<f32>) {
     }
 }
 
-/// Applies a function that vectorizes to every value.
+/// Applies a vectorizable function to every value.
 #[inline(always)]
 pub(super) fn in_place(activation: Activation, values: &mut [f32]) {
     match activation {

@@ -172,9 +172,8 @@ impl Block {
         self.norms.insert(id, norm);
     }
 
-    /// Runs the whole block on `hidden` `[batch, positions, width]`.
-    ///
-    /// Without a cache, the first position is 0. With a cache, positions continue from its end.
+    /// Runs the whole block on `hidden` `[batch, positions, width]`. `start` is the position of the first row: 0
+    /// without a cache, the number of cached positions with one.
     ///
     /// # Errors
     /// When shapes do not match, the rotary tables are too short, or the tap stops the run.
@@ -206,7 +205,7 @@ impl Block {
     /// Computes the values of some nodes from known ones, in prefill at position 0.
     ///
     /// # Errors
-    /// When a target does not follow from the known values, or shapes do not match.
+    /// When a target cannot be computed from the known values, or shapes do not match.
     pub fn evaluate(
         &self,
         known: &[(NodeId, Tensor)],
@@ -320,7 +319,7 @@ impl Run<'_> {
             let mut inputs = Vec::new();
             for &input in self.inputs(id) {
                 uses[input] -= 1;
-                // The last reader takes the value, so that memory is freed as early as possible.
+                // The last node that reads a value takes ownership of it, so that memory is freed as early as possible.
                 let value = if uses[input] == 0 { values[input].take() } else { values[input].clone() };
                 inputs.push(value.ok_or_else(|| Error::Internal(format!("node {input} is not known")))?);
             }
@@ -367,7 +366,7 @@ impl Run<'_> {
         self.tap.linear_input(id, x, tokens)
     }
 
-    /// The value of a node without rows: that of an expert without tokens.
+    /// The empty value of a node that belongs to an expert without tokens.
     fn no_rows(&self, id: NodeId) -> Result<Tensor> {
         Ok(Tensor::from_vec(Vec::<f32>::new(), (1, 0, self.block.graph.width(id)), &Device::Cpu)?)
     }

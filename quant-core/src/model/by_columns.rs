@@ -45,7 +45,7 @@ struct ByRows {
     source: Arc<dyn TensorSource>,
     /// The transposed tensors, with their transposed shapes.
     other: std::collections::BTreeMap<String, TensorInfo>,
-    /// The last tensor read; kept because tensors are read in pieces.
+    /// The last tensor read, which is kept because tensors are read in pieces.
     last: Mutex<Option<(String, Arc<Vec<u8>>)>>,
 }
 

@@ -48,7 +48,7 @@ pub struct LayerCache {
     states: BTreeMap<NodeId, State>,
 }
 
-/// The format of the contents, determined by the first tokens.
+/// The format of the cached values, which the first tokens determine.
 #[derive(Debug, Clone)]
 pub(super) enum CacheContents {
     Nothing,

@@ -76,8 +76,7 @@ impl Decoder {
     }
 
     /// Returns the decoder with a different, simulated cache: keys and values are rounded as the cache would round
-    /// them. By default a decoder uses the cache of the model's configuration. Without a scheme, keys and values stay
-    /// float.
+    /// them, or stay float if `kv` is `None`. By default, a decoder uses the cache of the model's configuration.
     pub fn with_kv(self, kv: Option<KvScheme>) -> Self {
         self.with_caching(kv.map_or(KvCaching::Float, KvCaching::Simulated))
     }
@@ -168,9 +167,8 @@ impl Decoder {
         block.flat_map(|b| b.graph().linears().map(|(id, name, ..)| (id, name)))
     }
 
-    /// Returns the input of the first block for windows of equal length, `[batch, positions, hidden]`. If blocks have
-    /// inputs of their own, or read another block's keys and values, these follow the hidden states, here and between
-    /// blocks.
+    /// Returns the input of the first block for windows of equal length, `[batch, positions, hidden]`. Per-layer
+    /// inputs, and keys and values that later blocks share, follow the hidden states, here and between blocks.
     ///
     /// # Errors
     /// When the windows differ in length or are longer than the decoder supports, or a token is outside the vocabulary.
@@ -244,8 +242,8 @@ impl Decoder {
         self.hidden_through(windows, &mut |_, hidden| Ok(hidden))
     }
 
-    /// As [`hidden`](Self::hidden); each block's output, `[batch, positions, hidden]`, is passed to `after` with the
-    /// block's index, which may inspect or change it.
+    /// Like [`hidden`](Self::hidden), but passes the index and the output of each block, `[batch, positions, hidden]`,
+    /// to `after`, which may inspect or change the output.
     ///
     /// # Errors
     /// As [`hidden`](Self::hidden), and errors of `after`.

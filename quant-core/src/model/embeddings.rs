@@ -152,7 +152,7 @@ impl Model {
     /// # Errors
     /// When a token is outside the vocabulary or a row cannot be read or is not finite.
     pub fn embed_streamed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        // Only float models are calibrated, but nothing stops other callers.
+        // Calibration only uses float models, but other callers may pass a quantized one.
         self.require_float()?;
         tokens.iter().try_for_each(|&token| self.check_token(token))?;
         let (hidden, scale) = (self.architecture().hidden, self.embedding_scale()?);
@@ -188,7 +188,7 @@ impl Model {
     /// Checks that all tokens are inside the embedding.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`]: the tokenizer belongs to another model.
+    /// [`Error::Tokenizer`] when one is not, because the tokenizer does not match the model.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {

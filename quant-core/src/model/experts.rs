@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
 ///
 /// # Errors
-/// When the logits or the correction have another width, or a logit is not finite.
+/// When the logits or the correction have the wrong width, or a logit is not finite.
 pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
     if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
@@ -68,7 +68,7 @@ fn route_token(
     choice.clear();
     match correction {
         Some(correction) => choice.extend(scores.iter().zip(correction).map(|(score, c)| score + c)),
-        // Logits have the same order as the scores, even where scores are too small to differ.
+        // Logits have the same order as the scores, and still differ if the scores underflow to equal values.
         None if routing.groups.is_none() => choice.extend(logits),
         None => choice.extend(&*scores),
     }
@@ -91,7 +91,7 @@ fn route_token(
             order.extend(best.into_iter().flat_map(|g| (g * size) as u32..((g + 1) * size) as u32));
         }
     }
-    // The sort is stable, so the first of equal experts wins.
+    // The sort is stable, so experts with equal scores stay in order and the first one wins.
     order.sort_by(|&a, &b| choice[b as usize].total_cmp(&choice[a as usize]));
     let chosen = &order[..routing.top_k.min(order.len())];
     let score = |expert: u32| scores[expert as usize];
@@ -177,8 +177,8 @@ pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, (1, tokens.len(), width), &Device::Cpu)?)
 }
 
-/// Sums the outputs of the experts. `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens, in order, or
-/// for all tokens; then only the rows of its own tokens count. Each token's terms are added in the order of the
+/// Sums the outputs of the experts. `outputs[e]` `[…, width]` has a row for each of expert `e`'s tokens, in order, or a
+/// row for every token, of which only those of expert `e` are used. Each token's terms are added in the order of the
 /// experts.
 ///
 /// # Errors

@@ -2,8 +2,8 @@
 //! names, as most families store them, and the output uses these names.
 //!
 //! Contiguous rows are read from the file by range. Other rows are taken from the expert's slab of the tensor, which is
-//! read whole and kept until another one is read. Gate and up come from the same slab, one after the other, and weights
-//! are read in pieces, so nothing is read twice.
+//! read whole and kept until a different slab is needed. Gate and up come from the same slab, one after the other, and
+//! weights are read in pieces, so nothing is read twice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -77,7 +77,7 @@ struct Part {
 struct Split {
     source: Arc<dyn TensorSource>,
     parts: BTreeMap<String, Part>,
-    /// The tensors that pass unchanged.
+    /// The tensors that are passed through unchanged.
     others: BTreeSet<String>,
     /// The last slab read for a weight, and the last one for a bias.
     last: [Mutex<Option<Arc<Slab>>>; 2],

@@ -16,10 +16,10 @@ use super::tensor_values::with_values;
 use super::{Linear, WeightBody};
 use crate::{Error, Result};
 
-/// The experts of a block, run in one call.
+/// The experts of a block that run in one call.
 #[derive(Debug, Clone)]
 pub(super) struct GroupedExperts {
-    /// The nodes of the expert weights per token and of the experts' input.
+    /// The node of the expert weights per token, and the node of the experts' input.
     inputs: [NodeId; 2],
     top_k: usize,
     experts: QuantizedExperts,
@@ -58,9 +58,9 @@ impl GroupedExperts {
                 if got > max {
                     return Err(Error::Internal(format!("a token goes to {got} experts of at most {max}")));
                 }
-                // A weight may have underflowed to 0.
-                numbers.resize(before + max, NO_EXPERT);
-                own.resize(before + max, 0.0);
+                // A token may have fewer experts than `most`, because a weight may have underflowed to 0.
+                numbers.resize(before + most, NO_EXPERT);
+                own.resize(before + most, 0.0);
             }
             Ok(())
         })?;
@@ -149,7 +149,7 @@ fn experts_of(
         experts.push(own);
     }
     let Some((parts, linear)) = shared else { return Ok(None) };
-    // The kernels' gate and up read the same rows.
+    // The kernels compute gate and up from the same quantized rows, so both need the same group size.
     let different = |[gate, up, _]: &[ExpertLinear; 3]| {
         gate.weight.layout().group_size() != up.weight.layout().group_size()
     };
@@ -161,7 +161,8 @@ fn experts_of(
     Ok(Some(GroupedExperts { inputs, top_k: parts.top_k, experts: experts.map_err(kernel_error)? }))
 }
 
-/// A packed linear without a grid for its input, and its form for the kernels, with the bias.
+/// Returns a packed linear, and the form with its bias that the kernels use; `None` if it is not packed or its input
+/// has a floating-point grid.
 fn packed(linear: &Linear) -> Result<Option<(&QuantizedLinear, ExpertLinear)>> {
     let WeightBody::Packed { linear: packed, grid: None } = &**linear.weight() else { return Ok(None) };
     let bias = linear.bias().map(|bias| bias.flatten_all()?.to_vec1::<f32>()).transpose()?;

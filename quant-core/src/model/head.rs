@@ -14,15 +14,15 @@ use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
 use crate::{Error, Result};
 
-/// Maximum number of output features per product of a tile. It is fixed so that the same columns always come from the
-/// same products.
+/// Maximum number of output features per product of a tile. It is fixed, so that a column is always computed by the
+/// same product.
 pub const HEAD_TILE: usize = 256;
 
 /// A head whose weight is in memory.
 #[derive(Debug)]
 pub struct Head<'a> {
     linear: Option<&'a Linear>,
-    /// The weight rows; `None` for a head that only multiplies as a whole.
+    /// The weight rows; `None` for a head that can only compute all logits at once.
     rows: Option<WeightRows<'a>>,
     shape: [usize; 2],
     bias: Option<Vec<f32>>,
@@ -45,7 +45,7 @@ pub struct HeadParts {
 }
 
 impl<'a> Head<'a> {
-    /// The head of a decoder, read from its checkpoint if it is not yet in memory.
+    /// Creates the head of a decoder, reading it from the checkpoint if it is not yet in memory.
     pub(super) fn new(linear: &'a Linear, transform: LogitsTransform) -> Result<Self> {
         let weight = linear.weight();
         let rows = match &**weight {
@@ -56,7 +56,7 @@ impl<'a> Head<'a> {
         Ok(Self { linear: Some(linear), rows, shape: weight.shape(), bias, transform })
     }
 
-    /// Creates a head from its parts. It computes the same bits as the head that they came from.
+    /// Creates a head from its parts. Its logits are bit-identical to those of the original head.
     ///
     /// # Errors
     /// [`Error::Internal`] when the parts do not match.
@@ -76,7 +76,8 @@ impl<'a> Head<'a> {
     /// Returns the parts of a head that multiplies floats.
     ///
     /// # Errors
-    /// [`Error::Internal`] for a head that only multiplies as a whole; when a quantized weight's parts do not match.
+    /// [`Error::Internal`] for a head that can only compute all logits at once; when a quantized weight's parts do not
+    /// match.
     pub fn to_parts(&self) -> Result<HeadParts> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no floats".into()))?;
         let (dtype, weight) = match rows.stored_bytes() {
@@ -96,19 +97,20 @@ impl<'a> Head<'a> {
         self.shape[1]
     }
 
-    /// Returns whether the head only multiplies as a whole, with [`all_logits`](Self::all_logits): in the kernels or on
-    /// a GPU.
+    /// Returns whether the head can only compute all logits at once, with [`all_logits`](Self::all_logits), because the
+    /// kernels or a GPU multiply it.
     pub fn is_whole(&self) -> bool {
         self.rows.is_none()
     }
 
-    /// Returns hidden states as the head multiplies them: rounded to the grid of its input, if it has one.
+    /// Returns the hidden states in the form in which the head multiplies them: rounded to the grid of its input, if it
+    /// has one.
     ///
     /// # Errors
     /// When the width does not match.
     pub fn inputs(&self, hidden: Vec<f32>) -> Result<Vec<f32>> {
         match (self.linear, &self.rows) {
-            // Whole heads do their own rounding; inputs of a stored head were rounded before they were stored.
+            // Heads without rows do their own rounding; inputs of a stored head were rounded before they were stored.
             (Some(linear), Some(_)) if linear.grid()?.is_some() => {
                 let rows = hidden.len().checked_div(self.width()).unwrap_or(0);
                 let x = Tensor::from_vec(hidden, (rows, self.width()), &Device::Cpu)?;
@@ -122,7 +124,7 @@ impl<'a> Head<'a> {
     /// The result `out` is `[m, columns]`; everything runs on this thread. `scratch` holds the weight.
     ///
     /// # Errors
-    /// When a quantized weight's parts do not match, or the head only multiplies as a whole.
+    /// When a quantized weight's parts do not match, or the head can only compute all logits at once.
     ///
     /// # Panics
     /// When a column is out of range, or lengths do not match.
@@ -135,7 +137,7 @@ impl<'a> Head<'a> {
     ) -> Result<()> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
         let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        // Existing values are overwritten, so only new ones are cleared.
+        // The product overwrites existing values, so only new ones are cleared.
         out.resize(m * columns.len(), 0.0);
         let weight = rows.rows(columns.clone(), scratch)?;
         multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);

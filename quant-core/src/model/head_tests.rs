@@ -82,7 +82,7 @@ fn a_decoders_head_gives_its_logits() {
         for (a, b) in tile.iter().zip(&whole) {
             approx::assert_abs_diff_eq!(a, b, epsilon = 1e-5);
         }
-        // The head read back gives the same bits.
+        // A head that is written and read back gives bit-identical logits.
         let again = Head::from_parts(head.to_parts().unwrap()).unwrap();
         let mut same = Vec::new();
         again.logits(&inputs, 0..70, &mut Vec::new(), &mut same).unwrap();

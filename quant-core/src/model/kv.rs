@@ -56,7 +56,7 @@ impl KvScheme {
         }
     }
 
-    /// Returns the kernels' type for it; `None` if they do not support it.
+    /// Returns the kernels' type for the scheme; `None` if they do not support it.
     pub fn kind(self) -> Option<KvType> {
         match self {
             Self::Kv4 => Some(KvType::Kv4),
@@ -65,7 +65,7 @@ impl KvScheme {
         }
     }
 
-    /// Returns the name after `kv`.
+    /// Returns the part of the name after `kv`.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Kv4 => "4",
@@ -150,7 +150,7 @@ impl KvScheme {
     }
 }
 
-/// How a block caches keys and values, before queries read them.
+/// How a block caches keys and values before queries read them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum KvCaching {
     /// As `f32`.

@@ -21,8 +21,8 @@ pub struct CachedValue {
     pub linear: NodeId,
 }
 
-/// Returns the cached values of a block, in evaluation order; `None` if a value does not come from a single linear.
-/// That is the case in latent attention, where engines cache something else.
+/// Returns the cached values of a block, in evaluation order; `None` if a value does not come from a single linear. In
+/// latent attention, for example, engines cache the latent vectors instead.
 pub fn cached_values(graph: &BlockGraph) -> Option<Vec<CachedValue>> {
     let attentions = graph.nodes().iter().enumerate().filter(|(_, node)| node.op.cached().is_some());
     let values = attentions.flat_map(|(attention, node)| {

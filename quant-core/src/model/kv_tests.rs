@@ -68,7 +68,7 @@ fn configurations_that_say_something_else_are_refused() {
 }
 
 proptest! {
-    /// Every head is quantized separately: the results match the kernels' own functions, whatever its neighbors are.
+    /// Every head is quantized separately: the results match the kernels' own functions, regardless of its neighbors.
     #[test]
     fn heads_are_rounded_as_the_cache_rounds_them(
         seed in any::<u64>(),
@@ -126,8 +126,8 @@ fn number(code: u8) -> f64 {
     if code < 0x80 { magnitude } else { -magnitude }
 }
 
-/// Every FP8 value times a scale is stored exactly, whatever the scale. Other values are rounded to nearest, ties to
-/// even, and values out of range saturate.
+/// Every FP8 value times a scale is stored exactly, for any scale. Other values are rounded to nearest, ties to even,
+/// and values out of range saturate.
 #[test]
 fn fp8_holds_its_codes_and_rounds_what_lies_between() {
     let round = |x: f32, scale: f32| {

@@ -42,7 +42,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 
 /// `tanh x` within 2 ulp.
 ///
-/// Near 0, where the quotient of exponentials would lose digits, it is a polynomial; elsewhere it is the quotient.
+/// Near 0, where the quotient of exponentials would lose precision, it is a polynomial; elsewhere it is the quotient.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();

@@ -9,7 +9,7 @@ use crate::checkpoint::{TensorInfo, TensorSource};
 use crate::{Error, Result};
 
 /// Returns the tensors under the architecture's names. The output has these names too, because module names in a
-/// `quantization_config` refer to loaders' modules.
+/// `quantization_config` are those of the modules that loaders create.
 pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architecture) -> Arc<dyn TensorSource> {
     let (embedding, base) = (&architecture.embedding, architecture.base);
     let Some(bare) = embedding.strip_prefix(base).filter(|_| !base.is_empty()) else { return source };
@@ -28,7 +28,7 @@ pub(super) fn with_base(source: Arc<dyn TensorSource>, architecture: &Architectu
     };
     let names: BTreeMap<String, String> =
         source.names().into_iter().map(|name| (full(name), name.to_owned())).collect();
-    // Two tensors would have the same name, and one would be lost.
+    // Several tensors would get the same name, and all but one of these would be lost.
     if names.len() != source.names().len() {
         return source;
     }

@@ -39,7 +39,7 @@ impl Paged {
         Ok(Self { cache, words: Vec::new(), lse: Vec::new() })
     }
 
-    /// Returns the bytes of its pages.
+    /// Returns the size of the pages in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -57,7 +57,8 @@ impl Paged {
         let threads: &dyn Parallel =
             if m * (past + m) * heads.query * d < MIN_PARALLEL_PRODUCTS { &Serial } else { &Rayon };
         self.cache.append(k, v, if m == 1 { &Serial } else { &Rayon }).map_err(cache_error)?;
-        // Queries that the window does not restrict run together; each of the others sees a different range.
+        // Queries that the window does not restrict are computed together; every other query attends to a different
+        // range.
         let whole = window.map_or(m, |w| w.saturating_sub(past).min(m));
         self.attend(0..whole, past, 0, q, out, threads)?;
         for i in whole..m {
@@ -82,7 +83,7 @@ impl Paged {
             return Ok(());
         }
         let (heads, layout) = (self.cache.heads(), *self.cache.layout());
-        // Skip pages that no query sees, and tokens after the last query's.
+        // Skip pages that no query attends to, and tokens after that of the last query.
         let skipped = first / PAGE_TOKENS;
         let lists: Vec<PageList<'_>> = (0..heads.kv)
             .map(|head| PageList {
@@ -200,7 +201,7 @@ mod tests {
                 case(2, 32, 2, 2, 150, Some(67)),
                 case(1, 48, 3, 1, 130, Some(64)),
                 case(3, 128, 1, 1, 90, Some(5000)),
-                // Longer than one chunk of the kernels.
+                // A sequence longer than one chunk of the kernels.
                 case(2, 16, 1, 1, 1300, Some(1100)),
             ]
         }
@@ -289,7 +290,7 @@ mod tests {
                 let expected = exact(&case, &flat(&q), &rounded[0], &rounded[1], None);
                 let whole = flat(&prefill(kind, case.shape, [&q, &k, &v], Segments::whole()).unwrap());
                 check(&case, &whole, &expected);
-                // A prompt, then several tokens at once, then single tokens: the bits are the same.
+                // A prompt, then several tokens at once, then single tokens: the results are bit-identical.
                 let mut cache = LayerCache::new(case.positions);
                 let mut pieces = Vec::new();
                 let mut at = 0;
@@ -343,7 +344,7 @@ mod tests {
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
         assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
-        // Beyond the cache's capacity, and a cache of another format.
+        // Tokens beyond the cache's capacity, and a cache of a different format.
         let mut cache = LayerCache::new(4);
         decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).unwrap();
         assert!(decode(KvType::Kv4, case.shape, &mut cache, [&q, &k, &v]).is_err());

@@ -29,14 +29,14 @@ impl<'a> Segments<'a> {
     pub(crate) fn fit(self, batch: usize, positions: usize) -> bool {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
-            // Either the segment continues, or one begins here.
-            let continues = |i: usize| i > 0 && starts[i] == starts[i - 1];
-            (0..positions).all(|i| starts[i] as usize == i || continues(i))
+            // Each position either continues a segment or begins one.
+            let goes_on = |i: usize| i > 0 && starts[i] == starts[i - 1];
+            (0..positions).all(|i| starts[i] as usize == i || goes_on(i))
         };
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }
 
-    /// Returns the starts from row `row` of `[batch · positions]` on.
+    /// Returns the segments from row `row` of `[batch · positions]` to the end.
     pub(super) fn starts_from(self, row: usize) -> Option<&'a [u32]> {
         self.starts.and_then(|s| s.get(row..))
     }
@@ -59,6 +59,6 @@ mod tests {
         assert!(segments.fit(2, 5) && !segments.fit(2, 4) && !segments.fit(1, 10));
         assert_eq!(segments.positions(5).unwrap(), [0, 1, 0, 0, 1, 0, 1, 2, 3, 4]);
         assert!(Segments::whole().fit(3, 3) && Segments::whole().positions(3).is_none());
-        assert!(!Segments::new(&[0, 1, 0]).fit(1, 3), "a segment cannot be taken up again");
+        assert!(!Segments::new(&[0, 1, 0]).fit(1, 3), "a segment cannot be resumed");
     }
 }

@@ -8,7 +8,7 @@ use crate::{CancelToken, Result};
 
 /// Observes the inputs of linears while a block runs.
 pub trait Tap {
-    /// Returns whether it observes the inputs of linears. If not, several linears may run in one call.
+    /// Returns whether the tap observes the inputs of linears. If not, several linears may run in one call.
     fn watches(&self) -> bool {
         true
     }
@@ -50,8 +50,8 @@ impl Tap for NoTap {
     }
 }
 
-/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears, since a block takes long for long
-/// windows.
+/// A [`Tap`] that observes nothing, but stops a cancelled run between two linears, since a block takes a long time for
+/// long windows.
 #[derive(Debug, Clone, Copy)]
 pub struct CancelTap<'a>(pub &'a CancelToken);
 

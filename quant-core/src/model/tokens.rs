@@ -18,13 +18,13 @@ pub enum TokenRows<'a> {
     Indices {
         /// The token that indices are relative to.
         first: usize,
-        /// One index per row, ascending.
+        /// One ascending index per row.
         indices: &'a [u32],
     },
 }
 
 impl<'a> TokenRows<'a> {
-    /// Creates the rows of `count` consecutive tokens from `first` on.
+    /// Creates the rows of `count` consecutive tokens, beginning with `first`.
     pub fn range(first: usize, count: usize) -> Self {
         Self::Range { first, count }
     }

@@ -1,4 +1,4 @@
-//! The calibration batch on its way through the blocks: the passes that each gets, in the order of the plan.
+//! The calibration batch as it passes through the blocks, with the passes that the plan asks for in each.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,16 +24,16 @@ use crate::transform::{LinearGrid, Rewrite, Transform};
 use crate::{Error, Event, Result};
 use quant_formats::timed;
 
-/// A block that the batch went through.
+/// A block that the batch has passed.
 #[derive(Default)]
 pub(super) struct BlockDone {
-    /// The block, with what was read of it; absent where nothing had to look at it.
+    /// The block with the weights that were read; `None` if nothing needed it.
     pub(super) block: Option<Block>,
-    /// What was decided about it, by the positions of jobs.
+    /// The decisions about it, by job position.
     pub(super) decisions: BTreeMap<usize, Decision>,
 }
 
-/// The calibration batch before some block.
+/// The calibration batch before a block.
 pub(super) struct Batch {
     passes: PassPlan,
     transforms: Vec<&'static dyn Transform>,
@@ -41,11 +41,11 @@ pub(super) struct Batch {
     ropes: RopeTables,
 }
 
-/// The hidden states that passes look at; none where blocks are looked at without a text.
+/// The hidden states that the passes run on; all `None` if the plan needs no calibration text.
 #[derive(Default)]
 struct BatchStates {
     float: Option<HiddenStates>,
-    /// Those of the float model before the block, while it is worked on.
+    /// A copy of the float model's states before the block, kept while the block is processed.
     copy: Option<HiddenStates>,
     quantized: Option<HiddenStates>,
 }
@@ -61,8 +61,9 @@ impl BatchStates {
 }
 
 impl Batch {
-    /// The batch before the block at which passes begin, and that block: the plan's first, or a later one, up to
-    /// `incomplete`, whose input states were saved. If it is not the model's first block, the states come from `files`.
+    /// Creates the batch before the block at which the passes begin, and returns that block's index: the plan's first
+    /// block, or a later one, up to `incomplete`, whose input states were saved. If it is not the model's first block,
+    /// the states come from `files`.
     pub(super) fn new(job: &Job<'_>, files: &StateFiles, incomplete: usize) -> Result<(Self, usize)> {
         let Job { model, plan, windows, maxima, .. } = *job;
         let transforms = plan.transforms();
@@ -94,8 +95,8 @@ impl Batch {
             }
             None => {
                 return Err(Error::usage(
-                    format!("a job that begins with block {first} needs the hidden states before it"),
-                    "give the file that the job over the blocks before it wrote",
+                    format!("a job that begins at block {first} needs the hidden states before that block"),
+                    "give the file written by the job over the preceding blocks",
                 ));
             }
         };
@@ -103,19 +104,19 @@ impl Batch {
         Ok((Self { passes, transforms, states, ropes }, first))
     }
 
-    /// The states as they are now.
+    /// Returns the current states.
     pub(super) fn streams(&self) -> Streams<&HiddenStates> {
         [self.states.float.as_ref(), self.states.quantized.as_ref()]
     }
 
-    /// Writes the states as they are now, before block `layer`.
+    /// Writes the current states, which are those before block `layer`.
     pub(super) fn save(&self, job: &Job<'_>, layer: usize, path: &Path, depends_on: &Value) -> Result<()> {
         let program = Program::current(job.cancel)?;
         states::save(path, job, layer, (depends_on, &program), self.streams())
     }
 
-    /// Decides about block `layer` for the jobs at the positions `open`, those whose result is not there already,
-    /// and moves on to the next block if `advance` is set. What GPTQ has rounded is taken by the conveyors at once.
+    /// Decides about block `layer` for the jobs at the positions `open`, whose results are still missing, and moves the
+    /// states to the next block if `advance` is set. The conveyors take what GPTQ has rounded at once.
     pub(super) fn block(
         &mut self,
         conveyors: &mut [Conveyor<'_, '_>],
@@ -133,7 +134,7 @@ impl Batch {
         if open.is_empty() && self.pass_by(&conveyors[0], span, &prefix, &block, advance)? {
             return Ok(BlockDone { block: Some(block), decisions: BTreeMap::new() });
         }
-        // A sink that does not give back what it holds: what was decided is decided again.
+        // The sink cannot read back what it holds, so the decisions are recomputed.
         let open = if open.is_empty() { &[0][..] } else { open };
         let copied = self.states.float.as_ref().filter(|_| self.passes.copy_float());
         self.states.copy = copied.map(HiddenStates::try_clone).transpose()?;
@@ -173,7 +174,8 @@ impl Batch {
         Ok(BlockDone { block: Some(block), decisions })
     }
 
-    /// Experts of the block that are calibrated on all tokens of the float model, with how many are routed to each.
+    /// Returns the experts of the block that are calibrated on all tokens of the float model, and how many tokens are
+    /// routed to each.
     fn unrouted(&self, job: &Job<'_>, block: &Block) -> Result<BTreeMap<NodeId, u64>> {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {
@@ -184,7 +186,7 @@ impl Batch {
         }
     }
 
-    /// The rewrite of the block for each of `grids`: the block that moves the states on, and the one that is watched.
+    /// Searches the rewrite for each of `grids`. `block` moves the states on; `watched` is the block that is observed.
     fn search(
         &mut self,
         context: &Context<'_, '_>,
@@ -206,10 +208,11 @@ impl Batch {
         Ok(rewrites)
     }
 
-    /// The largest of what the attentions of a block cache on these states.
+    /// Returns the largest magnitudes of the keys and values that the block's attentions cache for these states.
     fn cached(&mut self, job: &Job<'_>, prefix: &str, block: &Block, which: States) -> Result<CachedMaxima> {
         let states = self.states.of(which);
-        let states = states.ok_or_else(|| Error::Internal("scales of a cache without a batch".into()))?;
+        let states =
+            states.ok_or_else(|| Error::Internal("cache scales were requested without a batch".into()))?;
         timed(job.observer, reading(job), || block.load())?;
         let values = cached_values(block.graph()).unwrap_or_default();
         let found = timed(job.observer, "cache", || states.cached_maxima(block, &values, job.cancel));
@@ -221,8 +224,8 @@ impl Batch {
         })
     }
 
-    /// Moves the states past a block that is finished, if `advance` is set. Nothing is done, and the result is
-    /// `false`, where the quantized model's cannot, because the sink does not give back what was written.
+    /// Moves the states past a finished block if `advance` is set. Does nothing and returns `false` if the states of
+    /// the quantized model cannot be moved because the sink does not read back what was written.
     fn pass_by(
         &mut self,
         conveyor: &Conveyor<'_, '_>,
@@ -246,8 +249,8 @@ impl Batch {
         Ok(true)
     }
 
-    /// A pass of the float states through the float block, as it is and as it is watched. Gives the ranges that it
-    /// gathers, and keeps their maxima where the job wants them.
+    /// Runs the float states through the float block, both as it is and as it is watched. Returns the ranges that were
+    /// gathered, and stores their maxima if the job keeps them.
     fn float_pass(
         &mut self,
         job: &Job<'_>,
@@ -278,7 +281,7 @@ impl Batch {
         Ok(ranges)
     }
 
-    /// GPTQ of the rewritten block on these states.
+    /// Starts GPTQ of the rewritten block on these states.
     fn gptq<'a>(
         &'a mut self,
         context: &Context<'a, '_>,
@@ -290,9 +293,9 @@ impl Batch {
     ) -> Result<GptqRun<'a>> {
         let job = context.job;
         let states = self.states.of(which);
-        let states = states.ok_or_else(|| Error::Internal("GPTQ without a batch".into()))?;
+        let states = states.ok_or_else(|| Error::Internal("GPTQ was requested without a batch".into()))?;
         if which != States::Quantized {
-            // Of a block that is rounded stage by stage, a weight is read when its stage comes.
+            // If the block is rounded stage by stage, each weight is read in its own stage.
             timed(job.observer, reading(job), || block.load())?;
         }
         let task = GptqTask {
@@ -312,28 +315,28 @@ impl Batch {
     }
 }
 
-/// The saved input states of one of these blocks, and the block, if they belong to this job.
+/// Loads the saved input states of one of these blocks, with the block's index, if they belong to this job.
 fn saved_states(
     job: &Job<'_>,
     files: &StateFiles,
     wanted: [bool; 2],
     blocks: Range<usize>,
 ) -> Option<(Streams<HiddenStates>, usize)> {
-    // The maxima of channels are gathered in every block.
+    // Channel maxima are gathered in every block, so none may be skipped.
     let saved = files.saved.as_ref().filter(|_| job.maxima.is_none())?;
     let layer = states::saved_before(&saved.path, blocks)?;
     let loaded = states::load(&saved.path, job, layer, &files.depends_on, wanted, files.spill.as_ref());
     match loaded {
         Ok(streams) => Some((streams, layer)),
         Err(error) => {
-            let message = format!("saved hidden states cannot be used and are recomputed: {error}");
+            let message = format!("saved hidden states cannot be used and will be recomputed: {error}");
             job.observer.event(&Event::Warning { message });
             None
         }
     }
 }
 
-/// Rounds a block stage by stage, each of which the conveyor takes before the next begins.
+/// Rounds a block stage by stage. The conveyor takes each stage before the next one begins.
 fn round(
     job: &Job<'_>,
     mut run: GptqRun<'_>,
@@ -352,7 +355,7 @@ fn round(
     timed(job.observer, step, || run.finish())
 }
 
-/// The step of reading a block.
+/// Returns the name of the step that reads a block.
 fn reading(job: &Job<'_>) -> &'static str {
     match job.model.preparation() {
         Some(Preparation::Rotate) => "read and rotate",
@@ -361,8 +364,8 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
-/// The ranges of all values that linears read, from one pass; moves the states on if `advance` is set. An error that
-/// names a linear where a range is not finite.
+/// Gathers the ranges of all inputs of linears in one pass, and moves the states on if `advance` is set. If a range is
+/// not finite, the error names a linear that reads it.
 fn input_ranges(
     job: &Job<'_>,
     prefix: &str,

@@ -1,5 +1,5 @@
-//! Tensors on their way to the sink: while one is rounded, the next is read and hashed and the one
-//! before is written.
+//! The tensors on their way to the sink: while one tensor is rounded, the next is read and hashed and the previous one
+//! is written.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,18 +14,18 @@ use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
-/// What the entries of a span are made of, beside the plan.
-pub(super) struct SpanWork<'a> {
+/// What the entries of a span are computed from, in addition to the plan.
+pub(super) struct Work<'a> {
     pub(super) decision: &'a Decision,
-    /// Linears that are rounded already.
+    /// Linears that have already been rounded.
     pub(super) rounded: StageRounded,
-    /// What was read of the block.
-    pub(super) held: ReadWeights<'a>,
+    /// The weights of the block that have been read.
+    pub(super) held: Held<'a>,
 }
 
-impl<'a> SpanWork<'a> {
-    /// Of a span of which nothing is rounded yet.
-    pub(super) fn new(decision: &'a Decision, held: ReadWeights<'a>) -> Self {
+impl<'a> Work<'a> {
+    /// Creates the work for a span in which nothing has been rounded yet.
+    pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
     }
 
@@ -37,36 +37,36 @@ impl<'a> SpanWork<'a> {
     }
 }
 
-/// Takes the entries of a plan to the sink, span after span, or ahead of their span, and gathers the report.
+/// Takes the entries of a plan to the sink, span by span or ahead of their span, and collects the report.
 ///
-/// At the end of a span everything is committed. That too happens while the next span's first
-/// tensor is worked on, unless [`drain`](Self::drain) asks for it before.
+/// Everything is committed at the end of a span. This too overlaps with the work on the next span's first tensor,
+/// unless [`drain`](Self::drain) forces it earlier.
 pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
-    /// The entries before the blocks, of each block, and after them.
+    /// The entries before the blocks, those of each block, and those after the blocks.
     spans: Vec<Range<usize>>,
-    /// Whether others work on the same blocks.
-    is_shared: bool,
+    /// Whether other conveyors process the same blocks.
+    among_others: bool,
     report: QuantReport,
-    /// What happened to the entries that are written, by their positions.
+    /// The reports of the entries that have been written, by position.
     tensors: BTreeMap<usize, TensorReport>,
-    /// The next entry's position and what was read of it.
-    prefetched: Option<(usize, Result<Source>)>,
-    pending: Option<PendingWrite>,
+    /// The position of the next entry, and the source read for it.
+    ahead: Option<(usize, Result<Source>)>,
+    behind: Option<Behind>,
     spare: Vec<u8>,
-    /// The largest magnitudes of linears that have a scale in common, by the first of them.
+    /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group.
     shared: BTreeMap<String, f32>,
 }
 
-/// A tensor to be written, and the end of the span after it, if it is the last.
-struct PendingWrite {
+/// A tensor that is still to be written, and the end of its span if it is the last one.
+struct Behind {
     index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
 }
 
-/// The end of the entries of one block, or of those that belong to none.
+/// The end of a span: the entries of one block, or those outside the blocks.
 #[derive(Clone, Copy)]
 struct SpanEnd {
     layer: Option<usize>,
@@ -85,14 +85,13 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.job
     }
 
-    /// The entries of a span: 0 is what stands before the blocks, `l + 1` block `l`, the last what
-    /// stands after them.
+    /// Returns the entries of a span. Span 0 precedes the blocks, span `l + 1` is block `l`, and the last span follows
+    /// the blocks.
     pub(super) fn entries(&self, span: usize) -> &'a [PlanEntry] {
         &self.job.plan.entries[self.spans[span].clone()]
     }
 
-    /// Whether everything that a span's entries write, and what was to be reported of it, is there
-    /// from an earlier run.
+    /// Returns whether an earlier run has left every output of a span, and the report of each of its entries.
     pub(super) fn is_complete(&self, span: usize) -> bool {
         self.entries(span).iter().all(|entry| self.is_written(entry))
     }
@@ -102,13 +101,13 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
-    /// The bytes of a tensor that was written, where the sink gives them back.
+    /// Returns the bytes of a tensor that was written, if the sink can read them back.
     pub(super) fn written(&self, name: &str) -> Result<Option<Vec<u8>>> {
         self.sink.read_back(name)
     }
 
-    /// Takes the entries of one span that were not taken yet, those of block `layer` if it is one. Reads ahead up to
-    /// the end of the span `horizon`.
+    /// Takes the entries of a span that have not been taken yet; `layer` is the block if the span is one. Reads ahead
+    /// up to the end of the span `horizon`.
     pub(super) fn take(
         &mut self,
         span: usize,
@@ -129,8 +128,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.end_span(SpanEnd { layer })
     }
 
-    /// Takes the entries of a span that are rounded already, ahead of the others.
-    pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
+    /// Takes the entries of a span that have been rounded, ahead of the others.
+    pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
         let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
@@ -142,8 +141,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.tensors.contains_key(&index) || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
-    /// Takes an entry; while it is worked on, the one at `next` is read.
-    fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
+    /// Takes an entry, and reads the one at `next` meanwhile.
+    fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
@@ -165,7 +164,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
-        // Before the bytes of a block are taken by the first of the linears that share a scale.
+        // Computed here, before the first of the linears that share a scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
         let source = match self.prefetched.take() {
             Some((prefetched, source)) if prefetched == index => source?,
@@ -196,9 +195,9 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(done)
     }
 
-    /// The largest magnitude of the linears that have a scale in common with this one, if it is still to be rounded and
-    /// there are others. They are looked at once, when the first of them is due.
-    fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
+    /// Returns the largest magnitude over all linears that share a scale with this one, or `None` if there are no
+    /// others or this one is already rounded. All are read once, when the first is due.
+    fn shared_amax(&mut self, entry: &PlanEntry, work: &Work<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);
@@ -220,7 +219,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(Some(amax))
     }
 
-    /// Notes that all entries of a span were taken: what was written is committed with the last of them.
+    /// Marks the end of a span: what was written is committed together with its last tensor.
     fn end_span(&mut self, end: SpanEnd) -> Result<()> {
         if let Some(pending) = &mut self.pending {
             pending.end = Some(end);
@@ -231,7 +230,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(())
     }
 
-    /// Writes what is not written yet, and commits it at the end of a span.
+    /// Writes what is still pending, and commits it if it ends a span.
     pub(super) fn drain(&mut self) -> Result<()> {
         let pending = self.pending.take();
         let end = pending.as_ref().and_then(|b| b.end);
@@ -263,7 +262,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
     }
 
-    /// Writes and commits the last of it.
+    /// Writes and commits the last tensor, and returns the report.
     pub(super) fn finish(mut self) -> Result<QuantReport> {
         self.drain()?;
         self.report.finish(self.tensors.into_values().collect());
@@ -271,7 +270,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 }
 
-/// The entries before the blocks, of each block, and after them.
+/// Returns the ranges of the entries before the blocks, of each block, and after the blocks.
 fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {
     let layer_of = |entry: &PlanEntry| entry.layer;
     let first = plan.entries.iter().position(|e| layer_of(e).is_some()).unwrap_or(plan.entries.len());

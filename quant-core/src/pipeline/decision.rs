@@ -1,4 +1,4 @@
-//! What was decided about a block before its tensors are due.
+//! What is decided about a block before its tensors are written.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,30 +15,30 @@ use crate::quantize::gptq::ActOrder;
 use crate::transform::Rewrite;
 use crate::{Error, Result};
 
-/// What was decided about a block.
+/// The decisions about a block.
 #[derive(Default)]
 pub(super) struct Decision {
     pub(super) rewrite: Rewrite,
-    /// The grids of inputs that are the same for all tokens.
+    /// The static input grids, which are the same for all tokens.
     pub(super) inputs: BTreeMap<NodeId, StaticScale>,
-    /// Of each linear of an expert that was calibrated on all tokens, how many are routed to it.
+    /// The number of tokens routed to the expert, for each linear of an expert that was calibrated on all tokens.
     pub(super) routed: BTreeMap<NodeId, u64>,
-    /// The largest of what its attentions cache, where that is to be in FP8.
+    /// The largest magnitudes of the keys and values that its attentions cache, if the cache is FP8.
     pub(super) cached: CachedMaxima,
 }
 
-/// Linears that GPTQ has rounded.
+/// The linears that GPTQ has rounded.
 pub(super) type StageRounded = BTreeMap<NodeId, Rounded>;
 
 /// A linear that GPTQ has rounded.
 #[derive(Debug)]
 pub(super) struct Rounded {
-    /// The quantized weight; a block that goes on being evaluated shares it.
+    /// The quantized weight, shared with the block that is still being evaluated.
     pub(super) weight: Arc<WeightBody>,
     pub(super) record: GptqRecord,
-    /// Tokens that the Hessian is a sum over.
+    /// The number of tokens summed into the Hessian.
     pub(super) tokens: u64,
-    /// How many of these are routed to the linear's expert, where it was calibrated on all.
+    /// How many of these are routed to the linear's expert, if that expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
 }
 
@@ -46,7 +46,7 @@ impl Rounded {
     pub(super) fn tensor(&self) -> Result<&QuantizedTensor> {
         match &*self.weight {
             WeightBody::Quantized(tensor) => Ok(tensor),
-            _ => Err(Error::Internal("a weight that was rounded is not quantized".into())),
+            _ => Err(Error::Internal("a rounded weight is not quantized".into())),
         }
     }
 }
@@ -54,20 +54,20 @@ impl Rounded {
 /// What GPTQ did to a linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GptqRecord {
-    /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
-    /// adds to it.
+    /// The mean squared error of the linear's output after rounding, over outputs and tokens, including the damping
+    /// term.
     pub loss: f64,
-    /// The damping that was used: more than was asked for where the Hessian was not positive definite with that, or
-    /// is so wide that it is factored in `f32`.
+    /// The damping that was used. It exceeds the requested damping if the Hessian was not positive definite with that,
+    /// or is so wide that it is factored in `f32`.
     pub damping: f64,
-    /// Input channels that were always 0.
+    /// The number of input channels that were always 0.
     pub dead_channels: usize,
     /// The order in which columns were rounded.
     pub act_order: ActOrder,
 }
 
-/// A quantized weight as the container holds it: with one level of scales where it knows no other, and for float
-/// activations where it says nothing of them.
+/// Converts a quantized weight to what the container stores: one level of scales if it supports only one, and float
+/// activations if it does not describe them.
 ///
 /// # Errors
 /// [`Error::Numeric`] when a scale overflows its type.
@@ -81,7 +81,7 @@ pub(super) fn stored(
         true => tensor,
         false => tensor.flattened(scale_dtype).map_err(|scale| Error::Numeric {
             tensor: name.to_owned(),
-            reason: format!("a scale of {scale} and its multiples leave the range of {scale_dtype}"),
+            reason: format!("multiples of the scale {scale} exceed the range of {scale_dtype}"),
         })?,
     };
     tensor.scheme = container.stored_scheme(tensor.scheme);

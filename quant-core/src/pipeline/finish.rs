@@ -1,5 +1,5 @@
-//! What stands beside the weights: the configuration that readers need, the files that belong to
-//! the model, the report.
+//! What a checkpoint holds besides the weights: the configuration that readers need, the model's other files, and the
+//! report.
 
 use serde_json::{Value, json};
 
@@ -11,12 +11,12 @@ use crate::recipe::{Plan, PlanEntry, REPACK, Rounding};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
-/// Bytes of the files that are copied beside the weights: real models have some tens of millions.
-const MAX_SIDECAR_BYTES: u64 = 1 << 30;
-/// The name of the report in a checkpoint.
+/// The limit in bytes on files copied next to the weights. Real models have some tens of megabytes.
+const MOST_SIDECAR_BYTES: u64 = 1 << 30;
+/// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
-/// `config.json` of the quantized model: the original, key for key, and `quantization_config`.
+/// Returns the `config.json` of the quantized model: the original, key by key, plus `quantization_config`.
 ///
 /// # Errors
 /// Never for configurations that were read from JSON.
@@ -32,17 +32,17 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         }
     }
     match plan.settings.kv {
-        // That of FP8 stands in `quantization_config`.
+        // An FP8 cache is described in `quantization_config`.
         Some(kv) => match kv.config_value() {
             Some(value) => drop(config.insert(KV_CONFIG_KEY.into(), value)),
             None => drop(config.remove(KV_CONFIG_KEY)),
         },
-        // Where numbers stay, so does what was said of the cache.
+        // Repacking keeps the values, so it also keeps the description of the cache.
         None if plan.method.name == REPACK.name => {}
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
-    if plan.unties_head() {
-        // Readers that tie the two would look for a float head.
+    if plan.unties() {
+        // Readers that tie the two would expect a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
     pretty(&Value::Object(config))
@@ -55,11 +55,11 @@ fn pretty(value: &Value) -> Result<String> {
     Ok(text)
 }
 
-/// Bytes that [`add_companions`] is going to take: what is copied to the byte, the report by what a
-/// tensor usually needs.
+/// Returns the number of bytes that [`add_companions`] will write: exact for the copied files, estimated per tensor for
+/// the report.
 ///
 /// # Errors
-/// When a file of the model cannot be looked at, or they have more than 1 GiB.
+/// When a file of the model cannot be inspected, or the files exceed 1 GiB in total.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     const REPORT_BYTES_PER_TENSOR: u64 = 4096;
     let companions = plan.container.companion_files(&plan.module_schemes());
@@ -68,25 +68,26 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
     let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
-        // Opened, so that one that may not be read is reported now and not after the work.
+        // Opened here so that an unreadable file is reported before the work and not after it.
         let len = sidecar.bytes()?;
         room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes; files that go along with the weights have at most {MAX_SIDECAR_BYTES} together"
+                "has {len} bytes, but all files next to the weights may have at most {MOST_SIDECAR_BYTES} bytes \
+                 together"
             ),
-            remedy: "fetch the model again, or remove what is not part of it".into(),
+            remedy: "download the model again, or remove files that do not belong to it".into(),
         })?;
         bytes += len;
     }
     Ok(bytes + REPORT_BYTES_PER_TENSOR * plan.entries.len() as u64)
 }
 
-/// Adds everything but the weights to a checkpoint that is being written.
+/// Adds everything but the weights to the checkpoint that is being written.
 ///
 /// # Errors
-/// When a file of the model cannot be read, or one cannot be written.
+/// When a file of the model cannot be read, or a file of the checkpoint cannot be written.
 pub fn add_companions(
     directory: &ModelDirectory,
     plan: &Plan,
@@ -103,9 +104,9 @@ pub fn add_companions(
     writer.add_file(REPORT, report.to_json()?.as_bytes())
 }
 
-/// What a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions): an
-/// interrupted job is resumed only by the same program under the same instruction set, and with the
-/// same settings. The contents of the input are checked tensor by tensor during the resume.
+/// Returns what the output of a run depends on, for [`WriteOptions::fingerprint`](crate::checkpoint::WriteOptions):
+/// only the same program, with the same instruction set and the same settings, may resume an interrupted job. The
+/// contents of the input are checked tensor by tensor when the job is resumed.
 pub fn fingerprint(job: &Job<'_>, directory: &ModelDirectory, program: &Program) -> Value {
     let quantized = job.plan.entries.iter().filter_map(PlanEntry::quantized);
     let schemes: serde_json::Map<String, Value> =

@@ -1,10 +1,11 @@
-//! GPTQ through a block: which linears are rounded when, and on what inputs.
+//! GPTQ in a block: the order in which linears are rounded, and the inputs they are calibrated on.
 //!
-//! Linears that read the same value are a *stage*: they share a Hessian. With the inputs of the quantized model
-//! stages come one after the other, and each sees the outputs of those before it as they will be when the model
-//! runs; with the inputs of the float model all Hessians are gathered in one pass.
+//! Linears that read the same value form a *stage* and share a Hessian. On inputs of the quantized model, the stages
+//! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
+//! inputs of the float model, all Hessians are gathered in one pass.
 //!
-//! Experts come one at a time: what they read is computed once, and an expert's weights go when its output is added up.
+//! Experts are processed one at a time: their inputs are computed once, and an expert's weights are dropped when its
+//! output has been added to the sum.
 
 use std::collections::{BTreeMap, btree_map};
 use std::sync::Arc;
@@ -25,50 +26,50 @@ use crate::{CancelToken, Error, Result};
 pub(super) struct GptqTask<'a> {
     /// Prefix of the block's modules, for messages.
     pub(super) prefix: &'a str,
-    /// The block with the rewrite applied to it.
+    /// The block with the rewrite applied.
     pub(super) block: Block,
-    /// The grids of the linears that will be quantized.
-    pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
-    /// What a transform decided; its clip bounds limit the ranges of grids.
+    /// The grids of the linears to be quantized.
+    pub(super) grids: &'a BTreeMap<NodeId, Grid>,
+    /// The decisions of the transforms. Its clip bounds limit the ranges of the grids.
     pub(super) rewrite: &'a Rewrite,
-    /// The grids of inputs that are the same for all tokens.
+    /// The static input grids, which are the same for all tokens.
     pub(super) inputs: &'a BTreeMap<NodeId, StaticScale>,
     pub(super) settings: GptqSettings,
-    /// Which tokens an expert is calibrated on.
+    /// The tokens that each expert is calibrated on.
     pub(super) experts: ExpertSampling,
-    /// Experts that are calibrated on all tokens of the float model, with how many are routed to each.
+    /// Experts that are calibrated on all tokens of the float model, and the number of tokens routed to each.
     pub(super) unrouted: &'a BTreeMap<NodeId, u64>,
     /// How the E4M3 scales of NVFP4 are chosen.
     pub(super) scale_search: ScaleSearch,
-    /// Where the quantized linears are going to stand.
+    /// The format that the quantized linears are written in.
     pub(super) container: &'static dyn Container,
     pub(super) cancel: &'a CancelToken,
 }
 
-/// GPTQ on its way through a block: what each stage gives may be written before the next begins.
+/// A GPTQ run through a block. The results of a stage may be written before the next stage begins.
 pub(super) struct GptqRun<'a> {
     task: GptqTask<'a>,
     states: &'a mut HiddenStates,
-    /// The stages that are left: the value that is read, and the linears that read it.
+    /// The remaining stages: the value that is read, and the linears that read it.
     stages: btree_map::IntoIter<NodeId, Vec<NodeId>>,
     inputs: StageInputs,
-    /// The block as it was, for what is not needed any more.
+    /// The block before rounding, whose linears replace rounded ones that are no longer needed.
     before: Block,
 }
 
-/// Where the Hessians of stages come from.
+/// The source of the Hessians.
 enum StageInputs {
-    /// From the states, which are the values of the node `from` of the block as far as it is rounded. They are moved
-    /// on past the block at the end if `advance` is set.
+    /// Computed stage by stage from the states, which are the values of node `from` in the block as rounded so far. If
+    /// `advance` is set, the states are moved past the block at the end.
     Rounded { from: NodeId, experts: Option<ExpertStates>, advance: bool },
-    /// From one pass of the block as it was, in the order of the stages.
+    /// Gathered in one pass through the unrounded block, in the order of the stages.
     Gathered(std::vec::IntoIter<Hessian>),
 }
 
 impl<'a> GptqRun<'a> {
-    /// Prepares to round a block on the states before it. Those of the quantized model are moved on to what comes out
-    /// of the rounded block, where `advance` is set; those of the float model to what comes out of the float block; a
-    /// copy of the latter stays as it is.
+    /// Prepares to round a block on the states before it. With `advance`, states of the quantized model become the
+    /// outputs of the rounded block, and states of the float model become the outputs of the float block. A copy of the
+    /// float states is never changed.
     pub(super) fn new(
         task: GptqTask<'a>,
         which: States,
@@ -87,7 +88,7 @@ impl<'a> GptqRun<'a> {
         Ok(Self { task, states, stages: stages.into_iter(), inputs, before })
     }
 
-    /// Rounds the linears of the next stage; `None` after the last.
+    /// Rounds the linears of the next stage; returns `None` after the last stage.
     pub(super) fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
         let task = &mut self.task;
@@ -101,7 +102,7 @@ impl<'a> GptqRun<'a> {
                     task.release(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
-                // Where tokens do not see each other between here and the end of the block.
+                // Only if tokens are independent of each other from here to the end of the block.
                 let selects =
                     graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
                 if let (Some(selects), None) = (selects, &experts) {
@@ -115,7 +116,7 @@ impl<'a> GptqRun<'a> {
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
                     _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
-                        return Err(Error::Internal("experts before what mixes tokens".into()));
+                        return Err(Error::Internal("experts precede an operation that mixes tokens".into()));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -127,9 +128,7 @@ impl<'a> GptqRun<'a> {
             StageInputs::Gathered(hessians) => {
                 let selects = task.block.graph().rows_selected_by(value);
                 routed = selects.and_then(|selects| task.unrouted.get(&selects)).copied();
-                hessians
-                    .next()
-                    .ok_or_else(|| Error::Internal("fewer Hessians than stages were gathered".into()))?
+                hessians.next().ok_or_else(|| Error::Internal("fewer Hessians than stages".into()))?
             }
         };
         hessian.finish();
@@ -144,7 +143,7 @@ impl<'a> GptqRun<'a> {
         Ok(Some(rounded))
     }
 
-    /// Moves the states past the block, where that is left to do.
+    /// Moves the states past the block if that is still to be done.
     pub(super) fn finish(mut self) -> Result<()> {
         match self.inputs {
             StageInputs::Rounded { from, experts: Some(mut experts), advance: true } => {
@@ -162,8 +161,8 @@ impl<'a> GptqRun<'a> {
 }
 
 impl GptqTask<'_> {
-    /// Adds up the experts before the one that `selects` takes rows for, or all that are left, and lets their weights
-    /// go: nothing looks at them again.
+    /// Adds the outputs of the experts before the one whose rows `selects` picks, or of all remaining experts, and
+    /// drops their weights, which are not needed again.
     fn pass_experts(
         &mut self,
         (experts, states): (&mut ExpertStates, &HiddenStates),
@@ -179,14 +178,14 @@ impl GptqTask<'_> {
         Ok(())
     }
 
-    /// Lets the rounded weights of some linears go, which nothing looks at again.
-    fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+    /// Drops the rounded weights of linears that are not needed again.
+    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
             self.block.replace_linear(node, before.linear(node).clone());
         }
     }
 
-    /// The Hessians of all stages, from one pass of the block as it is.
+    /// Gathers the Hessians of all stages in one pass through the unrounded block.
     fn gather(
         &self,
         stages: &BTreeMap<NodeId, Vec<NodeId>>,
@@ -199,7 +198,7 @@ impl GptqTask<'_> {
         for (value, hessian) in stages.keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
-        // States that move on are those of the block as it is, bit for bit.
+        // The states move on through the block as it is, so they stay bit-identical.
         pass.run(states, advance && self.unrouted.is_empty())?;
         if advance && !self.unrouted.is_empty() {
             states.advance(&self.block, self.cancel)?;
@@ -207,12 +206,12 @@ impl GptqTask<'_> {
         Ok(hessians)
     }
 
-    /// The Hessian of a stage, nothing seen yet.
+    /// Creates an empty Hessian for a stage.
     fn hessian(&self, linears: &[NodeId]) -> Hessian {
         Hessian::new(self.block.linear(linears[0]).weight().shape()[1])
     }
 
-    /// Factors the Hessian of what `tensor` reads.
+    /// Factors the Hessian of the input of `tensor`.
     fn factor(&self, hessian: &Hessian, columns: Vec<usize>, tensor: &str) -> Result<Factor> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
@@ -225,7 +224,8 @@ impl GptqTask<'_> {
         })?;
         if factor.escalations() > 0 {
             tracing::warn!(
-                "`{tensor}`: its Hessian is not positive definite; damping {:e} of its mean in place of {:e}",
+                "`{tensor}`: the Hessian is not positive definite; damping raised to {:e} of the mean diagonal, from \
+                 {:e}",
                 factor.damping(),
                 self.settings.damping
             );
@@ -233,12 +233,13 @@ impl GptqTask<'_> {
         Ok(factor)
     }
 
-    /// What the scales of a weight depend on beside it: the float weights of those that engines run as one with it.
+    /// Returns what the scales of a weight depend on besides the weight: the float weights of the linears that engines
+    /// fuse with it.
     fn context(&self, node: NodeId) -> Result<ScaleContext> {
         let grid = self.grids[&node];
         let mut context = ScaleContext { search: self.scale_search, amax: None };
         for (&other, _) in self.grids.iter().filter(|(id, other)| **id != node && other.shares_with(&grid)) {
-            // They read the same value, so none of the stage is rounded yet.
+            // The fused linears read the same value, so none of this stage has been rounded yet.
             let weight = self.block.linear(other).weight().read()?;
             let load = |at: usize, row: &mut [f32]| {
                 weight.copy_rows(at..at + 1, row).map_err(|e| RowsError::Layout(e.to_string()))
@@ -272,9 +273,10 @@ impl GptqTask<'_> {
             let factor = match latest.take().filter(|f| f.columns() == columns) {
                 Some(factor) => factor,
                 None => {
-                    let gone = || Error::Internal(format!("the Hessian of `{tensor}` is gone"));
+                    let gone = || Error::Internal(format!("the Hessian of `{tensor}` was dropped too early"));
                     let factor = self.factor(hessian.as_ref().ok_or_else(gone)?, columns, &tensor)?;
-                    // The largest part of memory goes as soon as no linear needs another factor of it.
+                    // The Hessian is the largest allocation: it is dropped as soon as no other linear needs a different
+                    // factor of it.
                     if linears[i + 1..].iter().all(|other| columns_of(other) == factor.columns()) {
                         hessian = None;
                     }
@@ -304,8 +306,8 @@ impl GptqTask<'_> {
     }
 }
 
-/// The linears that are quantized, by the value that they read, in order of evaluation.
-fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, LinearGrid>) -> BTreeMap<NodeId, Vec<NodeId>> {
+/// Groups the linears to be quantized by the value that they read, in order of evaluation.
+fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId, Vec<NodeId>> {
     let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
     for &node in grids.keys() {
         stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);

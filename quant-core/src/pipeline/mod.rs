@@ -1,9 +1,8 @@
-//! The path itself: one block at a time, read, observed, rewritten, rounded, packed, written.
+//! The pipeline: each block in turn is read, observed, rewritten, rounded, packed and written.
 //!
-//! Memory holds one block, the hidden states of the batch, and one linear widened to `f32`,
-//! whatever the number of layers. Of a block it holds what was needed: a weight is read when something
-//! first needs it, once, and goes when it was written. Methods that look at no block have their linears
-//! stream through one at a time.
+//! Memory holds one block, the hidden states of the batch, and one linear widened to `f32`, however many layers the
+//! model has. Each weight of a block is read once, when something first needs it, and dropped when it has been written.
+//! Methods that do not need whole blocks stream their linears through one at a time.
 
 mod batch;
 mod conveyor;
@@ -37,64 +36,62 @@ use crate::recipe::{Plan, Rounding};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use quant_formats::timed;
 
-/// The step of rounding what is not rounded yet, packing it, and writing it.
+/// The name of the step that rounds what is not rounded yet, packs it and writes it.
 const WRITE: &str = "round and write";
 
-/// Everything a run is made of, but for where the result goes.
+/// A run, except for the destination of its output.
 pub struct Job<'a> {
-    /// What is quantized.
+    /// The model to quantize.
     pub model: &'a Model,
-    /// What happens to each of its tensors.
+    /// What happens to each of the model's tensors.
     pub plan: &'a Plan,
-    /// The calibration batch; required by plans that look at one.
+    /// The calibration batch; required by plans that use one.
     pub windows: Option<&'a TokenWindows>,
-    /// Where the maxima of what linears read are kept, of every block that the batch goes through in the float model.
+    /// Receives the maxima of linear inputs in every block that the batch passes in the float model.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
     /// Receives an event for every block.
     pub observer: &'a dyn Observer,
-    /// Stops the run between tensors.
+    /// Cancels the run between tensors.
     pub cancel: &'a CancelToken,
 }
 
-/// Runs a plan: every tensor it names goes to `sink`, which must expect [`Plan::outputs`].
+/// Runs a plan: every tensor it names is written to `sink`, which must expect [`Plan::outputs`].
 ///
-/// What `sink` has complete from an interrupted run is not computed again, and the result is the
-/// same, byte for byte.
+/// Tensors that an interrupted run has completed in `sink` are not recomputed, and the result is byte-identical.
 ///
 /// # Errors
-/// When a tensor cannot be read or written, holds values that cannot be quantized, or the token
-/// pulls ([`Error::Interrupted`]; what was committed stays).
+/// When a tensor cannot be read or written, holds values that cannot be quantized, or the run is cancelled
+/// ([`Error::Interrupted`]; committed tensors stay).
 pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport> {
     let mut reports = quantize_each(std::slice::from_ref(job), vec![sink])?;
-    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+    reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
-/// Runs several plans for one model, such as those of several containers, each into the sink at the
-/// same position. The batch goes through the model once, and each result is what
-/// [`quantize`] gives alone, byte for byte.
+/// Runs several plans for one model, such as those for several formats, each into the sink at the same position. The
+/// batch passes through the model once, and each result is byte-identical to that of [`quantize`] alone.
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::Internal`] unless the jobs have model, batch, method and search in
-/// common and there is a sink for each.
+/// As [`quantize`], and [`Error::Internal`] unless all jobs have the same model, batch, method and search, and one sink
+/// each.
 pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Result<Vec<QuantReport>> {
     quantize_each_with(jobs, sinks, &StateFiles::default())
 }
 
-/// Runs a plan over some of a model's blocks ([`Plan::part`]): hidden states come from the file that the job over the
-/// blocks before it wrote, and those after its last block are written where the next job finds them.
+/// Runs a plan over some of a model's blocks ([`Plan::part`]). The hidden states come from the file that the job over
+/// the preceding blocks wrote, and those after the last block are written for the next job.
 ///
-/// The jobs over the parts of a plan, one after the other, write what [`quantize`] writes, byte for byte.
+/// The jobs over the parts of a plan, run in order, write the same bytes as [`quantize`].
 ///
 /// # Errors
 /// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] when
-/// the states are of another run or damaged.
+/// the states belong to another run or are damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
     let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;
-    reports.pop().ok_or_else(|| Error::Internal("a run without a report".into()))
+    reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
-/// Like [`quantize_each`], with control over where hidden states are kept: in files instead of memory, and saved between
-/// blocks for a resumed run. The output does not depend on it.
+/// Like [`quantize_each`], with control over where hidden states are kept: in files instead of memory, and saved
+/// between blocks so that a run can be resumed. The output does not depend on it.
 ///
 /// # Errors
 /// As [`quantize_each`] and [`quantize_part`].
@@ -104,11 +101,11 @@ pub fn quantize_each_with(
     states: &StateFiles,
 ) -> Result<Vec<QuantReport>> {
     let Some(job) = jobs.first() else { return Ok(Vec::new()) };
-    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.shares_pass_with(job)) {
-        return Err(Error::Internal("jobs of one run differ in more than their grids".into()));
+    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
+        return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
-        // What comes out of a block depends on its grids.
+        // The output of a block depends on its grids.
         let jobs = jobs
             .iter()
             .zip(sinks)
@@ -139,11 +136,11 @@ pub fn quantize_each_with(
         (true, _) => {
             return Err(Error::usage(
                 format!("method `{}` needs a calibration text", job.plan.method.name),
-                "give one with ‹calibration›",
+                "set ‹calibration›",
             ));
         }
     };
-    // Past the last block that is left to do, hidden states are of no use.
+    // Hidden states are not needed after the last incomplete block.
     let last_incomplete = match (job.maxima, &states.after) {
         (None, None) => blocks.clone().rev().find(|l| conveyors.iter().any(|c| !c.is_complete(l + 1))),
         _ => blocks.clone().last(),
@@ -160,7 +157,7 @@ pub fn quantize_each_with(
             })?;
             continue;
         };
-        // A search takes long: what was done before it should survive it.
+        // A search takes long, so earlier results are written first in case it is interrupted.
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
         let BlockDone { block, mut decisions } = match layer {
             Some(layer) if layer >= first && blocks.contains(&layer) && Some(layer) <= last_incomplete => {
@@ -193,8 +190,8 @@ pub fn quantize_each_with(
 }
 
 impl Job<'_> {
-    /// Whether two jobs may run on one pass of a batch.
-    fn shares_pass_with(&self, other: &Self) -> bool {
+    /// Returns whether two jobs can share one pass of the batch.
+    fn is_beside(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
             && self.plan.method == other.plan.method
             && self.plan.settings == other.plan.settings

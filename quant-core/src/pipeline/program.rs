@@ -1,8 +1,8 @@
-//! Which program computes a run, and with which instructions: part of what a resumed job must have in common with
-//! the one that was interrupted.
+//! The build of the program and the instruction set that compute a run. A resumed job must have both in common with the
+//! interrupted one.
 //!
-//! The promise is that the same inputs, version and instruction set give the same bytes. A job that one build of the
-//! program starts and another resumes, or that moves between processors, would mix the bytes of both.
+//! The same inputs, version and instruction set give the same bytes. A job that another build resumes, or that moves to
+//! another processor, could mix the bytes of both.
 
 use std::path::{Path, PathBuf};
 
@@ -12,26 +12,26 @@ use serde::Serialize;
 use crate::checkpoint::file_blake3;
 use crate::{CancelToken, Error, Result};
 
-/// A build of the program and the instructions it runs with.
+/// A build of the program, and the instructions it uses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Program {
-    /// The BLAKE3 of the executable, or of the library that holds this crate: every run takes it, and SHA-256 would
-    /// cost a fiftieth of a second each time.
+    /// The BLAKE3 hash of the executable, or of the library that holds this crate. Every run computes it; SHA-256 would
+    /// take 20 ms each time.
     executable_blake3: String,
-    /// The instruction set of the kernels, as `QUANT_ISA` names it.
+    /// The instruction set of the kernels, as named in `QUANT_ISA`.
     instruction_set: &'static str,
-    /// The widest instruction set of the processor: products that do not run on the kernels choose by it.
+    /// The widest instruction set of the processor; matrix products outside our kernels depend on it.
     processor: &'static str,
 }
 
 impl Program {
-    /// The running executable. A host that loads this crate as a shared library, such as a Python extension, names
-    /// that library with [`Program::at`] instead: its executable says nothing about this code.
+    /// Returns the running executable. A host that loads this crate as a shared library, such as a Python extension,
+    /// must name that library with [`Program::at`] instead, because its executable does not identify this code.
     ///
     /// # Errors
     /// When the executable cannot be read, or the run is cancelled.
     pub fn current(cancel: &CancelToken) -> Result<Self> {
-        // The link leads to the file that runs, even after an upgrade has replaced it under its path.
+        // The link leads to the running file even if an upgrade has replaced the file at its path.
         let link = PathBuf::from("/proc/self/exe");
         let path = if link.exists() {
             link
@@ -41,7 +41,7 @@ impl Program {
         Self::at(&path, cancel)
     }
 
-    /// The program whose code is the file at `path`.
+    /// Returns the program whose code is the file at `path`.
     ///
     /// # Errors
     /// When the file cannot be read, or the run is cancelled.

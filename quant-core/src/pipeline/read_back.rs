@@ -1,4 +1,4 @@
-//! A block that an earlier run has written, read back: what moves the quantized model's states past it.
+//! Blocks that an earlier run has written, read back to move the quantized model's states past them.
 
 use candle_core::{Device, Tensor};
 
@@ -9,7 +9,7 @@ use crate::model::{Block, Linear, NodeId, Norm, WeightBody};
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result};
 
-/// A block as it was written, all of it; `None` where the sink does not give it back.
+/// Reads back a whole block as it was written; `None` if the sink cannot read it back.
 pub(super) fn written_block(
     conveyor: &Conveyor<'_, '_>,
     span: usize,
@@ -30,7 +30,7 @@ pub(super) fn written_block(
         }
         match &entry.action {
             Action::Quantize { node: Some(node), module, scheme, .. } => {
-                // Some formats tell by their tensors what is quantized.
+                // In some formats only the tensors show what is quantized.
                 reader.survey(&source)?;
                 let shape = [entry.info.shape[0], entry.info.shape[1]];
                 let scheme = reader.scheme(module).unwrap_or(*scheme);
@@ -45,7 +45,7 @@ pub(super) fn written_block(
     Ok(Some(stored))
 }
 
-/// Puts a norm, a bias or a float weight as it was written into a block.
+/// Replaces a norm, a bias or a float weight of a block by what was written.
 fn replace_float(block: &mut Block, node: NodeId, entry: &PlanEntry, source: &MemorySource) -> Result<()> {
     let values = source.read_f32(&entry.tensor)?;
     let vector = |values: Vec<f32>| -> Result<Tensor> {

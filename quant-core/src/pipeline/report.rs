@@ -1,7 +1,7 @@
-//! What a run did to every tensor: `quant_report.json`.
+//! The report of what a run did to every tensor: `quant_report.json`.
 //!
-//! The report holds nothing that differs between two runs of the same job (no times, no paths), so
-//! it is the same bytes every time.
+//! The report holds nothing that differs between two runs of the same job (no times, no paths), so its bytes are always
+//! the same.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,13 +20,13 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
-/// The version of the report's schema. It grows when a field goes or means something else; readers
-/// leave fields aside that they do not know.
+/// The version of the report's schema. It increases when a field is removed or changes its meaning; readers ignore
+/// fields that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
-/// Larger reports are refused.
-const MAX_FILE_BYTES: u64 = 64 << 20;
+/// The maximum size of a report in bytes; larger files are rejected.
+const LARGEST: u64 = 64 << 20;
 
-/// What a run did.
+/// The report of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QuantReport {
     /// The version of the schema, `quant-report/1`.
@@ -35,41 +35,41 @@ pub struct QuantReport {
     pub version: String,
     /// The method.
     pub method: String,
-    /// What the method did before weights were rounded, in order; empty where it did nothing.
+    /// The steps of the method before rounding, in order; empty if there were none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
-    /// How keys and values are to be cached; absent where as floats.
+    /// The number format of the KV cache; absent if it stays float.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv: Option<KvScheme>,
-    /// The container.
+    /// The checkpoint format.
     pub format: String,
-    /// The `quant_method` of the input, where that was quantized and its codes were taken for the weights.
+    /// The `quant_method` of the input, if the input was quantized and its codes were used as the weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requantized_from: Option<String>,
     /// The calibration batch, if the method used one.
     pub calibration: Option<CalibrationReport>,
-    /// How GPTQ was run, if it was.
+    /// The settings of GPTQ, if it was used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqSettings>,
-    /// Bytes of all tensors of the input.
+    /// Total bytes of the tensors in the input.
     pub bytes_before: u64,
-    /// Bytes of all tensors written.
+    /// Total bytes of the tensors written.
     pub bytes_after: u64,
-    /// Bits that a quantized weight takes on average, scales and zeros included.
+    /// Average bits per quantized weight, including scales and zero points.
     pub bits_per_quantized_weight: f64,
-    /// What a vision-language model has beside its text tower; absent for other models.
+    /// What a vision-language model has besides its text model; absent for other models.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub carried: Option<Carried>,
-    /// SHA-256 over the names and hashes of all tensors of the input.
+    /// SHA-256 over the names and hashes of all input tensors.
     pub source: SourceDigest,
-    /// Every tensor of the input, in the order of the plan.
+    /// Every tensor of the input, in plan order.
     pub tensors: Vec<TensorReport>,
 }
 
-/// Identifies the input, whatever its files are called.
+/// Identifies the input independently of its file names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SourceDigest {
-    /// Tensors that were hashed.
+    /// The number of tensors that were hashed.
     pub tensors: u64,
     /// SHA-256 of the lines `name sha256\n`, sorted by name.
     pub sha256: String,
@@ -78,42 +78,43 @@ pub struct SourceDigest {
 /// The calibration batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CalibrationReport {
-    /// How candidates were compared, by methods that search.
+    /// How candidates were compared, for methods that search.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub search: Option<Search>,
     /// Windows.
     pub samples: usize,
-    /// Tokens of one window.
+    /// Tokens per window.
     pub length: usize,
-    /// Seed of their selection.
+    /// The seed that selected them.
     pub seed: u64,
     /// How documents became windows: `stream` or `documents`.
     pub packing: Packing,
-    /// Which tokens count.
+    /// Which tokens are counted.
     pub mask: Mask,
-    /// Which tokens experts were calibrated on; absent where on those that are routed to each, however few.
+    /// Which tokens experts were calibrated on; absent if each expert was calibrated on the tokens routed to it,
+    /// however few.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<ExpertSampling>,
-    /// Tokens of the text in all windows.
+    /// Text tokens in all windows.
     pub tokens: u64,
-    /// How many of these the method looked at; the others are masked prompts.
+    /// How many of these the method used; the others are masked prompts.
     pub tokens_counted: u64,
-    /// Positions that documents left open.
+    /// Positions that the documents did not fill.
     pub padding: u64,
     /// SHA-256 of the token ids as little-endian 32-bit integers.
     pub tokens_sha256: String,
-    /// SHA-256 of what each token is there for and where its document begins; absent where windows are
-    /// cut from a stream and all tokens count.
+    /// SHA-256 of each token's role and the start of its document; absent if windows are cut from a stream and all
+    /// tokens count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout_sha256: Option<String>,
 }
 
-/// What rounding a weight cost, against the float weight as it was rewritten.
+/// The rounding error of a weight, relative to the float weight after the rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct WeightError {
     /// `√(Σ(w − ŵ)² / Σw²)`.
     pub relative_rms: f64,
-    /// Signal to noise in decibels; absent when nothing was lost.
+    /// The signal-to-noise ratio in decibels; absent if there is no error.
     pub sqnr_db: Option<f64>,
     /// `max |w − ŵ|`.
     pub max: f64,
@@ -129,64 +130,63 @@ impl From<ErrorStats> for WeightError {
     }
 }
 
-/// What happened to one tensor.
+/// The report of one tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorReport {
-    /// Its name in the input.
+    /// The tensor's name in the input.
     pub tensor: String,
     /// `copied`, `rewritten`, `quantized` or `repacked`.
     pub action: String,
-    /// Its type in the input.
+    /// The tensor's type in the input.
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<usize>,
     /// The scheme, for quantized tensors.
     pub scheme: Option<String>,
-    /// The scheme that the weight was rounded to, where the container writes its two levels of scales as one.
+    /// The scheme that the weight was rounded to, if the container merges its two levels of scales into one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounded_to: Option<String>,
-    /// Bits of one code.
+    /// Bits per code.
     pub bits: Option<u8>,
     /// Weights that share a scale.
     pub group_size: Option<usize>,
-    /// The exponent that AWQ chose; absent where no scaling was best or none was searched.
+    /// The exponent that AWQ chose; absent if no scaling was best or no search was run.
     pub ratio: Option<f32>,
-    /// Error of the stored weight.
+    /// The error of the stored weight.
     pub weight_error: Option<WeightError>,
-    /// The scale search whose group the tensor belongs to.
+    /// The scale search of the group that the tensor belongs to.
     pub scale_search: Option<FoldRecord>,
     /// The clip search.
     pub clip_search: Option<ClipRecord>,
-    /// What GPTQ did; absent where it was not run.
+    /// What GPTQ did; absent if it was not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqRecord>,
-    /// What SmoothQuant did; absent where it was not run, or left the linear alone.
+    /// What SmoothQuant did; absent if it was not run or skipped the linear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub smooth: Option<SmoothRecord>,
-    /// What SmoothAttention did, of what makes keys.
+    /// What SmoothAttention did; present for linears that produce keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionRecord>,
-    /// Whether its rows or columns stand in another order than in the input.
+    /// Whether its rows or columns are in a different order than in the input.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reordered: bool,
-    /// The grid of the input, where it is the same for all tokens.
+    /// The input grid, if it is the same for all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input: Option<InputReport>,
-    /// The static scales of cached keys and values that come from it, by their tensors; absent where there are none.
+    /// The static scales of cached keys and values that come from it, by tensor name; absent if there are none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub cache_scales: BTreeMap<String, f32>,
-    /// Tokens of the calibration batch that went through the linear and counted; absent where none
-    /// were looked at.
+    /// Counted tokens of the calibration batch that passed through the linear; absent if the method used no batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration_tokens: Option<u64>,
-    /// Of a linear of an expert that was calibrated on all tokens: how many are routed to the expert.
+    /// For a linear of an expert that was calibrated on all tokens: how many of them are routed to the expert.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub routed_tokens: Option<u64>,
-    /// Bytes in the input.
+    /// The tensor's bytes in the input.
     pub bytes_before: u64,
-    /// Bytes written for it.
+    /// The bytes written for it.
     pub bytes_after: u64,
-    /// SHA-256 of its bytes in the input; where the model is rotated, of the rotated tensor.
+    /// SHA-256 of the input bytes; if the model is rotated, of the rotated tensor.
     pub source_sha256: String,
 }
 
@@ -195,31 +195,31 @@ pub struct TensorReport {
 pub struct InputReport {
     /// The step.
     pub scale: f32,
-    /// The code of 0.
+    /// The code that represents 0.
     pub zero: i8,
 }
 
-/// What a search found out about a linear.
+/// The results of the searches for a linear.
 #[derive(Debug, Default)]
 pub(super) struct Searched {
     pub(super) fold: Option<FoldRecord>,
     pub(super) clip: Option<ClipRecord>,
-    /// Tokens that it saw go through.
+    /// Tokens that passed through the linear.
     pub(super) tokens: Option<u64>,
-    /// How many of these are routed to its expert, where that was calibrated on all.
+    /// How many of these are routed to its expert, if the expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,
     pub(super) attention: Option<AttentionRecord>,
     pub(super) reordered: bool,
-    /// The scheme as it is written.
+    /// The scheme as stored.
     pub(super) stored: Option<LinearScheme>,
     pub(super) input: Option<InputReport>,
 }
 
-/// Whether a linear that reads as `stored` can be what was written of `reported`: some containers state a symmetric
-/// grid with zeros.
-fn is_equivalent(stored: LinearScheme, reported: LinearScheme) -> bool {
+/// Returns whether a linear that is read as `stored` matches the scheme `reported`: some containers store zero points
+/// for a symmetric grid.
+fn says_the_same(stored: LinearScheme, reported: LinearScheme) -> bool {
     stored == reported.with_symmetry(stored.is_symmetric() && reported.is_symmetric())
 }
 
@@ -268,7 +268,7 @@ impl TensorReport {
 
     pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
         let from = match &entry.action {
-            // Of a symmetric grid that stood with zeros nothing is lost.
+            // A symmetric grid that was stored with zero points loses nothing.
             Action::Repack { from, scheme, .. } => Some(*from).filter(|from| from != scheme),
             _ => None,
         };
@@ -324,7 +324,7 @@ impl QuantReport {
         })
     }
 
-    /// Notes what happened to every tensor, in the order of the plan, and the digest of the input.
+    /// Records the reports of all tensors, in plan order, and the digest of the input.
     pub(super) fn finish(&mut self, tensors: Vec<TensorReport>) {
         self.tensors = tensors;
         let mut lines: Vec<String> =
@@ -333,12 +333,12 @@ impl QuantReport {
         self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
     }
 
-    /// The report that lies beside the weights of `model` in `directory`; `None` where there is none.
+    /// Reads the report next to the weights of `model` in `directory`; `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::InputFile`] when it is over 64 MiB, no report of this schema, or says of a linear what is
-    /// not so.
-    pub fn find(directory: &Path, model: &Model) -> Result<Option<Self>> {
+    /// [`Error::InputFile`] when the file exceeds 64 MiB, is not a report of this schema, or contradicts the model's
+    /// linears.
+    pub fn beside(directory: &Path, model: &Model) -> Result<Option<Self>> {
         let path = directory.join(REPORT);
         if !path.is_file() {
             return Ok(None);
@@ -347,27 +347,27 @@ impl QuantReport {
             path: path.clone(),
             line: None,
             reason,
-            remedy: "remove it, or take the one that ‹quantize()› wrote with these weights".into(),
+            remedy: "remove it, or use the report that ‹quantize()› wrote with these weights".into(),
         };
         let bytes = read_capped(&path, &path, MAX_FILE_BYTES)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;
         match value.get("schema") {
             Some(schema) if schema == SCHEMA => {}
-            _ => return Err(broken(format!("is not of the schema {SCHEMA}"))),
+            _ => return Err(broken(format!("does not have the schema {SCHEMA}"))),
         }
         let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
             let stored = model.module_scheme(module);
             let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
-            if !stored.zip(reported).is_some_and(|(stored, reported)| is_equivalent(stored, reported)) {
-                return Err(broken(format!("says of {} what these weights are not", tensor.tensor)));
+            if !stored.zip(reported).is_some_and(|(stored, reported)| says_the_same(stored, reported)) {
+                return Err(broken(format!("does not match the weights of {}", tensor.tensor)));
             }
         }
         Ok(Some(report))
     }
 
-    /// The linears that were quantized, each with the scheme that was asked for.
+    /// Returns the linears that were quantized, each with the requested scheme.
     pub fn schemes(&self) -> impl Iterator<Item = (&str, LinearScheme)> {
         self.tensors.iter().filter_map(|t| {
             let scheme = t.rounded_to.as_deref().or(t.scheme.as_deref())?.parse().ok()?;
@@ -375,7 +375,7 @@ impl QuantReport {
         })
     }
 
-    /// The report as pretty JSON with a final newline.
+    /// Returns the report as pretty-printed JSON with a final newline.
     ///
     /// # Errors
     /// Never for reports made by this crate.

@@ -1,4 +1,4 @@
-//! The searches over one block: transforms one after the other, each on what those before it have made of the block.
+//! The searches over one block: the transforms run in order, each on the block as the previous ones have rewritten it.
 
 use std::collections::BTreeMap;
 
@@ -13,14 +13,14 @@ use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
 use quant_formats::timed;
 
-/// What the tasks of a block have in common.
+/// What the tasks of a block share.
 pub(super) struct Context<'a, 'j> {
     pub(super) job: &'a Job<'j>,
     /// Prefix of the block's modules.
     pub(super) prefix: &'a str,
     /// The types that norms are stored in.
     pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
-    /// The ranges of the values that linears read, in the block as the checkpoint has it.
+    /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
     pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
 }
 
@@ -38,7 +38,7 @@ impl Context<'_, '_> {
         }
     }
 
-    /// The grids of inputs that are the same for all tokens, once the block is rewritten.
+    /// Returns the static input grids, which are the same for all tokens, of the rewritten block.
     pub(super) fn input_grids(
         &self,
         block: &Block,
@@ -55,8 +55,8 @@ impl Context<'_, '_> {
     }
 }
 
-/// The rewrite of the block for every task, a task for each of `grids`. `states` is what enters the block, where
-/// some transform looks at it; with `advance` the only one moves it on.
+/// Searches the rewrite of the block for every task, one task per element of `grids`. `states` is the input of the
+/// block, if a transform needs it; with `advance` the first transform moves it on, which must then be the only one.
 pub(super) fn search_rewrites(
     transforms: &[&dyn Transform],
     context: &Context<'_, '_>,
@@ -74,7 +74,7 @@ pub(super) fn search_rewrites(
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
-            // What each has made of the block may differ by its grids: they are searched one by one.
+            // The rewritten blocks may differ by their grids, so each is searched alone.
             let rewritten = rewrite.apply(block)?;
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };
@@ -89,8 +89,8 @@ pub(super) fn search_rewrites(
     Ok(rewrites)
 }
 
-/// The grids of a block's linears that will be quantized.
-pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, LinearGrid> {
+/// Returns the grids of a block's linears that will be quantized.
+pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
     let node_of = |name: &String| {
         entries.iter().find_map(|entry| match &entry.action {
             Action::Quantize { node, module, .. } if module == name => *node,
@@ -108,7 +108,7 @@ pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Line
     entries.iter().filter_map(of).collect()
 }
 
-/// The types that a block's norms are stored in.
+/// Returns the types in which a block's norms are stored.
 pub(super) fn norm_dtypes(model: &Model, layer: usize) -> Result<BTreeMap<NodeId, Dtype>> {
     let architecture = model.architecture();
     architecture

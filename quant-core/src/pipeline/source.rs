@@ -1,5 +1,4 @@
-//! What is read of a tensor: its bytes, from the checkpoint or from what was read of its block already, and their
-//! SHA-256.
+//! The bytes of a tensor, from the checkpoint or from its block if it was already read, and their SHA-256.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -17,30 +16,30 @@ use crate::quantize::QuantizedTensor;
 use crate::recipe::{Action, PlanEntry};
 use crate::{Error, Result, TensorSink};
 
-/// Tensors that are only copied go through in pieces of this many bytes.
+/// The chunk size in bytes for tensors that are only copied.
 const COPY_BYTES: usize = 8 << 20;
 
-/// The SHA-256 of tensors that an earlier run has finished, by the names that
-/// each was read from: several jobs over one model read them once.
+/// The SHA-256 of tensors that an earlier run has finished, by the names that each was read from, so that several jobs
+/// over one model read them only once.
 #[derive(Default)]
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
-/// The weights of a block that were read already, by the names of their tensors.
-pub(super) struct ReadWeights<'b> {
+/// The weights of a block that have been read, by tensor name.
+pub(super) struct Held<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
-    /// Whether they are needed again after this.
+    /// Whether they are needed again later.
     shared: bool,
     hashes: &'b Hashes,
 }
 
-impl<'b> ReadWeights<'b> {
-    /// What was read of a block; without one, nothing. The hashes are of the same span.
+impl<'b> Held<'b> {
+    /// Creates the set of weights read for a block; empty without a block. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
         Self { weights: weights.map(|weight| (weight.name(), weight)).collect(), shared, hashes }
     }
 
-    /// The SHA-256 of an entry's bytes in the input.
+    /// Returns the SHA-256 of an entry's bytes in the input.
     fn sha256(&self, job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
         if let Some(bytes) = self.take(&entry.stored) {
             return Ok(sha256_hex(&*bytes));
@@ -55,12 +54,12 @@ impl<'b> ReadWeights<'b> {
         Ok(sha256)
     }
 
-    /// The bytes of a tensor, if they are at hand, which stay there.
+    /// Returns the bytes of a tensor if they are in memory, and keeps them there.
     pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }
 
-    /// The bytes of a tensor, if they are at hand. Unless they are needed again, nobody else has them any more.
+    /// Returns the bytes of a tensor if they are in memory, and drops them from the block unless they are needed again.
     fn take(&self, name: &str) -> Option<Bytes> {
         let weight = self.weights.get(name)?;
         let bytes = if self.shared { weight.held() } else { weight.release() };
@@ -77,7 +76,7 @@ pub(super) enum Bytes {
 }
 
 impl Bytes {
-    /// A buffer that the next tensor may be read into.
+    /// Returns a buffer that the next tensor may be read into.
     pub(super) fn into_spare(self) -> Vec<u8> {
         match self {
             Self::Own(bytes) => bytes,
@@ -97,28 +96,23 @@ impl Deref for Bytes {
     }
 }
 
-/// What was read of an entry, and the SHA-256 of it.
+/// The contents read for an entry, and their SHA-256.
 pub(super) struct Source {
     contents: Contents,
     sha256: String,
 }
 
 enum Contents {
-    /// A float tensor as it stands in the file.
+    /// A float tensor as stored in the file.
     Float(Bytes),
-    /// A weight that is quantized already.
+    /// A weight that is already quantized.
     Packed(QuantizedTensor),
 }
 
 impl Source {
-    /// Reads an entry, unless it is held; a float tensor into a buffer that served another, whose pages are there
-    /// already.
-    pub(super) fn read(
-        job: &Job<'_>,
-        entry: &PlanEntry,
-        held: &ReadWeights<'_>,
-        spare: Vec<u8>,
-    ) -> Result<Self> {
+    /// Reads an entry unless it is in memory. Float tensors are read into a reused buffer, whose pages are already
+    /// mapped.
+    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, held: &Held<'_>, spare: Vec<u8>) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
             let contents = Contents::Packed(job.model.packed(module, shape)?);
@@ -132,23 +126,19 @@ impl Source {
         Ok(Self { contents: Contents::Float(bytes), sha256 })
     }
 
-    /// The bytes of a float tensor and their SHA-256.
+    /// Returns the bytes of a float tensor and their SHA-256.
     pub(super) fn float(self) -> Result<(Bytes, String)> {
         match self.contents {
             Contents::Float(bytes) => Ok((bytes, self.sha256)),
-            Contents::Packed(_) => {
-                Err(Error::Internal("a packed weight stands where a float one should".into()))
-            }
+            Contents::Packed(_) => Err(Error::Internal("expected a float weight, found a packed one".into())),
         }
     }
 
-    /// A weight that was quantized already, and the SHA-256 of its tensors.
+    /// Returns a weight that was already quantized, and the SHA-256 of its tensors.
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
             Contents::Packed(tensor) => Ok((tensor, self.sha256)),
-            Contents::Float(_) => {
-                Err(Error::Internal("a float weight stands where a packed one should".into()))
-            }
+            Contents::Float(_) => Err(Error::Internal("expected a packed weight, found a float one".into())),
         }
     }
 }
@@ -161,31 +151,31 @@ pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) ->
     Ok(bytes)
 }
 
-/// What an earlier run noted of a tensor, unless the note was damaged since.
-pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+/// Returns the report that an earlier run stored for a tensor, unless it has been damaged since.
+pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
     let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
-/// What an earlier run reported of a tensor that it finished, if the input is still the same.
-pub(super) fn unchanged_report(
+/// Returns the report of a tensor that an earlier run finished, if the input is still the same.
+pub(super) fn recalled(
     job: &Job<'_>,
     entry: &PlanEntry,
     held: &ReadWeights<'_>,
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
-    let tensor = stored_report(entry, sink)
-        .ok_or_else(|| Error::Internal(format!("the record of `{}` is gone", entry.tensor)))?;
+    let tensor = remembered(entry, sink)
+        .ok_or_else(|| Error::Internal(format!("the record of `{}` is missing", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
-            format!("tensor `{}` is not what it was when the run was interrupted", entry.tensor),
+            format!("tensor `{}` has changed since the run was interrupted", entry.tensor),
             "start again without ‹resume›",
         ));
     }
     Ok(tensor)
 }
 
-/// The SHA-256 of an entry's bytes in the input; of several tensors, one after the other.
+/// Computes the SHA-256 of an entry's bytes in the input; for several tensors, of their concatenation.
 fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     let mut hash = Sha256::new();
     for (name, len) in entry.sources() {
@@ -197,7 +187,7 @@ fn sha256_of(job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Hands over a tensor's bytes piece by piece; while one is used, the next is read.
+/// Passes a tensor's bytes on in chunks, and reads the next chunk while one is used.
 fn each_piece(
     job: &Job<'_>,
     name: &str,
@@ -223,7 +213,7 @@ fn each_piece(
     Ok(())
 }
 
-/// Streams a tensor through unchanged, refusing NaN and infinity.
+/// Copies a tensor to the sink unchanged; NaN and infinity are errors.
 pub(super) fn copy(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -232,7 +222,7 @@ pub(super) fn copy(
 ) -> Result<TensorReport> {
     let (name, dtype) = (&entry.stored, entry.info.dtype);
     let Some(output) = entry.outputs.first().map(|o| o.name.as_str()) else {
-        return Err(Error::Internal(format!("`{name}` is copied nowhere")));
+        return Err(Error::Internal(format!("`{name}` is to be copied, but has no output")));
     };
     if entry.by_columns {
         let bytes = match held.take(name) {
@@ -267,7 +257,7 @@ pub(super) fn copy(
     Ok(copied(entry, hex(&hash.finalize())))
 }
 
-/// The report of a tensor that was only passed on.
+/// Returns the report of a tensor that was copied.
 fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     match entry.modified {
         true => TensorReport::rewritten(entry, sha256),
@@ -275,7 +265,7 @@ fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     }
 }
 
-/// Fails, with count and first position in the whole tensor, when a piece holds NaN or infinity.
+/// Fails if a chunk holds NaN or infinity, with their count and the position of the first in the whole tensor.
 fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());

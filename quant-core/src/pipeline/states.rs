@@ -1,8 +1,9 @@
-//! The hidden states between two jobs over parts of a model: written where one job ends, read where the next begins.
+//! The hidden states passed between two jobs over parts of a model: written at the end of one job, read at the start of
+//! the next.
 //!
-//! A safetensors file with `float` and `quantized`, each `[windows, length, hidden]` in F32 where the run follows such
-//! states, and two U8 vectors: `about`, what the states depend on as JSON, and `sha256`, the hash of all that comes
-//! before it in the file. What does not belong to the run, or was damaged, is refused.
+//! A safetensors file with `float` and `quantized`, each `[windows, length, hidden]` in F32 if the run follows these
+//! states, and two U8 vectors: `about`, the JSON description of what the states depend on, and `sha256`, the hash of
+//! everything before it in the file. Files of another run and damaged files are rejected.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -21,7 +22,7 @@ use crate::digest::hex;
 use crate::recipe::PassPlan;
 use crate::{CancelToken, Error, Event, Result};
 
-/// Values that are written at a time.
+/// Values written at a time.
 const PIECE: usize = 1 << 16;
 /// The streams that a file may hold, in order.
 const STREAMS: [&str; 2] = ["float", "quantized"];
@@ -31,11 +32,11 @@ const SHA256: &str = "sha256";
 /// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
 pub struct StateFiles {
-    /// The states before the first block of the job; without them it has to begin with the model's first.
+    /// The states before the first block of the job; without them the job must begin with the model's first block.
     pub before: Option<PathBuf>,
-    /// Where the states after its last block are written, if they are wanted.
+    /// Where the states after its last block are written, if at all.
     pub after: Option<PathBuf>,
-    /// What else they depend on, such as a hash of the model: a file is refused where another job had another.
+    /// What else the states depend on, such as a hash of the model. A file whose value differs is rejected.
     pub depends_on: Value,
     /// Where states and samples are kept while the job runs; `None` keeps them in memory.
     pub spill: Option<Spill>,
@@ -55,7 +56,7 @@ pub struct SavedStates {
 
 /// Saves the states of a job periodically.
 pub(super) struct Saver<'a> {
-    /// The file, and the program that it names.
+    /// The file, and the program that is recorded in it.
     saved: Option<(&'a SavedStates, Program)>,
     depends_on: &'a Value,
     last: Instant,
@@ -92,15 +93,14 @@ impl<'a> Saver<'a> {
     }
 }
 
-/// The streams of a run: of the float model, and of the one that is being written.
+/// The state streams of a run: of the float model, and of the quantized model that is being written.
 pub(super) type Streams<T> = [Option<T>; 2];
 
-/// What the states before block `layer` depend on.
+/// Describes what the states before block `layer` depend on.
 fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> Value {
     let plan = job.plan;
     let architecture = job.model.architecture();
-    // What was written of a block decides what the quantized model makes of it; the float model's states know nothing
-    // of it.
+    // The quantized model's states depend on what was written of the earlier blocks; the float model's states do not.
     let quantized = PassPlan::new(plan, false).follow_quantized().then(|| {
         json!({
             "grids_sha256": plan.grids_sha256(),
@@ -113,7 +113,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
         "schema": "quant-states/1",
         "version": env!("CARGO_PKG_VERSION"),
         "before_block": layer,
-        // Other instructions or another build round differently: parts of one run must agree on both.
+        // Other instructions or another build round differently, so all parts of a run must use the same.
         "program": program,
         "family": architecture.family,
         "layers": architecture.layers,
@@ -125,7 +125,7 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
         "calibration": job.windows.map(|windows| calibration(job, windows)),
         "depends_on": depends_on,
     });
-    // Through text and back, so that equal numbers compare equal.
+    // A round trip through text makes equal numbers compare equal.
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
@@ -154,7 +154,7 @@ pub(super) fn save(
     });
     let moved = written.and_then(|()| std::fs::rename(&new, path).map_err(|e| Error::io("create", path, e)));
     if moved.is_err() {
-        // It may fill the disk.
+        // An incomplete file could fill the disk.
         let _ = std::fs::remove_file(&new);
     }
     moved
@@ -204,7 +204,8 @@ fn write(
     file.flush().map_err(fail)
 }
 
-/// The block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong to another run.
+/// Returns the block whose input states a file holds, if it is one of `blocks`. The file may still be damaged or belong
+/// to another run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
     let about: Value = serde_json::from_slice(&source.read(ABOUT).ok()?).ok()?;
@@ -212,10 +213,10 @@ pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     blocks.contains(&layer).then_some(layer)
 }
 
-/// Reads the states before block `layer`; of each stream, whether it is `wanted`.
+/// Reads the states before block `layer`: each stream that is `wanted`.
 ///
 /// # Errors
-/// [`Error::InputFile`] when the file is damaged, or holds the states of another run or block; those of reading.
+/// [`Error::InputFile`] when the file is damaged, or holds the states of another run or block; errors of reading.
 pub(super) fn load(
     path: &Path,
     job: &Job<'_>,
@@ -228,11 +229,11 @@ pub(super) fn load(
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "give the states that the job over the blocks before it wrote".into(),
+        remedy: "give the states written by the job over the preceding blocks".into(),
     };
     let source = ShardedCheckpoint::open_file(path)?;
     let Some(windows) = job.windows else {
-        return Err(broken("is of no use without a calibration batch".into()));
+        return Err(broken("cannot be used without a calibration batch".into()));
     };
     let layout = windows.layout();
     let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
@@ -247,7 +248,7 @@ pub(super) fn load(
     for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
         match (source.info(name), wanted) {
             (None, false) => {}
-            (None, true) => return Err(broken(format!("lacks the states `{name}`"))),
+            (None, true) => return Err(broken(format!("has no states `{name}`"))),
             (Some(_), _) => {
                 let width = job.model.architecture().state_width(layer);
                 let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
@@ -261,7 +262,7 @@ pub(super) fn load(
     hash.update(source.read(ABOUT)?);
     let sum = source.read(SHA256).map_err(|_| broken("is damaged: it has no hash".into()))?;
     if hex(&sum) != hex(&hash.finalize()) {
-        return Err(broken("is damaged: its contents do not have the hash that it names".into()));
+        return Err(broken("is damaged: its contents do not match its hash".into()));
     }
     Ok(streams)
 }
@@ -277,9 +278,9 @@ fn read(
     let info = source.require(name)?;
     let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
-        return Err(broken(format!("holds states {} {:?}, not F32 {shape:?}", info.dtype, info.shape)));
+        return Err(broken(format!("holds states {} {:?}, expected F32 {shape:?}", info.dtype, info.shape)));
     }
-    // The header was held against the file's length, so no more is reserved than there is.
+    // The header was checked against the file's length, so this allocation is bounded by the file's size.
     let mut values = Values::zeros(spill, layout.tokens() * hidden)?;
     let (len, piece) = (info.byte_len(), 4 * PIECE as u64);
     let (mut bytes, mut floats) = (Vec::new(), Vec::new());

@@ -1,4 +1,4 @@
-//! What happens to one tensor between the source and the sink.
+//! The processing of one tensor between the source and the sink.
 
 use quant_kernels_cpu::StaticScale;
 
@@ -17,24 +17,24 @@ use crate::scheme::LinearScheme;
 use crate::transform::{FoldRecord, Rewrite, SmoothRecord};
 use crate::{Error, Result};
 
-/// A tensor that only has to be written.
+/// A tensor that is ready to be written.
 pub(super) struct Finished {
     pub(super) report: TensorReport,
-    /// The bytes that are written for it, by name.
+    /// The bytes to write, by tensor name.
     pub(super) outputs: Vec<(String, Bytes)>,
-    /// A buffer that is free again.
+    /// A buffer for reuse.
     pub(super) spare: Vec<u8>,
 }
 
 impl Finished {
-    /// A tensor of which nothing is left to write.
+    /// A tensor that is completely written.
     pub(super) fn written(report: TensorReport) -> Self {
         Self { report, outputs: Vec::new(), spare: Vec::new() }
     }
 }
 
-/// Applies what was decided to a tensor, and rounds it if it is to be quantized and is not yet; with `amax` as the
-/// largest magnitude of all that have a scale in common with it.
+/// Applies the decisions to a tensor, and rounds it if it is to be quantized and not yet rounded. `amax` is the largest
+/// magnitude over all linears that share a scale with it.
 pub(super) fn apply_rewrite(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -78,7 +78,7 @@ pub(super) fn apply_rewrite(
     }
 }
 
-/// The exponents of the scales of an MXFP4 weight and of those that engines run as one with it.
+/// Returns the scale exponents of an MXFP4 weight and of the weights that engines fuse with it.
 fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
     let parts = job.plan.fused_with(module);
     let shares = |entry: &&PlanEntry| match &entry.action {
@@ -96,7 +96,7 @@ fn shared_exponents(job: &Job<'_>, module: &str) -> Result<ScaleExponents> {
     Ok(all)
 }
 
-/// The largest magnitude of a weight as the rewrite leaves it.
+/// Returns the largest magnitude of a weight after the rewrite.
 pub(super) fn largest_magnitude(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -108,7 +108,7 @@ pub(super) fn largest_magnitude(
         None => Bytes::Own(read_into(job, entry, Vec::new())?),
     };
     let (Action::Quantize { node, scheme, .. }, &[n, k]) = (&entry.action, &entry.info.shape[..]) else {
-        return Err(Error::Internal(format!("`{}` is no weight to be rounded", entry.tensor)));
+        return Err(Error::Internal(format!("`{}` is not a weight to be rounded", entry.tensor)));
     };
     let rows = Rows::Bytes(&bytes, entry.info.dtype);
     let weight = WeightRows::float([n, k], rows)?;
@@ -125,7 +125,7 @@ pub(super) fn largest_magnitude(
     Ok(extents.map_or(0.0, |extents| extents.amax()))
 }
 
-/// The tensors of the static scales of keys and values that come from a linear, which its report is to name.
+/// Returns the static scale tensors of the keys or values that come from a linear, and names them in its report.
 pub(super) fn cache_scales(
     entry: &PlanEntry,
     decision: &Decision,
@@ -142,7 +142,7 @@ pub(super) fn cache_scales(
     entry.cache.iter().map(tensor).collect()
 }
 
-/// The tensors of the container that hold a quantized weight.
+/// Returns the container's tensors for a quantized weight.
 fn packed(job: &Job<'_>, module: &str, tensor: &QuantizedTensor) -> Result<Vec<(String, Bytes)>> {
     let outputs = job.plan.container.pack(module, tensor)?;
     Ok(outputs.into_iter().map(|(spec, bytes)| (spec.name, Bytes::Own(bytes))).collect())
@@ -161,7 +161,7 @@ fn rewrite_float(
     require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &bytes)?;
     let bytes = match rewritten(job, entry, node, &bytes, &decision.rewrite)? {
         Some(values) => {
-            // What is finite in f32 need not be in the type that it is stored in.
+            // A value that is finite in f32 may overflow the type that it is stored in.
             let bytes = entry.info.dtype.narrow(&values);
             require_finite_bytes(path(), &entry.tensor, entry.info.dtype, &bytes)?;
             Bytes::Own(bytes)
@@ -173,7 +173,7 @@ fn rewrite_float(
     Ok(Finished { report, outputs: vec![(entry.tensor.clone(), bytes)], spare: Vec::new() })
 }
 
-/// The bytes of a float tensor as they are written.
+/// Returns the bytes of a float tensor as written.
 pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
     match entry.info.shape[..] {
         [rows, columns] if entry.by_columns => {
@@ -183,7 +183,7 @@ pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
     }
 }
 
-/// The new values of a norm, a float linear or a bias; `None` where nothing changes.
+/// Returns the new values of a norm, a float linear or a bias; `None` if nothing changes.
 fn rewritten(
     job: &Job<'_>,
     entry: &PlanEntry,
@@ -209,19 +209,19 @@ fn rewritten(
     Ok(Some(rewrite.bias(node, values)))
 }
 
-/// A weight that is to be quantized.
+/// A weight to be quantized.
 struct Linear<'a> {
     job: &'a Job<'a>,
     entry: &'a PlanEntry,
-    /// Its linear in the block, if it is in one.
+    /// The node of its linear, if it is in a block.
     node: Option<NodeId>,
     module: &'a str,
     shape: [usize; 2],
     scheme: LinearScheme,
     scale_dtype: Dtype,
-    /// What is calibrated of its input.
+    /// The calibrated scale of its input.
     input: Option<StaticScale>,
-    /// What its scales depend on beside it.
+    /// What its scales depend on besides the weight.
     context: ScaleContext,
 }
 
@@ -255,7 +255,7 @@ impl Linear<'_> {
         Ok(Finished { report, outputs, spare })
     }
 
-    /// The weight as the rewrite leaves it, before clipping; the bytes that it is made from go.
+    /// Returns the rewritten weight before clipping; the original bytes are freed.
     fn rewritten(&self, node: NodeId, bytes: Bytes, rewrite: &Rewrite) -> Result<Vec<f32>> {
         rewrite.weight(node, &self.rows(&bytes)?)
     }
@@ -289,7 +289,7 @@ impl Linear<'_> {
         Ok((tensor, error))
     }
 
-    /// The weight with the grid of its input, and as the container holds it; and whether that may be another one.
+    /// Returns the weight with its input grid as the container stores it, and whether that may differ from `tensor`.
     fn as_stored(&self, mut tensor: QuantizedTensor) -> Result<(QuantizedTensor, bool)> {
         tensor.input = self.input;
         match self.scheme.is_progressive() {
@@ -300,7 +300,7 @@ impl Linear<'_> {
         }
     }
 
-    /// What the searches and GPTQ found out about it.
+    /// Returns the results of the searches and of GPTQ for the linear.
     fn searched(
         &self,
         Decision { rewrite, routed, .. }: &Decision,
@@ -309,7 +309,7 @@ impl Linear<'_> {
     ) -> Searched {
         let is_it = |module: &String| module == self.module;
         let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
-        // Of the pass that counted the tokens.
+        // From the pass that counted the tokens.
         let routed = match seen {
             Some(_) => self.node.and_then(|node| routed.get(&node)).copied(),
             None => rounded.and_then(|rounded| rounded.routed),

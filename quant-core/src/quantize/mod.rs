@@ -1,7 +1,7 @@
-//! Float weights become codes, scales and zeros; no packing yet.
+//! Rounds float weights to codes, scales and zero points, which are packed later.
 //!
-//! The grids, plain rounding and the error of it are in `quant-formats` and stand here under the same names;
-//! [`gptq`] lets weights make up for each other's rounding.
+//! `quant-formats` implements the grids and rounding to nearest with its error; this module re-exports them under the
+//! same names. With [`gptq`], weights compensate each other's rounding errors.
 
 pub mod gptq;
 

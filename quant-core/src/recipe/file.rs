@@ -60,7 +60,7 @@ use crate::{Error, Result, format};
 /// The maximum size of a recipe file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 /// How to get a first recipe.
-const START: &str = "‹plan(print_recipe=awq-w4a16)› prints one to start from";
+const START: &str = "‹plan(print_recipe=awq-w4a16)› prints an example";
 
 /// How `quant quantize --recipe` treats a model.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
@@ -82,7 +82,7 @@ pub(super) struct RecipeFile {
 
 /// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "format is the name of a container, or an array of such names")]
+#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of such names")]
 enum Formats {
     /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
@@ -119,7 +119,7 @@ impl TransformEntry {
         if let Some((key, _)) = given.keys().into_iter().find(|(key, given)| *given && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
-                    "transform.{key} has no effect: it is a setting of kind `{}`, but this is `{kind}`",
+                    "transform.{key} has no effect: it belongs to kind `{}`, but this is `{kind}`",
                     transforms_with(key).join("`, `"),
                 ),
                 "leave it out",
@@ -280,7 +280,7 @@ impl Recipe {
         let file: RecipeFile = toml::from_str(text).map_err(|e| {
             let line = e.span().map(|span| text[..span.start].matches('\n').count() + 1);
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
-            Error::usage(format!("{place}{}", e.message()), format!("correct it there; {START}"))
+            Error::usage(format!("{place}{}", e.message()), format!("correct the file; {START}"))
         })?;
         let mut settings = TransformSettings::default();
         let method = file.method()?;
@@ -301,7 +301,7 @@ impl Recipe {
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage(
                 "[quantize.gptq] has no effect: quantize.method is not gptq",
-                "leave it out, or say method = \"gptq\" in [quantize]",
+                "leave it out, or set method = \"gptq\" in [quantize]",
             ));
         }
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
@@ -386,7 +386,7 @@ impl RecipeFile {
                 let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
                 Error::usage(
                     format!("quantize.method `{name}` is not known"),
-                    format!("it is {}; what comes before it is a [[transform]]", names.join(" or ")),
+                    format!("use {}; earlier steps go into [[transform]]", names.join(" or ")),
                 )
             })?,
         };
@@ -439,7 +439,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(recipe.containers.iter().map(|c| c.name()).collect::<Vec<_>>(), ["awq"]);
-        assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "symmetry is the container's matter");
+        assert_eq!(recipe.scheme.to_string(), "w4a16-g64", "the format decides the symmetry");
         assert_eq!((&*recipe.method.name, recipe.settings.search), ("awq", Search::Reference));
         assert_eq!(recipe.ignore.len(), 2);
         assert_eq!(recipe.overrides[0].1.to_string(), "w4a16-channel");

@@ -1,4 +1,4 @@
-//! How much memory a plan will need at its peak: an estimate from shapes alone.
+//! The peak memory of a plan, estimated from shapes alone.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +8,27 @@ use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
-/// What the program itself, its threads and the tokenizer take.
+/// Memory in bytes for the program itself, its threads and the tokenizer.
 const PROGRAM: u64 = 112 << 20;
-/// Rows of a weight that a thread of GPTQ's solver handles.
+/// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
-/// The memory in bytes that a round of a search gets at least.
-const MIN_ROUND_BYTES: u64 = 256 << 20;
-/// Tokens that go through a block at a time, unless one window has more.
+/// The minimum memory in bytes for a round of a search.
+const MIN_ROUND_BYTES: u64 = 32 << 20;
+/// Tokens that go through a block at a time, unless a window is longer.
 const CHUNK_TOKENS: u64 = 2048;
 
 impl Plan {
-    /// The estimated peak memory in bytes of one run of all these plans, with hidden states in memory. The file of channel
-    /// maxima that a run may write is not counted.
+    /// Estimates the peak memory in bytes of one run of all these plans, with hidden states in memory. The file of
+    /// channel maxima that a run may write is not counted.
     pub fn peak_memory(plans: &[Self], model: &Model) -> u64 {
         Self::peak_memory_in(plans, model, Residence::Memory)
     }
 
-    /// Where a run of all these plans should keep hidden states to stay within `budget` bytes: in memory if they fit, otherwise
-    /// in files, with rounds of searches as large as the budget allows.
+    /// Returns the storage for hidden states with which a run of all these plans stays within `budget` bytes: memory if
+    /// they fit, otherwise files, with search rounds as large as the budget allows.
     ///
     /// # Errors
-    /// The smallest budget in bytes that suffices, if this one does not.
+    /// The smallest sufficient budget in bytes, if this one is too small.
     pub fn residence(plans: &[Self], model: &Model, budget: u64) -> std::result::Result<Residence, u64> {
         let memory = Self::peak_memory(plans, model);
         if memory <= budget {
@@ -42,8 +42,8 @@ impl Plan {
         Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
     }
 
-    /// The estimated disk space in bytes for hidden states and samples that are kept in files, and for the states saved for a
-    /// resumed run. The files of the output are not counted.
+    /// The estimated disk space in bytes for hidden states and samples that are kept in files, and for the states that
+    /// are saved so that the run can be resumed. The files of the output are not counted.
     pub fn scratch_bytes(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let of = |plan: &Self| {
             let states = PassPlan::new(plan, false).states_in_memory();
@@ -51,7 +51,7 @@ impl Plan {
             let widest = kinds.map(|kind| kind.graph.width(kind.graph.input())).max().unwrap_or(0) as u64;
             let tokens = (plan.sampling.samples as u64).saturating_mul(plan.sampling.length as u64);
             let copies = match residence {
-                // The saved states, and their next version before it replaces them.
+                // The saved states, and their next version, which is written before it replaces them.
                 Residence::Memory => 2 * states.min(2),
                 Residence::Files { .. } => 2 * states.min(2) + states,
             };
@@ -60,15 +60,16 @@ impl Plan {
         plans.iter().filter(|plan| plan.needs_text()).map(of).max().unwrap_or(0)
     }
 
-    /// The estimated peak memory in bytes of one run of all these plans with hidden states in a given place.
+    /// The estimated peak memory in bytes of one run of all these plans, with hidden states in the given storage.
     pub fn peak_memory_in(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let searched = plans.iter().filter(|p| p.needs_blocks());
         let tensors: u64 = plans.iter().map(Self::largest_tensor).sum();
-        // A tensor whose columns are rotated is in memory twice, before and after, and the last one is kept.
+        // To rotate the columns of a tensor, the whole tensor is in memory before and after the rotation. The last
+        // rotated tensor is cached.
         let rotated =
             if model.is_rotated() { 2 * plans.iter().map(Self::largest_input).max().unwrap_or(0) } else { 0 };
         let writing = tensors.saturating_add(rotated);
-        // What is gathered of the batch serves all plans.
+        // Data gathered from the batch are shared by all plans, so the largest plan counts.
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
             kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
@@ -77,8 +78,8 @@ impl Plan {
         PROGRAM + blocks.max(writing)
     }
 
-    /// One linear on its way: its bytes and the next one's, codes, packed codes, and its `f32` copy
-    /// where a transform rewrites it.
+    /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
+    /// packed codes, and an `f32` copy if a transform may rewrite it.
     fn largest_tensor(&self) -> u64 {
         let of = |entry: &super::PlanEntry| match entry.action {
             Action::Copy => 16 << 20,
@@ -91,13 +92,14 @@ impl Plan {
         self.entries.iter().map(of).max().unwrap_or(0)
     }
 
-    /// Bytes of the largest weight of a block.
+    /// The size in bytes of the largest input tensor in the blocks.
     fn largest_input(&self) -> u64 {
         self.entries.iter().filter(|e| e.layer.is_some()).map(|e| e.info.byte_len()).max().unwrap_or(0)
     }
 
-    /// The peak memory in bytes while a block is worked on: the block, the hidden states of the batch, and the largest of the
-    /// steps, which follow one another. A batch can be requested that is so large that the sums exceed 64 bits.
+    /// The peak memory in bytes while a block is processed: the block, the hidden states of the batch, and the largest
+    /// of the steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
+    /// requested.
     fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
         let graph = kind.graph;
         let tokens = match self.needs_text() {
@@ -106,14 +108,14 @@ impl Plan {
         };
         let transforms = self.transforms();
         let gptq = self.method.rounding == Rounding::Gptq;
-        // GPTQ on the inputs of the quantized model takes experts one at a time, unless a transform has rewritten all of
-        // them.
+        // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
+        // all of them.
         let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && transforms.is_empty();
         let work = Workload { residence, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        // The block that a transform has rewritten is in f32; the next transform and GPTQ look at it.
+        // A block that a transform has rewritten stays in memory in f32 for the next transform and GPTQ.
         let rewritten = if transforms.len() + usize::from(gptq) > 1 { 4 * work.all_weights() } else { 0 };
         let mut steps = vec![
             pieces.saturating_add(gathering).saturating_add(rewritten),
@@ -130,18 +132,20 @@ impl Plan {
         states.saturating_add(step).saturating_add(self.block_bytes(kind, one_expert))
     }
 
-    /// The size in bytes per token of what is kept of the batch while a block is worked on.
+    /// Bytes per token that are kept for the whole batch while a block is processed.
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
-        // Where documents begin and which tokens count is stored for each token, twice while it is made.
+        // For each token, the layout stores the start of its document and whether it counts. There are two copies while
+        // it is built.
         let plain = self.sampling.mask == Mask::None && self.sampling.packing != Packing::Documents;
         let layout = if plain { 0 } else { 16 };
-        // The sum of the experts' outputs, and which tokens each expert gets, are kept for the whole batch.
+        // The sum of the experts' outputs and the tokens of each expert are kept for the whole batch.
         let (sum, routed) = if one_expert { graph.expert_sum_bytes() } else { (0, 0) };
         let states = match residence {
             Residence::Files { .. } => 0,
             Residence::Memory => {
                 let copies = PassPlan::new(self, false).states_in_memory();
-                // States of another width are made next to those that they replace.
+                // If a block changes the width, its output needs a second buffer, so old and new states are in memory
+                // together.
                 let [before, after] =
                     [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
                 let replaced = if before == after || copies == 0 { 0 } else { before.min(after) };
@@ -151,12 +155,12 @@ impl Plan {
         states + layout + routed as u64
     }
 
-    /// The memory in bytes for the values of the tokens that go through a block at a time.
+    /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.settings.search {
-            // A longer window goes through attention whole, and through the rest in pieces.
+            // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
                     .linears()
@@ -170,7 +174,7 @@ impl Plan {
         }
     }
 
-    /// A block as transforms look at it.
+    /// The workload of a transform in a block.
     pub(super) fn workload<'a>(&'a self, kind: BlockKind<'a>) -> Workload<'a> {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let scheme = |entry: &super::PlanEntry| match entry.action {
@@ -182,7 +186,7 @@ impl Plan {
         Workload { graph: kind.graph, sampling: self.sampling, settings: &self.settings, schemes, residence }
     }
 
-    /// The weights of a block that are in memory at a time.
+    /// Bytes of a block's weights that are in memory at the same time.
     fn block_bytes(&self, kind: BlockKind<'_>, one_expert: bool) -> u64 {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let node = |entry: &super::PlanEntry| match entry.action {
@@ -194,13 +198,13 @@ impl Plan {
         resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
     }
 
-    /// The memory in bytes of Hessians while the batch passes through a block, and while a weight is solved.
+    /// The memory in bytes for GPTQ: first while the batch passes through a block, then while a weight is solved.
     fn gptq_memory(&self, graph: &BlockGraph) -> [u64; 2] {
         let widths: BTreeMap<NodeId, u64> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
         let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
-        // Codes and their packed form, and rows on their way in each thread.
+        // Codes, packed codes, and the rows that each thread is processing.
         let linear = |(_, _, [n, k], _): (NodeId, &str, [usize; 2], bool)| {
             (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64
         };
@@ -218,7 +222,8 @@ impl Plan {
     }
 }
 
-/// Bytes of what belongs to no expert, and of all experts, or of the largest where they come one at a time.
+/// The bytes of tensors outside the experts, plus those of all experts, or of the largest expert if experts are
+/// processed one at a time.
 fn resident(parts: impl Iterator<Item = (Option<NodeId>, u64)>, one_expert: bool) -> u64 {
     let mut experts: BTreeMap<NodeId, u64> = BTreeMap::new();
     let mut shared = 0;

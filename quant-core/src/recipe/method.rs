@@ -30,7 +30,7 @@ pub struct Method {
 }
 
 impl PartialEq for Method {
-    /// Whether both have the same steps and the same rounding.
+    /// Whether two methods have the same steps and the same rounding.
     fn eq(&self, other: &Self) -> bool {
         self.rounding == other.rounding && self.steps() == other.steps()
     }
@@ -42,7 +42,7 @@ impl Eq for Method {}
 const TRANSFORMS: &[&dyn Transform] =
     &[&Awq, &Clip, &Reorder, &SmoothAttention, &SmoothOutputs, &SmoothQuant];
 
-/// The transform with this name.
+/// Returns the transform with this name.
 pub(super) fn transform(name: &str) -> Option<&'static dyn Transform> {
     TRANSFORMS.iter().copied().find(|t| t.name() == name)
 }
@@ -66,12 +66,12 @@ pub fn steps() -> Vec<(&'static str, &'static str)> {
 }
 
 impl Method {
-    /// Whether one of its steps has this setting.
+    /// Whether one of the steps has this setting.
     pub fn takes(&self, setting: &str) -> bool {
         self.transforms.iter().any(|t| t.settings().contains(&setting))
     }
 
-    /// The settings of each of its steps.
+    /// The settings of each step.
     pub fn fingerprint(&self, settings: &TransformSettings) -> Value {
         self.transforms
             .iter()
@@ -80,13 +80,13 @@ impl Method {
             .into()
     }
 
-    /// The names of its steps before rounding, in order.
+    /// The names of the steps before rounding, in order.
     pub fn steps(&self) -> Vec<&'static str> {
         let preparation = self.preparation.map(Preparation::name);
         preparation.into_iter().chain(self.transforms.iter().map(|t| t.name())).collect()
     }
 
-    /// Whether it needs a calibration text with these settings.
+    /// Whether the method needs a calibration text with these settings.
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let looks = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
         self.rounding == Rounding::Gptq || self.transforms.iter().any(looks)
@@ -97,7 +97,7 @@ impl Method {
         GptqSettings { inputs: self.default_inputs, ..GptqSettings::default() }
     }
 
-    /// The method without some of its steps.
+    /// Returns the method without some of its steps.
     ///
     /// # Errors
     /// [`Error::Usage`] for a name that is not one of its steps; the remedy lists them.
@@ -136,8 +136,8 @@ impl Method {
                 None if prepares(step).is_some() => {}
                 None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
                     return Err(Error::usage(
-                        format!("`{step}` is how weights are rounded, and comes after all steps"),
-                        "put it last, and once: in a recipe as `method` of [quantize]",
+                        format!("`{step}` rounds the weights, so it comes after all other steps"),
+                        "put it last, once; in a recipe it is the `method` of [quantize]",
                     ));
                 }
                 None => {
@@ -150,14 +150,17 @@ impl Method {
             }
         }
         let refused = |reason: String, remedy: &str| -> Result<Self> {
-            Err(Error::usage(format!("steps {} in this order: {reason}", steps.join(", ")), remedy))
+            Err(Error::usage(
+                format!("the steps {} cannot be run in this order: {reason}", steps.join(", ")),
+                remedy,
+            ))
         };
         if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
             return refused("`rotate` folds norms itself".into(), "leave `fold-norms` out");
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason =
-                format!("`{step}` makes another model, which invalidates the result of `{}`", steps[0]);
+                format!("`{step}` changes the model, which invalidates the result of `{}`", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
@@ -209,7 +212,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes, which is that of the method with this rounding and no steps.
+    /// The name in recipes: that of the method with this rounding and no steps.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",
@@ -258,7 +261,7 @@ pub static METHODS: &[Method] = &[
     plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
     plain(
         "gptq",
-        "rounds column by column and corrects the rest for the error, on a calibration text",
+        "rounds column by column and corrects the remaining columns for the error, on a calibration text",
         &[],
         Rounding::Gptq,
     ),
@@ -292,7 +295,7 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 /// rounding: `rotate,awq,gptq`.
 ///
 /// # Errors
-/// When there is no such method; the message lists all. As [`Method::of`].
+/// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());
@@ -357,12 +360,12 @@ mod tests {
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
             ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
-            ("reorder,rotate", "makes another model", "put `rotate` first"),
-            ("awq,fold-norms", "makes another model", "put `fold-norms` first"),
+            ("reorder,rotate", "changes the model", "put `rotate` first"),
+            ("awq,fold-norms", "changes the model", "put `fold-norms` first"),
             ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),
             ("reorder,reorder", "listed twice", "leave one"),
-            ("reorder,gptq,clip", "`gptq` is how weights are rounded", "put it last"),
-            ("gptq,rtn", "`gptq` is how weights are rounded", "once"),
+            ("reorder,gptq,clip", "`gptq` rounds the weights", "put it last"),
+            ("gptq,rtn", "`gptq` rounds the weights", "once"),
             ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),
             ("", "unknown method ``", "known methods"),

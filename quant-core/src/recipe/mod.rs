@@ -1,7 +1,7 @@
-//! The fourth stage of the pipeline: from the user's request to what happens to each tensor.
+//! The fourth stage of the pipeline: turns the user's request into an action for each tensor.
 //!
-//! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and settles what happens to
-//! every tensor and how many bytes it will take. Later stages follow the plan.
+//! A [`Recipe`] is the request. [`Plan::new`] applies it to a model before any compute, and determines the action and
+//! the output size for every tensor. Later stages follow the plan.
 
 mod cache_scales;
 mod file;
@@ -40,9 +40,9 @@ use crate::{Error, Result};
 pub struct Preset {
     /// The name for `--preset`.
     pub name: &'static str,
-    /// Its method.
+    /// The method.
     pub method: &'static str,
-    /// Its scheme.
+    /// The scheme.
     pub scheme: &'static str,
 }
 
@@ -95,7 +95,8 @@ impl Recipe {
         }
     }
 
-    /// Whether a calibration text is needed: for the method, or for grids of activations or of cached keys and values.
+    /// Whether a calibration text is needed: for the method, or to compute the grids of activations or of cached keys
+    /// and values.
     pub fn needs_text(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         let mut activations = schemes.map(|s| s.activations);
@@ -103,7 +104,7 @@ impl Recipe {
         cached || self.method.needs_text(&self.settings) || activations.any(ActivationScheme::is_static)
     }
 
-    /// Whether any scheme has scales that are searched for, as NVFP4 does.
+    /// Whether any scheme, such as NVFP4, has scales that are found by a search.
     pub fn searches_scales(&self) -> bool {
         let schemes = std::iter::once(&self.scheme).chain(self.overrides.iter().map(|(_, scheme)| scheme));
         schemes.into_iter().any(|s| s.with_default_symmetry(true).has_global_scale())

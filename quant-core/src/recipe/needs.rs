@@ -1,4 +1,4 @@
-//! What a plan needs in addition to the weights, and checks that its activations fit its method.
+//! The data that a plan needs in addition to the weights, and checks that its activations fit its method.
 
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};
@@ -29,7 +29,7 @@ impl Plan {
     }
 
     fn has_static_activations(&self) -> bool {
-        // Weights that are already quantized have the scales of their inputs, too.
+        // Weights that are already quantized come with the scales of their inputs.
         self.entries
             .iter()
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations()))
@@ -42,7 +42,7 @@ impl Plan {
             .any(|e| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_global_scale()))
     }
 
-    /// Fails if the tokens for calibrating experts are specified, and no block has experts.
+    /// Fails if the tokens for calibrating experts are specified but no block has experts.
     pub(super) fn check_experts(&self, architecture: &Architecture) -> Result<()> {
         let has_experts = |graph: &BlockGraph| graph.nodes().iter().any(|n| n.op.selected_expert().is_some());
         let experts = self.sampling.experts;
@@ -50,7 +50,7 @@ impl Plan {
             true => Ok(()),
             false => Err(Error::usage(
                 "the choice of calibration tokens for experts has no effect: no layer of the model has experts",
-                "leave ‹expert_tokens› and ‹expert_floor› out, in a recipe expert_tokens and expert_floor",
+                "leave out ‹expert_tokens› and ‹expert_floor›, or expert_tokens and expert_floor in the recipe",
             )),
         }
     }
@@ -78,7 +78,7 @@ impl Plan {
         self.transforms().iter().try_for_each(|transform| transform.check(&outline))
     }
 
-    /// Fails if activations are to be quantized that cannot be.
+    /// Fails if activations would be quantized for a module that does not support it.
     pub(super) fn check_activations(&self) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)

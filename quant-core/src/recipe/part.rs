@@ -23,10 +23,10 @@ impl Plan {
         if blocks.is_empty() || blocks.start < whole.start || blocks.end > whole.end {
             return Err(Error::usage(
                 format!(
-                    "blocks {}..{} are not a part of {}..{}",
+                    "blocks {}..{} are not within {}..{}",
                     blocks.start, blocks.end, whole.start, whole.end
                 ),
-                format!("choose a range from {} to {}", whole.start, whole.end),
+                format!("choose a range within {} to {}", whole.start, whole.end),
             ));
         }
         let first = self.entries.iter().position(|e| e.layer.is_some()).unwrap_or(self.entries.len());

@@ -13,20 +13,20 @@ use crate::quantize::gptq::LayerInputs;
 /// The hidden states that a pass uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum States {
-    /// Those of the float model, which the pass advances.
+    /// The states of the float model, which the pass advances.
     Float,
-    /// Those of the float model before the block, which do not change.
+    /// The states of the float model from before the block, which the pass does not change.
     Copy,
-    /// Those of the quantized model, which the pass advances.
+    /// The states of the quantized model, which the pass advances.
     Quantized,
 }
 
 /// The pass of the float block before all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FirstPass {
-    /// Whether it gathers the ranges of linears' inputs.
+    /// Whether the pass gathers the ranges of linears' inputs.
     pub(crate) ranges: bool,
-    /// Whether it advances the float states.
+    /// Whether the pass advances the float states.
     pub(crate) advance: bool,
 }
 
@@ -44,12 +44,12 @@ pub(crate) struct PassPlan {
     pub(crate) gptq: Option<States>,
 }
 
-/// What a plan requires of the passes.
+/// The requirements of a plan.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
     /// The number of consecutive transforms.
     transforms: usize,
-    /// Whether one of them needs hidden states.
+    /// Whether one of the transforms needs hidden states.
     searched: bool,
     /// Whether ranges are gathered, for grids, transforms or a file of maxima.
     ranges: bool,
@@ -116,7 +116,7 @@ impl PassPlan {
         self.uses(States::Copy) || self.cache == Some(States::Copy)
     }
 
-    /// The number of copies of the batch's hidden states in memory at once.
+    /// The maximum number of copies of the batch's hidden states that are in memory at the same time.
     pub(crate) fn states_in_memory(&self) -> u64 {
         [self.follow_float(), self.follow_quantized(), self.copy_float()].map(u64::from).iter().sum()
     }

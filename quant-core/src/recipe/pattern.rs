@@ -28,7 +28,7 @@ impl Pattern {
         let fault = |reason: String| {
             Error::usage(
                 format!("pattern `{text}`: {reason}"),
-                "a pattern is a name (down_proj), a glob (*.layers.3.*) or re: and a regular expression",
+                "a pattern is a name (down_proj), a glob (*.layers.3.*), or re: and a regular expression",
             )
         };
         let expression = match text.strip_prefix("re:") {
@@ -55,7 +55,7 @@ impl Pattern {
         &self.text
     }
 
-    /// Whether it selects this module.
+    /// Whether the pattern selects this module.
     pub fn matches(&self, module: &str) -> bool {
         self.regex.is_match(module)
     }
@@ -66,7 +66,7 @@ impl Pattern {
         let mut scored: Vec<(f64, String)> = names
             .iter()
             .map(|name| {
-                // Only as many trailing parts as the pattern has are compared and shown.
+                // Compares and shows only as many trailing parts as the pattern has.
                 let tail: Vec<&str> = name.rsplit('.').take(parts).collect();
                 let tail = tail.into_iter().rev().collect::<Vec<_>>().join(".");
                 (strsim::jaro_winkler(&self.text, &tail), tail)

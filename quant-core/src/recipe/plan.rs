@@ -1,4 +1,4 @@
-//! The plan: what happens to every tensor, settled before any compute.
+//! The plan: the action for every tensor, determined before any computation.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -18,21 +18,21 @@ use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 use quant_formats::Indivisible;
 
-/// What happens to a tensor of the input.
+/// The action for a tensor of the input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Copied without change.
     Copy,
     /// Written as float, but changed if the method folds scales into it.
     Rewrite {
-        /// Its block.
+        /// The block.
         layer: usize,
-        /// Its norm or linear.
+        /// The norm or linear of the block.
         node: NodeId,
     },
     /// Quantized.
     Quantize {
-        /// Its linear in the block; `None` outside the blocks.
+        /// The linear's node in the block; `None` outside the blocks.
         node: Option<NodeId>,
         /// The linear's name.
         module: String,
@@ -59,29 +59,29 @@ pub enum Action {
 /// A tensor of the input, what happens to it, and the tensors that are written for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanEntry {
-    /// Its name as a float tensor of the model.
+    /// The name as a float tensor of the model.
     pub tensor: String,
     /// The tensor of the input that contains it, if there is one. For a head that is tied in the input, this is the
     /// embedding.
     pub stored: String,
-    /// The block it belongs to.
+    /// The index of the block that contains it; `None` outside the blocks.
     pub layer: Option<usize>,
-    /// Its dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
+    /// The dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub modified: bool,
     /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
     pub by_columns: bool,
-    /// What happens to it.
+    /// The action for the tensor.
     pub action: Action,
-    /// What is written: the tensor, or the tensors that represent it, followed by the scales of `cache`.
+    /// The tensors to write: the tensor itself, or the tensors that represent it, followed by the scales of `cache`.
     pub outputs: Vec<TensorSpec>,
     /// Static scales of keys and values produced by it.
     pub cache: Vec<CacheScale>,
 }
 
 impl PlanEntry {
-    /// The tensors of the input from which it is made.
+    /// The tensors of the input from which the tensor is computed.
     pub fn sources(&self) -> Vec<(&str, u64)> {
         match &self.action {
             Action::Repack { sources, .. } => {
@@ -91,7 +91,7 @@ impl PlanEntry {
         }
     }
 
-    /// Its size in the input, in bytes.
+    /// The size in the input, in bytes.
     pub fn input_bytes(&self) -> u64 {
         self.sources().iter().map(|(_, bytes)| bytes).sum()
     }
@@ -112,7 +112,7 @@ impl PlanEntry {
         Some((module, self.info.shape.as_slice().try_into().ok()?))
     }
 
-    /// The number of bytes written for it.
+    /// The number of bytes to write.
     pub fn output_bytes(&self) -> u64 {
         self.outputs.iter().map(|t| t.info.byte_len()).sum()
     }
@@ -144,12 +144,12 @@ struct Draft {
     node: Option<NodeId>,
     module: String,
     shape: [usize; 2],
-    /// Its tensor in the input.
+    /// The tensor in the input.
     stored: String,
-    /// Its name if it stays float.
+    /// The name if it stays float.
     name: String,
     scheme: Option<SchemeRequest>,
-    /// What happens to its weight if it is not quantized.
+    /// The action for the weight if it is not quantized.
     float: Action,
 }
 
@@ -192,7 +192,7 @@ impl Draft {
     }
 }
 
-/// What happens to every tensor, in the order of writing: tensors before the blocks, the blocks, the rest.
+/// The action for every tensor, in the order of writing: tensors before the blocks, the blocks, the rest.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The quantization method.
@@ -219,7 +219,7 @@ pub struct Plan {
     pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
-    /// Modules that have other names for some readers, with those names.
+    /// Modules that engines may name differently, with these other names.
     pub(super) aliases: Vec<(String, String)>,
     /// The embedding's module.
     pub(super) embedding: String,
@@ -297,7 +297,7 @@ impl Plan {
                 format!(
                     "`{embedding}` cannot be quantized: the model shares its weight with the head `{head}`"
                 ),
-                format!("quantize the head too, for example ‹override={head}=w8a16›, which unties the two"),
+                format!("quantize the head too, for example with ‹override={head}=w8a16›, which unties them"),
             ));
         }
         let embedding = outer(embedding, stored.clone(), name, embedding_scheme);
@@ -450,8 +450,8 @@ impl Plan {
             sources.map(|(name, _)| name.to_owned()).collect();
         // A tied checkpoint may contain a copy of the head, which is dropped when the head is untied.
         planned.extend(self.quantizes(&self.head).then(|| format!("{}.weight", self.head)));
-        // Unread tensors are dropped: engines that fuse them with other linears would find them next to quantized
-        // parts.
+        // Unused tensors are dropped: engines that fuse them with other linears would otherwise have to mix float and
+        // quantized parts.
         planned.extend(
             model.source().names().into_iter().filter(|n| architecture.is_unread(n)).map(str::to_owned),
         );
@@ -470,7 +470,7 @@ impl Plan {
             let outputs = vec![TensorSpec { name: name.to_owned(), info: info.clone() }];
             let layer = architecture.layer_of(name);
             if architecture.is_in_further_block(name) {
-                // Readers that run such blocks must know that these linears are not quantized.
+                // Engines that run these blocks must know that their linears are not quantized.
                 let module = name.strip_suffix(".weight").filter(|_| info.shape.len() == 2);
                 self.float_modules.extend(module.map(str::to_owned));
             } else if layer.is_none() && architecture.is_in_some_block(name) {
@@ -497,8 +497,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Sorts blocks in order between the tensors before and after them, so that a streaming reader finds each block in
-    /// one place.
+    /// Sorts blocks in order between the tensors before and after them, so that a program that streams the file finds
+    /// each block in one place.
     fn sort(&mut self, model: &Model) {
         let embedding = [model.embedding_name(), model.architecture().embedding.clone()];
         let layers = model.architecture().layers;
@@ -610,7 +610,7 @@ impl Plan {
         self.method.transforms.to_vec()
     }
 
-    /// Notes for the user, such as what readers cannot load.
+    /// Notes for the user, such as engines that cannot load the result.
     pub fn warnings(&self) -> Vec<String> {
         self.container.warnings(&self.module_schemes())
     }

@@ -12,10 +12,10 @@ use crate::quantize::gptq::{GptqSettings, LayerInputs};
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
-/// The method in reports of a run that repacks, whose codes and scales come from the input.
+/// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the numbers of a quantized checkpoint in another format",
+    summary: "converts a quantized checkpoint to another format without changing its values",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
@@ -25,7 +25,7 @@ pub static REPACK: Method = Method {
 impl Plan {
     /// Plans to write a quantized checkpoint in the format `container`, with the same value for every weight.
     ///
-    /// If all stored zero points of the input are the midpoint, its grids are symmetric, and are written so if the
+    /// If all stored zero points of the input are the midpoint, its grids are symmetric, and are written as such if the
     /// format makes the distinction.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl Plan {
     }
 }
 
-/// Adapts a format's error to repacking, where grids cannot be chosen.
+/// Adapts a format's error to repacking, which cannot choose grids.
 fn unfit(error: Error) -> Error {
     match error {
         Error::Usage { message, .. } => {

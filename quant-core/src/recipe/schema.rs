@@ -52,7 +52,7 @@ pub(super) fn scheme(_: &mut SchemaGenerator) -> Schema {
     let bits: Vec<String> = WeightFormat::INT_BITS.iter().map(u8::to_string).collect();
     let granularity = "(-(g[1-9][0-9]*|channel))?";
     let symmetry = "(-a?sym)?";
-    // Granularity and symmetry may be in either order.
+    // Granularity and symmetry may be given in either order.
     let weights = format!("({granularity}{symmetry}|{symmetry}{granularity})");
     let (kv, progressive) = ("(kv(4|8|16))?", "(-progressive)?");
     let weights = format!("{kv}{weights}{progressive}");

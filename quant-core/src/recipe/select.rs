@@ -16,7 +16,7 @@ pub struct SelectorMatches {
     pub pattern: String,
     /// The result: `float`, or the scheme.
     pub outcome: String,
-    /// The modules it selects, in model order.
+    /// The selected modules, in model order.
     pub modules: Vec<String>,
 }
 
@@ -27,7 +27,7 @@ pub struct SelectorMatches {
 /// block, so `*=w8a16` applies to the blocks only.
 pub(super) struct Selection<'r> {
     recipe: &'r Recipe,
-    /// For every override, whether it matches a linear of a block.
+    /// Whether each override matches a linear of a block.
     in_blocks: Vec<bool>,
 }
 
@@ -95,10 +95,9 @@ impl<'r> Selection<'r> {
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
                     format!(
-                        "‹{option}={pattern}› has no effect: other patterns decide for everything \
-                     that it matches"
+                        "‹{option}={pattern}› has no effect: other patterns override it for everything it matches"
                     ),
-                    "remove it; ‹ignore› wins over ‹override›, and a later ‹override› over an earlier one",
+                    "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one",
                 ));
             }
             modules.retain(|module| !none_of_them_is(module));

@@ -113,7 +113,7 @@ impl Plan {
                 operations += n as f64 * (k as f64).powi(2);
             }
             for (&value, k) in &widths {
-                // In f64, factorization has half the throughput.
+                // The operations of the factorization count twice, because f64 has half the throughput.
                 operations += work.tokens() * work.share_of_tokens(value) * k * k + 4.0 / 3.0 * k.powi(3);
             }
             operations

@@ -1,23 +1,23 @@
-//! Files that a run writes beside its checkpoint: looked at before the work, and written whole.
+//! Files that a run writes besides its checkpoint: checked before the work, and written completely or not at all.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
 
-/// Fails when a file cannot be written, before work is done whose result would be lost.
+/// Fails if a file cannot be written, before work is done whose result would be lost.
 ///
 /// # Errors
-/// When it cannot be opened; [`Error::Usage`] for a named pipe.
+/// When the file cannot be opened; [`Error::Usage`] for a named pipe.
 pub fn check_writable(path: &Path) -> Result<()> {
     use std::os::unix::fs::FileTypeExt;
     if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo()) {
         return Err(Error::usage(
-            format!("{} is a named pipe, and writing to it would wait for a reader", path.display()),
-            "name a file",
+            format!("{} is a named pipe; writing to it would block until a reader opens it", path.display()),
+            "use a regular file",
         ));
     }
-    // Opened without truncation: if the work fails, what was there stays.
+    // Opened without truncation, so that an existing file survives if the work fails.
     let new = !path.exists();
     std::fs::OpenOptions::new()
         .create(true)
@@ -30,14 +30,14 @@ pub fn check_writable(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes a file of which either all is there afterwards, or what was there before. Devices and pipes are written to.
+/// Writes a file completely or leaves the existing one unchanged. Devices and pipes are written in place.
 ///
 /// # Errors
 /// When it cannot be written.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let fault = |e: std::io::Error| Error::io("write", path, e);
-    // A link stays one.
+    // A symbolic link is kept.
     let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     if target.metadata().is_ok_and(|m| !m.is_file()) {
         return std::fs::write(&target, bytes).map_err(fault);
@@ -45,20 +45,19 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let directory = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
-    // Temporary files are for their owner alone; results are for others too.
+    // Temporary files are readable only by their owner; results should not be.
     file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)?;
     file.persist(&target).map(drop).map_err(|e| fault(e.error))
 }
 
-/// Where a path leads, whether it is there yet or not.
+/// Resolves a path, whether or not it exists.
 fn real(path: &Path) -> PathBuf {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let through_parent = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
     path.canonicalize().ok().or_else(through_parent).unwrap_or_else(|| path.to_owned())
 }
 
-/// Fails when a file that is to be written lies in the directory of a model that is read; `-` stands for
-/// standard output.
+/// Fails if a file to be written lies in the directory of a model that is read; `-` is standard output.
 ///
 /// # Errors
 /// [`Error::Usage`].
@@ -67,16 +66,20 @@ pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) {
             return Err(Error::usage(
-                format!("‹{option}› would write {} into the model {}", path.display(), model.display()),
-                format!("give ‹{option}› a file outside of it"),
+                format!(
+                    "‹{option}› would write {} into the model directory {}",
+                    path.display(),
+                    model.display()
+                ),
+                format!("set ‹{option}› to a file outside it"),
             ));
         }
     }
     Ok(())
 }
 
-/// Fails when a file that is to be written is one that is read, or is to be written twice: the setting and
-/// the file of each. Nothing is written yet.
+/// Fails if a file to be written is also read, or is written twice. Each file is given with its setting. Nothing has
+/// been written at this point.
 ///
 /// # Errors
 /// [`Error::Usage`].
@@ -86,10 +89,7 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if taken.contains(&real(path)) {
             return Err(Error::usage(
-                format!(
-                    "‹{option}› would write {}, which is read or written by this very run",
-                    path.display()
-                ),
+                format!("‹{option}› would write {}, which this run also reads or writes", path.display()),
                 format!("give ‹{option}› a file of its own"),
             ));
         }

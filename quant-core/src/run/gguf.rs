@@ -1,4 +1,4 @@
-//! Runs that write a GGUF file.
+//! Runs that write GGUF files.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -19,30 +19,30 @@ use crate::gguf::{Curvature, GgufPlan, GgufReport, Importance, write_tensors};
 use crate::pipeline::REPORT;
 use crate::{Error, Result};
 
-/// The file's name in a directory.
+/// The name of the file in an output directory.
 const FILE: &str = "model.gguf";
 
-/// A GGUF file that was written.
+/// The result of a run that wrote a GGUF file.
 #[derive(Debug)]
 pub struct GgufDone {
-    /// What each tensor got.
+    /// The type of each tensor.
     pub plan: GgufPlan,
-    /// Where it is.
+    /// Where the file is.
     pub published: Published,
-    /// What it did to every tensor.
+    /// The report on every tensor.
     pub report: GgufReport,
     /// Bytes of the model's files.
     pub bytes_before: u64,
-    /// What the run took.
+    /// The duration of the run in seconds.
     pub seconds: f64,
 }
 
-/// Whether a request looks at a calibration text.
+/// Returns whether a request uses a calibration text.
 fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Fails for what the request alone shows.
+/// Fails for errors that the request alone shows.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.memory_budget != MemoryBudget::Auto {
@@ -53,16 +53,19 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     }
     if settings.gguf.split_max_size.is_some() && is_single_file(&request.output) {
         return Err(Error::usage(
-            format!("‹split_max_size› writes several files, and {} is one", request.output.display()),
-            "give a directory as the output, or leave it out",
+            format!(
+                "‹split_max_size› writes several files, but the output {} is a single file",
+                request.output.display()
+            ),
+            "use a directory as the output, or leave it out",
         ));
     }
     check_importance(settings, gathers(request))?;
-    // Found here rather than after calibration.
+    // Checked here rather than after calibration.
     if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
         return Err(Error::usage(
             "GPTQ needs a text: ‹calibration› is missing",
-            "add ‹calibration›, for example builtin",
+            "set ‹calibration›, for example to builtin",
         ));
     }
     if !request.force && request.output.exists() {
@@ -77,7 +80,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     Ok(())
 }
 
-/// Writes a GGUF file for a request that was checked.
+/// Writes a GGUF file for a checked request.
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
     let gptq = settings.gguf_request(true)?.gptq.is_some();
@@ -109,11 +112,11 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
         return Err(Error::usage(
             format!(
-                "the importance matrix has nothing for {} tensor(s), such as {}",
+                "the importance matrix has no entry for {} tensor(s), such as {}",
                 missing.len(),
                 missing[0]
             ),
-            "give one of the same model",
+            "use an importance matrix of the same model",
         ));
     }
     let mut curvature = match (plan.request.gptq, &windows) {
@@ -129,14 +132,15 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
-/// The model, as floats where that is asked for. What blocks of a GGUF file stand for may be written as floats unasked.
+/// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
+/// request.
 fn source(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
     let opened = open(model, host)?;
     let keeps_floats = opened.directory.rounded_to().is_some() && settings.gguf_request(true)?.is_float();
     if keeps_floats { Ok(opened) } else { as_floats(opened, settings, host) }
 }
 
-/// The importance matrix, and where it comes from.
+/// Returns the importance matrix and its origin.
 fn importance(
     settings: &RecipeSettings,
     text: &str,
@@ -167,7 +171,7 @@ fn importance(
     Ok(Some((found, origin)))
 }
 
-/// Writes the file at OUT where that ends in `.gguf`, else into a directory of that name.
+/// Writes the file to OUT if that ends in `.gguf`, otherwise into a directory of that name.
 fn write(
     plan: &GgufPlan,
     opened: &Opened,
@@ -211,22 +215,25 @@ fn write(
     Ok((published, report))
 }
 
-/// Bits per weight of a file, all tensors together.
+/// Returns the bits per weight of a file, over all tensors.
 pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
     let elements: usize = plan.tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
     plan.output_bytes() as f64 * 8.0 / elements.max(1) as f64
 }
 
-/// What a GGUF file would hold, and bytes of the model's files.
+/// Returns the plan of a GGUF file, and the size in bytes of the model's files.
 ///
 /// # Errors
 /// As [`RecipeSettings::gguf_request`], [`open`] and [`GgufPlan::new`].
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
-        return Err(Error::usage("‹save_imatrix› has no effect: a plan gathers none", "leave it out"));
+        return Err(Error::usage(
+            "‹save_imatrix› has no effect: a plan gathers no importance matrix",
+            "leave it out",
+        ));
     }
     let opened = source(model, settings, host)?;
-    // A plan is of what a run with an importance matrix does where one is named.
+    // If an importance matrix is named, the plan is that of a weighted run.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))

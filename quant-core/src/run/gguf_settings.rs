@@ -1,4 +1,4 @@
-//! What is asked for where a GGUF file is to be written.
+//! The settings of runs that write a GGUF file.
 
 use std::path::PathBuf;
 
@@ -12,24 +12,24 @@ use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::{Error, Result};
 
-/// The mixture of a request that names none.
+/// The default mixture.
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
 
-/// What is about GGUF files alone.
+/// Settings that apply only to GGUF files.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GgufSettings {
-    /// The pre-tokenizer, by llama.cpp's name; `none` writes a file without vocabulary.
+    /// The pre-tokenizer, as llama.cpp names it; `none` writes a file without a vocabulary.
     pub pre: Option<String>,
-    /// Whether rows that do not fit their type get another one.
+    /// Whether tensors whose rows do not fit their type may get another type.
     pub allow_fallback: bool,
-    /// Whether scales are found as llama-quantize does, byte for byte.
+    /// Whether scales are searched like llama-quantize does, with byte-identical results.
     pub reference_search: bool,
-    /// An importance matrix (GGUF or .dat) that weighs errors.
+    /// An importance matrix (GGUF or .dat) that weights errors.
     pub imatrix: Option<PathBuf>,
-    /// Where the importance matrix that was gathered is written; `.dat` for the older kind of file, else GGUF.
+    /// Where to write the gathered importance matrix: in the older format if it ends in `.dat`, otherwise as GGUF.
     pub save_imatrix: Option<PathBuf>,
-    /// Bytes of tensors above which the model is written as several files.
+    /// The size of the tensors in bytes above which the model is split into several files.
     pub split_max_size: Option<u64>,
 }
 
@@ -45,14 +45,14 @@ impl GgufSettings {
         ]
     }
 
-    /// Fails where a setting is given and no GGUF file is written.
+    /// Fails if a GGUF setting is given but no GGUF file is written.
     ///
     /// # Errors
     /// [`Error::Usage`].
     pub fn refuse(&self) -> Result<()> {
         match self.given().into_iter().find(|(_, given)| *given) {
             Some((option, _)) => Err(Error::usage(
-                format!("‹{option}› has no effect: it is about GGUF files"),
+                format!("‹{option}› has no effect: it applies only to GGUF files"),
                 "add ‹format=gguf›, or leave it out",
             )),
             None => Ok(()),
@@ -61,7 +61,7 @@ impl GgufSettings {
 }
 
 impl RecipeSettings {
-    /// Whether a GGUF file is written.
+    /// Returns whether a GGUF file is written.
     ///
     /// # Errors
     /// [`Error::Usage`] when other formats are named too.
@@ -69,22 +69,22 @@ impl RecipeSettings {
         let named = self.format.iter().any(|format| format == gguf::FORMAT);
         if named && self.format.len() > 1 {
             return Err(Error::usage(
-                "GGUF is written in a run of its own",
+                "GGUF cannot be combined with other formats in one run",
                 "run once with ‹format=gguf›, and once with the other formats",
             ));
         }
         Ok(named)
     }
 
-    /// What is asked for, `weighted` by an importance matrix or not.
+    /// Returns the GGUF request, `weighted` by an importance matrix or not.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a type that is unknown, and for settings that are about other formats.
+    /// [`Error::Usage`] for an unknown type, and for settings that apply to other formats.
     pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
         if let Some((option, _)) = self.not_for_gguf().into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
                 format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
-                "leave it out; ‹scheme› names the types, and ‹calibration› weighs errors",
+                "leave it out; ‹scheme› selects the types, and ‹calibration› weights errors",
             ));
         }
         let overrides = self.overrides.iter().map(|text| {
@@ -111,7 +111,7 @@ impl RecipeSettings {
         })
     }
 
-    /// The settings of GPTQ, where it is the method.
+    /// Returns the settings of GPTQ if it is the method.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
         let settings = match self.method.as_deref() {
             None | Some("rtn") => return Ok(None),
@@ -121,15 +121,15 @@ impl RecipeSettings {
             },
             Some(other) => {
                 return Err(Error::usage(
-                    format!("the method {other} does not write GGUF files"),
-                    "choose gptq, or leave it out: rows are rounded to nearest then",
+                    format!("method `{other}` cannot write GGUF files"),
+                    "choose gptq, or leave it out to round to nearest",
                 ));
             }
         };
         settings.check()?;
         if self.gguf.reference_search {
             return Err(Error::usage(
-                "‹reference_search› and ‹method=gptq› ask for different bytes",
+                "‹reference_search› and ‹method=gptq› contradict each other",
                 "leave one of them out",
             ));
         }
@@ -162,22 +162,25 @@ impl RecipeSettings {
 fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        Error::usage(format!("`{name}` is no type of GGUF files"), format!("known are {}", known.join(", ")))
+        Error::usage(
+            format!("`{name}` is not a type or mixture of GGUF files"),
+            format!("known are {}", known.join(", ")),
+        )
     })
 }
 
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(format!("`{name}` is no type of a tensor"), format!("known are {}", known.join(", ")))
+        Error::usage(format!("`{name}` is not a tensor type"), format!("known are {}", known.join(", ")))
     })
 }
 
-/// Fails where settings about the calibration text or an importance matrix have nothing to act on.
+/// Fails if settings of the calibration text or an importance matrix would have no effect.
 pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
-            "‹imatrix› gives an importance matrix, and ‹calibration› or ‹save_imatrix› ask for another",
+            "‹imatrix› provides an importance matrix, but ‹calibration› or ‹save_imatrix› would gather another",
             "leave one of them out",
         ));
     }
@@ -194,22 +197,20 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
     ];
     if let Some((option, _)) = of_experts.into_iter().find(|(_, given)| *given) {
         return Err(Error::usage(
-            format!(
-                "‹{option}› has no effect: importance is that of the tokens that are routed to each expert"
-            ),
+            format!("‹{option}› has no effect: importance matrices use the tokens routed to each expert"),
             "leave it out",
         ));
     }
     match sampling.into_iter().find(|(_, given)| *given && !gathers) {
         Some((option, _)) => Err(Error::usage(
-            format!("‹{option}› has no effect: no calibration text is looked at"),
+            format!("‹{option}› has no effect: no calibration text is used"),
             "add ‹calibration›, or leave it out",
         )),
         None => Ok(()),
     }
 }
 
-/// How the text of an importance matrix is cut.
+/// Returns how the text of an importance matrix is split into windows.
 pub(super) fn sampling(options: &RecipeSettings) -> Result<Sampling> {
     let defaults = Sampling::default();
     let sampling = Sampling {

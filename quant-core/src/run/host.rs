@@ -1,4 +1,4 @@
-//! What a run needs of the program that it is part of, and models as it opens them.
+//! What a run needs from the program that contains it, and models as that program opens them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,73 +12,74 @@ use crate::recipe::Recipe;
 use crate::worker::TextWorkers;
 use crate::{CancelToken, Error, Event, Observer, Result, gguf};
 
-/// What a run is given by its program.
+/// What the calling program provides to a run.
 pub struct Host<'a> {
-    /// Reported to.
+    /// Receives progress events.
     pub observer: &'a dyn Observer,
-    /// Stops the run where nothing is lost.
+    /// Cancels the run at a point where nothing is lost.
     pub cancel: &'a CancelToken,
-    /// Models and texts by name.
+    /// Resolves the names of models and texts.
     pub catalog: &'a dyn Catalog,
-    /// Where the tokenizers and chat templates of models run.
+    /// Runs the tokenizers and chat templates of models.
     pub text_workers: Arc<dyn TextWorkers>,
-    /// The file that holds this crate's code, where that is not the executable.
+    /// The file that holds this crate's code, if that is not the executable.
     pub code: Option<&'a Path>,
 }
 
-/// Models and texts that a program knows by name.
+/// The models and texts that a program knows by name.
 pub trait Catalog: Sync {
-    /// Whether what was given is the name of a model that is fetched, and no path.
+    /// Returns whether the argument is the name of a model to be fetched, not a path.
     fn is_named(&self, model: &Path) -> bool {
         let _ = model;
         false
     }
 
-    /// The directory of a model: what was given, or where a model of that name was fetched to.
+    /// Returns the directory of a model: the path that was given, or where the named model was fetched to.
     ///
     /// # Errors
-    /// When it cannot be fetched.
+    /// When the model cannot be fetched.
     fn model_directory(&self, given: &Path) -> Result<PathBuf> {
         Ok(given.to_owned())
     }
 
-    /// The documents of a text that the program has itself. Such a name wins over a file of that name.
+    /// Returns the documents of a text that is built into the program. Such a name takes precedence over a file of that
+    /// name.
     fn built_in(&self, name: &str) -> Option<Vec<String>> {
         let _ = name;
         None
     }
 
-    /// The documents of a text that is fetched.
+    /// Returns the documents of a text that is fetched.
     ///
     /// # Errors
-    /// When it cannot be fetched.
+    /// When the text cannot be fetched.
     fn fetched(&self, name: &str) -> Result<Option<Vec<String>>> {
         let _ = name;
         Ok(None)
     }
 
-    /// The names of all these texts, for messages.
+    /// Lists the names of all these texts, for messages.
     ///
     /// # Errors
-    /// When the list itself is broken.
+    /// When the list itself is invalid.
     fn texts(&self) -> Result<Vec<String>> {
         Ok(Vec::new())
     }
 }
 
-/// A [`Catalog`] that knows no names: everything is a path.
+/// A [`Catalog`] without names: everything is a path.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Nothing;
 
 impl Catalog for Nothing {}
 
 impl<'a> Host<'a> {
-    /// A program that runs tokenizers in its own process.
+    /// Creates a host that runs tokenizers in its own process.
     pub fn new(observer: &'a dyn Observer, cancel: &'a CancelToken, catalog: &'a dyn Catalog) -> Self {
         Self { observer, cancel, catalog, text_workers: Arc::new(InProcess), code: None }
     }
 
-    /// The same run with another observer.
+    /// Returns the same host with another observer.
     pub fn observed<'b>(&'b self, observer: &'b dyn Observer) -> Host<'b> {
         Host { observer, text_workers: self.text_workers.clone(), ..*self }
     }
@@ -99,7 +100,7 @@ impl<'a> Host<'a> {
     }
 }
 
-/// A model directory, or a GGUF file, and the model in it.
+/// A model directory or a GGUF file, and its model.
 pub struct Opened {
     /// The directory.
     pub directory: ModelDirectory,
@@ -107,8 +108,8 @@ pub struct Opened {
     pub model: Model,
 }
 
-/// Opens a GGUF file, or a model directory, fetched first where a name for it was given, and warns of what is odd about
-/// it.
+/// Opens a GGUF file or a model directory, which is fetched first if a name was given, and warns about anything unusual
+/// in it.
 ///
 /// # Errors
 /// As [`ModelDirectory::open`] and [`Model::open`]; when a named model cannot be fetched.
@@ -125,12 +126,12 @@ pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
     Ok(Opened { directory, model })
 }
 
-/// What was opened, as floats where it is quantized and is to be rounded again. A checkpoint whose codes may be kept stays
-/// as it is unless [`RecipeSettings::requantize`] asks for that.
+/// Dequantizes the opened model if it is quantized and is to be rounded again. A checkpoint whose codes may be kept is
+/// unchanged unless [`RecipeSettings::requantize`] is set.
 ///
 /// # Errors
-/// [`Error::Usage`] when it is asked for in vain, and when the floats are what blocks of a GGUF file stand for and nobody
-/// asked.
+/// [`Error::Usage`] when that setting has no effect, and when the model consists of quantized GGUF blocks and the
+/// setting is missing.
 pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
     let rounded = opened.directory.rounded_to();
     let Some(method) = opened.model.quant_method().or(rounded).map(str::to_owned) else {
@@ -146,24 +147,25 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
             None => Ok(opened),
             Some(types) => Err(Error::usage(
                 format!(
-                    "{} is quantized already: it holds blocks of {types}",
+                    "{} is already quantized: it holds {types} blocks",
                     opened.directory.path().display()
                 ),
-                "quantize the original float model; ‹requantize› rounds what the blocks stand for once more, and loses \
-                 twice",
+                "quantize the original float model; ‹requantize› rounds the dequantized values again, which adds a \
+                 second rounding error",
             )),
         };
     }
     host.note(format!(
-        "the model is quantized ({method}): what its codes stand for is rounded once more, and loses twice"
+        "the model is quantized ({method}); its dequantized values are rounded again, which adds a second rounding \
+         error"
     ));
     Ok(Opened { model: opened.model.dequantized()?, ..opened })
 }
 
-/// What was opened, with the model that the recipe works on.
+/// Returns the opened model as the recipe prepares it.
 ///
 /// # Errors
-/// [`Error::Usage`] where a float model is to be requantized; as [`Recipe::prepared`].
+/// [`Error::Usage`] when a float model is to be requantized; as [`Recipe::prepared`].
 pub fn prepared(
     opened: Opened,
     recipe: &Recipe,

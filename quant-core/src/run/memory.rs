@@ -1,4 +1,4 @@
-//! Memory: what a run may use, and what the machine has.
+//! The memory that a run may use, and that the machine has.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -17,7 +17,7 @@ pub enum MemoryBudget {
     /// 80 % of the available memory.
     #[default]
     Auto,
-    /// So many bytes, even if less memory is available.
+    /// This many bytes, even if less memory is available.
     Bytes(u64),
 }
 
@@ -35,7 +35,7 @@ impl FromStr for MemoryBudget {
         let unknown = || {
             Error::usage(
                 format!("memory budget `{text}` is not a size"),
-                "give a number with a unit, such as 8GiB or 900MiB, or `auto`",
+                "use a number with a unit, such as 8GiB or 900MiB, or `auto`",
             )
         };
         let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(unknown)?;
@@ -60,7 +60,7 @@ impl FromStr for MemoryBudget {
     }
 }
 
-/// Where a run of these plans keeps hidden states, and a note for the user if that is not in memory.
+/// Decides where a run of these plans keeps hidden states, and returns a note for the user if that is not in memory.
 ///
 /// # Errors
 /// [`Error::MemoryBudget`] if the run needs more than the budget, or than is available, with the smallest budget that
@@ -70,13 +70,13 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
         MemoryBudget::Bytes(bytes) => (bytes, Limit::Budget(bytes)),
         MemoryBudget::Auto => match available_memory() {
             Some(available) => ((available as f64 * SHARE) as u64, Limit::Available(available)),
-            // Nothing is known about this machine.
+            // The available memory of this machine is unknown.
             None => return Ok((Residence::Memory, None)),
         },
     };
     let residence = match (Plan::residence(plans, model, budget), limit) {
         (Ok(residence), _) => residence,
-        // Close to all of the memory is still worth a try.
+        // A run that needs nearly all of the memory may still succeed.
         (Err(needed), Limit::Available(available)) if needed <= available => {
             Plan::residence(plans, model, needed).unwrap_or_default()
         }
@@ -97,14 +97,14 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
     Ok((residence, note))
 }
 
-/// What bounds a run.
+/// Returns what limits a run.
 enum Limit {
     Budget(u64),
     Available(u64),
 }
 
-/// The memory in bytes that this process can still get: what the system has, or less if a control group limits it. `None`
-/// on systems that do not say.
+/// Returns the memory in bytes that this process can still get: what the system has, or less if a control group limits
+/// it. `None` on systems that do not report it.
 pub fn available_memory() -> Option<u64> {
     let system = meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -152,7 +152,7 @@ fn control_groups(text: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// The memory in bytes that the group's limit leaves; the page cache that the system can drop counts as free.
+    /// Returns the memory in bytes that the group's limit leaves; page cache that the system can drop counts as free.
     fn available(&self) -> Option<u64> {
         let read = |name: &str| std::fs::read_to_string(self.directory.join(name)).ok();
         let limit: u64 = read(self.limit)?.trim().parse().ok()?;

@@ -1,9 +1,9 @@
-//! Whole runs, as programs offer them: a model directory in, a checkpoint or several out, each of which appears only when it
+//! Complete runs: a model directory goes in, and one or more checkpoints come out, each of which appears only when it
 //! is complete and verified.
 //!
-//! [`quantize`] is the one call. A program tells what is asked for ([`QuantizeRequest`]) and gives what it has itself
-//! ([`Host`]): an observer, a cancel token, workers for tokenizers, and the models and texts that it knows by name
-//! ([`Catalog`]). The command line and the Python package are two such programs.
+//! [`quantize`] is the entry point. The calling program describes the job ([`QuantizeRequest`]) and provides its own
+//! parts ([`Host`]): an observer, a cancel token, workers for tokenizers, and the models and texts that it knows by
+//! name ([`Catalog`]). The command line and the Python package are two such programs.
 //!
 //! ```no_run
 //! use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, quantize};

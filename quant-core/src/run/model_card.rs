@@ -1,5 +1,5 @@
-//! The model card of a checkpoint, `README.md`: what was done to the model and how it is
-//! loaded. Hubs show it, and read its header.
+//! The model card of a checkpoint, `README.md`: what was done to the model and how to load it. Hubs display it, and
+//! parse its header.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::engines::{ENGINES, Engine, Outline, Verdict};
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::PlanEntry;
 
-/// The name of the card in a checkpoint.
+/// The file name of the card in a checkpoint.
 pub(super) const NAME: &str = "README.md";
 
-/// The card. Like the report it holds no paths and no times: the same job gives the same bytes.
+/// Returns the card. Like the report it holds no paths and no times, so the same job gives the same bytes.
 pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &QuantReport) -> String {
     let base =
         directory.config().get("_name_or_path").and_then(Value::as_str).filter(|name| is_hub_name(name));
@@ -43,14 +43,14 @@ pub(super) fn model_card(directory: &ModelDirectory, job: &Job<'_>, report: &Qua
         let (tokens, samples, length) = (batch.tokens, batch.samples, batch.length);
         card += &format!("| Calibration | {tokens} tokens in {samples} windows of {length} |\n");
     }
-    card += &format!("| Made with | quant {} |\n\n## Load it\n\n", report.version);
+    card += &format!("| Created by | quant {} |\n\n## Load it\n\n", report.version);
     card += &engines(job);
-    card + "\n## Accuracy\n\nIt was not measured by the run that wrote this file. With the base model in `MODEL`:\n\n```\n\
+    card + "\n## Accuracy\n\nThe run that wrote this file did not measure it. With the base model in `MODEL`:\n\n```\n\
             quant eval OUT --reference MODEL --text builtin-heldout\n```\n\n`quant_report.json` has the rounding error of \
             every tensor, `quant_manifest.json` the SHA-256 of every file.\n"
 }
 
-/// `organization/name`, of the characters that hubs allow.
+/// Returns whether an id is `organization/name`, with only the characters that hubs allow.
 fn is_hub_name(name: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -60,7 +60,7 @@ fn is_hub_name(name: &str) -> bool {
     name.len() <= 200 && name.split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
 }
 
-/// How many linears have each scheme.
+/// Counts the linears per scheme.
 fn by_scheme(job: &Job<'_>) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for (_, scheme) in job.plan.entries.iter().filter_map(PlanEntry::quantized) {
@@ -78,7 +78,7 @@ fn counts(job: &Job<'_>) -> String {
     counts.collect::<Vec<_>>().join("; ")
 }
 
-/// The engines that load it, with their commands.
+/// Lists the engines that load the checkpoint, with their commands.
 fn engines(job: &Job<'_>) -> String {
     let outline = Outline::new(job.plan, job.model);
     let row = |engine: &Engine| {
@@ -91,15 +91,16 @@ fn engines(job: &Job<'_>) -> String {
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
-        true => "No engine that `quant` has rules for is known to load it.\n".to_owned(),
+        true => "None of the engines that `quant` knows is known to load it.\n".to_owned(),
         false => format!(
-            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` says more, such as on how many GPUs.\n",
+            "| engine | command | remark |\n|---|---|---|\n{}\n`quant plan` shows more, such as the supported \
+             numbers of GPUs.\n",
             rows.concat()
         ),
     }
 }
 
-/// Text of a table's cell: it may hold names from the checkpoint.
+/// Escapes text for a table cell: it may hold names from the checkpoint.
 fn cell(text: &str) -> String {
     let clean = |c: char| if c.is_control() || c == '|' { ' ' } else { c };
     text.chars().map(clean).collect()

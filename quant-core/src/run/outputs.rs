@@ -1,4 +1,4 @@
-//! Where checkpoints go, and how they appear.
+//! The destinations of checkpoints, and how checkpoints appear there.
 
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -21,7 +21,7 @@ use crate::{Category, Error, Result, TensorSink};
 /// The minimum time between two saves of hidden states.
 const SAVE_EVERY: Duration = Duration::from_secs(20);
 
-/// Where each format of a recipe goes: one to `OUT` itself, several to `OUT/FORMAT`.
+/// Returns the destination of each format of a recipe: `OUT` itself for one, `OUT/FORMAT` for several.
 pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     if recipe.containers.len() == 1 {
         return Ok(vec![out.to_owned()]);
@@ -33,7 +33,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
         }
         Err(e) => return Err(Error::io("list", out, e)),
     };
-    // Checkpoints go into it, so it must not be one, nor anything else that somebody keeps.
+    // The directory receives checkpoints, so it must not be one itself, nor hold any other files of the user.
     let ours = |name: &OsStr| {
         CONTAINERS.iter().any(|c| name == c.name() || name == OsStr::new(&format!("{}.job", c.name())))
     };
@@ -42,7 +42,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
         if !ours(&name) {
             return Err(Error::usage(
                 format!(
-                    "{} is to hold a directory for each format, but it holds {:?}",
+                    "{} must hold only one directory per format, but it contains {:?}",
                     out.display(),
                     name.to_string_lossy()
                 ),
@@ -53,24 +53,24 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
 }
 
-/// Fails where an output exists and may not be replaced.
+/// Fails if an output exists and may not be replaced.
 pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
     if request.resume && outputs.len() > 1 {
-        // A run that dies while formats appear one after the other leaves some of them.
+        // A run that is killed while its formats appear one after another leaves only some of them.
         return Err(Error::usage(
             format!("{} exists already, so the run cannot be resumed", path.display()),
-            "add ‹force›: the formats that are there are made again, and what is left of the others is used",
+            "add ‹force›: existing formats are written again, and the others are resumed",
         ));
     }
     Err(Error::OutputExists { path: path.clone() })
 }
 
-/// Runs jobs on one model, each into a directory that appears only when everything in it is verified; none appears
-/// before all are. `force` replaces what is there, `resume` continues what was interrupted.
+/// Runs jobs on one model, each into a directory that appears only when its contents are verified; none appears before
+/// all are. `force` replaces existing outputs, `resume` continues an interrupted run.
 ///
 /// # Errors
-/// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. What was finished stays where the same jobs can succeed later.
+/// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. Finished work is kept if the same jobs can succeed later.
 pub fn write(
     jobs: &[Job<'_>],
     directory: &ModelDirectory,
@@ -82,7 +82,7 @@ pub fn write(
     let program = host.program()?;
     let mut writers: Vec<CheckpointWriter> = Vec::with_capacity(jobs.len());
     for (i, (job, output)) in jobs.iter().zip(outputs).enumerate() {
-        // What is going to stand beside it counts when the room on the disk is looked at.
+        // The check of free disk space includes the files next to the weights.
         let others: u64 = jobs[i + 1..].iter().map(|j| j.plan.output_bytes()).sum();
         let options = WriteOptions {
             force,
@@ -118,7 +118,8 @@ pub fn write(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Where the run keeps hidden states: in the first job directory, if not in memory, and saved there for a resumed run.
+/// Returns where the run keeps hidden states: in memory or in the first job directory. There they are also saved for a
+/// resumed run.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],
@@ -140,8 +141,7 @@ fn states(
     }
 }
 
-/// Removes what was begun, unless what was finished is worth keeping because the same job can
-/// succeed later.
+/// Removes unfinished outputs, unless the finished work is worth keeping because the same job can succeed later.
 pub(super) fn given_up(writers: Vec<CheckpointWriter>, error: Error) -> Error {
     let resumable = matches!(error.category(), Category::Interrupted | Category::Environment);
     if !resumable {

@@ -1,4 +1,4 @@
-//! The one call: what `quant quantize` does.
+//! The entry point of a run: what `quant quantize` does.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -22,38 +22,38 @@ use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Plan, Rates, Recipe};
 use crate::{Error, Event, Result};
 
-/// A search on fewer tokens follows chance.
+/// With fewer tokens, the result of a search depends on chance.
 const FEW_TOKENS: usize = 256;
 
-/// What to quantize how, and where the result goes.
+/// What to quantize, how, and where the result is written.
 #[derive(Debug, Clone, Default)]
 pub struct QuantizeRequest {
-    /// A model directory, a GGUF file, or a name that the host's catalog knows.
+    /// A model directory, a GGUF file, or a name in the host's catalog.
     pub model: PathBuf,
-    /// The directory to write; with several formats it holds one for each. A path that ends in `.gguf` is written as a file
-    /// where that is the format.
+    /// The directory to write; several formats get one subdirectory each. A path that ends in `.gguf` is written as a
+    /// file if that is the format.
     pub output: PathBuf,
     /// How.
     pub settings: RecipeSettings,
-    /// The calibration text; none means the recipe's, or the catalog's [`BUILTIN`].
+    /// The calibration text; `None` means the recipe's, or the catalog's [`BUILTIN`].
     pub calibration: Option<Text>,
-    /// Where the maxima of all input channels are written (safetensors).
+    /// Where to write the maxima of all input channels (safetensors).
     pub save_channel_maxima: Option<PathBuf>,
     /// How much memory the run may use. Beyond that, hidden states are kept in files next to the output.
     pub memory_budget: MemoryBudget,
-    /// Whether an output that exists is replaced, once the new one is complete.
+    /// Whether an existing output is replaced once the new one is complete.
     pub force: bool,
     /// Whether to continue an interrupted run.
     pub resume: bool,
 }
 
 impl QuantizeRequest {
-    /// The default recipe on a model.
+    /// Creates a request for the default recipe on a model.
     pub fn new(model: impl Into<PathBuf>, output: impl Into<PathBuf>) -> Self {
         Self { model: model.into(), output: output.into(), ..Self::default() }
     }
 
-    /// Files that are read, the model's apart; the name of a text counts as one.
+    /// Returns the files that are read, except the model's; the name of a text counts as a file.
     pub fn files_read(&self) -> Vec<&Path> {
         let settings = &self.settings;
         let files = [&settings.recipe, &settings.channel_maxima, &settings.gguf.imatrix];
@@ -62,7 +62,7 @@ impl QuantizeRequest {
     }
 }
 
-/// What a run has written.
+/// The result of a run.
 #[derive(Debug)]
 pub enum Done {
     /// Checkpoints.
@@ -71,19 +71,19 @@ pub enum Done {
     Gguf(Box<GgufDone>),
 }
 
-/// Checkpoints, one for each format.
+/// Checkpoints that were written, one per format.
 #[derive(Debug)]
 pub struct Quantized {
-    /// Each with its report.
+    /// The checkpoints, each with its report.
     pub outputs: Vec<(Published, QuantReport)>,
-    /// What each step took, all blocks together; reading the calibration text is not among them.
+    /// The duration of each step, summed over all blocks; reading the calibration text is not included.
     pub steps: Vec<StepTime>,
-    /// What the run took.
+    /// The duration of the run in seconds.
     pub seconds: f64,
 }
 
 impl Done {
-    /// What was done, in numbers.
+    /// Summarizes the run.
     pub fn summary(&self) -> Summary {
         match self {
             Self::Checkpoints(done) => Summary::of_checkpoints(done),
@@ -91,7 +91,7 @@ impl Done {
         }
     }
 
-    /// The same as JSON.
+    /// Returns the summary as JSON.
     ///
     /// # Errors
     /// Never for summaries made by this crate.
@@ -102,21 +102,21 @@ impl Done {
 
 /// Quantizes a model into directories that appear only when everything in them is verified.
 ///
-/// What an interrupted run has finished stays beside the output, and a request with [`QuantizeRequest::resume`] continues
-/// it: the result is the same, byte for byte.
+/// The finished work of an interrupted run stays next to the output, and a request with [`QuantizeRequest::resume`]
+/// continues it; the result is byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and its like for what cannot be asked for, before anything is read or written; errors of the model and
-/// the text; [`Error::Interrupted`] when cancelled.
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is read or written; errors of the model
+/// and the text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
 }
 
-/// A request that was checked as far as it can be without its model.
+/// A request that was checked as far as possible without its model.
 #[derive(Debug)]
 pub struct QuantizeJob<'a> {
     request: &'a QuantizeRequest,
-    /// None where a GGUF file is written.
+    /// `None` if a GGUF file is written.
     checkpoints: Option<(Recipe, Vec<PathBuf>)>,
 }
 
@@ -143,12 +143,12 @@ impl<'a> QuantizeJob<'a> {
         Ok(Self { request, checkpoints: Some((recipe, outputs)) })
     }
 
-    /// The directories that will be written, or none where it is a GGUF file.
+    /// Returns the directories that will be written, or none if the output is a GGUF file.
     pub fn outputs(&self) -> &[PathBuf] {
         self.checkpoints.as_ref().map_or(&[], |(_, outputs)| outputs)
     }
 
-    /// Does it.
+    /// Runs the request.
     ///
     /// # Errors
     /// As [`quantize`].
@@ -160,13 +160,13 @@ impl<'a> QuantizeJob<'a> {
             return Ok(Done::Gguf(Box::new(gguf::quantize(self.request, started, &host)?)));
         };
         let request = self.request;
-        // Found later for a model that is here; nothing is fetched for a run that cannot write.
+        // For a local model this is checked later; here it prevents fetching a model for a run that cannot write.
         if host.catalog.is_named(&request.model) {
             refuse_existing(outputs, request)?;
         }
         let opened = prepared(open(&request.model, &host)?, recipe, &request.settings, &host)?;
         if opened.directory.tokenizer_path().is_none() {
-            host.warn("the model has no tokenizer.json, and so the result will have none");
+            host.warn("the model has no tokenizer.json, so the result will not have one either");
         }
         refuse_overlap(opened.directory.path(), &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
@@ -178,7 +178,7 @@ impl<'a> QuantizeJob<'a> {
     }
 }
 
-/// Fails where the maxima of channels cannot be kept.
+/// Fails if the channel maxima cannot be stored.
 fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Result<()> {
     const NAME: &str = "save_channel_maxima";
     distinct(&[(NAME, Some(path))], &request.files_read())?;
@@ -187,7 +187,7 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
     }
     if let Some(step) = recipe.method.preparation.map(|p| p.name()) {
         return Err(Error::usage(
-            format!("‹{NAME}› would keep maxima of the model after `{step}`, which no other method sees"),
+            format!("‹{NAME}› would save maxima of the model after `{step}`, which no other method can use"),
             format!("save them in a run of another method, or with ‹skip={step}›"),
         ));
     }
@@ -215,16 +215,12 @@ fn checkpoints(
     let positions = opened.model.architecture().max_positions;
     if plan.needs_text() && plan.sampling.length > positions {
         host.warn(format!(
-            "calibration windows of {} tokens are longer than the {positions} positions the model was made for; \
-             ‹seq_len={positions}› stays inside",
+            "calibration windows of {} tokens are longer than the {positions} positions the model was made for; use \
+             ‹seq_len={positions}› or less",
             plan.sampling.length
         ));
     }
-    report_notes(&plans, &opened.model, host);
-    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
-    if let Some(note) = note {
-        host.note(note);
-    }
+    tell_of(&plans, &opened.model, host);
     let windows = match plan.needs_text() {
         true => {
             let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
@@ -235,8 +231,12 @@ fn checkpoints(
     };
     if let Some(counted) = windows.as_ref().map(|w| w.layout().counted()).filter(|c| *c < FEW_TOKENS) {
         host.warn(format!(
-            "only {counted} token(s) of the calibration text count, too few to judge scales by"
+            "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
+    }
+    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
+    if let Some(note) = note {
+        host.note(note);
     }
     host.cancel.check()?;
     if host.observer.wants_estimate() && plan.needs_text() {
@@ -256,7 +256,7 @@ fn checkpoints(
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
     let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
-        // Made for them; stays where anything is left in it.
+        // It was created for the outputs, and is kept if anything is left in it.
         let _ = std::fs::remove_dir(&request.output);
     }
     let written = written?;
@@ -264,7 +264,7 @@ fn checkpoints(
         let kept = kept.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = write_file(path, &kept.to_bytes()?) {
             host.note(format!(
-                "{} is complete; what follows concerns another file",
+                "{} is complete; the following error concerns another file",
                 request.output.display()
             ));
             return Err(error);
@@ -273,11 +273,10 @@ fn checkpoints(
     Ok(written)
 }
 
-/// What the formats lose, and which common engines do not load them.
-fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
-    let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
-    let warnings =
-        |plan: &Plan| plan.warnings().into_iter().map(|message| ("note", message)).collect::<Vec<_>>();
+/// Reports what the formats cannot represent, and which common engines do not load them.
+fn tell_of(plans: &[Plan], model: &Model, host: &Host<'_>) {
+    let lost = |plan: &Plan| plan.losses().into_iter().map(|said| ("lost", said)).collect::<Vec<_>>();
+    let warnings = |plan: &Plan| plan.warnings().into_iter().map(|said| ("note", said)).collect::<Vec<_>>();
     let mut notes: Vec<(&str, String)> =
         plans.iter().flat_map(|plan| [lost(plan), warnings(plan)].concat()).collect();
     for plan in plans {
@@ -295,7 +294,7 @@ fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     }
 }
 
-/// Whether a GGUF output is a file and not a directory that holds one.
+/// Returns whether a GGUF output is a file rather than a directory that holds one.
 pub(super) fn is_single_file(output: &Path) -> bool {
     output.extension() == Some(OsStr::new("gguf"))
 }

@@ -1,4 +1,4 @@
-//! What to do with a model, as programs ask for it: a preset or a recipe file, and settings that override it.
+//! The settings for quantizing a model: a preset or a recipe file, and settings that override it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,35 +14,35 @@ use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, k
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
-const SEARCHES_NO_TEXT: &str = "searches nothing on a calibration text";
+const LOOKS_AT_NO_TEXT: &str = "does not use a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
 
-/// The settings of `plan` and `quantize`; what is `None` or empty is the preset's or the recipe's.
+/// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
 ///
-/// Messages name a setting as its field is named, between `‹` and `›` ([`wording`](crate::wording)).
+/// Messages refer to a setting by its field name, between `‹` and `›` ([`wording`](crate::wording)).
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSettings {
-    /// Method and scheme by one name; `awq-w4a16` where neither it nor a recipe nor a method is given.
+    /// A preset, which names a method and a scheme; `awq-w4a16` if no preset, recipe or method is given.
     pub preset: Option<String>,
     /// A recipe file (TOML).
     pub recipe: Option<PathBuf>,
-    /// How weights are found: a method, or steps in order, separated by commas.
+    /// The method that quantizes the weights: its name, or steps in order, separated by commas.
     pub method: Option<String>,
-    /// Number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
+    /// The number format, such as `w4a16-g64-asym`; for GGUF files the name of a mixture.
     pub scheme: Option<String>,
-    /// Checkpoint formats; none means `compressed-tensors`.
+    /// The checkpoint formats; empty means `compressed-tensors`.
     pub format: Vec<String>,
-    /// Weights of a row that share a scale, or `channel`.
+    /// The number of weights in a row that share a scale, or `channel`.
     pub group_size: Option<String>,
     /// Whether grids are symmetric.
     pub symmetric: Option<bool>,
     /// Patterns of linears that stay float.
     pub ignore: Vec<String>,
-    /// Linears with a scheme of their own, as `PATTERN=SCHEME`. The last one that matches wins.
+    /// Linears with their own scheme, as `PATTERN=SCHEME`. The last match wins.
     #[serde(rename = "override")]
     pub overrides: Vec<String>,
-    /// What is about GGUF files alone.
+    /// Settings that apply only to GGUF files.
     pub gguf: GgufSettings,
     /// SmoothQuant: migration strength, 0 to 1, or `auto`.
     pub alpha: Option<String>,
@@ -54,21 +54,21 @@ pub struct RecipeSettings {
     pub skip: Vec<String>,
     /// QoQ: smoothing exponent of the inputs of `o_proj` and `down_proj`, 0 to 1, or `auto`.
     pub output_alpha: Option<String>,
-    /// QoQ: exponent of SmoothAttention, 0 to 1, or `auto`.
+    /// QoQ: the exponent of SmoothAttention, 0 to 1, or `auto`.
     pub attention_alpha: Option<String>,
     /// AWQ: `fast` or `reference`.
     pub search: Option<String>,
-    /// GPTQ: damping, as a share of the mean of the Hessian's diagonal.
+    /// GPTQ: damping, as a fraction of the mean of the Hessian's diagonal.
     pub damping: Option<f64>,
     /// GPTQ: columns per block of lazy updates.
     pub block_size: Option<usize>,
     /// GPTQ: `none`, `static-groups` or `group-aware`.
     pub act_order: Option<String>,
-    /// GPTQ: inputs of the `quantized` or of the `float` model.
+    /// GPTQ: whether inputs come from the `quantized` or the `float` model.
     pub layer_inputs: Option<String>,
     /// NVFP4: `amax`, `four-over-six` or `sweep`.
     pub scale_search: Option<String>,
-    /// Whether a quantized model is quantized from what its codes stand for.
+    /// Whether a quantized model is dequantized and quantized again.
     pub requantize: bool,
     /// Calibration windows.
     pub samples: Option<usize>,
@@ -80,20 +80,21 @@ pub struct RecipeSettings {
     pub packing: Option<String>,
     /// Tokens to leave out: `none` or `prompts`.
     pub mask: Option<String>,
-    /// Experts are calibrated on the tokens `routed` to them, or on `all`.
+    /// Whether experts are calibrated on the tokens `routed` to them or on `all`.
     pub expert_tokens: Option<String>,
-    /// Experts with fewer tokens are calibrated on all.
+    /// Experts with fewer tokens than this are calibrated on all.
     pub expert_floor: Option<u64>,
 }
 
 impl RecipeSettings {
-    /// The recipe that these settings ask for.
+    /// Returns the recipe that these settings describe.
     ///
     /// # Errors
-    /// [`Error::Usage`] for what is unknown, contradicts itself or would have no effect; errors of the files that are read.
+    /// [`Error::Usage`] for unknown or contradictory settings and for settings without effect; errors of the files that
+    /// are read.
     pub fn recipe(&self) -> Result<Recipe> {
         if self.preset.is_some() && self.recipe.is_some() {
-            return Err(Error::usage("‹preset› and ‹recipe› both say what to do", "leave one of them out"));
+            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "leave one of them out"));
         }
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read(path)?,
@@ -167,7 +168,7 @@ impl RecipeSettings {
             }
         }
         if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
-            // A file that rounds only has none; this one's transform was overruled.
+            // A recipe file with a method that only rounds has none; here the transform was overridden.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
@@ -214,8 +215,8 @@ impl RecipeSettings {
         Ok(recipe)
     }
 
-    /// The preset that nobody named: the default, or the first with the method that was asked for, or with what that
-    /// begins with, or the first of its steps, so that its scheme is one for which the method is made.
+    /// Returns the preset to use if none is named: the first whose method is the requested one, a prefix of it, or one
+    /// of its steps, so that the scheme suits the method; otherwise the default preset.
     fn preset_by_method(&self) -> &'static str {
         let named = self.method.as_deref().unwrap_or_default();
         let same = PRESETS.iter().find(|p| p.method == named);
@@ -225,11 +226,12 @@ impl RecipeSettings {
         same.or_else(begins).or_else(has).unwrap_or(&PRESETS[0]).name
     }
 
-    /// What happens to a model: as the recipe says where it is float, and as `format` says where it is quantized
-    /// already.
+    /// Plans what happens to a model: what the recipe says if the model is float, and a conversion to `format` if it is
+    /// already quantized.
     ///
     /// # Errors
-    /// When the plan cannot be made ([`Plan::all`], [`Plan::repack`]), and where a quantized model is to be changed.
+    /// When the plan cannot be made ([`Plan::all`], [`Plan::repack`]), and when a quantized model would have to be
+    /// changed.
     pub fn plans(&self, model: &Model, recipe: &Recipe) -> Result<Vec<Plan>> {
         if model.quant_method().is_none() {
             return Plan::all(model, recipe);
@@ -254,7 +256,7 @@ impl RecipeSettings {
         recipe.containers.iter().map(|container| Plan::repack(model, *container)).collect()
     }
 
-    /// The error that a setting about the calibration text has nothing to act on.
+    /// Returns the error for a setting of the calibration text that has no effect.
     pub(super) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
         self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
@@ -263,7 +265,7 @@ impl RecipeSettings {
         Error::usage(format!("‹{option}› has no effect: method `{}` {why}", method.name), ANOTHER_METHOD)
     }
 
-    /// Settings that act on one step of a method.
+    /// Settings that apply to one step of a method.
     fn transform_options(&self) -> [(&'static str, bool); 6] {
         [
             ("search", self.search.is_some()),
@@ -275,14 +277,14 @@ impl RecipeSettings {
         ]
     }
 
-    /// Fails where a setting acts on a step that the method does not have.
+    /// Fails if a setting applies to a step that the method does not have.
     fn check_effect(&self, method: &Method, option: &str) -> Result<()> {
         let Some(step) = step_of(option).filter(|_| !method.takes(option)) else { return Ok(()) };
         let skipped = if self.skip.iter().any(|name| name == step) { ", and do not skip it" } else { "" };
         let other = match METHODS.iter().find(|method| method.steps().contains(&step)) {
             Some(method) if method.name == step => format!("choose ‹method={step}›"),
-            Some(method) => format!("choose a method that has `{step}`, such as {}", method.name),
-            None => format!("put `{step}` among the steps"),
+            Some(method) => format!("choose a method with `{step}`, such as {}", method.name),
+            None => format!("add `{step}` to the steps"),
         };
         Err(Error::usage(
             format!(
@@ -302,7 +304,7 @@ impl RecipeSettings {
         ]
     }
 
-    /// The scheme `w4a16-g64` with groups of 128 asks for two things at once.
+    /// The scheme `w4a16-g64` with groups of 128 is a contradiction.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,
@@ -312,7 +314,7 @@ impl RecipeSettings {
         if group || symmetry {
             return Err(Error::usage(
                 format!("‹scheme={text}› contradicts ‹group_size›, ‹symmetric› or ‹asymmetric›"),
-                "say it once",
+                "set it only once",
             ));
         }
         Ok(scheme)
@@ -325,7 +327,7 @@ fn granularity(text: &str) -> Result<Granularity> {
         _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
         _ => Err(Error::usage(
             format!("group size `{text}` is not understood"),
-            "give a number such as 32, 64 or 128, or `channel`",
+            "use a number such as 32, 64 or 128, or `channel`",
         )),
     }
 }

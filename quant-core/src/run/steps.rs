@@ -1,4 +1,4 @@
-//! What the steps of a run took.
+//! The duration of a run's steps.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::{Event, Observer};
 
-/// What a step took in all.
+/// The total duration of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepTime {
     /// Its name.
@@ -15,19 +15,19 @@ pub struct StepTime {
     pub seconds: f64,
 }
 
-/// An observer that adds up the time of steps, and hands on every event.
+/// An observer that sums up the durations of steps and forwards every event.
 pub struct StepTimes<'a> {
     next: &'a dyn Observer,
     times: Mutex<Vec<StepTime>>,
 }
 
 impl<'a> StepTimes<'a> {
-    /// In front of another observer.
+    /// Wraps another observer.
     pub fn new(next: &'a dyn Observer) -> Self {
         Self { next, times: Mutex::default() }
     }
 
-    /// What each step took so far, in the order in which they first came.
+    /// Returns the duration of each step so far, in order of first occurrence.
     pub fn times(&self) -> Vec<StepTime> {
         self.times.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

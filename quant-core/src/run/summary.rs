@@ -1,4 +1,4 @@
-//! What a run reports in numbers. Its JSON is versioned by `schema`.
+//! The summary of a run in numbers. Its JSON is versioned by `schema`.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,18 @@ use super::steps::StepTime;
 use crate::checkpoint::Published;
 use crate::pipeline::QuantReport;
 
-/// What a run has done.
+/// The summary of a run.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 #[non_exhaustive]
 pub enum Summary {
-    /// It wrote checkpoints.
+    /// Checkpoints were written.
     Checkpoints(QuantizeSummary),
-    /// It wrote a GGUF file.
+    /// A GGUF file was written.
     Gguf(GgufSummary),
 }
 
-/// What was written as checkpoints.
+/// The summary of a run that wrote checkpoints.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct QuantizeSummary {
@@ -31,16 +31,16 @@ pub struct QuantizeSummary {
     pub method: String,
     /// Bytes of the model's tensors.
     pub bytes_before: u64,
-    /// What of the calibration batch counted, where not all did.
+    /// Which part of the calibration batch was counted, if not all of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
-    /// The checkpoints, one for each format.
+    /// The checkpoints, one per format.
     pub outputs: Vec<Output>,
-    /// What each step took, all blocks together; reading the calibration text is not among them.
+    /// The duration of each step, summed over all blocks; reading the calibration text is not included.
     pub steps: Vec<StepTime>,
-    /// What the run took.
+    /// The duration of the run in seconds.
     pub seconds: f64,
-    /// The most memory that the process had, where the program says so.
+    /// The peak memory of the process, if the program reports it.
     pub peak_memory_bytes: Option<u64>,
 }
 
@@ -54,7 +54,7 @@ pub struct Output {
     pub format: String,
     /// Bytes of its tensors.
     pub bytes_after: u64,
-    /// Bits per weight of the linears that were quantized, scales and zeros included.
+    /// Bits per weight of the quantized linears, including scales and zero points.
     pub bits_per_quantized_weight: f64,
     /// The tensor with the largest rounding error.
     pub worst_tensor: Option<Worst>,
@@ -66,24 +66,24 @@ pub struct Output {
 pub struct Worst {
     /// Its name.
     pub tensor: String,
-    /// Root mean square of the error, relative to that of the weights.
+    /// The root mean square of the error, relative to that of the weights.
     pub relative_rms: f64,
 }
 
-/// Tokens of the calibration text, and how many of them linears were judged by; where not all were.
+/// The number of tokens in the calibration text, and how many of them were used, if not all.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Calibration {
     /// Tokens.
     pub tokens: u64,
-    /// Tokens that count.
+    /// Tokens that were counted.
     pub tokens_counted: u64,
     /// Positions that stayed empty.
     pub padding: u64,
-    /// Linears of experts that few of these tokens went to.
+    /// Linears of experts that saw few of these tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub few: Option<UndersampledLinears>,
-    /// Linears of experts that were calibrated on all tokens, and not on those that are routed to them.
+    pub few: Option<Few>,
+    /// Linears of experts that were calibrated on all tokens instead of those routed to them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub all: Option<FullBatchLinears>,
 }
@@ -94,12 +94,12 @@ pub struct Calibration {
 pub struct FullBatchLinears {
     /// How many.
     pub linears: usize,
-    /// The fewest tokens that are routed to one of them.
+    /// The smallest number of tokens routed to one of them.
     pub least_routed: u64,
 }
 
-impl FullBatchLinears {
-    /// Of the tokens that are routed to each of them.
+impl OnAll {
+    /// Summarizes the numbers of tokens routed to each of them.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
@@ -111,50 +111,50 @@ impl FullBatchLinears {
 pub struct UndersampledLinears {
     /// How many.
     pub linears: usize,
-    /// The fewest that one of them saw.
+    /// The smallest number of tokens that one of them saw.
     pub least: u64,
 }
 
-/// An expert that sees fewer tokens is worth a word: what they say of its weights is little.
-pub const MIN_EXPERT_TOKENS: u64 = 128;
+/// The number of tokens below which an expert is reported: so few tokens say little about its weights.
+pub const FEW: u64 = 128;
 
-impl UndersampledLinears {
-    /// Of the tokens that each linear saw.
+impl Few {
+    /// Summarizes the numbers of tokens that each linear saw.
     fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
-        // Without experts all see the same.
-        let enough = MIN_EXPERT_TOKENS.min(tokens.clone().max()?);
+        // Without experts all linears see the same number of tokens.
+        let enough = FEW.min(tokens.clone().max()?);
         let below = tokens.filter(|tokens| *tokens < enough);
         Some(Self { least: below.clone().min()?, linears: below.count() })
     }
 }
 
-/// What was written as a GGUF file.
+/// The summary of a run that wrote a GGUF file.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct GgufSummary {
     /// Name and version of this format.
     pub schema: &'static str,
-    /// The file, or the directory with it.
+    /// The file, or the directory that holds it.
     pub path: String,
     /// The mixture of types.
     pub mixture: &'static str,
     /// Bytes of the model's files.
     pub bytes_before: u64,
-    /// Bytes of what was written.
+    /// Bytes written.
     pub bytes_after: u64,
-    /// Bits per weight, all tensors together.
+    /// Bits per weight, over all tensors.
     pub bits_per_weight: f64,
     /// Tensors by type.
     pub types: BTreeMap<String, usize>,
     /// Tensors whose rows did not fit their type.
     pub replaced: Vec<Replaced>,
-    /// Whether errors were weighed by an importance matrix.
+    /// Whether errors were weighted by an importance matrix.
     pub weighted: bool,
     /// The tensor with the largest rounding error.
     pub worst_tensor: Option<Worst>,
-    /// What the run took.
+    /// The duration of the run in seconds.
     pub seconds: f64,
-    /// The most memory that the process had, where the program says so.
+    /// The peak memory of the process, if the program reports it.
     pub peak_memory_bytes: Option<u64>,
 }
 
@@ -164,9 +164,9 @@ pub struct GgufSummary {
 pub struct Replaced {
     /// Its name.
     pub tensor: String,
-    /// The type of the mixture.
+    /// The type that the mixture prescribes.
     pub wanted: String,
-    /// The type it has.
+    /// The type that it has instead.
     pub got: String,
 }
 
@@ -214,7 +214,7 @@ impl Summary {
         })
     }
 
-    /// The same with the most memory that the process had: the library does not ask the system for it.
+    /// Returns the summary with the peak memory of the process, which the library does not query.
     pub fn with_peak_memory(mut self, bytes: Option<u64>) -> Self {
         match &mut self {
             Self::Checkpoints(summary) => summary.peak_memory_bytes = bytes,
@@ -239,11 +239,11 @@ impl Output {
     }
 }
 
-/// What of the calibration batch counted, if it was not all.
+/// Returns which part of the calibration batch was counted, if not all of it.
 fn calibration(report: &QuantReport) -> Option<Calibration> {
     let batch = report.calibration.as_ref()?;
     let (tokens, padding) = (batch.tokens, batch.padding);
-    // What linears themselves saw: all the same, but for experts, which see fewer. A run that found all done saw nothing.
+    // All linears see the same tokens, except in experts, which see fewer. A run that found everything done saw none.
     let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
     let few = UndersampledLinears::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
@@ -277,7 +277,7 @@ mod tests {
     fn experts_with_few_tokens_are_counted() {
         let few = |tokens: &[u64]| UndersampledLinears::of(tokens.iter().copied());
         assert_eq!(few(&[]), None);
-        // Short texts are no fault of experts.
+        // Few tokens are not reported if the whole text is short.
         assert_eq!(few(&[64, 64, 64]), None);
         assert_eq!(few(&[64, 64, 8, 0]), Some(UndersampledLinears { linears: 2, least: 0 }));
         assert_eq!(few(&[4096, 4096, 128]), None);

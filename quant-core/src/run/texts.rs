@@ -1,4 +1,4 @@
-//! Texts as a request names or gives them.
+//! Calibration and evaluation texts, named or given in a request.
 
 use std::path::{Path, PathBuf};
 
@@ -9,29 +9,29 @@ use crate::calibrate::{
 use crate::model::Model;
 use crate::{Error, Result};
 
-/// The name of the calibration text that is taken where none is named.
+/// The name of the default calibration text.
 pub const BUILTIN: &str = "builtin";
-/// The name of the evaluation text that programs bring along.
+/// The name of the evaluation text that is built into programs.
 pub const HELDOUT: &str = "builtin-heldout";
 
 /// A text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Text {
-    /// A file, or the name of a text that the program knows.
+    /// A file, or the name of a text in the catalog.
     Named(String),
-    /// Documents or conversations, and what messages call them.
+    /// Documents or conversations, and their name in messages.
     Given(Corpus, String),
 }
 
 impl Text {
-    /// What messages call it.
+    /// Returns the name of the text in messages.
     pub fn name(&self) -> &str {
         match self {
             Self::Named(name) | Self::Given(_, name) => name,
         }
     }
 
-    /// The file, where it is one.
+    /// Returns the file, if the text is one.
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::Named(name) => Some(Path::new(name)),
@@ -39,7 +39,7 @@ impl Text {
         }
     }
 
-    /// How a message names the setting with it as its value.
+    /// Returns the setting with this text as its value, for messages.
     pub(super) fn setting(&self, name: &str) -> String {
         match self {
             Self::Named(text) => format!("{name}={text}"),
@@ -48,10 +48,10 @@ impl Text {
     }
 }
 
-/// The calibration windows of a text.
+/// Returns the calibration windows of a text.
 ///
 /// # Errors
-/// When the text cannot be read or is too short, or does not fit the model's tokenizer or chat template.
+/// When the text cannot be read, is too short, or does not fit the model's tokenizer or chat template.
 pub fn calibration(
     opened: &Opened,
     text: &Text,
@@ -85,7 +85,7 @@ pub fn calibration(
     Ok(windows)
 }
 
-/// Fails when a window holds a token that the model does not know.
+/// Fails if a window holds a token outside the model's vocabulary.
 fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
     match windows.tokens().iter().max() {
         Some(&largest) => model.check_token(largest),
@@ -93,7 +93,7 @@ fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
     }
 }
 
-/// The documents of a text, and what to call it in messages.
+/// Returns the documents of a text, and its name in messages.
 ///
 /// # Errors
 /// When it cannot be read or fetched, is unknown ([`Error::UnknownText`]), or holds conversations.
@@ -104,7 +104,7 @@ pub fn documents(text: &Text, host: &Host<'_>) -> Result<(Vec<String>, PathBuf)>
         Text::Given(Corpus::Chats(_), name) => Err(Error::Text {
             path: name.into(),
             line: None,
-            reason: "holds conversations; only texts are evaluated".into(),
+            reason: "holds conversations; only texts can be evaluated".into(),
         }),
     }
 }

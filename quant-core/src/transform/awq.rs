@@ -45,7 +45,7 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_SHARE: f64 = 1.0 / 8.0;
 
-/// The memory in bytes of the scale search, and of what it keeps of the batch before it.
+/// The memory in bytes of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
     if work.settings.search == Search::Reference {
@@ -67,7 +67,7 @@ fn memory(work: &Workload<'_>) -> [u64; 2] {
     [all.saturating_add(one), all]
 }
 
-/// What the fast search keeps of a group's input.
+/// The data that the fast search keeps for a group's input.
 fn kept(work: &Workload<'_>, group: &FoldGroup) -> Kept {
     let shape = work.shape(group.consumers[0]).map(|s| s as u64);
     Kept::of(work.graph, group, work.sampling, shape, SCALE_CANDIDATES)
@@ -84,7 +84,7 @@ fn sample_value_bytes(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     if compares_differences(work, group) { 2 } else { 4 }
 }
 
-/// The memory in bytes of the largest round of a race, with the weights of a candidate.
+/// The memory in bytes of the largest round of a race, including the weights of a candidate.
 fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     let differences = compares_differences(work, group);
     let weights: u64 = group.consumers.iter().map(|&c| work.weights(c) as u64).sum();
@@ -100,14 +100,15 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         inspected: work.graph.width(group.inspected),
     };
     // The last round takes as many tokens as all rounds before it.
-    let round =
-        kept.tokens.div_ceil(2).saturating_mul(shape.token_bytes(group.consumers.len() == 1, differences));
+    let token = shape.token_bytes(group.consumers.len() == 1, differences);
+    let round = kept.tokens.div_ceil(2).saturating_mul(token);
+    // The intermediate values of a piece in the module.
+    let piece = race::piece(differences, work.sampling.length) as u64;
     let round = match work.residence {
         Residence::Memory => round,
-        Residence::Files { round_bytes } => round.min(round_bytes),
+        // A round processes at least one piece at a time.
+        Residence::Files { round_bytes } => round.min(round_bytes.max(piece.saturating_mul(token))),
     };
-    // The values of a piece on its way through the module.
-    let piece = race::piece(differences, work.sampling.length) as u64;
     let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
     candidate.saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
@@ -150,7 +151,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
     all
 }
 
-/// Whether a single linear is judged by its input's Gram matrix.
+/// Whether candidates for a group are judged by its input's Gram matrix.
 fn is_gram(work: &Workload<'_>, group: &FoldGroup) -> bool {
     match work.settings.search {
         Search::Fast => kept(work, group).is_gram(),

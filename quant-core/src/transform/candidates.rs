@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// One candidate: scales for the channels of a fold group.
 #[derive(Debug, Clone)]
 pub(super) struct Candidate {
-    /// The exponent from which they are computed; `None` for no scaling.
+    /// The exponent from which the scales are computed; `None` for no scaling.
     pub(super) ratio: Option<f32>,
     /// A factor per channel.
     pub(super) scales: Vec<f32>,
@@ -58,7 +58,7 @@ pub(super) struct Choice {
     /// The errors of no scaling and of the best candidate, on the same tokens.
     pub(super) error_before: f64,
     pub(super) error_after: f64,
-    /// The number of these tokens.
+    /// The number of tokens on which these errors were measured.
     pub(super) tokens: u64,
     /// All candidates that could be measured.
     pub(super) tried: Vec<TriedScales>,
@@ -74,8 +74,8 @@ impl Choice {
 /// Measures every candidate on all tokens and chooses the best. The first is no scaling.
 ///
 /// # Errors
-/// Those of `measure`, except for candidates whose scaled weights need a scale that its dtype cannot hold, which are
-/// not better. [`Error::Numeric`] when no error is finite.
+/// Those of `measure`, except that a candidate whose scaled weights need a scale beyond the range of its dtype is
+/// skipped. [`Error::Numeric`] when no error is finite.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,

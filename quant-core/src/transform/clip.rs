@@ -1,4 +1,4 @@
-//! The clip search: narrows ranges where that lowers the error of a linear's own output.
+//! The clip search: narrows ranges if that lowers the error of a linear's own output.
 //!
 //! For every row and group, the bounds `max |w| · (1 − i/20)`, `i = 0 … 9`, are tried. The error of a bound is that of
 //! the group's own partial product over about 512 sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the
@@ -103,7 +103,7 @@ pub(super) fn clipped(
 ) -> Result<Rewrite> {
     let graph = task.block.graph().clone();
     for (&node, &grid) in task.grids {
-        // Scales that are shared by rows, or searched for during rounding, have no bounds of their own.
+        // Bounds do not apply to scales that are shared by rows or searched for during rounding.
         if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
             continue;
         }
@@ -243,12 +243,12 @@ fn search_group(
             }
             if error < best[row] {
                 best[row] = error;
-                // Infinite if nothing is clipped.
+                // The first candidate does not clip.
                 part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
             }
         }
     }
-    // Added in a fixed order, so that the sums are equal if nothing is clipped.
+    // Errors are added in a fixed order, so that both sums are equal if nothing is clipped.
     part.before += unclipped.iter().sum::<f64>();
     part.after += best.iter().sum::<f64>();
     Ok(())

@@ -22,8 +22,8 @@ use crate::{Error, Result};
 
 /// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
-/// The number of products of weights and tokens from which packing pays off.
-const MIN_PRODUCTS: u64 = 1 << 28;
+/// The minimum number of weights times tokens for which packing pays off.
+const ENOUGH_WORK: u64 = 1 << 28;
 
 /// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Bf16Token> {
@@ -32,7 +32,7 @@ pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> 
     kernel_for(task.block.graph(), group, weights, tokens)
 }
 
-/// The kernel, for consumers with so many weights in all.
+/// The kernel, for consumers with this many weights in total.
 pub(super) fn kernel_for(
     graph: &BlockGraph,
     group: &FoldGroup,
@@ -54,8 +54,8 @@ pub(super) struct Prepared {
 
 struct Module {
     /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
-    outputs: Vec<(StoredValues, Shape)>,
-    /// The input of the watched linear that results from these outputs.
+    outputs: Vec<(Rows, Shape)>,
+    /// The input of the watched linear, computed from these outputs.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,
 }
@@ -215,7 +215,7 @@ fn pack_right(
             Ok(())
         })
         .collect();
-    // The first error in order, regardless of threads.
+    // Returns the first error in order, regardless of threads.
     results.into_iter().collect::<Result<()>>()?;
     Ok(packed)
 }

@@ -1,4 +1,4 @@
-//! Folding: divides a producer's output channels by scales, and multiplies the columns of every reader.
+//! Folding: divides a producer's output channels by scales, and multiplies the columns of every consumer.
 
 use super::{BlockTask, Rewrite};
 use crate::model::{FoldGroup, Op};
@@ -8,9 +8,9 @@ use crate::{Error, Result};
 /// the consumers, so are scales; if they are squared, the producer is divided by the square roots.
 ///
 /// A norm's weight is stored in a narrow dtype, so `γ / s` is rounded. The consumers are therefore multiplied by
-/// `γ / round(γ / s)` instead of `s`, so that the rewrite stays an identity however narrow the dtype. If `γ = 1 + w`
-/// and `w` is stored (Gemma), the new weight is `w' = (1 + w) / s − 1`. A norm's bias is divided by the same scales. If
-/// a quotient underflows or overflows, the channel keeps a scale of 1.
+/// `γ / round(γ / s)` instead of `s`, so that the rewrite stays an identity for any dtype. If `γ = 1 + w` and `w` is
+/// stored (Gemma), the new weight is `w' = (1 + w) / s − 1`. A norm's bias is divided by the same scales. If a quotient
+/// underflows or overflows, the channel keeps a scale of 1.
 ///
 /// # Errors
 /// When there are not as many scales as channels, or one of them is not positive, because operations between producer
@@ -50,7 +50,8 @@ pub fn fold(rewrite: &mut Rewrite, task: &BlockTask<'_>, group: &FoldGroup, scal
                     let folded = dtype.round(gamma / s - offset);
                     let new = folded + offset;
                     if gamma == 0.0 {
-                        // With an offset, the stored value is not 0, and no scale changes it.
+                        // If there is an offset, the stored value is not 0, and it stays unchanged because no scale
+                        // affects a weight of 0.
                         return if offset == 0.0 { folded } else { w };
                     }
                     let holds = new.is_normal() && (gamma / new).is_normal() && fits(c, gamma / new);

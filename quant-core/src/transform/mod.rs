@@ -76,7 +76,7 @@ impl LinearGrid {
     }
 }
 
-/// One block, as a [`Transform`] sees it.
+/// A block and the information about it that a [`Transform`] needs.
 #[derive(Debug)]
 pub struct BlockTask<'a> {
     /// The prefix of the block's modules, for messages and records.
@@ -104,7 +104,7 @@ impl BlockTask<'_> {
     }
 }
 
-/// What a transform needs in addition to the block.
+/// The data that a transform needs in addition to the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// The ranges of linears' inputs.
@@ -128,7 +128,7 @@ pub trait Transform: Debug + Send + Sync {
     /// Norms and linears whose stored parameters the search may change, apart from rounding.
     fn folded_nodes(&self, graph: &BlockGraph, settings: &TransformSettings) -> Vec<NodeId>;
 
-    /// What it needs in addition to the block.
+    /// The data that the transform needs in addition to the block.
     fn needs(&self, settings: &TransformSettings) -> Needs;
 
     /// The names of settings that only affect this transform.
@@ -136,7 +136,7 @@ pub trait Transform: Debug + Send + Sync {
         &[]
     }
 
-    /// The keys of [`StepSettings`] that affect it.
+    /// The keys of [`StepSettings`] that affect the transform.
     fn recipe_keys(&self) -> &'static [&'static str] {
         &[]
     }
@@ -149,12 +149,12 @@ pub trait Transform: Debug + Send + Sync {
         StepSettings::default()
     }
 
-    /// Whether it narrows the ranges of weights, which later steps must not change.
+    /// Whether the transform narrows the ranges of weights, which later steps must not change.
     fn narrows_ranges(&self) -> bool {
         false
     }
 
-    /// A fingerprint of its settings: a run is only resumed if it is the same.
+    /// A fingerprint of the settings: a run is only resumed if the fingerprint is the same.
     fn fingerprint(&self, _settings: &TransformSettings) -> Value {
         Value::Null
     }
@@ -167,17 +167,19 @@ pub trait Transform: Debug + Send + Sync {
         Ok(())
     }
 
-    /// The memory in bytes that it needs while it searches a block, in addition to the block and the hidden states.
+    /// The memory in bytes that the transform needs while it searches a block, in addition to the block and the hidden
+    /// states.
     fn memory(&self, _work: &Workload<'_>) -> u64 {
         0
     }
 
-    /// The part of it that is kept while the batch passes through the block, before the search: by default all.
+    /// The part of [`memory`](Self::memory) that is kept while the batch passes through the block, before the search:
+    /// by default all of it.
     fn gathering_memory(&self, work: &Workload<'_>) -> u64 {
         self.memory(work)
     }
 
-    /// The operations of its search in a block, in addition to one pass of the batch.
+    /// The operations of the search in a block, in addition to one pass of the batch.
     fn work(&self, _work: &Workload<'_>) -> SearchWork {
         SearchWork::default()
     }

@@ -2,8 +2,8 @@
 //!
 //! A group of weights has one scale. The weights of a large input channel matter most, but the scale that they need is
 //! determined by neighbors that hardly matter. Channels between two linears may be in any order, if the rows of the
-//! producer and the columns of the reader move together. So they are sorted by the largest magnitude on the text,
-//! ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
+//! producer and the columns of the consumer are reordered together. So they are sorted by the largest magnitude on the
+//! text, ascending: `order = argsort(max |X_j|)`. There is no cost at inference.
 //!
 //! `down_proj` is sorted with the rows of `up_proj` and `gate_proj`; `o_proj` with those of `v_proj`, each head
 //! separately, and the query heads that share a key head in the same way. Channels between norms and linears are not
@@ -77,7 +77,7 @@ fn reordered(task: &BlockTask<'_>) -> Result<Rewrite> {
 
 /// The orders of the producers' rows and of the consumer's columns, sorted by the largest magnitudes of the columns.
 fn orders(group: &OrderGroup, maxima: &[f32]) -> (Vec<u32>, Vec<u32>) {
-    // The sort is stable, so the same text gives the same order.
+    // A stable sort keeps columns with equal maxima in their original order, so the result is reproducible.
     let ascending = |keys: &[f32]| {
         let mut order: Vec<u32> = (0..keys.len() as u32).collect();
         order.sort_by(|&a, &b| keys[a as usize].total_cmp(&keys[b as usize]));

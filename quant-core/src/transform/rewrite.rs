@@ -74,7 +74,7 @@ pub struct ChannelOutlier {
 }
 
 impl ChannelOutlier {
-    /// For channels with these mean magnitudes, which are divided by `scales` if given.
+    /// The ratio for channels with these mean magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
         let before = outlier_ratio(means.to_vec())?;
         let after = match scales {
@@ -122,7 +122,7 @@ pub struct Rewrite {
     pub norm_biases: BTreeMap<NodeId, Vec<f32>>,
     /// The order of the rows, and bias, of linears: new row `i` is old row `order[i]`. Divisors are in the new order.
     pub row_order: BTreeMap<NodeId, Vec<u32>>,
-    /// The order of columns; factors are in the new order, too.
+    /// The order of the columns of linears: new column `i` is old column `order[i]`. Factors are in the new order.
     pub column_order: BTreeMap<NodeId, Vec<u32>>,
     /// Factors for the columns of linears.
     pub columns: BTreeMap<NodeId, Vec<f32>>,
@@ -147,7 +147,7 @@ impl Rewrite {
     /// When the parts of a quantized weight are inconsistent.
     ///
     /// # Panics
-    /// When `out` has another length.
+    /// When `out` has the wrong length.
     pub fn weight_rows(
         &self,
         node: NodeId,
@@ -251,7 +251,7 @@ impl Rewrite {
         mut ranges: BTreeMap<NodeId, ChannelRanges>,
     ) -> BTreeMap<NodeId, ChannelRanges> {
         for (&value, range) in &mut ranges {
-            // All readers of a value are rewritten alike.
+            // All linears that read a value are rewritten in the same way, so any of them can be used.
             let Some((reader, ..)) = graph.linears().find(|(id, ..)| graph.nodes()[*id].inputs[0] == value)
             else {
                 continue;

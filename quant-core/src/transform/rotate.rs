@@ -49,7 +49,7 @@ pub fn rotate(model: &Model) -> Result<Model> {
 
 /// The model with the weights of its norms moved into the linears that read them and replaced by 1: equal to the
 /// original in real arithmetic. It is the part of [`rotate`] that needs no matrix, for sizes without a Hadamard matrix
-/// and for readers that ignore the weights of norms.
+/// and for engines that ignore the weights of norms.
 ///
 /// # Errors
 /// As [`rotate`], except for the size.
@@ -181,8 +181,8 @@ enum Change {
 }
 
 /// A tensor of the rotated model.
-struct PreparedTensor {
-    /// Its name in the checkpoint.
+struct Turned {
+    /// The name in the checkpoint.
     stored: String,
     info: TensorInfo,
     /// `None` if it is not modified.

@@ -118,7 +118,7 @@ impl SpilledRows {
         Ok(())
     }
 
-    /// Appends `count` values from `at` on to `out`.
+    /// Appends `count` values to `out`, beginning with the one at index `at`.
     fn copy(&self, at: usize, count: usize, out: &mut Vec<f32>) -> Result<()> {
         let start = (at * self.size()) as u64;
         let mut bytes = vec![0; count * self.size()];

@@ -7,10 +7,10 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch…
+/// A race uses at most one in this many tokens of the batch, but at least [`ENOUGH_TOKENS`].
 const SHARE: usize = 4;
-/// …unless that is less than this number of tokens.
-const MIN_TOKENS: usize = 4096;
+/// The minimum number of tokens in a race.
+const ENOUGH_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.
@@ -56,7 +56,7 @@ pub(super) struct SearchSample {
 /// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
-    /// Its position in the batch.
+    /// The position in the batch.
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,
@@ -91,7 +91,8 @@ impl SearchSample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // Allocated at once, because growing a list holds the old and the new buffer at the same time.
+        // Memory is allocated at once, because growing a list keeps the old and the new buffer in memory at the same
+        // time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
@@ -177,7 +178,7 @@ impl SearchSample {
         (0..self.places.len()).filter(|&row| self.places[row].round == round).collect()
     }
 
-    /// The values of some rows, and their places.
+    /// The values of these rows, and the places of their tokens.
     ///
     /// # Errors
     /// When the file that holds them cannot be read.
@@ -390,7 +391,7 @@ mod tests {
         let max = SearchSample::max_tokens(batch(windows, length, Packing::Documents), false);
         assert!(tokens.places.len() as u64 <= max);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
-        // Attention needs the tokens before.
+        // Attention also needs the preceding tokens.
         let whole = sample(layout, true);
         assert_eq!(whole.places.iter().filter(|p| p.counts).count(), whole.places.len() / 2);
     }

@@ -245,7 +245,7 @@ impl QueryKeyStatistics {
         ] {
             match &nodes[node].op {
                 op if op.linear_shape().is_some() => {
-                    // Rewrites divide rows.
+                    // Rewrites contain divisors for rows, so factors are inverted.
                     let divisors = (0..width).map(|row| 1.0 / scale(row)).collect();
                     rewrite.rows.insert(node, divisors);
                 }

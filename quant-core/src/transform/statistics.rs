@@ -12,7 +12,7 @@ use crate::calibrate::{
 };
 use crate::model::{BlockGraph, FoldGroup, NodeId};
 
-/// What a pass should gather.
+/// The statistics that a pass should gather.
 pub(super) struct Wanted<'a> {
     /// The groups whose scales are searched.
     pub(super) groups: &'a [FoldGroup],
@@ -82,14 +82,14 @@ fn sampled(task: &BlockTask<'_>, wanted: &Wanted<'_>, layout: &BatchLayout) -> B
     let clipped = task.grids.keys().filter(|&&node| !graph.feeds_queries_or_keys(node));
     let rows = |&node: &NodeId| {
         let input = graph.nodes()[node].inputs[0];
-        // If a value has rows for a fraction of the tokens, a larger part of them is kept.
+        // If a value has rows for only a fraction of the tokens, a larger part of its rows is kept.
         let tokens = (wanted.clip_tokens as f64 / task.block.share_of_tokens(input)) as usize;
         (input, SampledRows::new(shape(task, node)[1], layout.counted(), tokens))
     };
     clipped.map(rows).collect()
 }
 
-/// What the fast search keeps of each group's input: tokens for a race, or the Gram matrix of all tokens.
+/// The data that the fast search keeps for each group's input: tokens for a race, or the Gram matrix of all tokens.
 fn kept(
     task: &BlockTask<'_>,
     wanted: &Wanted<'_>,
@@ -116,7 +116,7 @@ fn kept(
     Ok((samples, grams))
 }
 
-/// What the fast search keeps of a group's input.
+/// The data that the fast search keeps for a group's input.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Kept {
     /// The size in bytes of the Gram matrix, if candidates are judged by it.
@@ -126,8 +126,8 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// What is kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried: the larger
-    /// case of each kind, if that depends on how many tokens are routed to an expert.
+    /// The data kept for a group whose first linear has shape `[n, k]` and for which `candidates` scales are tried: the
+    /// larger case of each kind, if that depends on how many tokens are routed to an expert.
     pub(super) fn of(
         graph: &BlockGraph,
         group: &FoldGroup,
@@ -143,7 +143,7 @@ impl Kept {
         })
     }
 
-    /// What is kept if this fraction of all tokens has a row in the input.
+    /// The data kept if this fraction of all tokens has a row in the input.
     fn of_share(
         graph: &BlockGraph,
         group: &FoldGroup,
@@ -159,7 +159,7 @@ impl Kept {
         if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
             return Self { gram_bytes: 0, tokens };
         }
-        // The number of counted tokens is not known yet, and if it is small, there will be a race after all.
+        // The number of counted tokens is not known yet. If it turns out to be small, candidates will race after all.
         let all_count = batch.mask == Mask::None && batch.packing != Packing::Documents;
         Self { gram_bytes: 4 * k * k, tokens: if all_count { 0 } else { tokens } }
     }

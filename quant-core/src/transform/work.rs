@@ -19,7 +19,7 @@ pub struct Workload<'a> {
     pub settings: &'a TransformSettings,
     /// The schemes of the block's linears that are quantized.
     pub schemes: BTreeMap<NodeId, LinearScheme>,
-    /// Where samples of the batch are kept.
+    /// The storage for samples of the batch.
     pub residence: Residence,
 }
 

@@ -1,7 +1,7 @@
 //! Frames between a process and its worker: a length, followed by as many bytes.
 //!
-//! Neither side trusts a length. Bytes are read in pieces, so a false length costs no memory, and the reader specifies
-//! the maximum length of a frame.
+//! Neither side trusts a length. Bytes are read in pieces, so a false length does not allocate memory, and the reader
+//! specifies the maximum length of a frame.
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};

@@ -86,7 +86,8 @@ impl Granted {
         self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
-    /// The limit on address space in bytes, and whether it is ours rather than that of the machine or an inherited one.
+    /// The limit on address space in bytes, and whether it is the configured one, not the machine's or an inherited
+    /// one.
     pub(super) fn memory(&self) -> (u64, bool) {
         let Limits { memory, memory_of_loaded_byte, memory_of_asked_byte, .. } = self.limits;
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
@@ -108,7 +109,7 @@ impl Granted {
             return;
         }
         if self.set.is_none() {
-            // Neither core dumps nor any other files.
+            // Allows no core dumps and no other files.
             let none = Rlimit { current: Some(0), maximum: Some(0) };
             lower(process, Resource::Core, none);
             lower(process, Resource::Fsize, none);
@@ -122,7 +123,8 @@ impl Granted {
     }
 }
 
-/// Lowers a limit of a process. If the system refuses, the process runs without it; its crashes still do not affect us.
+/// Lowers a limit of a process. If the system refuses, the process runs without it; its crashes still do not affect
+/// this process.
 fn lower(process: Pid, resource: Resource, limit: Rlimit) {
     if let Err(error) = prlimit(Some(process), resource, limit) {
         tracing::debug!("{resource:?} of the text worker is not limited: {error}");

@@ -1,11 +1,11 @@
-//! Isolates what a model's files make us execute or expand.
+//! Isolates the processing of a model's files that are programs or can expand without bound.
 //!
 //! A chat template is a program, and a crafted `tokenizer.json` can expand a text without bound, recurse, or run a
-//! regular expression that never ends. No check can predict this. So the rest of the crate never runs either: it asks a
-//! [`TextWorker`], which a [`TextWorkers`] has loaded.
+//! regular expression that never ends. No check can predict this. So the rest of the crate runs neither itself; it asks
+//! a [`TextWorker`] that a [`TextWorkers`] has loaded.
 //!
 //! ```text
-//! TextTokenizer ─┐            ┌─► calibrate::InProcess        here: nothing to start, nothing bounded but steps
+//! TextTokenizer ─┐            ┌─► calibrate::InProcess        in this process: only template steps are limited
 //! ChatTemplate ──┴─► TextWorker                                                     ▲
 //!                             └─► ProcessWorkers ── frames ──► serve (a child) ─────┘
 //! ```

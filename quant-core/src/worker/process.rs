@@ -1,8 +1,8 @@
 //! Workers in processes of their own: one per file, limited in memory, stack and time.
 //!
-//! The file's contents are sent through a socket after the limits are set. If the process ends, for whatever reason,
-//! that is an error of the file; if it hangs, it is killed when the run is cancelled. Otherwise, it is never waited
-//! for, and it ends with this program, because its standard input then closes.
+//! The file's contents are sent through a socket after the limits are set. If the process ends for any reason, this is
+//! reported as an error in the file. If it hangs, it is killed when the run is cancelled. This program never waits for
+//! it to end: it ends with this program, because its standard input then closes.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -51,7 +51,7 @@ impl ProcessWorkers {
         Self::of(Path::new("/proc/self/exe"), threads, cancel)
     }
 
-    /// Workers that run another executable.
+    /// Workers that run the given executable instead of this one.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
         let threads = threads.clamp(1, MAX_THREADS);
         Self {
@@ -85,7 +85,8 @@ impl ProcessWorkers {
         ours.set_write_timeout(Some(POLL_INTERVAL))?;
         let mut command = Command::new(&self.program);
         if self.arguments.is_empty() {
-            // Not set for interpreters, which find their installation by this name.
+            // Skipped for programs with arguments: these may be interpreters, which find their installation by this
+            // name.
             command.arg0("quant-text-worker");
         } else {
             // An interpreter's allocator reserves address space for each thread, which counts against the limit.
@@ -121,7 +122,7 @@ impl TextWorkers for ProcessWorkers {
     }
 }
 
-/// Whether the error is a lack of resources, so that a process might start at another time.
+/// Whether the error is a lack of resources, so that a process might start later.
 fn is_shortage(error: &io::Error) -> bool {
     const TOO_MANY_FILES: [i32; 2] = [23, 24];
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::OutOfMemory)
@@ -144,7 +145,7 @@ struct Running {
     granted: Option<Granted>,
 }
 
-/// Why no answer came.
+/// The reason why no answer was received.
 enum Failure {
     /// The run was cancelled.
     Cancelled,
@@ -203,7 +204,7 @@ impl ProcessWorker {
             return Error::Interrupted;
         }
         let status = running.end();
-        // These signals are usually sent to all our processes, so they also apply to this one.
+        // These signals are usually sent to all processes of a program, so this process was meant to stop too.
         let signal = status.signal();
         if [Signal::TERM, Signal::INT, Signal::HUP].iter().any(|s| signal == Some(s.as_raw())) {
             return Error::Interrupted;
@@ -323,7 +324,7 @@ impl<'a> CancellableSocket<'a> {
     }
 
     /// Retries an operation until it makes progress. After cancellation, it gets a short time to finish, so that
-    /// cancelling a chat answer does not cost a process.
+    /// cancelling a chat answer does not require a new process.
     fn wait<T>(&mut self, mut operation: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
         loop {
             if self.cancel.is_cancelled() {

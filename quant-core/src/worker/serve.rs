@@ -13,7 +13,7 @@ pub(super) const STACK: usize = 16 << 20;
 /// The byte that signals that the worker is ready.
 pub(super) const READY: u8 = b'r';
 
-/// Reads what to load and then questions from `input`, and writes answers to `output`, until the input ends.
+/// Reads the file to load and then questions from `input`, and writes answers to `output`, until the input ends.
 ///
 /// A program calls this in the process that [`ProcessWorkers`](super::ProcessWorkers) starts. `workers` run tokenizers
 /// and templates there: [`calibrate::InProcess`](crate::calibrate::InProcess).

@@ -92,7 +92,7 @@ impl<'a> FrameReader<'a> {
     }
 }
 
-/// The first message: what to load, and how many threads may work on it.
+/// The first message: the file to load, and the number of threads for processing it.
 pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
     let mut frame = Frame::default();
     frame.number(VERSION);
@@ -316,7 +316,7 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
 /// The longest message accepted as the answer to a question, in bytes.
 ///
 /// A text has at most 16 tokens per byte, which is more than any tokenizer produces for a character that is split into
-/// bytes. The output of a template is limited where it runs.
+/// bytes. The output of a template is limited by the worker itself.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
     const TOKENS_PER_BYTE: u64 = 16;

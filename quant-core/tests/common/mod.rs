@@ -24,7 +24,7 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
     Llama,
-    /// With this sliding window.
+    /// Mistral with this sliding window, if any.
     Mistral(Option<usize>),
     Qwen2,
     Qwen3,
@@ -176,7 +176,7 @@ impl Tiny {
             }
             _ => {}
         }
-        config.as_object().expect("an object").clone()
+        config.as_object().expect("a JSON object").clone()
     }
 
     fn opt_config(&self) -> Map<String, Value> {
@@ -198,7 +198,7 @@ impl Tiny {
             "vocab_size": self.vocab,
             "word_embed_proj_dim": self.hidden,
         });
-        config.as_object().expect("an object").clone()
+        config.as_object().expect("a JSON object").clone()
     }
 
     /// The prefix of a block's modules.
@@ -303,7 +303,7 @@ impl Tiny {
             };
             match self.family.experts(layer) {
                 Some((router, experts)) => {
-                    // Large enough logits that weights differ from token to token.
+                    // Logits are large enough that weights differ from token to token.
                     add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
                     linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
                 }
@@ -357,7 +357,7 @@ impl Checkpoint {
         let mut source = MemorySource::new();
         for (name, (shape, values)) in &self.tensors {
             let dtype = if name.contains("norm") { self.tiny.norm_dtype } else { self.tiny.dtype };
-            source.insert_f32(name, dtype, shape.clone(), values).expect("shapes and names fit");
+            source.insert_f32(name, dtype, shape.clone(), values).expect("valid names and shapes");
         }
         source
     }
@@ -400,7 +400,9 @@ pub fn masked_windows(vocab: usize, count: usize, length: usize, seed: u64) -> T
         starts.extend(end as u32..length as u32);
         uses.extend(std::iter::repeat_n(TokenUse::Padding, length - end));
     }
-    windows(vocab, count, length, seed).with_layout(Some(uses), Some(starts)).expect("they fit")
+    windows(vocab, count, length, seed)
+        .with_layout(Some(uses), Some(starts))
+        .expect("a layout of these windows")
 }
 
 pub fn decoder(model: &Model) -> Decoder {
@@ -460,7 +462,7 @@ pub fn run(
     if plan.unties_head() {
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
-    Quantized { source: sink.into_source().expect("everything was written"), config, report }
+    Quantized { source: sink.into_source().expect("complete tensors"), config, report }
 }
 
 /// `max |a − b| / max |b|`.

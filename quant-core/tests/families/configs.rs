@@ -17,7 +17,8 @@ pub struct Case {
     pub config: Map<String, Value>,
     /// Names of the producers that can be rescaled in each block, in order.
     pub producers: Vec<&'static str>,
-    /// The same for its other distinct blocks, if they differ from the first.
+    /// Names of the producers that can be rescaled in each of the other distinct blocks, if these differ from the
+    /// first.
     pub other_producers: Vec<Vec<&'static str>>,
     /// Whether queries and keys can be scaled against each other.
     pub has_pairs: bool,
@@ -85,7 +86,7 @@ impl Case {
 
     fn architecture(&self) -> Architecture {
         arch::describe(&ConfigFields::new(Path::new("config.json"), &self.config), &MemorySource::new())
-            .expect("it is read")
+            .expect("a supported configuration")
     }
 
     pub fn vocab(&self) -> usize {
@@ -104,7 +105,7 @@ impl Case {
             if architecture.is_stored_by_columns(&name) {
                 shape.reverse();
             }
-            source.insert_f32(&name, dtype, shape, &values).expect("shapes and names fit");
+            source.insert_f32(&name, dtype, shape, &values).expect("valid names and shapes");
         };
         let mut of_op = |module: String, op: &Op| {
             for parameter in op.parameters() {
@@ -123,7 +124,7 @@ impl Case {
                     (false, _) if matches!(op, Op::ScaleBy { .. }) => (Dtype::F32, 1.0, 0.3),
                     // Router corrections are small enough that every expert has tokens.
                     (false, _) if matches!(op, Op::Route(_) | Op::Attention(_)) => (Dtype::F32, 0.0, 0.05),
-                    // Slow enough that a state depends on many tokens.
+                    // Decays are slow enough that a state depends on many tokens.
                     (false, "A_log") => (Dtype::F32, -2.5, 0.5),
                     (false, _) => (Dtype::F32, 0.0, 0.3),
                 };

@@ -17,7 +17,7 @@ pub fn programs(peers: &[String]) -> Result<Vec<Program>> {
             "candle" => candle()?,
             "ggml" => ggml()?,
             "onnxruntime" | "openvino" | "torch" => python(peer)?,
-            _ => bail!("no peer is called `{peer}`: ggml, candle, onnxruntime, openvino or torch"),
+            _ => bail!("unknown peer `{peer}`: use ggml, candle, onnxruntime, openvino or torch"),
         });
     }
     Ok(programs)

@@ -109,13 +109,13 @@ pub fn run(args: &Args) -> Result<()> {
     }
     measured.keep(&kept)?;
     if clean_commit().is_none() {
-        println!("not recorded: the working tree is not that of a commit");
+        println!("not recorded: the working tree has uncommitted changes");
         return Ok(());
     }
     let (body, csv) = (measured.page(&notes(&args, measured.rotated)), measured.csv());
     let record = Record {
         benchmark: "peers-kernels",
-        title: "Linear kernels, ours and others'".into(),
+        title: "Linear kernels: ours and other libraries'".into(),
         command: typed_command(),
         body,
         csv,
@@ -126,32 +126,34 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Records that a peer failed, with its error; its measurements with this number of threads are dropped.
 fn leave_out(measured: &mut Measured, threads: usize, peer: &str, error: &anyhow::Error) {
-    eprintln!("left out, {threads} thread(s): {peer}: {error:#}");
+    eprintln!("skipped, {threads} thread(s): {peer}: {error:#}");
     measured.leave_out(threads, peer, &format!("{error:#}"));
 }
 
 fn shape(text: &str) -> Result<[usize; 2]> {
-    let (n, k) = text.split_once('x').with_context(|| format!("`{text}` is no shape such as 4096x4096"))?;
+    let (n, k) =
+        text.split_once('x').with_context(|| format!("`{text}` is not a shape such as 4096x4096"))?;
     let shape = [n.parse()?, k.parse()?];
     ensure!(
         shape.iter().all(|s| *s > 0 && s % 256 == 0),
-        "{text}: both must be multiples of 256, which the blocks of all contestants divide"
+        "{text}: both must be multiples of 256, because the block size of every contestant divides 256"
     );
     Ok(shape)
 }
 
 fn notes(args: &Args, rotated: usize) -> String {
     format!(
-        "Each peer is a process on the first cores of the machine, as many as threads, and every variable that sets a \
-         number of threads is set to it. Every contestant takes `f32` activations and gives `f32`; quantizing the \
-         activations is within its time, ours too but for `ready`, which found them quantized. {} rounds; in each, one after the other has a turn of {} ms, every \
-         second round in the opposite order, and the limits of the machine are looked at: memory is the best of \
-         five patterns of reading 256 MiB, dot products are from registers. A turn's figure is the median of its \
-         products; figures here are medians over rounds, per cent are of the limits of the same round, and ratios are \
-         taken round by round. Up to {ROTATED_TOKENS} tokens, weights are read in turn from copies of {} MiB together; \
-         beyond, they are the same every time. GB/s are of packed weights, their scales within.\n\nEvery product is \
-         checked on 256 of its outputs for two tokens against that of the float weights (random, normal): off by at \
-         most {} % at 4 bits and {} % at 8, root mean square.\n",
+        "Each peer is a process on the first cores of the machine, one core per thread, and every environment \
+         variable for the number of threads is set accordingly. Every contestant takes `f32` activations and returns \
+         `f32`; its time includes quantizing the activations, for ours too, except for `ready`, which gets them \
+         quantized. {} rounds; in each, every contestant has a turn of {} ms, in reverse order every second round, \
+         and the limits of the machine are measured: memory as the best of five patterns of reading 256 MiB, dot \
+         products from registers. A turn's figure is the median of its products; the figures here are medians over \
+         rounds, percentages are relative to the limits of the same round, and ratios are computed per round. Up to \
+         {ROTATED_TOKENS} tokens, weights are read in turn from copies of {} MiB in total; beyond that, they are the \
+         same every time. GB/s count packed weights including their scales.\n\nEvery product is compared with that \
+         of the float weights (random, normal) on 256 of its outputs for two tokens: the relative RMS error is at \
+         most {} % at 4 bits and {} % at 8.\n",
         args.rounds,
         args.milliseconds,
         rotated >> 20,
@@ -208,7 +210,7 @@ fn measure(
             let max = ERRORS[usize::from(8 * bytes > 6 * n * k)];
             if error > max {
                 let text =
-                    format!("{name} at {n} × {k}, {tokens} token(s): off by {error:.3}, at most {max}");
+                    format!("{name} at {n} × {k}, {tokens} token(s): the error is {error:.3} (limit {most})");
                 return Err((*i, anyhow::Error::msg(text)));
             }
         }

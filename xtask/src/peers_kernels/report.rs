@@ -139,7 +139,7 @@ impl Measured {
             page += &format!("- {who}: {note}\n");
         }
         for who in &self.left_out {
-            page += &format!("- left out: {who}\n");
+            page += &format!("- skipped: {who}\n");
         }
         page += &format!("\n{}", self.comparison());
         for threads in self.threads() {
@@ -222,7 +222,7 @@ impl Measured {
             header.extend(tokens.iter().map(|m| format!("{m} token(s)")));
             let header: Vec<&str> = header.iter().map(String::as_str).collect();
             page += &format!(
-                "### {threads} thread(s): times as fast as the fastest peer of as many bits\n\n{}\n",
+                "### {threads} thread(s): speed relative to the fastest peer with the same number of bits\n\n{}\n",
                 table(&header, &rows)
             );
             page += &self.fp4(threads, &tokens);
@@ -263,11 +263,11 @@ impl Measured {
         if rows.is_empty() {
             return String::new();
         }
-        let mut header = vec!["n × k".to_owned(), "kernel".to_owned(), "beside".to_owned()];
+        let mut header = vec!["n × k".to_owned(), "kernel".to_owned(), "compared with".to_owned()];
         header.extend(tokens.iter().map(|m| format!("{m} token(s)")));
         let header: Vec<&str> = header.iter().map(String::as_str).collect();
         format!(
-            "### {threads} thread(s): FP4, times as fast, up to {FEW_TOKENS} tokens in bytes\n\n{}\n",
+            "### {threads} thread(s): FP4, relative speed, in bytes up to {FEW_TOKENS} tokens\n\n{}\n",
             table(&header, &rows)
         )
     }

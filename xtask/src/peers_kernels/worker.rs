@@ -65,7 +65,7 @@ impl Worker {
         command.env_clear().envs(THREADS.map(|name| (name, threads.to_string())));
         command.envs(["PATH", "HOME"].iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
         command.envs([("OMP_DYNAMIC", "false"), ("MKL_DYNAMIC", "false"), ("PYTHONDONTWRITEBYTECODE", "1")]);
-        let errors = tempfile::tempfile().context("no file for what the peer says")?;
+        let errors = tempfile::tempfile().context("cannot create a file for the peer's standard error")?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors.try_clone()?);
         let mut child = command.spawn().context("cannot start `taskset`")?;
         let requests = child.stdin.take();
@@ -74,7 +74,8 @@ impl Worker {
         let mut worker =
             Self { name, version: String::new(), contestants: Vec::new(), child, requests, replies, errors };
         let hello = worker.reply("start")?;
-        let text = |value: &Value| value.as_str().map(str::to_owned).context("a greeting of another form");
+        let text =
+            |value: &Value| value.as_str().map(str::to_owned).context("unexpected greeting of the peer");
         (worker.name, worker.version) = (text(&hello["name"])?, text(&hello["version"])?);
         let contestants = hello["contestants"].as_array().context("no contestants")?;
         worker.contestants = contestants.iter().map(text).collect::<Result<_>>()?;
@@ -93,7 +94,7 @@ impl Worker {
     /// Makes activations and multiplies once; returns the error relative to the product of the float weights.
     pub fn tokens(&mut self, contestant: &str, tokens: usize, rotate: bool) -> Result<f64> {
         let reply = self.ask(&format!("tokens {contestant} {tokens} {}", u8::from(rotate)))?;
-        reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
+        reply["error"].as_f64().with_context(|| format!("{} reported no error value: {reply}", self.name))
     }
 
     /// Routes the tokens of some calls to experts and makes all calls once; returns the error of the first token of the
@@ -106,7 +107,7 @@ impl Worker {
     ) -> Result<f64> {
         let list: Vec<String> = experts.iter().map(u32::to_string).collect();
         let reply = self.ask(&format!("route {contestant} {tokens} {calls} {top_k}\n{}", list.join(" ")))?;
-        reply["error"].as_f64().with_context(|| format!("{} says no error: {reply}", self.name))
+        reply["error"].as_f64().with_context(|| format!("{} reported no error value: {reply}", self.name))
     }
 
     /// Multiplies for this long; returns the seconds per product of each pass.
@@ -164,7 +165,7 @@ impl Worker {
         let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MAX_BYTES)));
         let _ = read.and_then(|_| self.errors.read_to_end(&mut end));
         match String::from_utf8_lossy(&end).trim() {
-            "" => "nothing on its standard error".into(),
+            "" => "its standard error is empty".into(),
             text => format!("its standard error ends with: {text}"),
         }
     }
@@ -176,11 +177,11 @@ impl Worker {
             let (ended, errors_so_far) = (self.ended(), self.errors_so_far());
             bail!("{} {ended} after `{request}`; {errors_so_far}", self.name);
         }
-        let reply: Value =
-            serde_json::from_str(&line).with_context(|| format!("{} says `{}`", self.name, line.trim()))?;
+        let reply: Value = serde_json::from_str(&line)
+            .with_context(|| format!("{} replied `{}`", self.name, line.trim()))?;
         if let Some(reason) = reply.get("failed") {
-            let errors_so_far = self.errors_so_far();
-            bail!("{} fails at `{request}`: {}; {errors_so_far}", self.name, reason.as_str().unwrap_or("?"));
+            let said = self.said();
+            bail!("{} failed at `{request}`: {}; {said}", self.name, reason.as_str().unwrap_or("?"));
         }
         Ok(reply)
     }
@@ -207,7 +208,11 @@ pub fn cpus(threads: usize) -> Result<String> {
     let list =
         status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).context("no list of cores")?;
     let allowed = expand(list.trim()).with_context(|| format!("cores `{list}`"))?;
-    ensure!(threads > 0 && threads <= allowed.len(), "{threads} threads on {} cores", allowed.len());
+    ensure!(
+        threads > 0 && threads <= allowed.len(),
+        "{threads} threads were requested on {} cores",
+        allowed.len()
+    );
     let cpus: Vec<String> = allowed[..threads].iter().map(usize::to_string).collect();
     Ok(cpus.join(","))
 }

@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> Result<()> {
                 if let Some(text) = report["version"].as_str() {
                     text.clone_into(&mut version);
                 }
-                let one = rates_of(&report, &args).context("the report has another form")?;
+                let one = rates_of(&report, &args).context("the report has an unexpected form")?;
                 println!(
                     "{threads} thread(s), {}: prefill {:.1}, decode {:.1} tokens/s",
                     contestant.name, one.prefill, one.decode
@@ -112,20 +112,20 @@ pub fn run(args: &Args) -> Result<()> {
         return Ok(());
     }
     if clean_commit().is_none() {
-        println!("not recorded: the working tree is not that of a commit");
+        println!("not recorded: the working tree has uncommitted changes");
         return Ok(());
     }
     let record = Record {
         benchmark: "peers-models",
-        title: "Whole models, ours and llama.cpp's".into(),
+        title: "Whole models: ours and llama.cpp's".into(),
         command: typed_command(),
         body: format!(
-            "Synthetic Llama in 1B shape, {} layers, random weights; quantized by each side, the head to as many bits \
-             as the rest. llama.cpp {version}, as the package holds it: the code of its libraries that fits this \
-             processor, weights repacked where it does so by itself, its own threads. {} tokens of a prompt at once, \
-             then {} generated one after another behind them, greedily; each turn is a process that does both twice, of \
-             which the second time counts. {} rounds, in each of which everyone has a turn on the same cores; medians, \
-             ratios round by round.\n\n{body}",
+            "Synthetic 1B-shaped Llama, {} layers, random weights; quantized by each side, the head to the same \
+             number of bits as the rest. llama.cpp {version}, as packaged: its library code for this processor, with \
+             its default repacking of weights and its own threads. A prompt of {} tokens at once, then {} tokens \
+             generated greedily one by one; each turn is a process that does both twice and counts the second time. \
+             {} rounds, in each of which every program has a turn on the same cores; medians, with ratios computed \
+             per round.\n\n{body}",
             args.layers, args.prefill, args.decode, args.rounds
         ),
         csv,
@@ -231,7 +231,7 @@ fn part(threads: usize, contestants: &[Contestant], rates: &[Vec<Rates>]) -> Str
             row
         })
         .collect();
-    let header = ["", "MB", "prefill, tokens/s", "ours over it", "decode, tokens/s", "ours over it"];
+    let header = ["", "MB", "prefill, tokens/s", "ours / theirs", "decode, tokens/s", "ours / theirs"];
     format!("### {threads} thread(s)\n\n{}\n", table(&header, &rows))
 }
 

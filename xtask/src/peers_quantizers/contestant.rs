@@ -155,5 +155,5 @@ impl Peer {
 pub fn tokens_sha256(out: &Path) -> Result<String> {
     let report: Value = serde_json::from_slice(&std::fs::read(out.join("quant_report.json"))?)?;
     let digest = report.pointer("/calibration/tokens_sha256").and_then(Value::as_str);
-    Ok(digest.context("the report holds no digest of the calibration tokens")?.to_owned())
+    Ok(digest.context("the report contains no digest of the calibration tokens")?.to_owned())
 }

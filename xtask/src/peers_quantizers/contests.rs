@@ -90,9 +90,9 @@ pub(super) const OVER_BEST: f64 = 2.0;
 const FLOAT32: &str = "float32";
 const BFLOAT16: &str = "bfloat16";
 
-const PLAIN: Set = Set { title: "4 bits, models as they are", bits: 4, planted: false };
+const PLAIN: Set = Set { title: "4 bits, unmodified models", bits: 4, planted: false };
 const PLANTED: Set = Set { title: "4 bits, models with planted outliers", bits: 4, planted: true };
-const THREE: Set = Set { title: "3 bits, models as they are", bits: 3, planted: false };
+const THREE: Set = Set { title: "3 bits, unmodified models", bits: 3, planted: false };
 
 const fn ours(name: &'static str, options: &'static [&'static str]) -> Contestant {
     Contestant { name, maker: Maker::Ours { options, calibrated: true } }
@@ -118,7 +118,7 @@ const THEIR_AWQ: Contestant = peer("llm-compressor", Package::LlmCompressor, "aw
 pub const AWQ: Contest = Contest {
     quality: Quality {
         record: "peers-awq-quality",
-        title: "Our AWQ and llm-compressor's, to 4 bits",
+        title: "AWQ to 4 bits: ours and llm-compressor's",
         settings: "llm-compressor: AWQModifier with duo scaling and 20 ratios, then QuantizationModifier.",
         contestants: &[OUR_AWQ, THEIR_AWQ],
         sets: &[PLAIN, PLANTED],
@@ -127,7 +127,7 @@ pub const AWQ: Contest = Contest {
     },
     speed: Speed {
         record: "peers-awq-speed",
-        title: "Time and memory of our AWQ and llm-compressor's",
+        title: "Time and memory of AWQ: ours and llm-compressor's",
         ours: &OUR_AWQ,
         peers: &[Entry { peer: &THEIR_AWQ, dtype: FLOAT32 }, Entry { peer: &THEIR_AWQ, dtype: BFLOAT16 }],
         promised: &[("llm-compressor, float32", 5.0)],
@@ -142,11 +142,11 @@ const GPTQMODEL: Contestant = peer("gptqmodel", Package::GptqModel, "gptq", &[])
 pub const GPTQ: Contest = Contest {
     quality: Quality {
         record: "peers-gptq-quality",
-        title: "Our GPTQ, llm-compressor's and gptqmodel's",
-        settings: "All with their defaults. Order of columns: ours and llm-compressor by activations with grids found \
-                   before (`static-groups`, `static`), gptqmodel by groups (`act_group_aware`), which is ours once \
-                   more as `group-aware`. Damping: 0.01, in gptqmodel 0.05, which refuses rows without groups and is \
-                   left out there.",
+        title: "GPTQ: ours, llm-compressor's and gptqmodel's",
+        settings: "All with their defaults. Column order: ours and llm-compressor by activations, with grids fixed \
+             in advance (`static-groups`, `static`); gptqmodel by groups (`act_group_aware`), which ours runs as \
+             well (`group-aware`). Damping: 0.01; in gptqmodel 0.05. gptqmodel does not support rows without groups \
+             and is left out there.",
         contestants: &[
             rounded("RTN", &["--method", "rtn"]),
             OUR_GPTQ,
@@ -169,7 +169,7 @@ pub const GPTQ: Contest = Contest {
     },
     speed: Speed {
         record: "peers-gptq-speed",
-        title: "Time and memory of our GPTQ, llm-compressor's and gptqmodel's",
+        title: "Time and memory of GPTQ: ours, llm-compressor's and gptqmodel's",
         ours: &OUR_GPTQ,
         peers: &[
             Entry { peer: &LLM_COMPRESSOR_GPTQ, dtype: FLOAT32 },
@@ -184,7 +184,7 @@ pub const GPTQ: Contest = Contest {
 /// SmoothQuant with 8-bit weights and activations.
 pub(super) const SMOOTHQUANT: Quality = Quality {
     record: "peers-smoothquant-quality",
-    title: "Our SmoothQuant and llm-compressor's, W8A8 per token",
+    title: "SmoothQuant, W8A8 per token: ours and llm-compressor's",
     settings: "Ours: the family's α. llm-compressor: SmoothQuantModifier with its default strength, 0.5, and with \
                0.8, then QuantizationModifier with its scheme W8A8. All are scored with activations rounded the \
                same way.",
@@ -195,7 +195,7 @@ pub(super) const SMOOTHQUANT: Quality = Quality {
         peer("llm-compressor, 0.8", Package::LlmCompressor, "smoothquant", &["smoothing_strength=0.8"]),
     ],
     sets: &[
-        Set { title: "Models as they are", bits: 8, planted: false },
+        Set { title: "Unmodified models", bits: 8, planted: false },
         Set { title: "Models with planted outliers", bits: 8, planted: true },
     ],
     claims: &[

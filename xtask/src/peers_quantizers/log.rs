@@ -31,15 +31,14 @@ pub fn time_until_steps(log: &str, start: f64, end: f64) -> Result<BTreeMap<Stri
         else {
             continue;
         };
-        let name =
-            name.split(['"', ' ']).find(|n| !n.is_empty()).context("a line of the log names nothing")?;
+        let name = name.split(['"', ' ']).find(|n| !n.is_empty()).context("a log line names no module")?;
         let name = name.strip_suffix(".weight").unwrap_or(name);
         let name = name.rsplit('.').next().unwrap_or(name);
         let now = seconds_of_day(line).with_context(|| format!("no time in `{line}`"))?;
         *steps.entry(format!("{what} {name}")).or_default() += (now - before).rem_euclid(DAY);
         before = now;
     }
-    ensure!(!steps.is_empty(), "the program logged no steps");
+    ensure!(!steps.is_empty(), "the log contains no steps");
     steps.insert("end".to_owned(), (end - before).rem_euclid(DAY));
     Ok(steps)
 }

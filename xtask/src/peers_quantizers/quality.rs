@@ -65,8 +65,8 @@ struct Session<'a> {
 
 /// Measures and writes the record.
 pub fn run(args: &Args, quality: &Quality) -> Result<()> {
-    ensure!(args.windows > 1, "--windows must be at least 2: one window says nothing of the spread");
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    ensure!(args.windows > 1, "--windows must be at least 2: one window gives no spread");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let packages = quality.contestants.iter().filter_map(|c| match c.maker {
         Maker::Peer { package, .. } => Some(package),
         Maker::Ours { .. } => None,
@@ -77,7 +77,7 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
     let mut csv = vec!["bits,outliers,model,evaluation,group,who,seed,window,tokens,kl,nll".to_owned()];
     let (mut body, mut broken, mut all) = (String::new(), Vec::new(), Vec::new());
     let is_asked = |set: &&Set| args.bits.is_none_or(|bits| bits == set.bits);
-    ensure!(quality.sets.iter().any(|set| is_asked(&set)), "no set has that many --bits");
+    ensure!(quality.sets.iter().any(|set| is_asked(&set)), "no set has that number of --bits");
     for set in quality.sets.iter().filter(is_asked) {
         let rows = session.measure_all(set)?;
         csv.extend(rows.iter().flat_map(|scored| quality.lines(set, scored)));
@@ -95,13 +95,14 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
         title: quality.title.into(),
         command: typed_command(),
         body: format!(
-            "Peers: {}; in float32. {} All: symmetric grids, the same {} calibration windows of 512 tokens (256 on \
-             stories260k), scores averaged over {} selection(s) of them, the tokens' digests compared; embeddings and head float. Scored by `quant eval` on the \
+            "Peers: {}; in float32. {} All: symmetric grids; the same {} calibration windows of 512 tokens (256 on \
+             stories260k), verified by the digests of their tokens; scores averaged over {} selection(s) of windows; \
+             embeddings and head float. Scored by `quant eval` on the \
              same {} windows: perplexity, and KL to float over the full vocabulary in nats per token, ± its standard \
-             error over windows. Planted: 4 channels of every norm times 32, the columns that read them divided by \
-             32.\n\nA pooled difference weighs rows by tokens. A window of a text is one draw, however many rows it is \
-             scored in; spread is taken within a model and text. Selections of calibration windows, where there are \
-             several, are draws of their own, whose spread is added.\n\n{body}",
+             error over windows. Planted: 4 channels of every norm multiplied by 32, the columns that read them \
+             divided by 32.\n\nA pooled difference weights rows by tokens. A window of a text counts as one sample, \
+             however many rows score it; the spread is computed within each model and text. If there are several \
+             selections of calibration windows, they are further samples, whose spread is added.\n\n{body}",
             versions.join("; "),
             quality.settings,
             args.samples,
@@ -199,7 +200,9 @@ impl Session<'_> {
                             per_channel: &per_channel,
                             dtype: "float32",
                             threads: PEER_THREADS,
-                            tokens_sha256: tokens.as_deref().context("ours must come before its peers")?,
+                            tokens_sha256: tokens
+                                .as_deref()
+                                .context("our program must come before its peers")?,
                         },
                     )?;
                     let mut versions = self.versions.lock().unwrap_or_else(PoisonError::into_inner);
@@ -208,7 +211,7 @@ impl Session<'_> {
             }
             let scored = self.score(row, &model, out)?;
             if let Some(other) = scores.iter().flatten().next() {
-                ensure!(other.sha256 == scored.sha256, "two were scored on different tokens");
+                ensure!(other.sha256 == scored.sha256, "two results were scored on different tokens");
             }
             scores.push(Some(scored));
         }

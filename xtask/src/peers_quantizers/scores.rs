@@ -43,7 +43,7 @@ pub struct Scores {
 impl Scores {
     /// Parses the output of `quant eval --json`.
     pub fn from_json(result: &Value) -> Result<Self> {
-        let missing = |path: &str| format!("`quant eval --json` gives no {path}");
+        let missing = |path: &str| format!("`quant eval --json` reports no {path}");
         let number = |path: &str| {
             let value = result.pointer(path).and_then(Value::as_f64);
             value.with_context(|| missing(path))
@@ -212,10 +212,10 @@ impl Pooled {
         };
         let allowed = match how {
             How::NoWorse => format!("at most {:+.5} allowed", self.limit(how)),
-            How::Below => "less is claimed".to_owned(),
+            How::Below => "a smaller value is claimed".to_owned(),
         };
         format!(
-            "{what} pooled over {tokens:.0} tokens: {ours:.5} ({who}), {theirs:.5} ({than}), difference \
+            "{what}, pooled over {tokens:.0} tokens: {ours:.5} ({who}), {theirs:.5} ({than}), difference \
              {difference:+.5} ± {error:.5} ({share:+.1} %), {allowed}: the claim {}.",
             if self.holds(how) { "holds" } else { "does not hold" }
         )
@@ -302,7 +302,7 @@ mod tests {
         let shifted = |by: f64| of(Metric::Kl, &[(0, &theirs.map(|t| t + by), &theirs)]);
         let holds = |by| shifted(by).holds(How::NoWorse);
         assert!(holds(-1.0) && holds(0.0) && holds(0.009));
-        assert!(!holds(0.011), "0.5 % of 2.0 is the limit where the difference has no spread");
+        assert!(!holds(0.011), "without spread, the limit is 0.5 % of 2.0");
         assert!(shifted(-0.1).holds(How::Below) && !shifted(0.0).holds(How::Below));
         let noisy = |by: f64| of(Metric::Kl, &[(0, &[1.0 + by, 2.2 + by, 2.8 + by], &theirs)]);
         assert!(noisy(0.2).holds(How::NoWorse) && !noisy(0.25).holds(How::NoWorse), "{:?}", noisy(0.2));

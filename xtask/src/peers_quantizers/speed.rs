@@ -63,7 +63,7 @@ pub fn run(args: &Args, speed: &Speed) -> Result<()> {
     ensure!(args.repeat > 0, "--repeat must be positive");
     let entries: Vec<&Entry> =
         speed.peers.iter().filter(|e| args.dtypes.iter().any(|d| d == e.dtype)).collect();
-    ensure!(!entries.is_empty(), "no peer is run in {}", args.dtypes.join(" or "));
+    ensure!(!entries.is_empty(), "no peer runs with {}", args.dtypes.join(" or "));
     let peers: BTreeMap<Package, Peer> = entries
         .iter()
         .map(|e| {
@@ -135,7 +135,7 @@ pub fn run(args: &Args, speed: &Speed) -> Result<()> {
         best = best.min(ratio);
         if let Some((_, promised)) = speed.promised.iter().find(|(name, _)| *name == entry.name()) {
             summary +=
-                &format!("Ours is {ratio:.2} times as fast as {} (promised: {promised}). ", entry.name());
+                &format!("Ours is {ratio:.2} times as fast as {} (required: {promised}). ", entry.name());
             if ratio < *promised {
                 broken.push(format!("{ratio:.2} times as fast as {}", entry.name()));
             }
@@ -151,7 +151,7 @@ pub fn run(args: &Args, speed: &Speed) -> Result<()> {
             format!("{:.0}", column(|o| mb(o.peak_bytes))),
         ]);
     }
-    summary += &format!("Ours is {best:.2} times as fast as the fastest of them (promised: {OVER_BEST}).");
+    summary += &format!("Ours is {best:.2} times as fast as the fastest of them (required: {OVER_BEST}).");
     if best < OVER_BEST {
         broken.push(format!("{best:.2} times as fast as the fastest"));
     }
@@ -168,12 +168,13 @@ pub fn run(args: &Args, speed: &Speed) -> Result<()> {
         title: speed.title.into(),
         command: typed_command(),
         body: format!(
-            "Synthetic Llama in 1B shape, {} layers, bf16, tied; {BITS} bits, symmetric, groups of {GROUP}; the same \
-             {} calibration windows of {} tokens; {} thread(s); all alternate, medians of {} round(s), ratios \
-             taken round by round. Peers: {}; their defaults. Seconds: ours the whole process, reading and writing \
-             within; a peer's its call that quantizes alone, in memory.\n\n{table_of_times}\n{summary}\n\n\
-             Where our time goes, by the log: seconds until each step was done since the one before, summed over \
-             the blocks. The first step of a block includes reading it, its forward pass and packing the block \
+            "Synthetic 1B-shaped Llama, {} layers, bf16, tied; {BITS} bits, symmetric, groups of {GROUP}; the same \
+             {} calibration windows of {} tokens; {} thread(s); the programs alternate; medians of {} round(s), with \
+             ratios computed per round. Peers: {}; their defaults. Seconds: for ours the whole process, including \
+             reading and writing; for a peer only its quantization call, in memory.\n\n{table_of_times}\n{summary}\n\n\
+             Our time by step, from the log: seconds from the end of the previous step to the end of each step, \
+             summed over the blocks. The first step of a block includes reading it, its forward pass and packing the \
+             block \
              before.\n\n{}",
             args.layers,
             args.samples,
@@ -195,7 +196,7 @@ fn mb(bytes: u64) -> f64 {
 fn peer_of(entry: &Entry) -> Result<(Package, &'static str, &'static [&'static str])> {
     match entry.peer.maker {
         Maker::Peer { package, method, settings } => Ok((package, method, settings)),
-        Maker::Ours { .. } => bail!("{} is no peer", entry.peer.name),
+        Maker::Ours { .. } => bail!("{} is not a peer", entry.peer.name),
     }
 }
 

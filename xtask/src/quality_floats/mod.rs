@@ -57,7 +57,7 @@ pub fn divergence(
     command.args(["--window", &window.to_string(), "--windows", &windows.to_string(), "--quiet", "--json"]);
     let result: Value = serde_json::from_str(&output(&mut command)?)?;
     let windows = result.pointer("/comparison/window_kl").and_then(Value::as_array);
-    let windows = windows.context("`quant eval --json` gives no /comparison/window_kl")?;
+    let windows = windows.context("`quant eval --json` reports no /comparison/window_kl")?;
     let windows: Vec<f64> = windows.iter().filter_map(Value::as_f64).collect();
     ensure!(windows.len() > 1 && windows.iter().all(|kl| kl.is_finite()), "{model:?}: not finite");
     Ok(windows)
@@ -84,7 +84,7 @@ fn ignored(row: &Row) -> Vec<String> {
 
 /// Measures and writes the record.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let out = target_dir().join("quality-floats");
     let mut csv = vec!["text_of,model,text,scheme,options,kl,kl_se".to_owned()];
@@ -161,11 +161,12 @@ pub fn run(args: &Args) -> Result<()> {
         title: "Floating-point weights on the real models".into(),
         command: typed_command(),
         body: format!(
-            "Weights rounded to nearest without any text, activations float, embeddings and head float; on stories260k \
-             `down_proj` float as well, for no group divides its width. {} windows of 512 tokens (256 on stories260k), as \
-             many as the text has. KL to float over the full vocabulary in nats per token, ± its standard error over \
-             windows; differences are paired by window, and less or more where they exceed two of their errors. What \
-             `--scale-search` does by default was chosen on calibration texts.\n\n{body}",
+            "Weights rounded to nearest without calibration; activations, embeddings and head float; on stories260k \
+             `down_proj` is float too, because no group size divides its width. {} windows of 512 tokens (256 on \
+             stories260k), or as many as the text has. KL to float over the full vocabulary in nats per token, ± its \
+             standard error over \
+             windows; differences are paired by window, and called less or more if they exceed two standard errors. \
+             The default of `--scale-search` was chosen on calibration texts.\n\n{body}",
             args.windows
         ),
         csv,

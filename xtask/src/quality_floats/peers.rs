@@ -101,13 +101,13 @@ struct Found {
 /// # Errors
 /// When a peer cannot be installed, a run fails, or `--check` is given and a claim does not hold.
 pub fn run(args: &Args) -> Result<()> {
-    let data = shared_dir().context("the real models and texts are not there")?.join("data");
+    let data = shared_dir().context("the real models and texts are not available")?.join("data");
     let quant = quant_binary(args.quant.as_deref())?;
     let out = target_dir().join("peers-floats");
     let mut csv = vec!["model,text,format,who,kl,kl_se".to_owned()];
     let (mut body, mut broken, mut versions) = (String::new(), Vec::new(), Vec::new());
     for name in MODELS {
-        let row = texts().into_iter().find(|row| row.name == name).context("a model without a text")?;
+        let row = texts().into_iter().find(|row| row.name == name).context("a model has no text")?;
         let found = compare(args, &quant, &data, row, &out, &mut versions)?;
         body += &format!("## {name}, {}\n\n{}\n", row.evaluation, found.body);
         csv.extend(found.csv);
@@ -115,15 +115,16 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let record = Record {
         benchmark: "peers-floats",
-        title: "Floating-point weights, ours and others'".into(),
+        title: "Floating-point weights: ours and others'".into(),
         command: typed_command(),
         body: format!(
-            "Weights alone, activations, embeddings and head float. {} calibration windows, the same tokens for all; {} \
-             evaluation windows of 512 tokens. Methods and observers of others are their defaults but for the one named, in \
-             float32. KL to float over the full vocabulary in nats per token, ± its standard error over windows; differences \
-             are paired by window. Less: by more than two of their errors. No worse: more by at most 0.5 % of the other's \
-             divergence, or two errors. Of Model Optimizer what runs on a CPU; its searches of scales need triton, and so a \
-             GPU. {}.\n\n{body}",
+            "Only weights are quantized; activations, embeddings and head stay float. {} calibration windows, with \
+             the same tokens for all; {} evaluation windows of 512 tokens. The others run with their default methods \
+             and observers except where one is named, in float32. KL to float over the full vocabulary in nats per \
+             token, ± its standard error over windows; differences \
+             are paired by window. Less: by more than two standard errors. No worse: more by at most 0.5 % of the \
+             other's divergence, or by two standard errors. Of Model Optimizer, only what runs on a CPU: its scale \
+             searches need triton, and therefore a GPU. {}.\n\n{body}",
             args.samples,
             args.windows,
             versions.join("; ")

@@ -46,7 +46,7 @@ impl Known {
     pub fn from_help(help: &str) -> Result<Self> {
         let listed = |option: &str| -> Result<Vec<String>> {
             let names = listed(help, option);
-            ensure!(!names.is_empty(), "`quant quantize --help` of the base lists nothing under {option}");
+            ensure!(!names.is_empty(), "`quant quantize --help` of the base lists no values of {option}");
             Ok(names)
         };
         Ok(Self { presets: listed("--preset")?, methods: listed("--method")?, formats: listed("--format")? })

@@ -1,6 +1,6 @@
 //! Compares the outputs of two programs and reports the first difference.
 //!
-//! The output of `quant plan` is compared as JSON, without the engines ([`plans`]). Files are compared byte for byte,
+//! The output of `quant plan` is compared as JSON, without engines and predicted memory ([`plans`]). Files are compared byte for byte,
 //! with two exceptions:
 //!
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If
@@ -54,13 +54,16 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
 }
 
-/// The first difference between two plans. They must be equal as JSON, except for the engines: which engines load a
-/// checkpoint is a fact about them, and changes as more becomes known.
+/// The first difference between two plans. They must be equal as JSON, except for the engines and the predictions of memory:
+/// which engines load a checkpoint is a fact about the engines, and predictions become more accurate.
 pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     let without_engines = |text: &[u8]| -> Option<Value> {
         let mut plan: Value = serde_json::from_slice(text).ok()?;
         for format in plan.get_mut("formats").and_then(Value::as_array_mut).into_iter().flatten() {
             format.as_object_mut().map(|format| format.shift_remove("engines"));
+        }
+        for predicted in ["peak_memory_bytes", "smallest_budget_bytes", "scratch_bytes"] {
+            plan.as_object_mut().map(|plan| plan.shift_remove(predicted));
         }
         Some(plan)
     };
@@ -168,7 +171,7 @@ fn shortened(value: &Value) -> String {
 
 /// Describes the first difference of two safetensors files, given its offset.
 fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) -> Result<String> {
-    let describe = |path: &Path| read_header(path).with_context(|| format!("{} is broken", path.display()));
+    let describe = |path: &Path| read_header(path).with_context(|| format!("{} is invalid", path.display()));
     let (of_base, of_ours) = (describe(base)?, describe(ours)?);
     let as_map = |tensors: &[(Entry, u64)]| -> BTreeMap<String, Entry> {
         tensors.iter().map(|(entry, _)| (entry.name.clone(), entry.clone())).collect()
@@ -188,7 +191,7 @@ fn tensors_differ(base: &Path, ours: &Path, bytes: [&[u8]; 2], position: usize) 
     }
     for ((entry, from_base), (_, from_ours)) in of_base.iter().zip(&of_ours) {
         if from_base != from_ours {
-            return Ok("tensors stand in another order or place".to_owned());
+            return Ok("tensors are in a different order or position".to_owned());
         }
         let start = usize::try_from(*from_base)?;
         let data = start..start + usize::try_from(entry.bytes)?;
@@ -389,7 +392,7 @@ mod tests {
         safetensors(&ours, &[("a", 2), ("c", 3)], &data);
         pair.differs(&["b is missing"]);
         safetensors(&ours, &[("b", 3), ("a", 2)], &data);
-        pair.differs(&["order or place"]);
+        pair.differs(&["order or position"]);
         std::fs::write(&ours, [b"\x02\0\0\0\0\0\0\0{}", &data[..]].concat()).unwrap();
         pair.differs(&["a is missing"]);
         std::fs::write(&ours, b"broken").unwrap();

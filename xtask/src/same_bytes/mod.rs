@@ -83,8 +83,8 @@ fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
     for (case, directory) in workspace.preparations() {
         std::fs::create_dir_all(&directory)?;
         let output = execute(&programs.base, &directory, &quantize(&case))?;
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "the base cannot make {}:\n{stderr}", case.name);
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "the base cannot create {}:\n{said}", case.name);
         let maxima = directory.join(cases::MAXIMA);
         if maxima.is_file() {
             std::fs::copy(&maxima, workspace.kept_maxima())?;
@@ -153,9 +153,9 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
         let (of_base, of_ours) = both(&arguments)?;
         let (was, is) = (of_base.status.code(), of_ours.status.code());
         if was != is {
-            let stderr = String::from_utf8_lossy(&of_ours.stderr);
-            let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-            return Ok(Outcome::Different(format!("{verb} ends with {is:?}, was {was:?}: {last}")));
+            let said = String::from_utf8_lossy(&of_ours.stderr);
+            let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+            return Ok(Outcome::Different(format!("{verb} exits with {is:?}, was {was:?}: {last}")));
         }
         if verb == "plan"
             && let Some(difference) = compare::plans(&of_base.stdout, &of_ours.stdout)
@@ -260,13 +260,13 @@ mod tests {
             (program("{\"a\": 2}", "{\"b\": 1}", [0, 0]), "plan: /a is 2, was 1"),
             (program("{\"a\": 1, \"formats\": []}", "{\"b\": 1}", [0, 0]), "plan: /formats is new"),
             (program("{\"a\": 1}", "{\"b\": 2}", [0, 0]), "out/config.json: /b is 2, was 1"),
-            (program("{\"a\": 1}", "{\"b\": 1}", [2, 0]), "plan ends with Some(2), was Some(0)"),
-            (program("{\"a\": 1}", "{\"b\": 1}", [0, 4]), "quantize ends with Some(4), was Some(0)"),
-            ("#!/bin/sh\nkill -9 $$\n".into(), "plan ends with None, was Some(0)"),
+            (program("{\"a\": 1}", "{\"b\": 1}", [2, 0]), "plan exits with Some(2), was Some(0)"),
+            (program("{\"a\": 1}", "{\"b\": 1}", [0, 4]), "quantize exits with Some(4), was Some(0)"),
+            ("#!/bin/sh\nkill -9 $$\n".into(), "plan exits with None, was Some(0)"),
         ] {
             let (outcome, kept) = outcome_of(&base, &ours);
-            assert!(kept, "what differs is left for a look");
-            assert!(matches!(&outcome, Outcome::Different(text) if text.contains(expected)), "{outcome:?}");
+            assert!(kept, "different outputs are kept for inspection");
+            assert!(matches!(&outcome, Outcome::Different(text) if text.contains(says)), "{outcome:?}");
         }
         // A crash of both is not agreement.
         let crash = "#!/bin/sh\nkill -9 $$\n";

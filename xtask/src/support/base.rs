@@ -49,7 +49,7 @@ impl Pair {
 
     /// Name of the base in a record.
     pub fn base_name(&self) -> &str {
-        self.base.as_deref().unwrap_or("a program of no named revision")
+        self.base.as_deref().unwrap_or("a program of unknown revision")
     }
 }
 

@@ -202,9 +202,9 @@ fn split_layer(name: &str) -> Option<(usize, &str)> {
 pub fn require_llama(config: &Value) -> Result<()> {
     let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or("missing");
     if model_type != "llama" {
-        bail!("config.json: `model_type` is {model_type}, only llama is understood");
+        bail!("config.json: `model_type` is {model_type}, only llama is supported");
     }
-    ensure!(config.get("quantization_config").is_none(), "config.json: the model is quantized already");
+    ensure!(config.get("quantization_config").is_none(), "config.json: the model is already quantized");
     Ok(())
 }
 

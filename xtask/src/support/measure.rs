@@ -83,7 +83,7 @@ fn wait_for_cpu_seconds(id: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
     ticks_from(&stat, UTIME)
         .map(|ticks| ticks as f64 / TICKS_PER_SECOND)
-        .context("/proc/PID/stat has another form")
+        .context("/proc/PID/stat has an unexpected form")
 }
 
 /// CPU time, user and system, of all children of this process that have ended and were waited for, and of their

@@ -104,7 +104,11 @@ impl ShardWriter {
         for entry in entries {
             let end = offset + entry.bytes;
             let value = json!({ "dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, end] });
-            ensure!(header.insert(entry.name.clone(), value).is_none(), "tensor {} twice", entry.name);
+            ensure!(
+                header.insert(entry.name.clone(), value).is_none(),
+                "tensor {} is written twice",
+                entry.name
+            );
             offset = end;
         }
         let mut header = serde_json::to_vec(&header)?;
@@ -119,14 +123,14 @@ impl ShardWriter {
     /// Appends bytes of the tensors, in the order of the entries.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let len = bytes.len() as u64;
-        ensure!(len <= self.remaining, "more bytes than the header announces");
+        ensure!(len <= self.remaining, "more bytes than the header declares");
         self.remaining -= len;
         Ok(self.file.write_all(bytes)?)
     }
 
     /// Finishes the file.
     pub fn finish(mut self) -> Result<()> {
-        ensure!(self.remaining == 0, "{} bytes fewer than the header announces", self.remaining);
+        ensure!(self.remaining == 0, "{} bytes fewer than the header declares", self.remaining);
         Ok(self.file.flush()?)
     }
 }
@@ -147,7 +151,7 @@ impl Checkpoint {
         if !dir.join(SINGLE).is_file() {
             let index = read_json(&dir.join(INDEX))?;
             let map =
-                index.get("weight_map").and_then(Value::as_object).context("index without weight_map")?;
+                index.get("weight_map").and_then(Value::as_object).context("the index has no weight_map")?;
             files = map.values().filter_map(Value::as_str).map(str::to_owned).collect();
             files.sort();
             files.dedup();
@@ -156,7 +160,7 @@ impl Checkpoint {
         for file in files {
             ensure!(!file.contains(['/', '\\']), "shard {file} is not a plain file name");
             let path = dir.join(&file);
-            let located = read_header(&path).with_context(|| format!("{} is broken", path.display()))?;
+            let located = read_header(&path).with_context(|| format!("{} is invalid", path.display()))?;
             for (entry, offset) in &located {
                 checkpoint.places.insert(entry.name.clone(), (path.clone(), *offset));
             }
@@ -201,7 +205,7 @@ pub fn read_header(path: &Path) -> Result<Vec<(Entry, u64)>> {
     for (name, value) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
         let (entry, begin) = parse_entry(&name, &value).with_context(|| format!("tensor {name}"))?;
         let end = begin.checked_add(entry.bytes).and_then(|e| e.checked_add(start));
-        ensure!(end.is_some_and(|e| e <= size), "tensor {name} leaves the file");
+        ensure!(end.is_some_and(|e| e <= size), "tensor {name} exceeds the file");
         located.push((entry, start + begin));
     }
     located.sort_by_key(|(_, offset)| *offset);
@@ -216,10 +220,10 @@ fn parse_entry(name: &str, value: &Value) -> Result<(Entry, u64)> {
     let Some([begin, end]) = numbers("data_offsets").and_then(|o| <[u64; 2]>::try_from(o).ok()) else {
         bail!("no data_offsets");
     };
-    let bytes = end.checked_sub(begin).context("data_offsets run backwards")?;
+    let bytes = end.checked_sub(begin).context("data_offsets are descending")?;
     let elements = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).context("shape overflows")?;
     if let Some(float) = Float::from_header(dtype) {
-        ensure!(elements.checked_mul(float.size() as u64) == Some(bytes), "length does not fit the shape");
+        ensure!(elements.checked_mul(float.size() as u64) == Some(bytes), "length does not match the shape");
     }
     let shape = shape.into_iter().map(usize::try_from).collect::<Result<_, _>>()?;
     Ok((Entry { name: name.to_owned(), dtype: dtype.to_owned(), shape, bytes }, begin))

@@ -358,7 +358,7 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
                 // Starting the next run restores it, whatever happens to that run.
                 let started = create(Arc::new(steady()), &target, false, resume);
                 assert!(matches!(started, Err(Error::OutputExists { .. })), "{case}");
-                assert_eq!(content_of(&target), old, "{case}: not put back");
+                assert_eq!(content_of(&target), old, "{case}: the old output was not restored");
             }
             let force = force || left.is_some();
             run(Arc::new(RealFileSystem), &target, force, resume)

@@ -114,5 +114,5 @@ fn unknown_types_are_written_as_they_were_read() {
     let file = fs::read(target.join("model.safetensors")).unwrap();
     let read = SafeTensors::deserialize(&file).unwrap();
     assert_eq!(format!("{:?}", read.tensor("a").unwrap().dtype()), "F8_E4M3FNUZ");
-    assert!(file.ends_with(&content(&specs[0])), "what has no known alignment comes last");
+    assert!(file.ends_with(&content(&specs[0])), "types of unknown alignment come last");
 }

@@ -118,7 +118,7 @@ fn existing_target_needs_force() {
     assert!(matches!(create(&target, options()), Err(Error::OutputExists { .. })));
     assert!(!job(&target).exists(), "nothing was created");
     let writer = create(&target, forced()).unwrap();
-    assert_eq!(snapshot(&target), before, "the old stays until the end");
+    assert_eq!(snapshot(&target), before, "the old output stays until the new one is complete");
     assert!(finish(writer).unwrap().replaced);
     assert_eq!(snapshot(&target), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -280,7 +280,7 @@ fn resuming_keeps_what_was_committed() {
 
     let (_dir, target) = place();
     finish(create(&target, resumed()).unwrap()).unwrap();
-    assert_eq!(snapshot(&target), expected, "resuming nothing is starting");
+    assert_eq!(snapshot(&target), expected, "resuming without a job starts a new one");
 }
 
 #[test]

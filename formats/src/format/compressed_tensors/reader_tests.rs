@@ -45,7 +45,7 @@ impl Memory {
 
 /// The weight `m`, with the scheme of the reader's configuration.
 fn read(reader: &dyn PackedReader, source: &dyn TensorSource, shape: [usize; 2]) -> Result<QuantizedTensor> {
-    let scheme = reader.scheme("m").expect("it is quantized");
+    let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
 }
 
@@ -237,7 +237,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         (
             "input_activations",
             json!({"num_bits": 8, "type": "float"}),
-            "input_activations.strategy` and the keys beside it",
+            "input_activations.strategy` and the other keys",
         ),
         (
             "input_activations",

@@ -48,7 +48,7 @@ fn read(
 ) -> Result<QuantizedTensor> {
     let mut reader = container.reader(config).unwrap().unwrap();
     reader.survey(source)?;
-    let scheme = reader.scheme("m").expect("it is quantized");
+    let scheme = reader.scheme("m").expect("a quantized linear");
     reader.read(source, PackedWeight { module: "m", shape, scheme })
 }
 
@@ -211,7 +211,11 @@ fn tensors_are_checked() {
         (1, |(_, bytes)| bytes[1] = 0x7f, "non-finite"),
         (1, |(_, bytes)| bytes[1] = 0xb8, "negative scale"),
         (1, |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()), "m.weight_scale"),
-        (0, |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()), "no `m.weight` of U8"),
+        (
+            0,
+            |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()),
+            "no matching `m.weight` of type U8",
+        ),
     ];
     let tensor = quantized([4, 32], "wf4a16-g16-nv", 0.25);
     for (which, damage, expected) in cases {

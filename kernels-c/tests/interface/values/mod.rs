@@ -35,5 +35,5 @@ fn all_functions_have_values() {
     let tests: String = paths.map(|path| std::fs::read_to_string(path).unwrap()).collect();
     let tested: Vec<&str> = called(&tests).collect();
     let missing: Vec<_> = names.into_iter().filter(|name| !tested.contains(name)).collect();
-    assert!(missing.is_empty(), "no test of values calls {missing:?}");
+    assert!(missing.is_empty(), "no value test calls {missing:?}");
 }

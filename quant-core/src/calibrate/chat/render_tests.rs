@@ -170,13 +170,13 @@ fn hostile_templates_end() {
 }
 
 #[test]
-fn indistinguishable_answers_are_refused() {
-    let expected = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
-    // Only the last turn is rendered in full.
+fn answers_that_cannot_be_told_are_refused() {
+    let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
+    // A template that renders only the last turn in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";
-    refused(last, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["message 2"]].concat());
-    // The order of turns is reversed.
+    refused(last, &chat(&TURNS), Mask::Prompts, &[&says[..], &["message 2"]].concat());
+    // A template that reverses the order of turns.
     let reversed = "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}";
     refused(reversed, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["changes with"]].concat());
     // A conversation that begins with an answer.

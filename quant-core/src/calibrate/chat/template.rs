@@ -131,7 +131,7 @@ impl ChatTemplate {
     }
 
     /// Returns the text of a conversation followed by the generation prompt, ready for the assistant's next answer.
-    /// `origin` says in messages where the conversation comes from.
+    /// `origin` names the source of the conversation in messages.
     ///
     /// # Errors
     /// As [`render`](Self::render).

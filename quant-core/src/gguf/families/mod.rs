@@ -22,7 +22,7 @@ pub(super) struct GgufFamily {
     pub(super) tensors: &'static [(&'static str, How)],
     /// The prefix of expert modules, and the linears of an expert.
     pub(super) experts: Option<(&'static str, &'static [(&'static str, &'static str)])>,
-    /// Whether llama.cpp rotates pairs of adjacent channels where the checkpoint pairs halves, so that the rows of
+    /// Whether llama.cpp rotates pairs of adjacent channels while the checkpoint pairs halves, so that the rows of
     /// queries and keys are reordered.
     pub(super) pairs_neighbours: bool,
     /// Whether llama.cpp supports sliding windows for the family.
@@ -31,7 +31,7 @@ pub(super) struct GgufFamily {
     pub(super) favours_values_of_80_layers: bool,
     /// The activation function of the MLP.
     pub(super) activation: Activation,
-    /// With sliding windows, one layer of each period of this length has none.
+    /// With sliding windows, the length of the pattern in layers; one layer of each period has no window.
     pub(super) window_period: usize,
     /// The index of the layer without a window in its period.
     pub(super) full_layer: usize,
@@ -83,7 +83,7 @@ pub(super) enum How {
     OfHeads(&'static str),
     /// A logarithm per value head, `x`, is stored as `−eˣ`.
     Decays(&'static str),
-    /// Split by key head: queries, keys and values become one tensor, and their gates another.
+    /// Split by key head: queries, keys and values become one tensor, and their gates another one.
     ByKeyHead([&'static str; 2]),
     /// Latent attention: rows of keys, transposed, and rows of values.
     Latent([&'static str; 2]),
@@ -92,7 +92,7 @@ pub(super) enum How {
 /// Which keys for routing files of a family have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoutingKeys {
-    /// None: routing follows from the family.
+    /// No keys, because routing follows from the family.
     Implied,
     /// All keys.
     Full,
@@ -149,7 +149,7 @@ pub(super) fn scales_by_width(family: &GgufFamily, layers: u64) -> bool {
     family.layers_of_largest == Some(layers)
 }
 
-/// The entry of a family by our name.
+/// The entry of a family by its name in `model::arch`.
 pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
     FAMILIES.iter().find(|f| f.family == name)
 }

@@ -21,7 +21,7 @@ const SANDWICH: &[(&str, &str)] = &[
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
-/// Llama's norms, with another name for the second one.
+/// Llama's norms, with a different name for the second one.
 const PRE_ATTENTION_NORM: &[(&str, &str)] =
     &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")];
 const POST: &[(&str, &str)] =

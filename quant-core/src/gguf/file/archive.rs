@@ -20,7 +20,7 @@ use crate::{Error, Result};
 pub struct GgufArchive {
     /// The file's name.
     pub file_name: String,
-    /// Its metadata, in order. An entry for the program that wrote it is added.
+    /// The metadata, in order. An entry for the program that wrote it is added.
     pub metadata: Vec<(String, Value)>,
     /// Whether to write several files if one would be too large.
     pub in_parts: bool,
@@ -154,7 +154,7 @@ impl Archive for GgufArchive {
 
     fn read_header(&self, file: &File, path: &Path) -> Result<Vec<PlacedTensor>> {
         let len = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
-        // The file may have been read before.
+        // The file's position is unknown, because it may have been read before.
         use std::io::Seek;
         let mut reader = file;
         reader.rewind().map_err(|e| Error::io("read", path, e))?;

@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-/// A rule that a file breaks, or a feature that this version does not read.
+/// A rule that a file breaks, or a feature that this version does not support.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GgufFault {
     /// The file violates the format: it is damaged, incomplete or malicious.
     Damaged(String),
-    /// The file may be valid, but uses a feature that is not read.
+    /// The file may be valid, but uses an unsupported feature.
     Unread(String),
 }
 

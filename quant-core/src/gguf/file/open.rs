@@ -86,7 +86,7 @@ impl GgufFile {
         }
     }
 
-    /// Adds the tensors of another file.
+    /// Adds the tensors of a further file.
     fn join(&mut self, other: Self) -> Result<()> {
         for tensor in other.header.tensors {
             let place = self.header.tensors.len();
@@ -112,7 +112,7 @@ impl GgufFile {
         }
     }
 
-    /// The error for a file that uses a feature which is not read, whether or not the file is valid.
+    /// The error for a file that uses an unsupported feature, whether or not the file is valid.
     pub(crate) fn unread(path: &Path, reason: String) -> Error {
         Self::refused(path, reason, "give the Hugging Face directory of the model")
     }
@@ -142,7 +142,7 @@ impl GgufFile {
         &self.header
     }
 
-    /// A tensor by its name.
+    /// Returns a tensor by its name.
     pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
         self.places.get(name).map(|&i| &self.header.tensors[i])
     }

@@ -13,9 +13,9 @@ use crate::checkpoint::printable;
 const MAX_ENTRIES: u64 = 1 << 16;
 /// The maximum number of tensors.
 const MAX_TENSORS: u64 = 1 << 20;
-/// The maximum length of a string in bytes. Chat templates have some tens of thousands.
+/// The maximum length of a string in bytes. Chat templates have tens of thousands of bytes.
 const MAX_STRING: u64 = 64 << 20;
-/// The maximum number of elements in all lists together. Vocabularies have some hundreds of thousands.
+/// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands of elements.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
 /// The header of a file.
@@ -32,7 +32,7 @@ pub struct GgufHeader {
 /// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GgufTensor {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// Dimensions, outermost first: the reverse of the order in the file.
     pub shape: Vec<usize>,
@@ -40,7 +40,7 @@ pub struct GgufTensor {
     pub kind: &'static BlockType,
     /// The offset of its first byte from the start of the file.
     pub offset: u64,
-    /// The size of its data in bytes.
+    /// The size of the data in bytes.
     pub bytes: u64,
     /// The part that contains it, counted from 0; always 0 for a model in a single file.
     pub part: usize,
@@ -168,7 +168,7 @@ impl<R: Read> Cursor<R> {
     fn string(&mut self, what: &str) -> Result<String, String> {
         let at = self.at;
         let len = self.count(what, MAX_STRING, 1)?;
-        // Bounded by the remaining bytes of the file.
+        // The allocation is bounded by the remaining bytes of the file.
         let mut bytes = vec![0; len as usize];
         self.fill(what, &mut bytes)?;
         String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not UTF-8", printable(what)))

@@ -144,7 +144,7 @@ fn unsupported_files_are_distinguished_from_damaged_ones() {
     assert!(is_unread(b"GGUF\0\0\0\x03"));
     assert!(is_unread(b"GGUF\x01\0\0\0"));
     assert!(is_unread(&crafted(1, 0, &tensor("t", &[256], 16, 0))));
-    // Names come from the file, and may end in any words.
+    // Tensor names come from the file, so their words must not affect the kind of the fault.
     assert!(!is_unread(&crafted(1, 0, &tensor("which is not read", &[4], 4, 0))));
     assert!(!is_unread(&crafted(1, 0, &tensor("t", &[1, 1, 1, 1, 1], 0, 0))));
 }

@@ -17,7 +17,7 @@ pub(super) struct Described<'a> {
 }
 
 impl Described<'_> {
-    /// The size of its data in bytes.
+    /// The size of the data in bytes.
     pub(super) fn bytes(&self) -> Result<u64> {
         let fault = |reason: &str| Error::Internal(format!("output tensor `{}` {reason}", self.name));
         if self.name.is_empty() || self.name.len() > MAX_NAME {

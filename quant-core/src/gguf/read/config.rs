@@ -95,7 +95,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     if !family.has_two_kinds {
         rope(about, rotary_heads, &mut set)?;
     }
-    // Set explicitly, because graphs without windows must not get the family's default.
+    // The key is set explicitly, because graphs without windows must not get the family's default.
     match about.integer("attention.sliding_window")?.filter(|_| family.has_windows) {
         Some(window) => set("sliding_window", json!(window)),
         None => set("sliding_window", Json::Null),
@@ -167,7 +167,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     };
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
         ("yarn", None) => specials::yarn(about, factor)?,
-        // The family scales by default.
+        // gpt-oss scales frequencies by default, so unscaled ones must be requested explicitly.
         ("none", None) if about.family.family == "gpt_oss" => json!({ "rope_type": "default" }),
         ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
             (Some(short), Some(long)) => {

@@ -10,7 +10,7 @@ use crate::gguf::families::ROPE_FACTORS;
 /// Pairs with divisors from this value on are not rotated.
 const NEVER: f32 = 1e29;
 
-/// The fields that other families do not have.
+/// Sets the fields that only this family has.
 pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let blocks = about.blocks()?;
     let key = "attention.sliding_window_pattern";

@@ -28,7 +28,7 @@ pub use tensors::GgufSource;
 ///
 /// # Errors
 /// [`Error::InputFile`] when the file is damaged, contains an importance matrix or a later part of a model, or has an
-/// architecture that is not read; [`Error::Io`].
+/// unsupported architecture; [`Error::Io`].
 pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
@@ -107,9 +107,9 @@ impl<'a> About<'a> {
     /// One integer per block, from a list or a single value.
     fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
         let Some(list) = self.get(key).and_then(Value::as_integers) else {
-            // Bounded by the number of tensors, since each block has some.
-            let max = self.file.header().tensors.len() as u64;
-            return match blocks <= max && blocks > 0 {
+            // Every block has tensors, so the number of tensors bounds the allocation.
+            let most = self.file.header().tensors.len() as u64;
+            return match blocks <= most && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
                 false => {
                     Err(self.broken("block_count", &format!("is {blocks}, and there are {max} tensors")))
@@ -183,7 +183,7 @@ impl<'a> About<'a> {
     }
 }
 
-/// The value of a key. Another type is an error.
+/// The value of a key; an error if it has the wrong type.
 fn typed<'a, T>(
     file: &'a GgufFile,
     key: &str,
@@ -191,7 +191,8 @@ fn typed<'a, T>(
     read: impl Fn(&'a Value) -> Option<T>,
 ) -> Result<Option<T>> {
     let Some(value) = file.header().get(key) else { return Ok(None) };
-    let fault = || GgufFile::broken(file.path(), format!("`{}` is no {what}", printable(key)));
+    let article = if what.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
+    let fault = || GgufFile::broken(file.path(), format!("`{}` is not {article} {what}", printable(key)));
     read(value).map(Some).ok_or_else(fault)
 }
 
@@ -210,7 +211,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error for an architecture that is not read, or not with or without experts.
+/// The error for an architecture that is not supported, or not with experts, or not without them.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {

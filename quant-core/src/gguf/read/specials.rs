@@ -92,7 +92,7 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
         set("full_attention_interval", json!(about.integer("full_attention_interval")?.unwrap_or(4)));
         return Ok(());
     };
-    // Blocks for multi-token prediction come last.
+    // The list may also cover blocks for multi-token prediction, which come last.
     let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
     let flags = flags.ok_or_else(|| {
         about.broken("attention.recurrent_layers", &format!("is not a list of flags for {blocks} blocks"))

@@ -46,7 +46,7 @@ struct CheckpointTensor {
 #[derive(Debug, Clone)]
 struct Piece {
     tensor: GgufTensor,
-    /// Its first row in the file's tensor.
+    /// The first row in the file's tensor.
     first_row: usize,
     view: View,
     /// Columns per row in the file.
@@ -92,7 +92,7 @@ impl GgufSource {
             let block = layout::of_block(a, about.family, layer)?;
             let names: BTreeSet<String> = block.iter().map(|placed| placed.name(layer)).collect();
             if names.iter().any(|name| source.file.tensor(name).is_none()) {
-                // An unexpected tensor makes a better message than a missing one.
+                // Reporting an unexpected tensor gives a better message than reporting a missing one.
                 let prefix = format!("blk.{layer}.");
                 let mut of_block =
                     source.file.header().tensors.iter().filter(|t| t.name.starts_with(&prefix));
@@ -156,7 +156,7 @@ impl GgufSource {
             }
             expected.insert(0, tensor.shape[0]);
         }
-        // Leading dimensions of one may be omitted.
+        // Leading dimensions of size 1 may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
         if plain(&tensor.shape) != plain(&expected) {
             return Err(broken(format!(

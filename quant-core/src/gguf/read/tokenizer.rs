@@ -11,9 +11,9 @@ use crate::gguf::file::{GgufFile, Value};
 use crate::gguf::tokenizer::{kinds, pre_tokenizer};
 use crate::{Error, Result};
 
-/// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Published
-/// vocabularies have some hundred at most.
-const MAX_TOKEN_BYTES: usize = 1024;
+/// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
+/// published vocabularies have at most a few hundred bytes.
+const LONGEST: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
@@ -23,7 +23,8 @@ struct Vocabulary<'a> {
     types: Vec<i64>,
 }
 
-/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or the reason why the tokenizer is not read.
+/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or the reason why the tokenizer cannot be
+/// converted.
 pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let Some(model) = about.text("tokenizer.ggml.model")? else {
         return Ok(Err("the file has no tokenizer".into()));
@@ -136,7 +137,8 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
     }))
 }
 
-/// The ID of a special token as stored in the file; it may be negative or outside the vocabulary if there is none.
+/// The ID of a special token as stored in the file. If there is no such token, the ID may be negative or outside the
+/// vocabulary.
 fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
     about.typed(&format!("tokenizer.ggml.{name}_token_id"), "integer", |value| match *value {
         Value::I32(v) if v < 0 => Some(v.into()),

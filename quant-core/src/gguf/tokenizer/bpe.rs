@@ -12,6 +12,8 @@ pub(super) enum Kind {
 }
 
 impl Kind {
+    /// Returns the kind of a tokenizer.
+    ///
     /// # Errors
     /// When the kind cannot be written.
     pub(super) fn of(json: &Json) -> Result<Self, String> {

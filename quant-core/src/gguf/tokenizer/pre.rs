@@ -92,7 +92,7 @@ const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// The name of a pre-tokenizer with these steps; `whole` is `ignore_merges`: whether pieces in the vocabulary are taken
-/// whole, whatever the merges.
+/// whole, regardless of the merges.
 fn by_steps(steps: &[Step], whole: bool) -> Option<&'static str> {
     match steps {
         [Step::ByteLevel { splits: true }] if !whole => Some("gpt-2"),
@@ -109,7 +109,7 @@ fn by_steps(steps: &[Step], whole: bool) -> Option<&'static str> {
 }
 
 /// A pre-tokenizer by its name in the form of `tokenizer.json`, and whether pieces in the vocabulary are taken whole;
-/// `None` if the name is not read.
+/// `None` if the name is not supported.
 pub(in crate::gguf) fn pre_tokenizer(name: &str) -> Option<(Json, bool)> {
     let bytes = |splits: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": splits });
     let split = |expression: &str| {
@@ -132,7 +132,7 @@ pub(in crate::gguf) fn pre_tokenizer(name: &str) -> Option<(Json, bool)> {
     })
 }
 
-/// The steps of a pre-tokenizer; `None` if one of them is of another kind.
+/// The steps of a pre-tokenizer; `None` if one of them is not supported.
 fn steps(json: &Json) -> Option<Vec<Step>> {
     let flag = |key: &str| json.get(key).and_then(Json::as_bool);
     match json.get("type")?.as_str()? {
@@ -155,7 +155,7 @@ fn steps(json: &Json) -> Option<Vec<Step>> {
     }
 }
 
-/// Whether a pre-tokenizer or decoder is byte-level, or has a part that is.
+/// Whether a pre-tokenizer or decoder is byte-level, or contains one that is.
 pub(super) fn has_byte_level(json: &Json) -> bool {
     let parts = ["pretokenizers", "decoders"].into_iter().filter_map(|key| json.get(key)?.as_array());
     json.get("type").and_then(Json::as_str) == Some("ByteLevel") || parts.flatten().any(has_byte_level)

@@ -49,9 +49,9 @@ impl AttentionShape {
         self.kv_heads * self.repeat
     }
 
-    /// The ALiBi slope of each query head: what its scores lose per position between query and key. The slopes form a
-    /// geometric series down to 2⁻⁸ over the largest power of two of the heads. The remaining heads get every second
-    /// term of the series for twice that number.
+    /// The ALiBi slope of each query head: the amount subtracted from its scores per position between query and key.
+    /// The slopes form a geometric series down to 2⁻⁸ over the largest power of two of the heads. The remaining heads
+    /// get every second term of the series for twice that number.
     pub fn slopes(&self) -> Vec<f32> {
         let heads = self.heads();
         let whole = 1 << heads.max(1).ilog2();

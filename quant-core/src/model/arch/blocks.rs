@@ -7,7 +7,8 @@ use super::BlockGraph;
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
-/// Maximum number of layers. No model has a hundredth of it; a larger number means that the configuration is damaged.
+/// Maximum number of layers. Real models have less than a hundredth of it; a larger number means that the configuration
+/// is damaged.
 pub(super) const MAX_LAYERS: usize = 1 << 16;
 
 /// The distinct block graphs of a model and the graph of each layer.
@@ -38,7 +39,7 @@ impl Blocks {
         Self::layers_by(config, "num_hidden_layers")
     }
 
-    /// Reads the number of layers from another key.
+    /// Reads the number of layers from the field `key`.
     ///
     /// # Errors
     /// As [`layers`](Self::layers).

@@ -95,7 +95,7 @@ mod tests {
     fn keys_have_two_names() {
         let published = describe(&json!({ "seq_length": 512 })).unwrap();
         assert_eq!((published.hidden, published.layers, published.max_positions), (64, 2, 512));
-        let [shape] = published.attentions()[..] else { panic!("one attention") };
+        let [shape] = published.attentions()[..] else { panic!("expected one attention") };
         assert!(shape.alibi && shape.heads() == 4 && published.ropes().next().is_none());
         let mut config = json!({ "hidden_size": 64, "n_head": 8, "n_layer": 2, "vocab_size": 100 });
         let path = std::path::Path::new("config.json");

@@ -51,7 +51,7 @@ impl Family for Cohere2 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 1e4)?;
-        // Other implementations use `hidden_size / num_attention_heads`, whatever the configuration says.
+        // Other implementations use `hidden_size / num_attention_heads`, regardless of the configuration.
         if d.shape.head_dim * d.shape.heads() != d.hidden {
             let reason = format!("is {}; heads of this family share the hidden size", d.shape.head_dim);
             return Err(config.error("head_dim", reason));

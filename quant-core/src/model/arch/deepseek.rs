@@ -130,7 +130,7 @@ impl Family for Glm4Moe {
     }
 }
 
-/// Returns an error if the key has any other value.
+/// Returns an error if the key is present with a value other than `value`.
 fn require(config: &ConfigFields<'_>, key: &str, value: &str) -> Result<()> {
     match config.optional_str(key)?.filter(|found| *found != value) {
         Some(found) => {

@@ -27,7 +27,7 @@ pub(super) struct GatedExperts {
     pub(super) prefix: &'static str,
     /// Modules of an expert: gate, up, down.
     pub(super) linears: [&'static str; 3],
-    /// Whether these have biases.
+    /// Whether the experts' linears have biases.
     pub(super) bias: bool,
     /// The product of gate and up.
     pub(super) product: Product,
@@ -60,9 +60,9 @@ pub(super) enum Product {
 /// The shared expert, which reads every token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct SharedExpert {
-    /// Its module. Its linears are named like those of a dense MLP.
+    /// The module. Its linears are named like those of a dense MLP.
     pub(super) prefix: &'static str,
-    /// Its intermediate size.
+    /// The intermediate size.
     pub(super) intermediate: usize,
     /// The linear whose sigmoid scales its output.
     pub(super) gate: Option<&'static str>,
@@ -208,8 +208,8 @@ pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Resul
     routing_by(config, keys, &["num_experts_per_tok"])
 }
 
-/// Reads the number of experts and the number of experts per token. Of several keys, the first one present counts; the
-/// last one is the published one.
+/// Reads the number of experts and the number of experts per token. If there are several keys, the first one present is
+/// used; published configurations have the last one.
 ///
 /// # Errors
 /// [`Error::Config`](crate::Error::Config) if a number is missing or out of range.

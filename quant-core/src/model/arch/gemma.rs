@@ -57,7 +57,7 @@ impl Family for Gemma3Text {
         let pattern = config.optional_positive("sliding_window_pattern")?.unwrap_or(6);
         let windows = Windows::patterned(config, Some(4096), |layer| !(layer + 1).is_multiple_of(pattern))?;
         if let Some(cap) = softcap(&d, "attn_logit_softcapping", None)? {
-            // transformers ignores it; other implementations might not.
+            // transformers ignores this key, but other implementations might not.
             let reason = format!("is {cap}; scores of this family have no soft cap");
             return Err(config.error("attn_logit_softcapping", reason));
         }

@@ -49,7 +49,7 @@ impl Family for Gemma4Text {
         check(&d)?;
         let own = own_width(&d)?;
         let windows = Windows::patterned(config, Some(512), |layer| !(layer + 1).is_multiple_of(6))?;
-        // The last layer never has a sliding window, whatever the list says.
+        // The last layer never has a sliding window, even if the list gives it one.
         let slides = |layer: usize| windows.of(layer).filter(|_| layer + 1 < d.layers);
         let same = d.flag("attention_k_eq_v", false)?;
         let bias = d.flag("attention_bias", false)?;
@@ -139,8 +139,8 @@ fn pair_of(attention: &Attention) -> usize {
     usize::from(attention.shape.window.is_none())
 }
 
-/// Makes the last blocks read the keys and values of the last earlier block of their kind; returns the first block that
-/// does.
+/// Makes the last blocks read the keys and values of the last earlier block of their kind; returns the index of the
+/// first block that does.
 fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     const KEY: &str = "num_kv_shared_layers";
     let readers = d.config.optional_usize(KEY)?.unwrap_or(0);
@@ -166,8 +166,8 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     Ok(first)
 }
 
-/// The values that travel with the residual stream at a block.
-fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues {
+/// The values that follow the residual stream in the input and output of a block.
+fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
     let shared = [0, 1].map(|pair| {
         let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
         match (place(Sharing::Makes(pair)), place(Sharing::Reads(pair))) {

@@ -35,7 +35,7 @@ impl Family for Gpt2 {
         let activation = match config.optional_str(ACTIVATION)? {
             None => Activation::GeluTanh,
             Some(name) if GELU_TANH.contains(&name) => Activation::GeluTanh,
-            // Cerebras-GPT.
+            // Used by Cerebras-GPT.
             Some("gelu") => Activation::Gelu,
             Some("relu") => Activation::Relu,
             Some(other) => {

@@ -63,7 +63,7 @@ impl Family for GptNeoX {
         architecture.embedding = "gpt_neox.embed_in.weight".into();
         architecture.final_norm = Some(d.norm.op("gpt_neox.final_layer_norm", d.hidden));
         architecture.head = "embed_out".into();
-        // transformers 5 renames it on loading.
+        // transformers 5 renames the head on loading.
         architecture.head_alias = Some("lm_head");
         architecture.block_prefix = "gpt_neox.layers.{}.";
         Ok(architecture)

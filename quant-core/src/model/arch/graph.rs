@@ -3,7 +3,7 @@
 //! AWQ, SmoothQuant and QoQ all rest on one identity: divide an output channel of a producer (a norm's weight, a
 //! linear's row) by `s` and multiply the matching input column of *every* linear that reads it by `s`. The graph
 //! determines the producers and consumers. A channel's scale passes unchanged through the `up` side of a gated product,
-//! a ReLU and the value side of attention, squared through a squared ReLU, and is stopped by everything else. Balance
+//! a ReLU and the value side of attention, is squared by a squared ReLU, and is stopped by everything else. Balance
 //! lists are therefore computed, never written by hand, and no consumer can be forgotten. Scales are positive, since a
 //! ReLU only commutes with positive scales.
 
@@ -21,7 +21,7 @@ pub type NodeId = usize;
 pub struct Node {
     /// The operation.
     pub op: Op,
-    /// The values that it reads, in the order of the operation's inputs.
+    /// The nodes whose values the node reads, in the order of the operation's inputs.
     pub inputs: Vec<NodeId>,
 }
 
@@ -42,7 +42,7 @@ pub struct BlockGraph {
 pub struct FoldGroup {
     /// A norm or a linear; its output channels are divided by the scale.
     pub producer: NodeId,
-    /// Its output channels that are scaled: all, or the rows of one value of a fused linear.
+    /// The output channels that are scaled: all, or the rows of one value of a fused linear.
     pub rows: Range<usize>,
     /// The balance list: every linear that reads these channels. Their columns are multiplied by the scale.
     pub consumers: Vec<NodeId>,
@@ -51,8 +51,8 @@ pub struct FoldGroup {
     /// The node whose output a scale search observes: the only consumer, or the node where the outputs of all consumers
     /// meet (the output projection of the attention or MLP, or the sum of experts).
     pub inspected: NodeId,
-    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head
-    /// where values pass through grouped-query attention.
+    /// How many times each producer channel is repeated in the consumers' input: 1, or the query heads per key head if
+    /// values pass through grouped-query attention.
     pub repeat: usize,
     /// Number of adjacent channels that are repeated together: the head width if [`repeat`](Self::repeat) is not 1.
     pub run: usize,
@@ -105,7 +105,7 @@ pub struct OrderGroup {
     pub producers: Vec<NodeId>,
     /// The linear whose columns are permuted.
     pub consumer: NodeId,
-    /// The node whose value it reads.
+    /// The node whose value the consumer reads.
     pub input: NodeId,
     /// How many times each producer channel is repeated in the consumer's input.
     pub repeat: usize,
@@ -231,8 +231,8 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the last node that mixes tokens, if each token's output depends only on its own block input and its own
-    /// row of that node's value, so that nothing else the output depends on mixes tokens.
+    /// Returns the last node that mixes tokens, if it is the only one that affects the output: each token's output
+    /// depends only on the token's own block input and on its own row of that node's value.
     pub fn only_mixing(&self) -> Option<NodeId> {
         let mixing = (0..self.nodes.len()).rfind(|id| self.nodes[*id].op.reach() == Reach::Window)?;
         let mut needed = vec![false; self.nodes.len()];
@@ -248,7 +248,7 @@ impl BlockGraph {
 
     /// Returns whether a token's value at `to` depends on other tokens' values at `from`, or on the token's position.
     pub fn mixes_tokens(&self, from: NodeId, to: NodeId) -> bool {
-        // For each node from `from` on: whether it depends on `from`, and whether that path mixes tokens.
+        // For each node, beginning with `from`: whether it depends on `from`, and whether that path mixes tokens.
         let mut depends = vec![false; to + 1 - from.min(to)];
         let mut mixes = depends.clone();
         depends[0] = true;
@@ -366,7 +366,7 @@ impl BlockGraph {
         else {
             return Vec::new();
         };
-        // The row range of each value of a fused linear.
+        // Returns the row range of the value that a user of a fused linear selects.
         let slice = |(user, _): (NodeId, usize)| match self.nodes[user].op {
             Op::Slice { period, start, width: taken } if period == width => {
                 Some((user, start..start + taken))
@@ -476,7 +476,7 @@ impl BlockGraph {
         }
         match &self.nodes[value].op {
             Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // A single factor for all channels of a token.
+            // This multiplies all channels of a token by the same factor.
             Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
             Op::Linear { .. } => Some((value, None)),
             op if op.stored_norm().is_some() => Some((value, None)),
@@ -500,7 +500,7 @@ impl BlockGraph {
                 }
                 op => match op.scale_pass(port) {
                     ScalePass::Passed { exponent: power, repeat: times, run } => {
-                        // Repeated twice, the channels would no longer form runs of one width.
+                        // After two repetitions, the channels would no longer form runs of one width.
                         if times != 1 && repeat != 1 {
                             return None;
                         }

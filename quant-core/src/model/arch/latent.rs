@@ -10,7 +10,7 @@ use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, Yarn};
 
-/// The epsilon of the norms of latent vectors, whatever the configuration says about other norms.
+/// The epsilon of the norms of latent vectors, which does not depend on the configuration's epsilon for other norms.
 const EPS: f64 = 1e-6;
 
 /// The latent vectors from which queries, keys and values are projected.

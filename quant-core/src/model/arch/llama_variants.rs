@@ -136,7 +136,7 @@ impl Family for Ministral3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // The key's defaults are those of one release; all published models set it.
+        // Required: the defaults are those of a single release, and all published models set the key.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };

@@ -37,7 +37,7 @@ impl Family for Mistral4 {
         let routing = Routing { groups: groups(config, routing, [1, 1], 2)?, ..routing };
         let experts = with_shared(config, routing, 1)?;
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(0);
-        // The key's defaults are those of one release; all published models set it.
+        // Required: the defaults are those of a single release, and all published models set the key.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };

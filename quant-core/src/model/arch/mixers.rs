@@ -87,7 +87,7 @@ impl GatedDeltaNet {
         let convolution = recurrent("linear_attn.conv1d", RecurrentKind::Convolution(convolution));
         let mixed = g.add(convolution, &[qkv]);
         let attended = g.add(recurrent("linear_attn", RecurrentKind::DeltaNet(net)), &[mixed, b, a]);
-        // One weight for all heads, not zero-centered, whatever the block's other norms are.
+        // One weight for all heads, not zero-centered, regardless of the block's other norms.
         let (name, width, eps) = ("linear_attn.norm".to_owned(), net.value_dim, block.norm.eps);
         let normed = g.add(Op::RmsNorm { name, width, eps, zero_centered: false }, &[attended]);
         let gated = g.add(Op::Gated(Activation::Silu), &[z, normed]);

@@ -92,10 +92,10 @@ pub struct Architecture {
     pub final_norm: Option<Op>,
     /// Module name of the head.
     pub head: String,
-    /// Another module name that loaders may use for the head. If the head stays float, both names are listed.
+    /// An alternative module name that loaders may use for the head. If the head stays float, both names are listed.
     pub head_alias: Option<&'static str>,
-    /// The router's name inside a block, and another one that loaders may use for it. If a router stays float, both
-    /// names are listed.
+    /// The router's name inside a block, and an alternative name that loaders may use for it. If a router stays float,
+    /// both names are listed.
     pub router_alias: Option<[&'static str; 2]>,
     /// Whether the head has a bias.
     pub head_bias: bool,
@@ -112,7 +112,7 @@ pub struct Architecture {
     pub wrapper: Option<Wrapper>,
     /// The per-layer inputs that are computed from every token before the first block, if the family has them.
     pub per_layer_inputs: Option<PerLayerInputs>,
-    /// Tensors that checkpoints may contain but no computation reads, if the family has them.
+    /// Tensors that checkpoints may contain but the model does not use, if the family has them.
     pub unread: Option<Unread>,
     /// Number of extra blocks that may follow the last one and predict further tokens. They are copied, not run.
     pub further_blocks: usize,
@@ -127,7 +127,7 @@ pub struct Architecture {
 /// A factor of the embeddings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum EmbeddingScale {
-    /// As given by the configuration.
+    /// Exactly as the configuration gives it.
     Exact(f64),
     /// Rounded to the dtype of the stored embedding: for 3072, Gemma's `√hidden` is 55.5 in bf16.
     Rounded(f64),
@@ -179,9 +179,9 @@ pub struct PerLayerInputs {
 /// Modules that some blocks do not use, though checkpoints may contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unread {
-    /// The first block that does not use them; no later block does either.
+    /// The first of the blocks that do not use them; all later blocks do not use them either.
     pub first: usize,
-    /// Their names inside the block.
+    /// The names inside the block.
     pub modules: &'static [&'static str],
 }
 
@@ -205,7 +205,7 @@ impl Architecture {
         module.is_some_and(|module| self.stored_by_columns.contains(&module))
     }
 
-    /// Returns whether no computation reads a tensor, by its name.
+    /// Returns whether the model does not use a tensor, by its name.
     pub fn is_unread(&self, tensor: &str) -> bool {
         let Some(unread) = self.unread else { return false };
         let within = |layer: usize| tensor.strip_prefix(&self.in_block(layer, "")).map(str::to_owned);
@@ -311,8 +311,8 @@ pub trait Family: Send + Sync {
     /// Returns the values of `architectures` in `config.json` that denote this family.
     fn architectures(&self) -> &'static [&'static str];
 
-    /// Returns classes of other families under which models of this one may be saved; `model_type` then tells them
-    /// apart.
+    /// Returns classes of other families under which models of this one may be saved. `model_type` then identifies the
+    /// family.
     fn borrowed_classes(&self) -> &'static [&'static str] {
         &[]
     }

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// The key that holds the text model's fields.
 pub(crate) const TEXT: &str = "text_config";
-/// The text tower's location in transformers' modules, whatever the names in the file.
+/// The module path of the text tower in transformers, which may differ from the names in the file.
 const MODULES: Layout =
     Layout { base: "model.language_model.", blocks: "model.language_model.layers.{}.", heads: &["lm_head"] };
 /// The names of Llava and of the classes derived from it.
@@ -43,7 +43,7 @@ const PARTS: [&str; 6] = [
 /// The model that contains a decoder as its text tower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrapper {
-    /// Its class, as in `architectures`.
+    /// The class, as in `architectures`.
     pub class: &'static str,
     /// Name prefix of the text tower, except for the head.
     base: &'static str,
@@ -99,7 +99,7 @@ struct Text {
     model_type: &'static str,
     /// The name of its family.
     family: &'static str,
-    /// Default values of the class for missing keys where the family's defaults differ.
+    /// Default values of the class for missing keys, if they differ from the family's defaults.
     defaults: fn() -> Value,
 }
 
@@ -339,7 +339,7 @@ pub(super) fn describe(
     let mut architecture = family.describe(&fields)?;
     check_sections(&fields, sections.as_ref(), &architecture)?;
 
-    // Either level may set it. The loader of the tensors checks whether the file has a separate head.
+    // Either level may tie the head. Whether the file has a separate head is checked when tensors are loaded.
     let tied_here = |fields: &ConfigFields<'_>| fields.optional_bool("tie_word_embeddings");
     let inside = nested.as_ref().map(tied_here).transpose()?.flatten().unwrap_or(false);
     architecture.tied = tied_here(config)?.unwrap_or(class.tied) || inside;
@@ -481,7 +481,7 @@ fn rename(
     roots.dedup();
     wrapper.names = WrapperNames { outside: roots, renamed };
     architecture.wrapper = Some(wrapper);
-    // In these classes it is outside the text tower and named accordingly.
+    // In these classes, the extra blocks are outside the text tower and named accordingly.
     architecture.further_module = None;
     Ok(())
 }

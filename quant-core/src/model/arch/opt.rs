@@ -16,7 +16,7 @@ pub(super) struct Opt;
 
 /// Number of rows in the position table before position 0.
 const POSITION_OFFSET: usize = 2;
-/// The epsilon of the norms; no configuration sets another.
+/// The epsilon of the norms, which no configuration sets.
 const NORM_EPS: f64 = 1e-5;
 
 impl Family for Opt {

@@ -113,7 +113,7 @@ pub(super) struct Attention {
     /// `None` if queries and keys are not rotated.
     pub(super) rope: Option<Rope>,
     pub(super) position_scale: Option<PositionScale>,
-    /// Whether other blocks read its keys and values, or it reads those of another block.
+    /// How keys and values are shared with other blocks; `None` if they are not shared.
     pub(super) sharing: Option<Sharing>,
 }
 
@@ -143,9 +143,9 @@ pub(super) struct HeadNorms {
     pub(super) whole_width: bool,
     /// Whether each head has its own weight, stored as `[heads, head_dim]`; otherwise all heads share one.
     pub(super) by_head: bool,
-    /// Whether they come after the rotation.
+    /// Whether the norms come after the rotation.
     pub(super) after_rope: bool,
-    /// Whether they have no weight.
+    /// Whether the norms have no weight.
     pub(super) weightless: bool,
 }
 

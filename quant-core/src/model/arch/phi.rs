@@ -81,5 +81,5 @@ impl Family for Phi {
     }
 }
 
-/// The names of its GELU in configurations, its own first.
+/// The names of the family's GELU in configurations, that of the family first.
 const GELU_NEW: &[&str] = &["gelu_new", GELU_TANH[0], GELU_TANH[2]];

@@ -127,7 +127,7 @@ fn architecture(
     let block = |layer: usize| if is_full[layer] { full.clone() } else { linear.clone() };
     let mut architecture = d.with_experts(block, experts)?;
     architecture.further_module = Some("mtp.");
-    // Linears of the same input that engines run as one matrix.
+    // Linears with the same input that engines fuse into one matrix.
     architecture.fused = match projections {
         DeltaProjections::Separate => FUSED,
         DeltaProjections::ByKeyHead => architecture.fused,
@@ -142,9 +142,9 @@ const FUSED: &[(&str, &[&str])] = &[
     ("mlp.shared_expert.gate_up_proj", &["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
 ];
 
-/// Maximum for heads and channels per head. No model has a hundredth of it; a larger number means that the
-/// configuration is damaged.
-const MAX_DIM: usize = 1 << 16;
+/// Maximum for heads and channels per head. Real models have less than a hundredth of it; a larger number means that
+/// the configuration is damaged.
+const MOST: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     let number = |key: &str, default: usize| match config.optional_positive(key)?.unwrap_or(default) {

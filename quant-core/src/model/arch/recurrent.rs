@@ -112,7 +112,7 @@ impl StateSpace {
 }
 
 impl Recurrent {
-    /// Returns the tensors that a checkpoint stores for it.
+    /// Returns the tensors that a checkpoint stores for the operation.
     pub(super) fn parameters(&self) -> Vec<Parameter> {
         let parameter = |name: &'static str, shape: &[usize]| Parameter { name, shape: shape.to_vec() };
         match &self.kind {
@@ -129,7 +129,7 @@ impl Recurrent {
         }
     }
 
-    /// Returns the features of its output.
+    /// Returns the number of output features.
     pub(super) fn width(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(convolution) => convolution.channels,
@@ -138,7 +138,8 @@ impl Recurrent {
         }
     }
 
-    /// Returns the number of values in its state. A sequence's cache holds one state, whatever the sequence's length.
+    /// Returns the number of values in the state. A sequence's cache holds one state, regardless of the sequence's
+    /// length.
     pub fn state_len(&self) -> usize {
         match &self.kind {
             RecurrentKind::Convolution(Convolution { channels, kernel, .. }) => (kernel - 1) * channels,

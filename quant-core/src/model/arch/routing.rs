@@ -66,11 +66,11 @@ pub enum Scores {
 /// A stored bias per expert, added to the scores for the choice of experts only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Correction {
-    /// The module that it is stored in.
+    /// The module that the bias is stored in.
     pub module: &'static str,
-    /// Its tensor name in the module.
+    /// The tensor name in the module.
     pub tensor: &'static str,
-    /// Whether it is stored as a matrix with one row.
+    /// Whether the bias is stored as a matrix with one row.
     pub is_row: bool,
 }
 

@@ -31,7 +31,7 @@ pub(super) struct OwnInput {
 /// Keys and values passed from the block that computes them to the blocks that read them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct SharedKeys {
-    /// Features of the keys; the values have as many.
+    /// Features of the keys, and of the values.
     pub(super) width: usize,
     /// Whether an earlier block computed them, so that they are part of the input.
     pub(super) enter: bool,
@@ -42,9 +42,9 @@ pub(super) struct SharedKeys {
 /// The role of an attention with respect to shared keys and values, with the index of the pair in [`SideValues::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
-    /// It computes them.
+    /// The attention computes the shared keys and values.
     Makes(usize),
-    /// It reads them and has no projections of its own for them.
+    /// The attention reads the shared keys and values and has no projections of its own for them.
     Reads(usize),
 }
 

@@ -163,9 +163,9 @@ const REFUSALS: usize = 16;
 /// A family's reading of a configuration.
 struct Reading {
     family: &'static dyn Family,
-    /// The keys that it reads.
+    /// The keys that the family reads.
     asked: BTreeSet<String>,
-    /// The fields that it rejects, with the reasons.
+    /// The fields that the family rejects, with the reasons.
     refused: Vec<(String, String)>,
 }
 
@@ -204,7 +204,7 @@ impl Reading {
     fn resemblance(&self, found: &str, relevant: &[RelevantField<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        // Shorter common prefixes are coincidence.
+        // Shorter common prefixes are likely to be coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
         let by_fields = relevant.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
@@ -219,8 +219,8 @@ impl Reading {
 struct RelevantField<'a> {
     key: &'a str,
     value: &'a Value,
-    marker: Option<&'static Marker>,
-    /// Its weight in the score.
+    mark: Option<&'static Mark>,
+    /// The weight in the score.
     weight: i64,
 }
 

@@ -72,7 +72,7 @@ impl Windows {
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
     }
 
-    /// Reads a configuration with sliding windows disabled, whatever length it gives.
+    /// Reads a configuration with sliding windows disabled, and ignores the length of the window.
     pub(super) fn off(config: &ConfigFields<'_>) -> Result<Self> {
         let slides = layer_types(config)?.unwrap_or_default();
         Self::listed(config, slides, None)

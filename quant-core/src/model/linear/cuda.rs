@@ -47,8 +47,8 @@ impl CudaRunner {
             None => (Activations::Float, None),
             Some(InputGrid::Token) => (Activations::PerToken, None),
             Some(InputGrid::Static(by)) => (Activations::Static(by), None),
-            // Rounded here and multiplied there as floats, because the GPU has no product of two floating-point
-            // formats.
+            // Inputs are rounded on the CPU and multiplied on the GPU as floats, because the GPU has no product of two
+            // floating-point formats.
             Some(grid) => (Activations::Float, Some(grid)),
         };
         let codes = tensor.global.and_then(|_| tensor.scale_codes());

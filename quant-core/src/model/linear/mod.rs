@@ -55,7 +55,7 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Returns a linear with another weight and the same bias.
+    /// Returns a linear with a different weight and the same bias.
     pub fn with_weight(&self, weight: WeightBody) -> Self {
         Self { weight: Arc::new(weight), bias: self.bias.clone() }
     }
@@ -93,8 +93,8 @@ impl Linear {
         Ok(Tensor::from_vec(values, x.shape(), x.device())?)
     }
 
-    /// Returns whether [`forward_each`](Self::forward_each) multiplies both at once.
-    pub fn shares_input_with(&self, other: &Self) -> bool {
+    /// Returns whether [`forward_each`](Self::forward_each) can multiply the same input by both linears in one call.
+    pub fn goes_with(&self, other: &Self) -> bool {
         match (&*self.weight, &*other.weight) {
             (WeightBody::Packed { linear: a, grid }, WeightBody::Packed { linear: b, grid: other }) => {
                 grid == other && a.shares_input_with(b)
@@ -103,10 +103,10 @@ impl Linear {
         }
     }
 
-    /// Multiplies the same `x` `[batch, positions, k]` by linears that [go together](Self::shares_input_with).
+    /// Multiplies the same `x` `[batch, positions, k]` by linears that can run [in one call](Self::goes_with).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), and when they do not go together.
+    /// As [`forward`](Self::forward), and when the linears cannot run in one call.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let packed = linears.iter().filter_map(|linear| match &*linear.weight {
             WeightBody::Packed { linear, .. } => Some(linear),
@@ -133,7 +133,7 @@ impl Linear {
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         Ok(match &*self.weight {
             WeightBody::Packed { linear, .. } => linear.forward(&self.rounded(x)?)?,
-            // Not a candle operation, because candle's errors are plain text.
+            // This is not a candle operation, because candle would turn the error into plain text.
             WeightBody::Cuda { linear, .. } => {
                 let values = self.rounded(x)?.flatten_all()?.to_vec1::<f32>()?;
                 let mut dims = x.dims().to_vec();

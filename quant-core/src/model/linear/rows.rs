@@ -64,7 +64,7 @@ impl<'a> WeightRows<'a> {
         self.shape
     }
 
-    /// Returns all rows in the quantizers' form, if they are float.
+    /// Returns all rows in the form that quantizers use, if they are float.
     pub fn as_float(&self) -> Option<Rows<'_>> {
         match &self.values {
             Values::Float(rows) => Some(*rows),
@@ -81,7 +81,7 @@ impl<'a> WeightRows<'a> {
         }
     }
 
-    /// Returns a range of rows as `f32` `[rows.len(), k]`, in place or widened into `scratch`.
+    /// Returns a range of rows as `f32` `[rows.len(), k]`, borrowed or widened into `scratch`.
     ///
     /// # Errors
     /// When a quantized weight's parts do not match.

@@ -114,7 +114,7 @@ impl Model {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        // A configuration with more blocks than the checkpoint has tensors must not be expanded.
+        // Rejects a configuration with more blocks than the checkpoint has tensors, before the blocks are expanded.
         let tensors = self.source.names().len();
         if self.architecture.layers > tensors {
             return Err(Error::Config {

@@ -41,7 +41,7 @@ pub struct Carried {
     pub class: String,
     /// Number of tensors; each is copied byte for byte.
     pub tensors: u64,
-    /// Their total size in bytes.
+    /// The total size in bytes.
     pub bytes: u64,
 }
 
@@ -103,8 +103,8 @@ impl Model {
         Ok(model)
     }
 
-    /// Returns this float model with the tensors of its prepared equivalent. If these hold a head in addition to the
-    /// embedding, it is tied only if both are equal. `modified` are the names of the modified tensors.
+    /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
+    /// embedding, the head is tied only if both are equal. `turned` are the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,

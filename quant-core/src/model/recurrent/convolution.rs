@@ -126,7 +126,7 @@ mod tests {
             for (found, exact) in found.iter().zip(naive(&shape, &w, bias.as_deref(), &x, &runs)) {
                 approx::assert_abs_diff_eq!(f64::from(*found), exact, epsilon = 2e-6);
             }
-            // From a state, in pieces shorter and longer than the state.
+            // Continues from a state, in pieces shorter and longer than the state.
             let whole = [Run { begin: 0, length: 2 * length }];
             let whole = convolve(&shape, &w, bias.as_deref(), &x, &whole, None);
             let mut state = vec![0.0; (kernel - 1) * channels];

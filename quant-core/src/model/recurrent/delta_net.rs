@@ -35,7 +35,7 @@ impl Gates {
 
 /// `ln(1 + eˣ)`.
 pub(super) fn softplus(x: f32) -> f32 {
-    // Beyond 20 the sum rounds to `x`.
+    // Beyond 20, the result rounds to `x`.
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 

@@ -29,7 +29,7 @@ impl State {
 /// Consecutive tokens of one document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Run {
-    /// Its first token, counted over the whole batch.
+    /// The first token, counted over the whole batch.
     begin: usize,
     length: usize,
 }

@@ -87,7 +87,7 @@ impl<'a> RopeRequest<'a> {
         let reader = Reader { request: self, config, nested };
         let theta = reader.theta(own.as_ref().filter(|_| self.layer_type.is_some()))?;
         let rotary_dim = reader.rotary_dim()?;
-        // If there are layer types, the key is next to them.
+        // If there are separate parameters per layer type, this key is next to them.
         let truncate = match (&parameters, nested, self.layer_type) {
             (Some(parameters), _, Some(_)) => parameters.optional_bool("truncate")?,
             (_, Some(nested), None) => nested.optional_bool("truncate")?,
@@ -208,7 +208,7 @@ impl Reader<'_, '_, '_> {
         };
         match (outer, inner) {
             (Some(positions), _) => Ok(positions),
-            // Some configurations store it as 8192.0.
+            // Some configurations store an integer as a float: 8192.0.
             (None, Some(found)) if (1.0..=f64::from(u32::MAX)).contains(&found) && found.fract() == 0.0 => {
                 Ok(found as usize)
             }

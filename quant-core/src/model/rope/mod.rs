@@ -148,7 +148,8 @@ impl RopeTable {
         self.positions
     }
 
-    /// Returns the angles of `positions` tokens from `start` on, the last of which ends the sequence.
+    /// Returns the angles of `positions` consecutive tokens, the first of which is at position `start` and the last of
+    /// which ends the sequence.
     fn angles(&self, start: usize, positions: usize) -> Result<Angles> {
         let length = start + positions;
         if length > self.positions {

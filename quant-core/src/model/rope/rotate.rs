@@ -1,4 +1,4 @@
-//! The rotation itself.
+//! Applies a rotary embedding to the heads of a value.
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Shape, Tensor};
 use rayon::prelude::*;

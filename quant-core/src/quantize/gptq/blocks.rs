@@ -23,7 +23,7 @@ const RUN: usize = 256;
 /// `importance` weights the errors by which scales are chosen. Types without blocks are only rounded.
 ///
 /// # Panics
-/// When lengths are inconsistent, or the factor has another width or order.
+/// When lengths are inconsistent, or the factor has the wrong width or column order.
 pub fn encode_blocks(
     rows: &[f32],
     k: usize,

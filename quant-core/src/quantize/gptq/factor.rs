@@ -33,10 +33,10 @@ pub enum FactorError {
     /// Inputs were NaN or infinite, or their squares overflow.
     #[error("the calibration text drives channel {channel} of its input to NaN or infinity")]
     NonFinite {
-        /// The first such channel.
+        /// The first channel with such inputs.
         channel: usize,
     },
-    /// No damping up to the maximum made it positive definite.
+    /// The Hessian was not positive definite even with the maximum damping.
     #[error(
         "its Hessian is not positive definite, not even with a damping of {damping:e} of its mean: use \
          more damping or more calibration text"
@@ -86,7 +86,7 @@ impl Factor {
         let floor = if Hessian::is_f64(k) { 0.0 } else { 8.0 * k as f64 * f64::from(f32::EPSILON) };
         let mut damping = damping.max(floor);
         for escalations in 0..ATTEMPTS {
-            // In units of the mean, so that elements are in range whatever the scale of the inputs.
+            // In units of the mean, so that elements stay in range for any scale of the inputs.
             let element = |i: usize, j: usize| {
                 let (a, b) = (columns[k - 1 - i], columns[k - 1 - j]);
                 match a == b {
@@ -102,7 +102,7 @@ impl Factor {
                 }
             };
             if let Some((ratios, diagonal)) = inverse {
-                // Undoes the scaling by the mean, by which the inverse is smaller.
+                // The factored matrix was divided by the mean, so its inverse is larger by that factor. This undoes it.
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
                 return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }
@@ -300,7 +300,8 @@ impl Ratios {
         &self.bands[c / BLOCK][row + columns.start - first..row + columns.end - first]
     }
 
-    /// Lends some rows of some columns, which must not begin before the last of these rows, `[rows, columns]`.
+    /// Passes rows and columns of the matrix, `[rows, columns]`, to `work`. The first column must not be before the
+    /// last row.
     pub(super) fn with_panel<R>(
         &self,
         rows: Range<usize>,

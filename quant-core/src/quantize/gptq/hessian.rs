@@ -32,7 +32,7 @@ enum Sum {
     F32(Vec<Vec<f32>>),
 }
 
-/// Tiles of zeros for so many channels.
+/// Zero tiles for `channels` channels.
 fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
     let tile = |first: usize| {
         let height = TILE.min(channels - first);
@@ -41,7 +41,7 @@ fn zeros<T: Clone + Default>(channels: usize) -> Vec<Vec<T>> {
     (0..channels).step_by(TILE).map(tile).collect()
 }
 
-/// Values of all tiles.
+/// The number of values in all tiles.
 fn values(channels: u64) -> u64 {
     channels.saturating_mul(channels + TILE as u64) / 2
 }
@@ -170,7 +170,7 @@ impl Sum {
 
 /// The tiles of a sum, each with the index of its first row.
 fn tiles<T: Send>(sum: &mut [Vec<T>]) -> impl IndexedParallelIterator<Item = (usize, &mut [T])> {
-    // In reverse order, since the last tiles have the most columns.
+    // Tiles are processed in reverse order, since the last ones have the most columns.
     let tiles = sum.par_iter_mut().enumerate().map(|(i, rows)| (i * TILE, &mut rows[..]));
     tiles.rev().with_max_len(1)
 }

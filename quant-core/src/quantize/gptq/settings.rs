@@ -97,8 +97,8 @@ pub struct GptqSettings {
 }
 
 impl GptqSettings {
-    /// Larger blocks only take more time.
-    const MAX_BLOCK_SIZE: usize = 4096;
+    /// Larger blocks would only take more time.
+    const LARGEST_BLOCK: usize = 4096;
 
     /// Checks the ranges of settings.
     ///

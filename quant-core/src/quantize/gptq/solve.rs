@@ -63,7 +63,7 @@ pub fn solve(
     solve_within(rows, shape, (scheme, scale_dtype), (clip, ScaleContext::default()), factor, settings)
 }
 
-/// [`solve`] for a weight that shares a scale with others, or whose scales are chosen in another way.
+/// [`solve`] for a weight that shares a scale with others, or whose scales are chosen by a different method.
 ///
 /// # Errors
 /// As [`solve`].

@@ -104,7 +104,7 @@ fn every_code_is_the_nearest_that_the_definition_leaves() {
             let settings = GptqSettings { act_order, ..GptqSettings::default() };
             held(130, 256, scheme, settings, 1, &[]);
         }
-        // Group sizes that are no multiple of blocks or runs, and block sizes that are no multiple of groups.
+        // Group sizes that are not multiples of blocks or runs, and block sizes that are not multiples of groups.
         for block_size in [1, 7, 100, 4096] {
             let settings = GptqSettings { act_order, block_size, ..GptqSettings::default() };
             held(5, 240, "w4a16-g48-asym", settings, 2, &[0, 100, 239]);
@@ -356,7 +356,7 @@ fn bounds_narrow_the_range_of_grids() {
     let free = run(&vec![f32::INFINITY; n * 2]).unwrap().tensor;
     let solved = run(&bounds).unwrap().tensor;
     assert_eq!(solved.scales[5], 0.03_f32 / 7.5);
-    assert_eq!(solved.codes[..2 * k], free.codes[..2 * k], "other rows do not know of it");
+    assert_eq!(solved.codes[..2 * k], free.codes[..2 * k], "other rows are not affected");
     assert!(run(&bounds[1..]).is_err());
     bounds[0] = f32::NAN;
     assert!(run(&bounds).is_err());

@@ -473,8 +473,8 @@ impl<'a> BlockSearch<'a> {
             let shape = linear.weight().shape();
             let values = linear.weight().to_f32()?;
             let tensor = format!("{}.weight", task.module(node));
-            // Quantized without scales shared with other linears: sharing changes little, and all candidates are
-            // treated alike.
+            // Scales are not shared with other linears here: sharing changes little, and all candidates are treated
+            // alike.
             let context = ScaleContext { search: task.settings.scale_search, amax: None };
             let target = (grid.scheme, grid.scale_dtype);
             let (mut quantized, _) = quantize_within(Rows::Floats(&values), shape, target, None, context)
@@ -487,7 +487,7 @@ impl<'a> BlockSearch<'a> {
         let output = self.output(&block)?;
         let squares = output.iter().zip(&self.y).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         let error = squares / self.y.len().max(1) as f64;
-        // An output that is not finite is worse than any error.
+        // An output that is not finite is worse than any finite error.
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
@@ -504,7 +504,7 @@ impl<'a> BlockSearch<'a> {
             alphas[group] = ratio;
             tried.push(TriedScales { ratio, error: self.error(alphas)?, tokens });
         }
-        // Ties go to the first, which moves least.
+        // Ties go to the first candidate, which moves least.
         let best = tried.iter().min_by(|a, b| a.error.total_cmp(&b.error));
         alphas[group] = best.and_then(|b| b.ratio);
         Ok(SmoothSearch { tried })

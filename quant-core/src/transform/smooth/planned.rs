@@ -20,7 +20,7 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     ))
 }
 
-/// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of another model.
+/// Fails if SmoothQuant has no effect, repeats another step, or is given maxima of a different model.
 pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
@@ -47,8 +47,8 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))
 }
 
-/// Fails if a file of channel maxima lacks a linear that SmoothQuant would look up in block `layer`, or has another
-/// width for it.
+/// Fails if a file of channel maxima lacks a linear that SmoothQuant needs in block `layer`, or has the wrong number of
+/// maxima for it.
 fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
     let Some(file) = &outline.settings.smooth.maxima else { return Ok(()) };
     let graph = outline.architecture.graph(layer);
@@ -64,7 +64,7 @@ fn check_maxima(outline: &Outline<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// Room for a candidate's block, and for the previous one, parts of which are reused.
+    /// The memory in bytes for a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         if self.is_searched() { 5 * work.all_weights() } else { 0 }
     }

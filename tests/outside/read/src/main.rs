@@ -16,7 +16,7 @@ fn first_output(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<f32> {
     let multiplied: std::result::Result<(), KernelError> = rows
         .pack(&ones, RowLayout::of(packed.layout()), &Serial)
         .and_then(|()| packed.multiply_float(&rows, &mut out, &Serial));
-    multiplied.expect("lengths are those of the layout");
+    multiplied.expect("lengths match the layout");
     Ok(out[0])
 }
 

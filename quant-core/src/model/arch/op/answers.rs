@@ -18,7 +18,7 @@ pub enum Reach {
 /// The effect of positive scales on the channels of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalePass {
-    /// The output is not proportional to them.
+    /// The output is not proportional to the scales.
     Stopped,
     /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
     Passed {
@@ -84,9 +84,9 @@ pub enum AttentionInput {
 /// A stored tensor of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameter {
-    /// Its name within the module, such as `weight`.
+    /// The name within the module, such as `weight`.
     pub name: &'static str,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
 }
 

@@ -1,8 +1,8 @@
 //! The operations of a decoder block, and everything the rest of the pipeline needs to know about each.
 //!
-//! The matches are exhaustive, so a new operation must answer every question here. Outside this folder and the
-//! evaluation of blocks, no code matches on operations to answer such a question; `tests/stages.rs` lists the places
-//! that name them. Values are `[batch, positions, features]`.
+//! The matches are exhaustive, so the compiler requires every method here to handle a new operation. Outside this
+//! folder and the evaluation of blocks, code calls these methods instead of matching on operations; `tests/stages.rs`
+//! lists the exceptions. Values are `[batch, positions, features]`.
 
 mod answers;
 mod kinds;
@@ -47,7 +47,7 @@ pub enum Op {
         name: String,
         /// Number of features that are normalized together.
         width: usize,
-        /// Its stored parameters.
+        /// The stored parameters.
         parameters: LayerNormParameters,
         /// Added to the variance.
         eps: f64,
@@ -60,7 +60,7 @@ pub enum Op {
         shape: [usize; 2],
         /// Whether it has a bias.
         bias: bool,
-        /// Whether the weight takes part in folds but is never quantized: a router or a gate, where rounding would
+        /// Whether the weight takes part in folds but is never quantized: a router or a gate, because rounding it would
         /// change which experts run.
         stays_float: bool,
     },
@@ -92,8 +92,8 @@ pub enum Op {
     Gated(Activation),
     /// An elementwise function of the input.
     Activation(Activation),
-    /// Selects `width` of every `period` consecutive features, from `start` on: one of the values that a fused linear
-    /// computes.
+    /// Selects `width` of every `period` consecutive features, beginning with feature `start`: one of the values that a
+    /// fused linear computes.
     Slice {
         /// The period, which divides the input's width.
         period: usize,
@@ -194,7 +194,7 @@ impl Op {
         }
     }
 
-    /// Returns the tensors that a checkpoint stores for it.
+    /// Returns the tensors that a checkpoint stores for the operation.
     pub fn parameters(&self) -> Vec<Parameter> {
         let weight = |shape: &[usize]| Parameter { name: "weight", shape: shape.to_vec() };
         let bias = |width: usize| Parameter { name: "bias", shape: vec![width] };
@@ -259,7 +259,7 @@ impl Op {
         }
     }
 
-    /// Returns whether it is a norm with a module in the checkpoint, with or without parameters.
+    /// Returns whether the operation is a norm with a module in the checkpoint, with or without parameters.
     pub fn is_norm(&self) -> bool {
         matches!(self.stored(), Stored::Norm { .. })
     }
@@ -272,7 +272,7 @@ impl Op {
         }
     }
 
-    /// Returns whether it is a linear whose weight may be quantized.
+    /// Returns whether the operation is a linear whose weight may be quantized.
     pub fn is_quantizable(&self) -> bool {
         matches!(self.stored(), Stored::Linear { stays_float: false, .. })
     }
@@ -315,8 +315,8 @@ impl Op {
         }
     }
 
-    /// Returns its computation, with the numbers that exporters need. A new operation that is not described elsewhere
-    /// is [`Computes::Other`].
+    /// Returns the computation of the operation, with the numbers that exporters need. A new operation that is not
+    /// described elsewhere is [`Computes::Other`].
     pub fn computes(&self) -> Computes<'_> {
         match self {
             Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },
@@ -343,7 +343,7 @@ impl Op {
         }
     }
 
-    /// Returns the routing, if it routes tokens to experts.
+    /// Returns the routing, if the operation routes tokens to experts.
     pub fn routing(&self) -> Option<&Routing> {
         match self.computes() {
             Computes::Routing(routing) => Some(routing),
@@ -351,7 +351,7 @@ impl Op {
         }
     }
 
-    /// Returns the expert whose rows it selects.
+    /// Returns the expert whose rows the operation selects.
     pub fn selected_expert(&self) -> Option<usize> {
         match self.computes() {
             Computes::ExpertRows(expert) => Some(expert),
@@ -359,12 +359,12 @@ impl Op {
         }
     }
 
-    /// Returns whether it adds the outputs of all experts.
+    /// Returns whether the operation adds the outputs of all experts.
     pub fn sums_experts(&self) -> bool {
         self.computes() == Computes::ExpertSum
     }
 
-    /// Returns whether its output is the residual stream, normalized or not. An engine that splits a model has the
+    /// Returns whether the output is the residual stream, normalized or not. An engine that splits a model has the
     /// complete stream on every device.
     pub fn gives_stream(&self) -> bool {
         match self {
@@ -391,7 +391,7 @@ impl Op {
         }
     }
 
-    /// Returns the tokens for which its output has rows.
+    /// Returns the tokens for which the output has rows.
     pub fn rows(&self) -> Rows {
         match self {
             Self::ExpertInput { routing, .. } => {
@@ -421,7 +421,7 @@ impl Op {
         }
     }
 
-    /// Returns the features of its output, given those of its inputs.
+    /// Returns the number of output features, given those of the inputs.
     pub(super) fn width(&self, inputs: &[usize]) -> usize {
         match self {
             Self::Input { width } => *width,
@@ -517,7 +517,7 @@ impl Op {
         }
     }
 
-    /// Returns the origin of its output's channels.
+    /// Returns the origin of the output's channels.
     pub fn channel_order(&self) -> ChannelOrder {
         match self {
             Self::Linear { .. } => ChannelOrder::OfRows,
@@ -580,8 +580,8 @@ impl Op {
         }
     }
 
-    /// Returns whether its output has the heads of its input, so that an attention that reads the output sees the
-    /// queries, keys or values that entered.
+    /// Returns whether the output has the same heads as the input. An attention that reads the output then has the
+    /// queries, keys or values of the input.
     pub fn keeps_heads(&self) -> bool {
         match self {
             Self::Rope(_)
@@ -610,8 +610,8 @@ impl Op {
         }
     }
 
-    /// Returns the shape of the keys and values that it caches while decoding; recurrent operations cache their own
-    /// state.
+    /// Returns the shape of the keys and values that an attention caches while decoding; recurrent operations cache
+    /// their own state.
     pub fn cached(&self) -> Option<AttentionShape> {
         match self {
             Self::Attention(shape) => Some(*shape),
@@ -646,7 +646,7 @@ impl Op {
         match self {
             Self::Linear { shape: [n, k], .. } => 2.0 * tokens * *n as f64 * *k as f64,
             Self::Recurrent(recurrent) => recurrent.product_operations(tokens),
-            // Scores and weighted values; half of them are masked.
+            // Products for scores and for weighted values; half of them are masked.
             Self::Attention(shape) => {
                 tokens * length * (shape.heads() * (shape.head_dim + shape.value_dim)) as f64
             }

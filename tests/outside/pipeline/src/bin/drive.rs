@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     match quantize(&request, &Host::new(&counter, &cancel, &Nothing)) {
         Err(Error::Interrupted) => {}
         Err(error) => return Err(error),
-        Ok(_) => panic!("it was not stopped"),
+        Ok(_) => panic!("the run was not stopped"),
     }
 
     cancel.reset();

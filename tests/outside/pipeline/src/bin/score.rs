@@ -48,7 +48,7 @@ fn main() -> Result<()> {
     let path = directory.tokenizer_path().expect("the model has a tokenizer");
     let tokenizer = TextTokenizer::open(&path)?;
     let settings = TokenizerSettings::open(&directory)?;
-    let sha256 = sha256_hex(std::fs::read(&path).expect("it was just read"));
+    let sha256 = sha256_hex(std::fs::read(&path).expect("the file was just read"));
     let tokenization = Tokenization { tokenizer: &tokenizer, settings: &settings, sha256 };
     let profile = Profile::gptq(128)?.into();
     let text = EvaluationText::new(&tokenization, &read_documents(file)?, profile, Some(16), file)?;
