@@ -127,8 +127,8 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let positions = asked.max_length.unwrap_or(max);
     if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› does not fit the model, which has {most} positions"),
-            format!("use ‹max_length› from 1 to {most}"),
+            format!("‹max_length={positions}› does not fit the model, which has {max} positions"),
+            format!("use ‹max_length› from 1 to {max}"),
         ));
     }
     let tokenizer = TextTokenizer::of(&opened.directory)?;

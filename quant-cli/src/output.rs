@@ -51,13 +51,13 @@ pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
         // Arguments that contain terminal control characters are shown without colors too.
-        escaped @ Cow::Owned(_) if error.use_stderr() => tell(&escaped),
+        escaped @ Cow::Owned(_) if error.use_stderr() => print_message(&escaped),
         _ if error.use_stderr() => drop(error.print()),
         _ => {
             let printed = error.print().and_then(|()| std::io::stdout().flush());
             let failed = printed.map_err(|e| Error::io("write", "standard output", e)).err();
             if let Some(failed) = failed.filter(|e| !is_closed_pipe(e)) {
-                tell(&format!("error: {failed}\n  {}", failed.remedy()));
+                print_message(&format!("error: {failed}\n  {}", failed.remedy()));
                 return failed.category().exit_code();
             }
         }

@@ -264,7 +264,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
             }
         }
         // More tokens than any expert has.
-        let above = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, tokens + 1));
+        let above = quantized(&starved, &sampled(&base, ExpertTokens::Routed, tokens + 1));
         for name in all.source.names() {
             assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");
         }

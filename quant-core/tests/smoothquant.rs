@@ -389,8 +389,8 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);
     // A GPTQ run observes the states of a different model, but records the same maxima.
-    let (_, beside) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
-    assert_eq!(beside.sha256(), maxima.sha256());
+    let (_, find) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
+    assert_eq!(find.sha256(), maxima.sha256());
     // Maxima of a different model are rejected by name, before anything is computed.
     let other = Tiny { layers: 3, ..llama() }.random(1).model();
     let error = Plan::new(&other, &given, given.containers[0]).unwrap_err().to_string();

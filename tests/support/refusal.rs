@@ -44,7 +44,7 @@ pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32
 
     old_checkpoint(&out);
     let before = snapshot(scratch.path());
-    check_message(case, &run(Some("--force")), code, says);
+    check_message(case, &run(Some("--force")), code, expected);
     assert_eq!(snapshot(scratch.path()), before, "{case}: existing files have changed");
 }
 

@@ -99,8 +99,8 @@ fn masked_conversations() {
         report["tensors"].as_array().unwrap().iter().filter(|t| t["action"] == "quantized").collect();
     assert_eq!(linears.len(), 2 * 7);
     assert!(linears.iter().all(|t| t["calibration_tokens"] == json!(counted)), "{report:#}");
-    let told = format!("calibrated on {counted} of {tokens} tokens (");
-    assert!(run.stdout.contains(&told), "{run}");
+    let expected = format!("calibrated on {counted} of {tokens} tokens (");
+    assert!(run.stdout.contains(&expected), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template is copied");
 
     // The same bytes with other threads and from a recipe; different ones without the mask, or as a stream.
@@ -145,7 +145,7 @@ fn every_place_of_a_template() {
     let from_file = tokens(&bench, "beside");
     let config = json!({ "eos_token": "</s>", "chat_template": "{{ raise_exception('not this one') }}" });
     bench.write("model/tokenizer_config.json", &config.to_string());
-    assert_eq!(tokens(&bench, "first"), beside, "chat_template.jinja takes precedence");
+    assert_eq!(tokens(&bench, "first"), from_file, "chat_template.jinja takes precedence");
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     for (out, template) in [
         ("text", json!(TEMPLATE)),

@@ -84,7 +84,7 @@ fn reports_show_what_was_measured() {
     // A report about other weights does not count.
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
-    for (broken, says) in [
+    for (broken, expected) in [
         (report.replace("w3a16", "w4a16"), "does not match the weights of"),
         (report.replace("quant-report/1", "quant-report/9"), "does not have the schema"),
         (report[..report.len() / 2].to_owned(), "quant_report.json"),

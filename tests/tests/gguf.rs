@@ -70,7 +70,7 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
     quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
-    let says = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
+    let expected = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
     check_message("into GGUF", &run, 2, &expected);
     // A float mixture with one tensor in a block type would round that tensor again.
@@ -178,7 +178,7 @@ fn requests_that_cannot_be_met() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
-    for (options, says) in [
+    for (options, expected) in [
         (&["--scheme", "q4_k_x"][..], "not a type or mixture of GGUF files"),
         (&["--scheme", "w4a16"], "not a type or mixture of GGUF files"),
         (&["--override", "ffn_down=q9"], "not a tensor type"),

@@ -218,7 +218,7 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
 /// The message for a method whose interval does not end below the limit.
 fn broken_promise(method: &str, pairs: usize, interval: Option<[f64; 2]>) -> Option<String> {
     match interval {
-        _ if pairs < LEAST_PAIRS => Some(format!("{method}: {pairs} pairs, {LEAST_PAIRS} are required")),
+        _ if pairs < MIN_PAIRS => Some(format!("{method}: {pairs} pairs, {MIN_PAIRS} are required")),
         Some([_, high]) if high < RATIO_LIMIT => None,
         Some([_, high]) => Some(format!("{method}: the interval ends at {high:.4}, not below {RATIO_LIMIT}")),
         None => Some(format!("{method}: no interval")),

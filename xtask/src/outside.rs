@@ -136,9 +136,9 @@ fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Resu
     let mut distance = 0.0;
     for ((name, a), (other, b)) in first.iter().zip(other) {
         ensure!(name == other, "{format}: found {other} instead of {name}");
-        apart += (a - b).abs() / first.len() as f64;
+        distance += (a - b).abs() / first.len() as f64;
     }
-    ensure!(apart < size, "{format}: outputs differ by {apart}, at magnitude {size}");
+    ensure!(distance < size, "{format}: outputs differ by {distance}, at magnitude {size}");
     Ok(())
 }
 

@@ -259,7 +259,7 @@ fn instructions_stay_within_their_budgets() {
         let taken = counters.instructions - counters.opcode("mov.");
         let each = 32.0 * taken as f64 / (m * k) as f64;
         println!("{rows:?}: {each:.1} instructions of PTX a value");
-        assert!(each <= most, "{each} instructions per value, {rows:?}");
+        assert!(each <= max, "{each} instructions per value, {rows:?}");
     }
 }
 

@@ -14,7 +14,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
 /// Names of auxiliary tensors of quantized weights, relative to the module's name.
-const BESIDE: [&str; 12] = [
+const QUANTIZATION_SUFFIXES: [&str; 12] = [
     "input_scale",
     "input_zero_point",
     "input_global_scale",

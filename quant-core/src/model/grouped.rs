@@ -58,9 +58,9 @@ impl GroupedExperts {
                 if got > max {
                     return Err(Error::Internal(format!("a token goes to {got} experts of at most {max}")));
                 }
-                // A token may have fewer experts than `most`, because a weight may have underflowed to 0.
-                numbers.resize(before + most, NO_EXPERT);
-                own.resize(before + most, 0.0);
+                // A token may have fewer experts than `max`, because a weight may have underflowed to 0.
+                numbers.resize(before + max, NO_EXPERT);
+                own.resize(before + max, 0.0);
             }
             Ok(())
         })?;

@@ -15,7 +15,7 @@ use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
 /// What the entries of a span are computed from, in addition to the plan.
-pub(super) struct Work<'a> {
+pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
     /// Linears that have already been rounded.
     pub(super) rounded: StageRounded,
@@ -23,7 +23,7 @@ pub(super) struct Work<'a> {
     pub(super) held: Held<'a>,
 }
 
-impl<'a> Work<'a> {
+impl<'a> SpanWork<'a> {
     /// Creates the work for a span in which nothing has been rounded yet.
     pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
@@ -47,20 +47,20 @@ pub(super) struct Conveyor<'a, 'j> {
     /// The entries before the blocks, those of each block, and those after the blocks.
     spans: Vec<Range<usize>>,
     /// Whether other conveyors process the same blocks.
-    among_others: bool,
+    is_shared: bool,
     report: QuantReport,
     /// The reports of the entries that have been written, by position.
     tensors: BTreeMap<usize, TensorReport>,
     /// The position of the next entry, and the source read for it.
-    ahead: Option<(usize, Result<Source>)>,
-    behind: Option<Behind>,
+    prefetched: Option<(usize, Result<Source>)>,
+    pending: Option<PendingWrite>,
     spare: Vec<u8>,
     /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group.
     shared: BTreeMap<String, f32>,
 }
 
 /// A tensor that is still to be written, and the end of its span if it is the last one.
-struct Behind {
+struct PendingWrite {
     index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
@@ -129,7 +129,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     /// Takes the entries of a span that have been rounded, ahead of the others.
-    pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
+    pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
         let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
@@ -142,7 +142,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     /// Takes an entry, and reads the one at `next` meanwhile.
-    fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
+    fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
@@ -197,7 +197,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     /// Returns the largest magnitude over all linears that share a scale with this one, or `None` if there are no
     /// others or this one is already rounded. All are read once, when the first is due.
-    fn shared_amax(&mut self, entry: &PlanEntry, work: &Work<'_>) -> Result<Option<f32>> {
+    fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);

@@ -12,7 +12,7 @@ use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
 /// The limit in bytes on files copied next to the weights. Real models have some tens of megabytes.
-const MOST_SIDECAR_BYTES: u64 = 1 << 30;
+const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
@@ -41,7 +41,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         None if plan.method.name == REPACK.name => {}
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
-    if plan.unties() {
+    if plan.unties_head() {
         // Readers that tie the two would expect a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
@@ -74,7 +74,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes, but all files next to the weights may have at most {MOST_SIDECAR_BYTES} bytes \
+                "has {len} bytes, but all files next to the weights may have at most {MAX_SIDECAR_BYTES} bytes \
                  together"
             ),
             remedy: "download the model again, or remove files that do not belong to it".into(),

@@ -29,7 +29,7 @@ pub(super) struct GptqTask<'a> {
     /// The block with the rewrite applied.
     pub(super) block: Block,
     /// The grids of the linears to be quantized.
-    pub(super) grids: &'a BTreeMap<NodeId, Grid>,
+    pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
     /// The decisions of the transforms. Its clip bounds limit the ranges of the grids.
     pub(super) rewrite: &'a Rewrite,
     /// The static input grids, which are the same for all tokens.
@@ -179,7 +179,7 @@ impl GptqTask<'_> {
     }
 
     /// Drops the rounded weights of linears that are not needed again.
-    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+    fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
             self.block.replace_linear(node, before.linear(node).clone());
         }
@@ -307,7 +307,7 @@ impl GptqTask<'_> {
 }
 
 /// Groups the linears to be quantized by the value that they read, in order of evaluation.
-fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId, Vec<NodeId>> {
+fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, LinearGrid>) -> BTreeMap<NodeId, Vec<NodeId>> {
     let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
     for &node in grids.keys() {
         stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);

@@ -101,7 +101,7 @@ pub fn quantize_each_with(
     states: &StateFiles,
 ) -> Result<Vec<QuantReport>> {
     let Some(job) = jobs.first() else { return Ok(Vec::new()) };
-    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
+    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.shares_pass_with(job)) {
         return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
@@ -191,7 +191,7 @@ pub fn quantize_each_with(
 
 impl Job<'_> {
     /// Returns whether two jobs can share one pass of the batch.
-    fn is_beside(&self, other: &Self) -> bool {
+    fn shares_pass_with(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
             && self.plan.method == other.plan.method
             && self.plan.settings == other.plan.settings

@@ -90,7 +90,7 @@ pub(super) fn search_rewrites(
 }
 
 /// Returns the grids of a block's linears that will be quantized.
-pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
+pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, LinearGrid> {
     let node_of = |name: &String| {
         entries.iter().find_map(|entry| match &entry.action {
             Action::Quantize { node, module, .. } if module == name => *node,

@@ -152,19 +152,19 @@ pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) ->
 }
 
 /// Returns the report that an earlier run stored for a tensor, unless it has been damaged since.
-pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
     let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
 /// Returns the report of a tensor that an earlier run finished, if the input is still the same.
-pub(super) fn recalled(
+pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
     held: &ReadWeights<'_>,
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
-    let tensor = remembered(entry, sink)
+    let tensor = stored_report(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is missing", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(

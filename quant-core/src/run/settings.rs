@@ -14,7 +14,7 @@ use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, k
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
-const LOOKS_AT_NO_TEXT: &str = "does not use a calibration text";
+const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
 
 /// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.

@@ -82,7 +82,7 @@ pub struct Calibration {
     pub padding: u64,
     /// Linears of experts that saw few of these tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub few: Option<Few>,
+    pub few: Option<UndersampledLinears>,
     /// Linears of experts that were calibrated on all tokens instead of those routed to them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub all: Option<FullBatchLinears>,
@@ -98,7 +98,7 @@ pub struct FullBatchLinears {
     pub least_routed: u64,
 }
 
-impl OnAll {
+impl FullBatchLinears {
     /// Summarizes the numbers of tokens routed to each of them.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
@@ -116,13 +116,13 @@ pub struct UndersampledLinears {
 }
 
 /// The number of tokens below which an expert is reported: so few tokens say little about its weights.
-pub const FEW: u64 = 128;
+pub const MIN_EXPERT_TOKENS: u64 = 128;
 
-impl Few {
+impl UndersampledLinears {
     /// Summarizes the numbers of tokens that each linear saw.
     fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         // Without experts all linears see the same number of tokens.
-        let enough = FEW.min(tokens.clone().max()?);
+        let enough = MIN_EXPERT_TOKENS.min(tokens.clone().max()?);
         let below = tokens.filter(|tokens| *tokens < enough);
         Some(Self { least: below.clone().min()?, linears: below.count() })
     }

@@ -23,7 +23,7 @@ use crate::{Error, Result};
 /// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
 /// The minimum number of weights times tokens for which packing pays off.
-const ENOUGH_WORK: u64 = 1 << 28;
+const MIN_PRODUCTS: u64 = 1 << 28;
 
 /// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
 pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Bf16Token> {
@@ -54,7 +54,7 @@ pub(super) struct Prepared {
 
 struct Module {
     /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
-    outputs: Vec<(Rows, Shape)>,
+    outputs: Vec<(StoredValues, Shape)>,
     /// The input of the watched linear, computed from these outputs.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,

@@ -100,8 +100,8 @@ pub(super) fn choose(
             used.units[place.unit] = true;
             *(if place.head { &mut used.heads } else { &mut used.tails }) += 1;
         }
-        seen_tokens.push((seen.heads + seen.tails) as u64);
-        let weight = seen.weight(tokens);
+        used_tokens.push((used.heads + used.tails) as u64);
+        let weight = used.weight(tokens);
         // The errors of a candidate are summed in token order, so they are bit-identical for any number of batches.
         let piece = piece_tokens(sample, kernel);
         let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
@@ -177,8 +177,13 @@ impl Contender {
 }
 
 /// Splits candidates into those that may still win and those that are eliminated.
-fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> (Vec<Lane>, Vec<Lane>) {
-    let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
+fn eliminate(
+    contenders: Vec<Contender>,
+    mut out: Vec<Contender>,
+    used: &UsedTokens,
+    weight: f64,
+) -> (Vec<Contender>, Vec<Contender>) {
+    let units: Vec<usize> = (0..used.units.len()).filter(|&u| used.units[u]).collect();
     let n = units.len() as f64;
     let Some(best) = contenders.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
         return (contenders, out);
@@ -375,11 +380,11 @@ mod tests {
         let with = |f: fn(usize, f64) -> f64| -> Vec<f64> {
             base.iter().enumerate().map(|(i, b)| f(i, *b)).collect()
         };
-        let lanes = vec![
-            lane(0, &with(|_, b| b + 60.0)),
-            lane(1, &base),
+        let contenders = vec![
+            contender(0, &with(|_, b| b + 60.0)),
+            contender(1, &base),
             // Negligibly worse than the best candidate.
-            lane(2, &with(|_, b| b * 1.0001)),
+            contender(2, &with(|_, b| b * 1.0001)),
             // Better in some units, worse in others.
             contender(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
         ];

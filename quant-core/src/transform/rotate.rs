@@ -181,7 +181,7 @@ enum Change {
 }
 
 /// A tensor of the rotated model.
-struct Turned {
+struct PreparedTensor {
     /// The name in the checkpoint.
     stored: String,
     info: TensorInfo,
@@ -217,11 +217,11 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTe
     };
     let last = last_norm.name();
     let last_gamma = gamma(last, last_norm)?;
-    let unties = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
-    if rotates || unties {
+    let unties_head = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
+    if rotates || unties_head {
         add(architecture.embedding.clone(), embedding.clone(), rotates.then_some(Change::Rows(None)))?;
     }
-    if !architecture.tied || unties {
+    if !architecture.tied || unties_head {
         let stored = if architecture.tied { embedding } else { head.clone() };
         add(head.clone(), stored, Some(Change::Rows(Some(last_gamma))))?;
     }
@@ -256,7 +256,7 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTe
         }
     }
     // The checkpoint may contain a copy of the tied head, which would no longer match the rotated embedding.
-    if architecture.tied && !unties && rotates {
+    if architecture.tied && !unties_head && rotates {
         tensors.remove(&head);
     }
     Ok(tensors)

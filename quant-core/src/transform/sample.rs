@@ -7,10 +7,10 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch, but at least [`ENOUGH_TOKENS`].
+/// A race uses at most one in this many tokens of the batch, but at least [`MIN_TOKENS`].
 const SHARE: usize = 4;
 /// The minimum number of tokens in a race.
-const ENOUGH_TOKENS: usize = 4096;
+const MIN_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.

@@ -210,7 +210,7 @@ fn measure(
             let max = ERRORS[usize::from(8 * bytes > 6 * n * k)];
             if error > max {
                 let text =
-                    format!("{name} at {n} × {k}, {tokens} token(s): the error is {error:.3} (limit {most})");
+                    format!("{name} at {n} × {k}, {tokens} token(s): the error is {error:.3} (limit {max})");
                 return Err((*i, anyhow::Error::msg(text)));
             }
         }

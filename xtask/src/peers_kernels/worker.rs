@@ -180,8 +180,8 @@ impl Worker {
         let reply: Value = serde_json::from_str(&line)
             .with_context(|| format!("{} replied `{}`", self.name, line.trim()))?;
         if let Some(reason) = reply.get("failed") {
-            let said = self.said();
-            bail!("{} failed at `{request}`: {}; {said}", self.name, reason.as_str().unwrap_or("?"));
+            let errors_so_far = self.errors_so_far();
+            bail!("{} failed at `{request}`: {}; {errors_so_far}", self.name, reason.as_str().unwrap_or("?"));
         }
         Ok(reply)
     }

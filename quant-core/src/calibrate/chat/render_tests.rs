@@ -170,12 +170,12 @@ fn hostile_templates_end() {
 }
 
 #[test]
-fn answers_that_cannot_be_told_are_refused() {
-    let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
+fn indistinguishable_answers_are_refused() {
+    let expected = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
     // A template that renders only the last turn in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";
-    refused(last, &chat(&TURNS), Mask::Prompts, &[&says[..], &["message 2"]].concat());
+    refused(last, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["message 2"]].concat());
     // A template that reverses the order of turns.
     let reversed = "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}";
     refused(reversed, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["changes with"]].concat());

@@ -171,7 +171,10 @@ fn counts_are_checked_before_use() {
     };
     let (_scratch, fitting) = read(&with_divisors(2));
     fitting.unwrap();
-    says(&refusal(&with_divisors(1 << 16)), &["rope_freqs.weight", "65536 values", "rotate 4 channels"]);
+    assert_contains(
+        &refusal(&with_divisors(1 << 16)),
+        &["rope_freqs.weight", "65536 values", "rotate 4 channels"],
+    );
 }
 
 #[test]
@@ -215,10 +218,10 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
+        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
-    says(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a text"]);
+    assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a text"]);
 }
 
 #[test]

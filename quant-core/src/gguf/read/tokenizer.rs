@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
 /// published vocabularies have at most a few hundred bytes.
-const LONGEST: usize = 1024;
+const MAX_TOKEN_BYTES: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 

@@ -167,7 +167,7 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
 }
 
 /// The values that follow the residual stream in the input and output of a block.
-fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
+fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues {
     let shared = [0, 1].map(|pair| {
         let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
         match (place(Sharing::Makes(pair)), place(Sharing::Reads(pair))) {

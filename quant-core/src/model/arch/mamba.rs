@@ -90,7 +90,7 @@ pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId 
 
 /// Maximum for heads, groups and channels per head. Real models have less than a hundredth of it; a larger number means
 /// that the configuration is damaged.
-const MOST: usize = 1 << 16;
+const MAX_DIM: usize = 1 << 16;
 
 /// Reads the sizes of a state-space operation. `keys` are the keys of heads, channels per head, groups and channels per
 /// state, each with its default.

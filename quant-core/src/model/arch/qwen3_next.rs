@@ -144,7 +144,7 @@ const FUSED: &[(&str, &[&str])] = &[
 
 /// Maximum for heads and channels per head. Real models have less than a hundredth of it; a larger number means that
 /// the configuration is damaged.
-const MOST: usize = 1 << 16;
+const MAX_DIM: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     let number = |key: &str, default: usize| match config.optional_positive(key)?.unwrap_or(default) {

@@ -219,7 +219,7 @@ impl Reading {
 struct RelevantField<'a> {
     key: &'a str,
     value: &'a Value,
-    mark: Option<&'static Mark>,
+    marker: Option<&'static Marker>,
     /// The weight in the score.
     weight: i64,
 }

@@ -104,7 +104,7 @@ impl Model {
     }
 
     /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
-    /// embedding, the head is tied only if both are equal. `turned` are the names of the modified tensors.
+    /// embedding, the head is tied only if both are equal. `modified` are the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,

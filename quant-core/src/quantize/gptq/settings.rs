@@ -98,7 +98,7 @@ pub struct GptqSettings {
 
 impl GptqSettings {
     /// Larger blocks would only take more time.
-    const LARGEST_BLOCK: usize = 4096;
+    const MAX_BLOCK_SIZE: usize = 4096;
 
     /// Checks the ranges of settings.
     ///
