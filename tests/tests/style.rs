@@ -15,7 +15,7 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("vouches", 0, 0),
     ("safety: as above", 0, 0),
     ("told", 0, 1),
-    ("is none", 0, 11),
+    ("is none", 0, 9),
     ("usual", 0, 5),
     ("turned", 0, 0),
     ("at the most", 0, 0),

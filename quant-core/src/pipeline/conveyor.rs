@@ -20,12 +20,12 @@ pub(super) struct SpanWork<'a> {
     /// Linears that have already been rounded.
     pub(super) rounded: StageRounded,
     /// The weights of the block that have been read.
-    pub(super) held: Held<'a>,
+    pub(super) held: ReadWeights<'a>,
 }
 
 impl<'a> SpanWork<'a> {
     /// Creates the work for a span in which nothing has been rounded yet.
-    pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
+    pub(super) fn new(decision: &'a Decision, held: ReadWeights<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
     }
 

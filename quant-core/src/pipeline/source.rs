@@ -25,14 +25,14 @@ const COPY_BYTES: usize = 8 << 20;
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
 /// The weights of a block that have been read, by tensor name.
-pub(super) struct Held<'b> {
+pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
     /// Whether they are needed again later.
     shared: bool,
     hashes: &'b Hashes,
 }
 
-impl<'b> Held<'b> {
+impl<'b> ReadWeights<'b> {
     /// Creates the set of weights read for a block; empty without a block. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
@@ -112,7 +112,12 @@ enum Contents {
 impl Source {
     /// Reads an entry unless it is in memory. Float tensors are read into a reused buffer, whose pages are already
     /// mapped.
-    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, held: &Held<'_>, spare: Vec<u8>) -> Result<Self> {
+    pub(super) fn read(
+        job: &Job<'_>,
+        entry: &PlanEntry,
+        held: &ReadWeights<'_>,
+        spare: Vec<u8>,
+    ) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
             let contents = Contents::Packed(job.model.packed(module, shape)?);
