@@ -49,8 +49,8 @@ fn smaller_f64(a: f64, b: f64) -> f64 {
 
 /// Selects the function for a float's rounding direction, `.ftz` and `.sat`.
 macro_rules! of_f32 {
-    ($modifiers:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let modifiers: Modifiers = $modifiers;
+    ($mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
         match (modifiers.ftz, modifiers.sat) {
             (false, false) => $make!(f32, |$($a),*| canonical($e)),
             (true, false) => $make!(f32, |$($a),*| { $(let $a = flush($a);)* flush(canonical($e)) }),
@@ -105,20 +105,20 @@ pub(crate) fn unary(name: &str, ty: Type, modifiers: Modifiers) -> Option<One> {
 }
 
 macro_rules! directed {
-    ($modifiers:expr, $make:ident, |$($a:ident),*| $near:expr, $exact:expr) => {
-        Some(match $modifiers.direction {
-            Direction::Nearest | Direction::NearestAway => of_f32!($modifiers, $make, |$($a),*| $near),
-            Direction::Zero => of_f32!($modifiers, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Zero) }),
-            Direction::Down => of_f32!($modifiers, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Down) }),
-            Direction::Up => of_f32!($modifiers, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Up) }),
+    ($mods:expr, $make:ident, |$($a:ident),*| $near:expr, $exact:expr) => {
+        Some(match $mods.direction {
+            Direction::Nearest | Direction::NearestAway => of_f32!($mods, $make, |$($a),*| $near),
+            Direction::Zero => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Zero) }),
+            Direction::Down => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Down) }),
+            Direction::Up => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Up) }),
         })
     };
 }
 
 /// A 16-bit result with `.sat` or `.relu`.
 macro_rules! finish {
-    ($t:ty, $modifiers:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let modifiers: Modifiers = $modifiers;
+    ($t:ty, $mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
         let zero = <$t>::from_bits(0);
         let _ = zero;
         match (modifiers.sat, modifiers.relu) {
@@ -133,8 +133,8 @@ macro_rules! finish {
 }
 
 macro_rules! finish_pair {
-    ($t:ty, $modifiers:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let modifiers: Modifiers = $modifiers;
+    ($t:ty, $mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
         match (modifiers.sat, modifiers.relu) {
             (false, false) => $make!(Pair<$t>, |$($a),*| Pair({ $(let $a = $a.0;)* $e }, { $(let $a = $a.1;)* $e })),
             (true, _) => $make!(Pair<$t>, |$($a),*| Pair(
@@ -151,12 +151,12 @@ macro_rules! finish_pair {
 
 /// The same expression for f16, bf16 and their pairs. `round` is the function that rounds to the format.
 macro_rules! halves {
-    ($ty:expr, $modifiers:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
+    ($ty:expr, $mods:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
         match $ty {
-            Type::F16 => { use to_f16 as $round; Some(finish!(f16, $modifiers, $make, |$($a),*| $e)) }
-            Type::Bf16 => { use to_bf16 as $round; Some(finish!(bf16, $modifiers, $make, |$($a),*| $e)) }
-            Type::F16x2 => { use to_f16 as $round; Some(finish_pair!(f16, $modifiers, $make, |$($a),*| $e)) }
-            Type::Bf16x2 => { use to_bf16 as $round; Some(finish_pair!(bf16, $modifiers, $make, |$($a),*| $e)) }
+            Type::F16 => { use to_f16 as $round; Some(finish!(f16, $mods, $make, |$($a),*| $e)) }
+            Type::Bf16 => { use to_bf16 as $round; Some(finish!(bf16, $mods, $make, |$($a),*| $e)) }
+            Type::F16x2 => { use to_f16 as $round; Some(finish_pair!(f16, $mods, $make, |$($a),*| $e)) }
+            Type::Bf16x2 => { use to_bf16 as $round; Some(finish_pair!(bf16, $mods, $make, |$($a),*| $e)) }
             _ => None,
         }
     };

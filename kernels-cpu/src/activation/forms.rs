@@ -50,7 +50,7 @@ pub fn silu_mul<E: Element>(
 }
 
 /// Values that one piece of work rounds.
-const PIECE: usize = 1 << 14;
+const TASK_VALUES: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.
 ///
@@ -64,8 +64,8 @@ pub fn narrow<E: Element>(
 ) -> Result<(), KernelError> {
     KernelError::length("output", x.len(), out.len())?;
     let out = Disjoint::new(out);
-    parallel.for_each(x.len().div_ceil(PIECE), &|i| {
-        let piece = i * PIECE..x.len().min((i + 1) * PIECE);
+    parallel.for_each(x.len().div_ceil(TASK_VALUES), &|i| {
+        let piece = i * TASK_VALUES..x.len().min((i + 1) * TASK_VALUES);
         // SAFETY: pieces are disjoint, and `Parallel` calls each at most once.
         dispatch::narrow(token, &x[piece.clone()], unsafe { out.part(piece) });
     });

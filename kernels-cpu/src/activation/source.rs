@@ -36,7 +36,8 @@ pub(crate) trait Source: Sync {
     /// Whether rows are computed into memory that the caller provides.
     fn is_computed(&self) -> bool;
 
-    /// Returns a row and its largest magnitude. If [`is_computed`](Self::is_computed), `buffer` must have the width of a row.
+    /// Returns a row and its largest magnitude. If [`is_computed`](Self::is_computed), `buffer` must have the width of
+    /// a row.
     ///
     /// # Safety
     /// Each row may be requested only once.

@@ -9,7 +9,7 @@ use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel};
 
 /// Page numbers up to this count are compared without allocating.
-const FEW: usize = 64;
+const INLINE_PAGES: usize = 64;
 
 impl KvLayout {
     /// Appends `m` tokens to each list, one list per key-value head. `keys` and `values` are `[m, lists, head_dim]`;
@@ -105,7 +105,7 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
 
 /// Fails if any of the `count` pages to be written occurs twice.
 fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
-    let mut few = [0; FEW];
+    let mut few = [0; INLINE_PAGES];
     let mut many = Vec::new();
     let named = match few.get_mut(..count) {
         Some(few) => few,

@@ -148,7 +148,8 @@ mod tests {
         ) {
             let spread = 2.0_f32.powi(spread);
             let centre = if around { centre / 65536.0 * spread } else { centre };
-            let x: Vec<f32> = parts.iter().map(|v| (centre + v * spread).clamp(-MAX_MAGNITUDE, MAX_MAGNITUDE)).collect();
+            let x = parts.iter().map(|v| (centre + v * spread).clamp(-MAX_MAGNITUDE, MAX_MAGNITUDE));
+            let x: Vec<f32> = x.collect();
             let (codes, grid, out) = round_trip(&x, bits);
             let step = f64::from(grid.scale.to_f32());
             prop_assert!(step.is_finite() && step >= 0.0 && grid.zero.is_finite());

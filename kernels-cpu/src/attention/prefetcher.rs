@@ -11,7 +11,7 @@ pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
 /// Lines to prefetch while a step of the values of sixty-four features is multiplied.
 pub(super) const VALUE_LINES: [usize; 3] = [5, 10, 18];
 /// Pages of keys that were prefetched before a chunk begins.
-const LEAD: usize = 7;
+const PREFETCHED_PAGES: usize = 7;
 
 /// Prefetches lines at an even pace, independent of the uneven pace at which the passes read them: the keys of a chunk,
 /// its values, and the first keys of the next.
@@ -28,7 +28,7 @@ pub(super) struct Prefetcher<'a> {
 impl<'a> Prefetcher<'a> {
     #[inline(always)]
     pub(super) fn new(tile: &'a Tile<'a>, pages: &'a [u32]) -> Self {
-        let half = if tile.is_first { LEAD.min(pages.len()) } else { usize::MAX };
+        let half = if tile.is_first { PREFETCHED_PAGES.min(pages.len()) } else { usize::MAX };
         let mut ahead = Self { tile, pages, half, at: core::ptr::null(), left: 0 };
         ahead.turn();
         ahead
@@ -61,7 +61,7 @@ impl<'a> Prefetcher<'a> {
         let (page, part) = match self.half {
             half if half < count => (self.pages.get(half), 0..keys),
             half if half < 2 * count => (self.pages.get(half - count), keys..all),
-            half if half < 2 * count + LEAD => (self.tile.next.get(half - 2 * count), 0..keys),
+            half if half < 2 * count + PREFETCHED_PAGES => (self.tile.next.get(half - 2 * count), 0..keys),
             // Nothing is left; each call then costs two comparisons.
             _ => (None, 0..0),
         };

@@ -17,10 +17,10 @@ use crate::{KernelError, Parallel, Serial};
 /// Results of a part of a product, which stay in the L1 cache until they are used.
 const RESULTS: usize = 8192;
 /// Pieces of work per thread; threads wait for the last piece to end.
-const SHARES: usize = 16;
+const PIECES_PER_THREAD: usize = 16;
 /// Pieces of work per thread for few rows, which are limited by memory: memory is read fastest sequentially, and each
 /// piece starts at a new address.
-const FEW_SHARES: usize = 4;
+const FEW_PIECES_PER_THREAD: usize = 4;
 /// Minimum and maximum number of panels per piece: few rows process four at once, and more than the maximum saves
 /// nothing.
 const CHUNK: [usize; 2] = [4, 16];
@@ -162,7 +162,7 @@ impl Experts<'_> {
         let (token, width) = (plan.token, self.inner);
         let panels = width.div_ceil(PANEL_ROWS);
         let all: usize = active.iter().map(|own| own.rows[0].m).sum();
-        let shares = if all <= FEW_ROWS * active.len() { FEW_SHARES } else { SHARES };
+        let shares = if all <= FEW_ROWS * active.len() { FEW_PIECES_PER_THREAD } else { PIECES_PER_THREAD };
         let share = (all * panels).div_ceil(parallel.threads().max(1).saturating_mul(shares));
         let mut pieces = 0;
         for own in active.iter_mut() {
@@ -217,7 +217,8 @@ impl Experts<'_> {
         let (token, width) = (plan.token, self.hidden);
         let panels = width.div_ceil(PANEL_ROWS);
         let few = active.iter().map(|own| own.rows[1].m).sum::<usize>() <= FEW_ROWS * active.len();
-        let (shares, max) = if few { (FEW_SHARES / 2, FEW_CHUNK) } else { (SHARES / 2, CHUNK[1]) };
+        let (shares, max) =
+            if few { (FEW_PIECES_PER_THREAD / 2, FEW_CHUNK) } else { (PIECES_PER_THREAD / 2, CHUNK[1]) };
         let chunk = panels.div_ceil(parallel.threads().max(1).saturating_mul(shares));
         let chunk = chunk.next_multiple_of(CHUNK[0]).min(max);
         let (all, pieces) = (out.len() / width, panels.div_ceil(chunk));

@@ -1,8 +1,8 @@
 //! Which of a processor's paths is its fastest.
 //!
-//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with the
-//! evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends on
-//! this: `QUANT_ISA` and tokens accept any path that the processor has.
+//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with
+//! the evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends
+//! on this: `QUANT_ISA` and tokens accept any path that the processor has.
 
 use super::Isa;
 

@@ -17,7 +17,7 @@ const BLOCK: usize = 1024 << 10;
 /// Maximum number of panels per piece of work: more save nothing.
 const CHUNK: usize = 16;
 /// Pieces per thread for a product that is large enough; threads wait for the last piece to end.
-const SHARES: usize = 16;
+const PIECES_PER_THREAD: usize = 16;
 
 /// One of several products with the same activations.
 #[derive(Debug)]
@@ -154,7 +154,7 @@ impl<'a> Pieces<'a> {
     ) -> Self {
         let layout = &product.weight.layout;
         let (weight, bias) = (product.weight, product.bias);
-        let shares = parallel.threads().max(1).saturating_mul(SHARES);
+        let shares = parallel.threads().max(1).saturating_mul(PIECES_PER_THREAD);
         if let Some(rows) = x.tiled {
             // As many row tiles as a piece keeps sums for, in blocks of similar size; and many panels, since each piece
             // reads all of its activations.

@@ -18,11 +18,11 @@ pub static SOURCE: Source = Source {
 
 /// One of the kernels that pack a matrix; they may be launched in any order.
 ///
-/// Arguments: `pack_codes(codes, fault, out, n, k, middle, max)`; `pack_parameters(codes, scales, zeros, fault, out,
+/// Arguments: `pack_codes(codes, fault, out, n, k, middle, most)`; `pack_parameters(codes, scales, zeros, fault, out,
 /// n, k, group_size, middle, most)`; `pack_rows(codes, scales, channels, zeros, fault, row_scales, row_zeros, row_sums,
 /// n, k, group_size, middle, most)`. Inputs are the slices of a [`WeightView`](quant_kernels_cpu::WeightView) in device
 /// memory, or null if the view has none; for E4M3 scales `channels` is the one number that these are divided by.
-/// Outputs are the sections of the packed matrix. `max` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards
+/// Outputs are the sections of the packed matrix. `most` is `2^bits − 1`. `fault` must be 0 before, and is 1 afterwards
 /// if packing on the CPU would have rejected a value. Padding between sections is left unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackLaunch {

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::{Error, Result};
 
 /// Bytes converted at a time.
-const PIECE: usize = 1 << 20;
+const CHUNK_BYTES: usize = 1 << 20;
 
 /// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -148,8 +148,8 @@ impl Values {
     /// As [`zeros`](Self::zeros).
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let mut copy = self.zeros_like(self.len)?;
-        for at in (0..self.len).step_by(PIECE) {
-            let piece = self.read(at..(at + PIECE).min(self.len))?;
+        for at in (0..self.len).step_by(CHUNK_BYTES) {
+            let piece = self.read(at..(at + CHUNK_BYTES).min(self.len))?;
             copy.write(at, &piece)?;
         }
         Ok(copy)
@@ -183,10 +183,10 @@ impl Values {
             ValueStore::Memory(values) => Ok(Cow::Borrowed(&values[range])),
             ValueStore::File(_, file) => {
                 let mut values = vec![0.0; range.len()];
-                let mut bytes = vec![0; PIECE.min(4 * range.len())];
-                for (i, piece) in values.chunks_mut(PIECE / 4).enumerate() {
+                let mut bytes = vec![0; CHUNK_BYTES.min(4 * range.len())];
+                for (i, piece) in values.chunks_mut(CHUNK_BYTES / 4).enumerate() {
                     let bytes = &mut bytes[..4 * piece.len()];
-                    file.read(4 * range.start as u64 + (i * PIECE) as u64, bytes)?;
+                    file.read(4 * range.start as u64 + (i * CHUNK_BYTES) as u64, bytes)?;
                     for (value, bytes) in piece.iter_mut().zip(bytes.chunks_exact(4)) {
                         *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
                     }
@@ -205,11 +205,11 @@ impl Values {
         match &mut self.place {
             ValueStore::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
             ValueStore::File(_, file) => {
-                let mut bytes = Vec::with_capacity(PIECE.min(4 * values.len()));
-                for (i, piece) in values.chunks(PIECE / 4).enumerate() {
+                let mut bytes = Vec::with_capacity(CHUNK_BYTES.min(4 * values.len()));
+                for (i, piece) in values.chunks(CHUNK_BYTES / 4).enumerate() {
                     bytes.clear();
                     bytes.extend(piece.iter().flat_map(|value| value.to_le_bytes()));
-                    file.write(4 * at as u64 + (i * PIECE) as u64, &bytes)?;
+                    file.write(4 * at as u64 + (i * CHUNK_BYTES) as u64, &bytes)?;
                 }
             }
         }
@@ -266,7 +266,7 @@ mod tests {
     fn a_file_holds_what_memory_holds() {
         let directory = tempfile::tempdir().unwrap();
         let spill = Spill::new(directory.path(), 1 << 20);
-        let len = PIECE / 4 * 2 + 3;
+        let len = CHUNK_BYTES / 4 * 2 + 3;
         let (mut memory, mut file) =
             (Values::zeros(None, len).unwrap(), Values::zeros(Some(&spill), len).unwrap());
         let values: Vec<f32> = (0..len).map(|i| i as f32 - 0.5).collect();
@@ -279,7 +279,7 @@ mod tests {
             values.read(range).unwrap().iter().map(|v| v.to_bits()).collect()
         };
         let copy = file.try_clone().unwrap();
-        for range in [0..len, 0..0, 1..7, PIECE / 4 - 1..PIECE / 4 + 1, len - 1..len] {
+        for range in [0..len, 0..0, 1..7, CHUNK_BYTES / 4 - 1..CHUNK_BYTES / 4 + 1, len - 1..len] {
             assert_eq!(bits(&memory, range.clone()), bits(&file, range.clone()));
             assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
         }

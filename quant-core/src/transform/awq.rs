@@ -43,7 +43,7 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 }
 
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
-const RACE_SHARE: f64 = 1.0 / 8.0;
+const RACE_FRACTION: f64 = 1.0 / 8.0;
 
 /// The memory in bytes of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
@@ -139,7 +139,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
             continue;
         }
         let share = match work.settings.search {
-            Search::Fast => RACE_SHARE,
+            Search::Fast => RACE_FRACTION,
             Search::Reference => 1.0,
         };
         let watched = if group.consumers.len() == 1 { 0.0 } else { work.weights(group.inspected) };

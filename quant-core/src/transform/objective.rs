@@ -277,13 +277,13 @@ pub(super) fn round_scaled(
 
 /// `Σ (a − b)²`, summed in fixed pieces and in order.
 fn squared_distance(a: &[f32], b: &[f32]) -> Result<f64> {
-    const PIECE: usize = 1 << 14;
+    const CHUNK_VALUES: usize = 1 << 14;
     if a.len() != b.len() {
         return Err(Error::Internal(format!("outputs of {} and {} values", a.len(), b.len())));
     }
     let pieces: Vec<f64> = a
-        .par_chunks(PIECE)
-        .zip(b.par_chunks(PIECE))
+        .par_chunks(CHUNK_VALUES)
+        .zip(b.par_chunks(CHUNK_VALUES))
         .map(|(a, b)| a.iter().zip(b).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum())
         .collect();
     Ok(pieces.into_iter().sum())

@@ -8,7 +8,7 @@ use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statist
 use crate::model::{BlockGraph, FoldGroup};
 
 /// A race uses at most one in this many tokens of the batch, but at least [`MIN_TOKENS`].
-const SHARE: usize = 4;
+const TOKENS_PER_SAMPLE: usize = 4;
 /// The minimum number of tokens in a race.
 const MIN_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
@@ -108,13 +108,13 @@ impl SearchSample {
         let (windows, length) = (batch.samples as u64, batch.length as u64);
         if mixes_tokens {
             return windows
-                .div_ceil(SHARE as u64)
+                .div_ceil(TOKENS_PER_SAMPLE as u64)
                 .max(MIN_WINDOWS as u64)
                 .min(windows)
                 .saturating_mul(length);
         }
         let tokens = windows.saturating_mul(length);
-        let wanted = (tokens / SHARE as u64).max(MIN_TOKENS as u64);
+        let wanted = (tokens / TOKENS_PER_SAMPLE as u64).max(MIN_TOKENS as u64);
         let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
         let heads = match batch.packing {
             // Each document has its own head; documents are assumed to have at least 32 tokens.
@@ -247,7 +247,7 @@ impl Schedule {
         for (rank, window) in order.enumerate() {
             ranks[window] = rank;
         }
-        let max = windows.div_ceil(SHARE).max(MIN_WINDOWS).min(windows);
+        let max = windows.div_ceil(TOKENS_PER_SAMPLE).max(MIN_WINDOWS).min(windows);
         let first = if windows <= MIN_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
         let mut until = vec![first.min(max)];
         while let Some(&last) = until.last().filter(|l| **l < max) {
@@ -261,7 +261,7 @@ impl Schedule {
         let tokens = (layout.counted() as f64 * of_tokens) as usize;
         let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
         let floor_power = |n: usize| 1_usize << n.ilog2();
-        let last = floor_power(power((tokens / SHARE).max(MIN_TOKENS)));
+        let last = floor_power(power((tokens / TOKENS_PER_SAMPLE).max(MIN_TOKENS)));
         let stride = floor_power(power(FIRST_TOKENS)).max(last);
         let rounds = (stride / last).ilog2() as usize + 1;
         let units_per_window = UNITS.div_ceil(windows.max(1)).min(length.saturating_sub(HEAD).max(1));

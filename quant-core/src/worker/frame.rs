@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 
 /// The number of bytes read at once.
-const PIECE: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 
 /// A message in parts; large parts are borrowed.
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ pub(super) fn read_frame(input: &mut dyn Read, max: u64) -> io::Result<Option<Ve
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {
         let from = bytes.len();
-        let piece = usize::try_from(len - from as u64).unwrap_or(PIECE).min(PIECE);
+        let piece = usize::try_from(len - from as u64).unwrap_or(READ_BYTES).min(READ_BYTES);
         bytes.try_reserve(piece).map_err(|_| io::Error::from(ErrorKind::OutOfMemory))?;
         bytes.resize(from + piece, 0);
         input.read_exact(&mut bytes[from..])?;

@@ -20,7 +20,7 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 /// The models to compare on.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];
 /// Maximum excess of ours, as a share of the peer's divergence.
-const SHARE: f64 = 0.005;
+const TOLERANCE: f64 = 0.005;
 /// Maximum excess of ours, in standard errors of the difference.
 const ERRORS: f64 = 2.0;
 const THREADS: usize = 2;
@@ -220,7 +220,7 @@ fn difference(ours: &[f64], theirs: &[f64]) -> [f64; 2] {
 
 fn is_no_worse(ours: &[f64], theirs: &[f64]) -> bool {
     let [difference, error] = difference(ours, theirs);
-    difference <= (SHARE * mean(theirs)[0]).max(ERRORS * error)
+    difference <= (TOLERANCE * mean(theirs)[0]).max(ERRORS * error)
 }
 
 /// Both divergences, the difference, and the verdict.

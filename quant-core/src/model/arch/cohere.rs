@@ -35,7 +35,7 @@ impl Family for Cohere {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 5e5)?;
         let norms =
-            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::OF_HEADS });
+            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::DEFAULT });
         describe(&d, &Windows::Never, norms, true)
     }
 }

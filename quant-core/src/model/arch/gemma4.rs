@@ -21,7 +21,8 @@ const MAX_LAYERS: usize = 1024;
 /// Module names that process a block's own input.
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// Modules that are unused in blocks that read another block's keys and values, though files may contain them.
-const UNREAD: &[&str] = &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
+const UNUSED_MODULES: &[&str] =
+    &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
 /// The family of `Gemma4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +66,7 @@ impl Family for Gemma4Text {
                 };
                 let mut attention = d.attention(Some(request.read(config)?), [bias; 2]);
                 attention.shape = shape;
-                attention.head_norms = Some(HeadNorms::OF_HEADS);
+                attention.head_norms = Some(HeadNorms::DEFAULT);
                 attention.norms_values = true;
                 if same && window.is_none() {
                     attention.projections = Projections::SharedKeysAndValues;
@@ -109,7 +110,7 @@ impl Family for Gemma4Text {
             });
         }
         architecture.unread =
-            (first_reader < d.layers).then_some(Unread { first: first_reader, modules: UNREAD });
+            (first_reader < d.layers).then_some(Unread { first: first_reader, modules: UNUSED_MODULES });
         Ok(architecture)
     }
 }

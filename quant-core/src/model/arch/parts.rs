@@ -151,7 +151,7 @@ pub(super) struct HeadNorms {
 
 impl HeadNorms {
     /// Head norms before the rotation, with the names of most families.
-    pub(super) const OF_HEADS: Self = Self {
+    pub(super) const DEFAULT: Self = Self {
         names: ["self_attn.q_norm", "self_attn.k_norm"],
         whole_width: false,
         by_head: false,

@@ -120,7 +120,7 @@ fn architecture(
     request.partial = Some(0.25);
     let mut attention = d.attention(Some(request.read(config)?), [d.flag("attention_bias", false)?; 2]);
     attention.projections = Projections::WithOutputGate;
-    attention.head_norms = Some(HeadNorms::OF_HEADS);
+    attention.head_norms = Some(HeadNorms::DEFAULT);
     let full = d.block(attention, d.mlp(false));
     let linear = DecoderBlock { mixer: Some(mixer), ..full.clone() };
     let is_full = full_attention(config, d.layers)?;

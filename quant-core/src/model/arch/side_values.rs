@@ -39,7 +39,8 @@ pub(super) struct SharedKeys {
     pub(super) leave: bool,
 }
 
-/// The role of an attention with respect to shared keys and values, with the index of the pair in [`SideValues::shared`].
+/// The role of an attention with respect to shared keys and values, with the index of the pair in
+/// [`SideValues::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// The attention computes the shared keys and values.
