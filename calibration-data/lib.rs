@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn no_document_stands_in_two_places() {
+    fn no_document_is_in_two_places() {
         let all: Vec<_> = documents(CORPUS).chain(documents(HELDOUT)).map(|d| d.text).collect();
         assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len());
         assert!(all.iter().all(|text| !text.lines().any(|l| l == "%%")));

@@ -10,8 +10,8 @@ import sys
 import torch
 
 TURN_BYTES = 512 << 20
-MOST_TURNS = 64
-LEAST = 0.05
+MAX_TURNS = 64
+MIN_SECONDS = 0.05
 REPEATS = 5
 
 
@@ -29,12 +29,12 @@ def seconds(launches):
 
     run(len(launches))
     once = run(len(launches)) / len(launches)
-    count = min(max(int(LEAST / max(once, 1e-7)), len(launches), 3), 20_000)
+    count = min(max(int(MIN_SECONDS / max(once, 1e-7)), len(launches), 3), 20_000)
     return sorted(run(count) for _ in range(REPEATS))[REPEATS // 2] / count
 
 
 def turns(bytes_each):
-    return min(max(-(-TURN_BYTES // max(bytes_each, 1)), 1), MOST_TURNS)
+    return min(max(-(-TURN_BYTES // max(bytes_each, 1)), 1), MAX_TURNS)
 
 
 def halves(*shape):

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::slice;
 
-use crate::device::{Code, Device, MEMORY, SHARED_MOST, device};
+use crate::device::{Code, Device, MAX_SHARED, MEMORY, device};
 
 /// The only context.
 const CONTEXT: usize = 0x10;
@@ -118,8 +118,8 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
             38 => CACHE as c_int,
             75 => 10,
             76 => 0,
-            81 => SHARED_MOST as c_int + 1024,
-            97 => SHARED_MOST as c_int,
+            81 => MAX_SHARED as c_int + 1024,
+            97 => MAX_SHARED as c_int,
             _ => return Err(Code::INVALID_VALUE),
         };
         // SAFETY: the caller guarantees that the pointers are valid, by the contract of the driver's function.

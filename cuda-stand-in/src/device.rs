@@ -39,8 +39,8 @@ impl Code {
 const FIRST: u64 = 0x7000_0000_0000;
 const ALIGN: u64 = 256;
 /// Dynamic shared memory of a kernel by default, and at most.
-const SHARED_UNASKED: u32 = 48 * 1024;
-pub(crate) const SHARED_MOST: u32 = 227 * 1024;
+const DEFAULT_SHARED: u32 = 48 * 1024;
+pub(crate) const MAX_SHARED: u32 = 227 * 1024;
 /// Total bytes of memory.
 pub(crate) const MEMORY: usize = 4 << 30;
 
@@ -53,7 +53,7 @@ struct Function {
     module: usize,
     kernel: String,
     parameters: Vec<Parameter>,
-    most_shared: u32,
+    max_shared: u32,
 }
 
 /// The state of the device.
@@ -137,18 +137,17 @@ impl Device {
         let loaded = self.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
         let parameters = parameters::of(&loaded.text, kernel).ok_or(Code::NOT_FOUND)?;
         let handle = self.handle();
-        let function =
-            Function { module, kernel: kernel.to_owned(), parameters, most_shared: SHARED_UNASKED };
+        let function = Function { module, kernel: kernel.to_owned(), parameters, max_shared: DEFAULT_SHARED };
         self.functions.insert(handle, function);
         Ok(handle)
     }
 
     pub(crate) fn allow_shared(&mut self, function: usize, bytes: u32) -> Result<(), Code> {
         let function = self.functions.get_mut(&function).ok_or(Code::INVALID_HANDLE)?;
-        if bytes > SHARED_MOST {
+        if bytes > MAX_SHARED {
             return Err(Code::INVALID_VALUE);
         }
-        function.most_shared = bytes.max(SHARED_UNASKED);
+        function.max_shared = bytes.max(DEFAULT_SHARED);
         Ok(())
     }
 
@@ -165,7 +164,7 @@ impl Device {
         arguments: Vec<Argument>,
     ) -> Result<(), Code> {
         let function = self.functions.get(&function).ok_or(Code::INVALID_HANDLE)?;
-        if shared > function.most_shared {
+        if shared > function.max_shared {
             return Err(Code::INVALID_VALUE);
         }
         let loaded = self.modules.get(&function.module).ok_or(Code::INVALID_HANDLE)?;

@@ -16,17 +16,17 @@ use serde_json::Value;
 
 const SCHEMA: &str = "quant-eval-journal/3";
 /// Longer lines are invalid.
-const LONGEST_LINE: u64 = 1 << 30;
+const MAX_LINE_BYTES: u64 = 1 << 30;
 
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
     /// Whether the value is plausible: finite, and within its range.
-    fn is_sound(&self) -> bool;
+    fn is_valid(&self) -> bool;
 }
 
 impl Measured for f64 {
     /// A negative log-likelihood: at least zero, except for rounding.
-    fn is_sound(&self) -> bool {
+    fn is_valid(&self) -> bool {
         self.is_finite() && *self >= -1e-6
     }
 }
@@ -133,7 +133,7 @@ fn read<T: Measured>(
     let mut line = Vec::new();
     loop {
         line.clear();
-        let mut piece = std::io::Read::take(&mut reader, LONGEST_LINE);
+        let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
             // The end of the file, or an incomplete line.
@@ -161,7 +161,7 @@ fn read<T: Measured>(
                 return Err(damaged());
             }
             let (last, window): (bool, Vec<T>) = serde_json::from_str(text).map_err(|_| damaged())?;
-            if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_sound) {
+            if windows.get(known.len()) != Some(&window.len()) || !window.iter().all(T::is_valid) {
                 return Err(damaged());
             }
             known.push(window);

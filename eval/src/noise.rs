@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// The largest relative disturbance: at most half a unit in the last place of bfloat16.
 const SCALE: f32 = 1.0 / 512.0;
 /// Number of values that one task disturbs.
-const PIECE: usize = 1 << 14;
+const CHUNK: usize = 1 << 14;
 
 /// Disturbs the output of block `block`, for windows whose numbers start at `first`. The noise depends only on the
 /// window's number, not on how windows are batched.
@@ -21,9 +21,9 @@ pub(crate) fn disturb(hidden: &Tensor, seed: u64, block: usize, first: usize) ->
     let mut values = hidden.flatten_all()?.to_vec1::<f32>()?;
     for (row, window) in values.chunks_mut((length * width).max(1)).enumerate() {
         let stream = mix(mix(mix(seed) ^ block as u64) ^ (first + row) as u64);
-        window.par_chunks_mut(PIECE).enumerate().for_each(|(piece, values)| {
+        window.par_chunks_mut(CHUNK).enumerate().for_each(|(piece, values)| {
             for (i, value) in values.iter_mut().enumerate() {
-                let bits = mix(stream ^ (piece * PIECE + i) as u64);
+                let bits = mix(stream ^ (piece * CHUNK + i) as u64);
                 // 24 bits represent a uniform value in [−1, 1) exactly.
                 let uniform = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
                 *value *= 1.0 + uniform * SCALE;

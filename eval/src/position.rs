@@ -47,13 +47,13 @@ impl Position {
 }
 
 impl Measured for Position {
-    fn is_sound(&self) -> bool {
+    fn is_valid(&self) -> bool {
         let share = 0.0..=1.0 + 1e-6;
-        self.reference_nll.is_sound()
-            && self.model_nll.is_sound()
-            && self.kl.is_sound()
+        self.reference_nll.is_valid()
+            && self.model_nll.is_valid()
+            && self.kl.is_valid()
             && share.contains(&self.confidence)
             && share.contains(&self.top5)
-            && self.floor.is_none_or(|floor| floor.is_sound())
+            && self.floor.is_none_or(|floor| floor.is_valid())
     }
 }

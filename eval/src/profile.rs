@@ -29,7 +29,7 @@ use quant_core::{Error, Result};
 /// Default distance between the windows of `hf-stride`, in tokens.
 const STRIDE: usize = 512;
 /// Longer windows are rejected: some models claim a practically unlimited number of positions.
-const LONGEST: usize = 1 << 20;
+const MAX_WINDOW: usize = 1 << 20;
 
 /// A rule for scoring a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,7 @@ impl Profile {
             };
             Some(parts)
         };
-        let length = |said: Option<&usize>| window.or(said.copied()).unwrap_or(positions);
+        let length = |given: Option<&usize>| window.or(given.copied()).unwrap_or(positions);
         let profile = if let Some(n) = numbers("gptq").transpose()?.filter(|n| n.len() <= 1) {
             Self::Gptq { window: length(n.first()) }
         } else if let Some(n) = numbers("llamacpp").transpose()?.filter(|n| n.len() <= 1) {
@@ -132,21 +132,21 @@ impl Profile {
     }
 
     fn check(self) -> Result<Self> {
-        let least = match self {
+        let min = match self {
             Self::Gptq { .. } => 2,
             Self::LlamaCpp { .. } => 4,
             Self::HfStride { .. } => 2,
             Self::LmEvalRolling { .. } => 1,
         };
-        if self.window() < least {
+        if self.window() < min {
             return Err(Error::usage(
                 format!("windows of {} tokens score nothing by this rule", self.window()),
-                format!("choose ‹window={least}› or more; 512 and 2048 are common choices"),
+                format!("choose ‹window={min}› or more; 512 and 2048 are common choices"),
             ));
         }
-        if self.window() > LONGEST {
+        if self.window() > MAX_WINDOW {
             return Err(Error::usage(
-                format!("windows of {} tokens are too long; at most {LONGEST} are read", self.window()),
+                format!("windows of {} tokens are too long; at most {MAX_WINDOW} are read", self.window()),
                 "choose a shorter ‹window›; 512 and 2048 are common choices",
             ));
         }

@@ -20,7 +20,7 @@ use crate::{BosPolicy, Divergence, Estimate, EvaluationText, Scores};
 pub const SCHEMA: &str = "quant-eval/4";
 /// Larger files are rejected: a number takes some thirty times the memory once it is read. Results of some fifty
 /// thousand windows fit.
-const LARGEST: u64 = 4 << 20;
+const MAX_FILE_BYTES: u64 = 4 << 20;
 /// Relative tolerance between a mean and the one recomputed from the windows: the order of summation may differ.
 const TOLERANCE: f64 = 1e-9;
 
@@ -255,8 +255,8 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if !metadata.is_file() {
         return Err(broken("is not a regular file".into()));
     }
-    if metadata.len() > LARGEST {
-        return Err(broken(format!("has {} bytes; at most {LARGEST} are read", metadata.len())));
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(broken(format!("has {} bytes; at most {MAX_FILE_BYTES} are read", metadata.len())));
     }
     let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
     if bytes.iter().all(u8::is_ascii_whitespace) {
@@ -342,15 +342,15 @@ impl Divergence {
         }
         // The mean has an upper bound that follows from its quantiles, and each quantile one that follows from the
         // mean.
-        let most =
+        let max =
             0.5 * rising[0] + 0.4 * rising[1] + 0.09 * rising[2] + 0.009 * rising[3] + 0.001 * rising[4];
         // At each quantile, the fraction of positions is off by less than one position.
         let slack = 4.0 * rising[4] / count;
-        let least = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
+        let min = [(0.5, rising[0]), (0.9, rising[1]), (0.99, rising[2]), (0.999, rising[3])];
         let too_large =
             |(share, value): (f64, f64)| value * (1.0 - share) > self.kl.mean * (1.0 + TOLERANCE) + slack;
         let window_over = self.window_kl.iter().any(|w| *w > rising[4] * (1.0 + TOLERANCE));
-        if self.kl.mean > most + slack || least.into_iter().any(too_large) || window_over {
+        if self.kl.mean > max + slack || min.into_iter().any(too_large) || window_over {
             return Err("has `comparison.kl_quantiles` that do not fit its mean".into());
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
@@ -389,10 +389,10 @@ impl Divergence {
     }
 }
 
-/// Checks that an estimate is finite and at least `least`, and that its standard error is valid.
-fn check_estimate(name: &str, estimate: Estimate, least: f64) -> Result<(), String> {
+/// Checks that an estimate is finite and at least `min`, and that its standard error is valid.
+fn check_estimate(name: &str, estimate: Estimate, min: f64) -> Result<(), String> {
     let error_fits = estimate.standard_error.is_none_or(|e| e.is_finite() && e >= 0.0);
-    if estimate.mean.is_finite() && estimate.mean >= least && error_fits {
+    if estimate.mean.is_finite() && estimate.mean >= min && error_fits {
         return Ok(());
     }
     Err(format!(
@@ -417,15 +417,15 @@ fn same(name: &str, found: Estimate, expected: Estimate) -> Result<(), String> {
     }
 }
 
-/// Checks that an estimate agrees with the windows' means, each of which must be at least `least`.
-fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], least: f64) -> Result<(), String> {
+/// Checks that an estimate agrees with the windows' means, each of which must be at least `min`.
+fn agree(name: &str, estimate: Estimate, means: &[f64], tokens: &[usize], min: f64) -> Result<(), String> {
     if means.len() != tokens.len() {
         return Err(format!("has {} windows, but `{name}` of {}", tokens.len(), means.len()));
     }
-    if means.iter().any(|m| !(m.is_finite() && *m >= least)) {
+    if means.iter().any(|m| !(m.is_finite() && *m >= min)) {
         return Err(format!("has a `{name}` of a window that is not a valid number"));
     }
-    check_estimate(name, estimate, least)?;
+    check_estimate(name, estimate, min)?;
     let totals: Vec<f64> = means.iter().zip(tokens).map(|(m, &n)| m * n as f64).collect();
     let again = Estimate::clustered(&totals, tokens);
     near(name, estimate.mean, again.mean)?;

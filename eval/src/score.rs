@@ -263,9 +263,9 @@ fn batches(windows: &[Window]) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = Vec::new();
     for (number, window) in windows.iter().enumerate() {
         let length = window.input().len();
-        let most = (BATCH_TOKENS / length.max(1)).max(1);
+        let max = (BATCH_TOKENS / length.max(1)).max(1);
         match batches.last_mut() {
-            Some(batch) if batch.len() < most && windows[batch[0]].input().len() == length => {
+            Some(batch) if batch.len() < max && windows[batch[0]].input().len() == length => {
                 batch.push(number)
             }
             _ => batches.push(vec![number]),

@@ -34,7 +34,7 @@ const SCHEMA: &str = "quant-reference/1";
 /// Bytes before the head.
 const PRELUDE: u64 = 56;
 /// Longer headers are rejected; half a million windows fit.
-const LONGEST_HEADER: u64 = 64 << 20;
+const MAX_HEADER_BYTES: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -97,8 +97,10 @@ impl StoredReference {
             return Err(fault("is not a stored reference: it begins with other bytes".into()));
         }
         let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
-        if length > LONGEST_HEADER {
-            return Err(fault(format!("has a header of {length} bytes; at most {LONGEST_HEADER} are read")));
+        if length > MAX_HEADER_BYTES {
+            return Err(fault(format!(
+                "has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+            )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
             return Err(fault("is truncated: its header does not end where the file does".into()));

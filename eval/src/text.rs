@@ -12,9 +12,9 @@ use crate::profile::ProfileRequest;
 use crate::{Profile, wikitext};
 
 /// Maximum number of tokens over all windows: a stride far below the window length multiplies a text's tokens.
-const MOST_READ: usize = 1 << 28;
+const MAX_READ: usize = 1 << 28;
 /// Number of documents that are tokenized together.
-const DOCUMENTS_AT_ONCE: usize = 256;
+const DOCUMENTS_PER_BATCH: usize = 256;
 
 /// Tokens of which the last ones are scored, each given those before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -291,21 +291,21 @@ fn of_stream(
             .collect(),
         Profile::HfStride { window, stride } => {
             // One more than needed, to find out whether there are more.
-            let most = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
-            let tokens_read = (count / stride).min(most).saturating_mul(window.min(count));
-            if tokens_read > MOST_READ {
+            let max = wanted.map_or(usize::MAX, |n| n.saturating_add(1));
+            let tokens_read = (count / stride).min(max).saturating_mul(window.min(count));
+            if tokens_read > MAX_READ {
                 return Err(Error::Text {
                     path: origin.to_owned(),
                     line: None,
                     reason: format!(
                         "gives {count} tokens, which windows of {window} every {stride} make {tokens_read} to read; \
-                         at most {MOST_READ} are"
+                         at most {MAX_READ} are"
                     ),
                 });
             }
             let mut cut = Vec::new();
             let (mut begin, mut scored) = (0, 1);
-            while scored < count && cut.len() < most {
+            while scored < count && cut.len() < max {
                 let end = (begin + window).min(count);
                 // The first token of a window has no context.
                 if scored.max(begin + 1) < end {
@@ -328,7 +328,7 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
     let (mut windows, mut bytes) = (Vec::new(), Vec::new());
     let (mut words, mut count, mut bytes_without_tokens) = (0, 0, 0);
     let mut warnings = Vec::new();
-    for some in documents.chunks(DOCUMENTS_AT_ONCE) {
+    for some in documents.chunks(DOCUMENTS_PER_BATCH) {
         let texts: Vec<&str> = some.iter().map(String::as_str).collect();
         let tokenized = Tokens::of_each(tokenization.tokenizer, &texts)?;
         for (document, tokens) in texts.into_iter().zip(tokenized) {

@@ -184,7 +184,7 @@ impl Question<'_> {
             (Self::Decode { tokens }, Answer::Decoded(texts)) => texts.len() == tokens.len(),
             (Self::LargestToken, Answer::LargestToken(_)) | (Self::TokenId(_), Answer::TokenId(_)) => true,
             (Self::Render { chats, .. }, Answer::Rendered(all)) => {
-                all.len() == chats.len() && all.iter().flatten().all(RenderedText::is_sound)
+                all.len() == chats.len() && all.iter().flatten().all(RenderedText::has_valid_spans)
             }
             _ => false,
         }
@@ -202,12 +202,12 @@ impl Question<'_> {
 }
 
 impl RenderedText {
-    fn is_sound(&self) -> bool {
+    fn has_valid_spans(&self) -> bool {
         let mut after = 0;
         self.assistant.iter().all(|span| {
-            let sound = after <= span.start && span.start <= span.end && span.end <= self.text.len();
+            let is_valid = after <= span.start && span.start <= span.end && span.end <= self.text.len();
             after = span.end;
-            sound
+            is_valid
         })
     }
 }

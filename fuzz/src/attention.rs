@@ -24,7 +24,7 @@ impl List {
     }
 
     /// Replaces one field by an arbitrary value.
-    fn spoil(&mut self, input: &mut Input<'_>) {
+    fn corrupt(&mut self, input: &mut Input<'_>) {
         match input.below(5) {
             0 => self.tokens = input.word(),
             1 => self.first = input.word(),
@@ -134,10 +134,10 @@ pub fn attention(data: &[u8]) {
     pages[at..end].copy_from_slice(&noise);
     for _ in 0..input.below(4) {
         let which = input.below(kv);
-        lists[which].spoil(&mut input);
+        lists[which].corrupt(&mut input);
     }
-    let most = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
-    let words = room(most).ok().filter(|&words| words < 1 << 20).unwrap_or(words);
+    let max = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
+    let words = room(max).ok().filter(|&words| words < 1 << 20).unwrap_or(words);
     let mut first = None;
     for isa in Isa::available() {
         let is_ok = run(isa, &pages, &lists, words).is_ok();

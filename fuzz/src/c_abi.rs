@@ -5,7 +5,7 @@ use core::ptr::{null, null_mut};
 
 use quant_kernels::*;
 
-use crate::c::{empty, fair, threads};
+use crate::c::{empty, is_valid_status, threads};
 use crate::input::Input;
 
 /// A pointer and a length; null for an absent part.
@@ -14,7 +14,7 @@ fn optional<T>(of: Option<&Vec<T>>) -> (*const T, usize) {
 }
 
 /// Replaces one field of a layout by an arbitrary value.
-fn spoil(layout: &mut qz1_layout, input: &mut Input<'_>) {
+fn corrupt(layout: &mut qz1_layout, input: &mut Input<'_>) {
     let word = input.word() as u64;
     match input.below(12) {
         0 => layout.code_bits = word as u32,
@@ -76,13 +76,14 @@ pub fn c_abi(data: &[u8]) {
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut layout = empty!(qz1_layout);
     // SAFETY: every length is that of the slice that its pointer comes from, here and below.
-    let made = fair(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
+    let made =
+        is_valid_status(unsafe { qz1_layout_of(&weights, input.byte().into(), &mut layout, &message) });
     assert!(made || !fitting);
     let spoiled = !made || input.rarely(4);
     // The layout may be altered below; the buffer keeps the length of the original.
     let len = if made { layout.bytes as usize } else { 4096 };
     if spoiled {
-        spoil(&mut layout, &mut input);
+        corrupt(&mut layout, &mut input);
     }
     let mut packed = vec![0x5a_u8; len];
     let (first, panels) = match input.rarely(4) {
@@ -90,7 +91,9 @@ pub fn c_abi(data: &[u8]) {
         false => (0, layout.panels as usize),
     };
     // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
-    fair(unsafe { qz1_pack(&weights, &layout, first, panels, packed.as_mut_ptr(), len, on, &message) });
+    is_valid_status(unsafe {
+        qz1_pack(&weights, &layout, first, panels, packed.as_mut_ptr(), len, on, &message)
+    });
 
     let (m, isa) = (input.below(6), u32::from(input.byte() % 10));
     let odd = usize::from(input.rarely(8));
@@ -136,24 +139,28 @@ pub fn c_abi(data: &[u8]) {
     // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let (mut rows, mut floats) = (null_mut(), null_mut());
-        assert!(fair(qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null())));
-        assert_eq!(fair(qz1_float_rows_new(isa, &mut floats, &message)), !floats.is_null());
-        fair(match form {
+        assert!(is_valid_status(qz1_int8_rows_new(QZ1_ISA_DETECT, &mut rows, null())));
+        assert_eq!(is_valid_status(qz1_float_rows_new(isa, &mut floats, &message)), !floats.is_null());
+        is_valid_status(match form {
             0 => qz1_int8_rows_quantize(rows, &layout, &x, by, on, &message),
             1 | 2 => qz1_int8_rows_quantize_rms_norm(rows, &layout, &x, &norm, residual, by, on, &message),
             _ => qz1_int8_rows_quantize_silu_mul(rows, &layout, &x, up, by, on, &message),
         });
         let at = packed.as_ptr();
-        fair(qz1_multiply(&layout, at, len, rows, bias_at, bias_len, to, out_len, isa, on, &message));
+        is_valid_status(qz1_multiply(
+            &layout, at, len, rows, bias_at, bias_len, to, out_len, isa, on, &message,
+        ));
         if !floats.is_null() {
-            fair(match form {
+            is_valid_status(match form {
                 0 => qz1_float_rows_pack(floats, &layout, &x, on, &message),
                 1 | 2 => qz1_float_rows_pack_rms_norm(floats, &layout, &x, &norm, residual, on, &message),
                 _ => qz1_float_rows_pack_silu_mul(floats, &layout, &x, up, on, &message),
             });
-            fair(qz1_multiply_float(&layout, at, len, floats, bias_at, bias_len, to, out_len, on, &message));
+            is_valid_status(qz1_multiply_float(
+                &layout, at, len, floats, bias_at, bias_len, to, out_len, on, &message,
+            ));
         }
-        fair(qz1_dequantize_rows(&layout, at, len, first, panels, to, out_len, &message));
+        is_valid_status(qz1_dequantize_rows(&layout, at, len, first, panels, to, out_len, &message));
         let (zeros_at, zeros_len) = match &mut zeros_out {
             Some(zeros) => (zeros.as_mut_ptr(), zeros.len()),
             None => (null_mut(), 0),
@@ -169,7 +176,7 @@ pub fn c_abi(data: &[u8]) {
             channels_len: channels_out.len(),
             ..nothing
         };
-        fair(qz1_unpack(&layout, at, len, &parts, &message));
+        is_valid_status(qz1_unpack(&layout, at, len, &parts, &message));
         qz1_int8_rows_free(rows);
         qz1_float_rows_free(floats);
     }
@@ -191,14 +198,14 @@ pub fn c_hadamard(data: &[u8]) {
     let message = qz1_message { text: text.as_mut_ptr().cast(), capacity: text.len(), ..empty!(qz1_message) };
     let mut by = null_mut();
     // SAFETY: every length is that of the slice that its pointer comes from, here and below.
-    let made = fair(unsafe { qz1_hadamard_new(n, &mut by, &message) });
+    let made = is_valid_status(unsafe { qz1_hadamard_new(n, &mut by, &message) });
     assert_eq!(made, !by.is_null());
     let (mut once, mut again) = (x.clone(), x.clone());
     let (row, column) = (input.word(), input.word());
     // SAFETY: the pointer contract of the C interface; a null transform is rejected with a status.
     unsafe {
         let run = |x: &mut Vec<f32>, isa, on| {
-            fair(qz1_hadamard_transform(by, x.as_mut_ptr(), x.len(), isa, on, &message))
+            is_valid_status(qz1_hadamard_transform(by, x.as_mut_ptr(), x.len(), isa, on, &message))
         };
         let done = run(&mut once, QZ1_ISA_SCALAR, null());
         assert_eq!(done, made && x.len().is_multiple_of(n));

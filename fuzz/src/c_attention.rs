@@ -4,7 +4,7 @@ use core::ptr::null_mut;
 
 use quant_kernels::*;
 
-use crate::c::{empty, fair, threads};
+use crate::c::{empty, is_valid_status, threads};
 use crate::input::Input;
 
 /// Pages, lists and a cache through C.
@@ -22,7 +22,7 @@ pub fn c_attention(data: &[u8]) {
         false => (1 + input.below(3) as u32, 16 * input.size(4)),
     };
     // SAFETY: every length is that of the slice that its pointer comes from, here and below.
-    let made = fair(unsafe { qz1_kv_layout_of(kind, d, &mut layout, &message) });
+    let made = is_valid_status(unsafe { qz1_kv_layout_of(kind, d, &mut layout, &message) });
     assert!(made || odd);
     let d = if made { d } else { 16 };
     let (kv, group, blocks, m) = (input.size(3), input.size(4), input.size(3), input.below(70));
@@ -65,7 +65,7 @@ pub fn c_attention(data: &[u8]) {
     // SAFETY: pointers come from live slices and handles, with their lengths, as the C interface requires.
     unsafe {
         let at = pages.as_mut_ptr();
-        let appended = fair(qz1_kv_append(
+        let appended = is_valid_status(qz1_kv_append(
             &layout,
             at,
             pages.len(),
@@ -85,14 +85,14 @@ pub fn c_attention(data: &[u8]) {
         let slot = input.word();
         let page = pages.len() / (kv * blocks);
         let (key_at, value_at) = (key.as_mut_ptr(), value.as_mut_ptr());
-        fair(qz1_kv_read(&layout, at, page, slot, key_at, d, value_at, d, &message));
-        fair(qz1_kv_write(&layout, at, page, slot, key_at, d, value_at, d, &message));
+        is_valid_status(qz1_kv_read(&layout, at, page, slot, key_at, d, value_at, d, &message));
+        is_valid_status(qz1_kv_write(&layout, at, page, slot, key_at, d, value_at, d, &message));
 
-        let most = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
+        let max = lists.iter().map(|list| list.tokens).max().unwrap_or(0);
         let mut words = 0;
-        fair(qz1_attend_workspace(&layout, &heads, queries, most, &mut words, &message));
+        is_valid_status(qz1_attend_workspace(&layout, &heads, queries, max, &mut words, &message));
         let mut workspace = vec![u32::MAX; words.min(1 << 20)];
-        fair(qz1_attend(
+        is_valid_status(qz1_attend(
             &layout,
             pages.as_ptr(),
             pages.len(),
@@ -114,7 +114,7 @@ pub fn c_attention(data: &[u8]) {
         let (other, other_lse) = (out.clone(), lse.clone());
         let width = if input.rarely(4) { input.word() } else { d };
         let (out_at, lse_at) = (out.as_mut_ptr(), lse.as_mut_ptr());
-        fair(qz1_attend_merge(
+        is_valid_status(qz1_attend_merge(
             width,
             out_at,
             out.len(),
@@ -128,8 +128,8 @@ pub fn c_attention(data: &[u8]) {
         ));
 
         let mut cache = null_mut();
-        let most = if input.rarely(4) { input.word() } else { 200 };
-        let made = fair(qz1_kv_cache_new(&layout, &heads, most, &mut cache, &message));
+        let max = if input.rarely(4) { input.word() } else { 200 };
+        let made = is_valid_status(qz1_kv_cache_new(&layout, &heads, max, &mut cache, &message));
         assert_eq!(made, !cache.is_null());
         for _ in 0..input.below(6) {
             let before = qz1_kv_cache_tokens(cache);
@@ -137,26 +137,34 @@ pub fn c_attention(data: &[u8]) {
             let (q_len, lse_len) = (q.len(), lse.len());
             match input.below(5) {
                 0 => {
-                    let done = fair(qz1_kv_cache_append(cache, x_at, x.len(), x_at, x.len(), on, &message));
+                    let done = is_valid_status(qz1_kv_cache_append(
+                        cache,
+                        x_at,
+                        x.len(),
+                        x_at,
+                        x.len(),
+                        on,
+                        &message,
+                    ));
                     assert!(done || qz1_kv_cache_tokens(cache) == before);
                 }
                 1 => {
-                    fair(qz1_kv_cache_prefill(
+                    is_valid_status(qz1_kv_cache_prefill(
                         cache, q_at, q_len, out_at, q_len, lse_at, lse_len, on, &message,
                     ));
                 }
                 2 => {
-                    fair(qz1_kv_cache_decode(
+                    is_valid_status(qz1_kv_cache_decode(
                         cache, q_at, q_len, out_at, q_len, lse_at, lse_len, on, &message,
                     ));
                 }
                 3 => {
                     let to = input.word();
-                    let done = fair(qz1_kv_cache_truncate(cache, to, &message));
+                    let done = is_valid_status(qz1_kv_cache_truncate(cache, to, &message));
                     assert_eq!(qz1_kv_cache_tokens(cache), if done { to } else { before });
                 }
                 _ => {
-                    fair(qz1_kv_cache_clear(cache, &message));
+                    is_valid_status(qz1_kv_cache_clear(cache, &message));
                     assert_eq!(qz1_kv_cache_tokens(cache), 0);
                 }
             }

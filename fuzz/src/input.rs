@@ -40,9 +40,9 @@ impl<'a> Input<'a> {
         usize::from(u16::from_le_bytes([self.byte(), self.byte()])) % n.max(1)
     }
 
-    /// From 1 to `most`.
-    pub(crate) fn size(&mut self, most: usize) -> usize {
-        1 + self.below(most)
+    /// From 1 to `max`.
+    pub(crate) fn size(&mut self, max: usize) -> usize {
+        1 + self.below(max)
     }
 
     /// An arbitrary integer.

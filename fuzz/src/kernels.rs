@@ -43,7 +43,7 @@ impl Matrix {
     }
 
     /// Replaces one field by an arbitrary value.
-    fn spoil(&mut self, input: &mut Input<'_>) {
+    fn corrupt(&mut self, input: &mut Input<'_>) {
         let resize = |slice: &mut Vec<u8>, input: &mut Input<'_>| {
             let len = input.below(2 * slice.len() + 2);
             slice.resize(len, 0xff);
@@ -104,7 +104,7 @@ pub fn pack(data: &[u8]) {
     let mut input = Input::new(data);
     let mut matrix = Matrix::valid(&mut input);
     for _ in 0..input.below(4) {
-        matrix.spoil(&mut input);
+        matrix.corrupt(&mut input);
     }
     let sums = input.flag();
     let Some(view) = matrix.view() else { return };

@@ -25,7 +25,7 @@ pub fn dequantize_rows(
     // looked up or checked per weight.
     let size = weight.group_size();
     let zeros = weight.zeros(rows.clone());
-    let middle = 1 << (weight.bits() - 1);
+    let zero_point = 1 << (weight.bits() - 1);
     let scales = match weight.scales(rows.clone()) {
         Scales::Float(scales) => scales,
         // Rare, and each value is read once, so the reference definition suffices.
@@ -45,7 +45,7 @@ pub fn dequantize_rows(
         return Ok(());
     }
     for (i, ((out, codes), &scale)) in groups.zip(scales).enumerate() {
-        let zero = i32::from(zeros.map_or(middle, |zeros| zeros[i]));
+        let zero = i32::from(zeros.map_or(zero_point, |zeros| zeros[i]));
         // The difference is exact in `f32`, so the product is the only rounding, as in the reference.
         for (out, &code) in out.iter_mut().zip(codes) {
             *out = (i32::from(code) - zero) as f32 * scale;

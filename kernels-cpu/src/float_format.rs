@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn every_code_means_what_the_format_says() {
+    fn every_code_has_the_value_of_the_format() {
         for code in 0..=255 {
             match definition(code) {
                 None => assert!(!E4M3.is_number(code) && E4M3.value(code).is_nan()),
@@ -328,8 +328,8 @@ mod tests {
                 prop_assert!(E4M3.is_number(code));
                 prop_assert_eq!(E4M3.value(code).to_bits(), E4M3.round(x).to_bits());
                 let distance = |code: u8| (f64::from(E4M3.value(code)) - f64::from(x)).abs();
-                let least = (0..=255).filter(|c| E4M3.is_number(*c)).map(distance).fold(f64::MAX, f64::min);
-                prop_assert_eq!(distance(code), least, "{} became {}", x, E4M3.value(code));
+                let min = (0..=255).filter(|c| E4M3.is_number(*c)).map(distance).fold(f64::MAX, f64::min);
+                prop_assert_eq!(distance(code), min, "{} became {}", x, E4M3.value(code));
             }
         }
 
@@ -343,8 +343,8 @@ mod tests {
                 prop_assert!(code < 16);
                 prop_assert_eq!(E2M1.value(code).to_bits(), E2M1.round(x).to_bits());
                 let distance = |code: u8| (f64::from(E2M1.value(code)) - f64::from(x)).abs();
-                let least = (0..16).map(distance).fold(f64::MAX, f64::min);
-                prop_assert_eq!(distance(code), least, "{} became {}", x, E2M1.value(code));
+                let min = (0..16).map(distance).fold(f64::MAX, f64::min);
+                prop_assert_eq!(distance(code), min, "{} became {}", x, E2M1.value(code));
             }
         }
     }

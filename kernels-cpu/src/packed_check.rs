@@ -4,7 +4,7 @@
 //! numbers are meaningless, however: codes and scales that are NaN in their format count as what their bits would be
 //! without the special case, ±480 and infinity. Call [`PackedView::check`] once when packed bytes are loaded.
 
-use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MOST, factor};
+use crate::layout::{E4M3_NAN, LINE, PANEL_ROWS, PROGRESSIVE_MAX, factor};
 use crate::{FloatFormat, KernelError, Layout, PackedView, ScaleType};
 
 impl PackedView<'_> {
@@ -55,7 +55,7 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                     let code =
                         i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
                     let scale = i32::from(scales[group * PANEL_ROWS + row]);
-                    if (code * scale).abs() > PROGRESSIVE_MOST {
+                    if (code * scale).abs() > PROGRESSIVE_MAX {
                         return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
                     }
                 }

@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told() {
+    fn misfits_are_reported() {
         let new = |shape, bits, size, codes: usize, scales: usize, zeros: Option<&'static [u8]>| {
             WeightView::new(shape, bits, size, &CODES[..codes], &SCALES[..scales], zeros).unwrap_err()
         };

@@ -11,7 +11,7 @@ use quant_kernels_cpu::{
 };
 
 /// The maximum number of rows: more than three strips.
-const MOST: usize = 40;
+const MAX_BATCH: usize = 40;
 
 /// A product, from activations to output bits.
 type Product = fn(IsaToken, &PackedLinear, &[f32], &dyn Parallel) -> Vec<u32>;
@@ -92,20 +92,20 @@ fn rows_are_the_same_in_every_batch() {
         let packed = weights(bits, n, groups, zeros, progressive);
         let k = groups[0] * groups[1];
         let mut s = Stream(9);
-        let x: Vec<f32> = (0..MOST * k).map(|_| s.float()).collect();
+        let x: Vec<f32> = (0..MAX_BATCH * k).map(|_| s.float()).collect();
         for isa in Isa::runnable() {
             let token = isa.token().unwrap();
             for (i, product) in PRODUCTS.into_iter().enumerate() {
                 let each: Vec<u32> =
                     x.chunks_exact(k).flat_map(|row| product(token, &packed, row, &Serial)).collect();
-                for m in 1..=MOST {
+                for m in 1..=MAX_BATCH {
                     let parallel: &dyn Parallel = match m % 3 {
                         0 => &Serial,
                         1 => &Backwards,
                         _ => &Threads(2),
                     };
                     // The last rows, so that a row's position in its strip changes too.
-                    let first = MOST - m;
+                    let first = MAX_BATCH - m;
                     let got = product(token, &packed, &x[first * k..], parallel);
                     assert!(got == each[first * n..], "{isa:?}, product {i}, {m} rows of {bits} bits");
                 }

@@ -31,8 +31,8 @@ fn accepts(width: usize, bits: u8, sums: bool, progressive: bool) -> bool {
 fn limits_are_the_largest_there_are() {
     for (bits, sums, progressive, limit) in LIMITS {
         let weight = if progressive { 128 } else { (1_u128 << bits) - 1 };
-        let most = weight * if sums { 255 } else { 128 };
-        assert!(most * (limit as u128) < 1 << 31 && most * (limit as u128 + 1) >= 1 << 31, "{limit}");
+        let max = weight * if sums { 255 } else { 128 };
+        assert!(max * (limit as u128) < 1 << 31 && max * (limit as u128 + 1) >= 1 << 31, "{limit}");
         assert!(accepts(limit, bits, sums, progressive) && !accepts(limit + 1, bits, sums, progressive));
     }
     // With two levels of scales the width of the row counts, otherwise that of the group.

@@ -213,7 +213,7 @@ fn not_a_number_and_infinities_come_through() {
 }
 
 /// The message of an error; candle may append a backtrace.
-fn said(error: candle_core::Error) -> String {
+fn message(error: candle_core::Error) -> String {
     error.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
@@ -221,7 +221,7 @@ fn said(error: candle_core::Error) -> String {
 fn what_does_not_fit_is_refused() {
     let runner = Runner::new(Serial);
     let linear = QuantizedLinear::new(weight([20, 64], 32), Activations::Float, &runner).unwrap();
-    let refused = |x: &Tensor| said(linear.forward(x).unwrap_err());
+    let refused = |x: &Tensor| message(linear.forward(x).unwrap_err());
     assert_eq!(refused(&tensor(&[3, 32])), "quantized-linear [20, 64] takes [.., 64], not [3, 32]");
     assert_eq!(refused(&tensor(&[])), "quantized-linear [20, 64] takes [.., 64], not []");
     let double = tensor(&[3, 64]).to_dtype(DType::F64).unwrap();
@@ -229,16 +229,16 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(refused(&double.t().unwrap().contiguous().unwrap().t().unwrap()), refused(&double));
 
     let layout = Layout::contiguous((1, 64));
-    let cuda = said(linear.cuda_fwd(&candle_core::CudaStorage, &layout).unwrap_err());
+    let cuda = message(linear.cuda_fwd(&candle_core::CudaStorage, &layout).unwrap_err());
     assert!(cuda.contains("runs on the CPU only") && cuda.contains("CUDA"), "{cuda}");
-    let metal = said(linear.metal_fwd(&candle_core::MetalStorage, &layout).unwrap_err());
+    let metal = message(linear.metal_fwd(&candle_core::MetalStorage, &layout).unwrap_err());
     assert!(metal.contains("runs on the CPU only") && metal.contains("Metal"), "{metal}");
 
     // A layout that describes more elements than exist gives the error of the kernels.
     let short = candle_core::CpuStorage::F32(vec![0.0; 70]);
     let error = linear.cpu_fwd(&short, &Layout::contiguous((2, 64))).unwrap_err();
     let kernels = KernelError::Length { what: "activations", expected: 128, got: 70 };
-    assert_eq!(said(error), kernels.to_string());
+    assert_eq!(message(error), kernels.to_string());
 
     let view = WeightView::new([2, 8], 4, 8, &[8; 16], &[1.0; 2], None).unwrap();
     let plain = Arc::new(PackedLinear::pack(&view, None, false, &Serial).unwrap());
@@ -307,7 +307,7 @@ fn linears_that_read_the_same_run_at_once() {
         (weights[1].clone(), Activations::PerToken),
     ] {
         let other = QuantizedLinear::new(weight, activations, &runner).unwrap();
-        assert!(!first.goes_with(&other));
+        assert!(!first.shares_input_with(&other));
         let x = Tensor::zeros((1, 1, 96), DType::F32, &Device::Cpu).unwrap();
         let error = QuantizedLinear::forward_each(&[&first, &other], &x).unwrap_err().to_string();
         assert!(error.contains("do not take the same rows"), "{error}");

@@ -232,12 +232,12 @@ fn permutations_of_slots_and_of_experts() {
                 let mut workspace = ExpertsWorkspace::default();
                 bits(&grouped(experts, how, &x, &routed.view(), &mut workspace, &Threads(2)))
             };
-            let turned = Routed {
+            let permuted = Routed {
                 top_k: 4,
                 experts: four.experts.chunks(4).flat_map(|c| [c[2], c[0], c[3], c[1]]).collect(),
                 weights: four.weights.chunks(4).flat_map(|c| [c[2], c[0], c[3], c[1]]).collect(),
             };
-            assert!(run(&experts, &four) == run(&experts, &turned), "{isa:?}, {kind:?}");
+            assert!(run(&experts, &four) == run(&experts, &permuted), "{isa:?}, {kind:?}");
             let first = |of: &[u32]| of.chunks(4).flat_map(|c| [c[0], c[1]]).collect::<Vec<u32>>();
             let two = Routed::new(2, first(&four.experts), 8);
             let renamed = two.experts.iter().map(|&e| place[e as usize]).collect();

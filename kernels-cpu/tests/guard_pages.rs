@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use quant_kernels_cpu::attention::{
     Heads, KvCache, KvLayout, KvPages, KvType, PAGE_TOKENS, PageList, Workspace,
 };
-use quant_kernels_cpu::bf16::{Avx512Bf16, LeftBf16, RightBf16, bf16_gemm};
+use quant_kernels_cpu::bf16::{Bf16Token, LeftBf16, RightBf16, bf16_gemm};
 use quant_kernels_cpu::experts::{
     Expert, ExpertGate, ExpertRows, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
 };
@@ -197,7 +197,7 @@ impl Case {
             packed.multiply_float(&rows, bias.as_deref(), &mut out, &Serial).unwrap();
             assert!(out.iter().all(|v| v.is_finite()), "{isa:?}");
         }
-        if let Some(token) = Avx512Bf16::detect() {
+        if let Some(token) = Bf16Token::detect() {
             let (left, right) = (LeftBf16::pack(&x, k), RightBf16::pack(&vec![1.0; shape[0] * k], k));
             bf16_gemm(token, &left, 0, &right, &mut vec![0.0; m * n]);
         }

@@ -20,11 +20,11 @@ const SIZE: usize = 20;
 /// A ragged matrix of two panels, two groups and a padded step.
 fn packed(bits: u8, scales: ScaleType, zeros: bool, sums: bool) -> PackedLinear {
     let [n, k] = SHAPE;
-    let (groups, middle) = (n * k / SIZE, 1_u32 << (bits - 1));
+    let (groups, zero_point) = (n * k / SIZE, 1_u32 << (bits - 1));
     let codes: Vec<u8> = (0..n * k).map(|i| ((i * 7 + i / k * 3) % (1 << bits)) as u8).collect();
     // Close to the midpoint, so that two levels of scales stay within 8 bits.
     let of_groups: Vec<u8> =
-        (0..groups).map(|g| (middle - (g % 2) as u32 * u32::from(bits < 8)) as u8).collect();
+        (0..groups).map(|g| (zero_point - (g % 2) as u32 * u32::from(bits < 8)) as u8).collect();
     let floats: Vec<f32> = (0..groups.max(n))
         .map(|g| match scales {
             ScaleType::F16 => (1 + g % 50) as f32 / 64.0,
@@ -115,7 +115,7 @@ fn every_field_is_in_the_name() {
         code_bits: usize,
         size: usize,
         scales: ScaleType,
-        middle: Option<u8>,
+        zero_point: Option<u8>,
         sums: bool,
     }
     let base = Parts {
@@ -123,11 +123,11 @@ fn every_field_is_in_the_name() {
         code_bits: 8,
         size: 32,
         scales: ScaleType::F16,
-        middle: Some(9),
+        zero_point: Some(9),
         sums: false,
     };
     let id = |p: &Parts| {
-        Layout::from_parts(p.shape, p.code_bits, p.size, p.scales, p.middle, p.sums).unwrap().id()
+        Layout::from_parts(p.shape, p.code_bits, p.size, p.scales, p.zero_point, p.sums).unwrap().id()
     };
     let mut others = vec![
         base,
@@ -137,9 +137,9 @@ fn every_field_is_in_the_name() {
         Parts { code_bits: 4, ..base },
         Parts { size: 16, ..base },
         Parts { sums: true, ..base },
-        Parts { middle: None, ..base },
+        Parts { zero_point: None, ..base },
     ];
-    others.extend((0..=255).filter(|&zero| zero != 9).map(|zero| Parts { middle: Some(zero), ..base }));
+    others.extend((0..=255).filter(|&zero| zero != 9).map(|zero| Parts { zero_point: Some(zero), ..base }));
     others.extend(
         [ScaleType::Bf16, ScaleType::F32, ScaleType::Progressive].map(|scales| Parts { scales, ..base }),
     );

@@ -106,7 +106,7 @@ fn codes_of_nan_count_as_their_bits() {
 
 /// Whatever packing writes passes; every byte that packing never writes fails, at any position.
 #[test]
-fn what_no_packing_writes_is_told() {
+fn what_no_packing_writes_is_reported() {
     let (n, k, size) = (21, 64, 32);
     let codes: Vec<u8> = (0..n * k).map(|i| (i % 15) as u8).collect();
     let (powers, floats) = (vec![0.25; n * k / size], vec![0.3; n * k / size]);

@@ -63,7 +63,7 @@ fn parts_are_those_of_the_whole() {
 }
 
 #[test]
-fn parts_that_are_none_are_errors() {
+fn invalid_parts_are_errors() {
     let packed = weights(4);
     let code = |rows| packed.view().rows(rows).map(|_| ()).unwrap_err().code();
     #[allow(clippy::reversed_empty_ranges, reason = "it is what is tested")]

@@ -25,7 +25,7 @@ fn weights() -> PackedLinear {
 }
 
 #[test]
-fn whole_numbers_are_none_until_they_are_all_there() {
+fn integers_are_none_until_complete() {
     let packed = weights();
     let layout = RowLayout::of(packed.layout());
     let x: Vec<f32> = (0..M * K).map(|i| i as f32).collect();
@@ -54,7 +54,7 @@ fn whole_numbers_are_none_until_they_are_all_there() {
 }
 
 #[test]
-fn floats_are_none_until_they_are_all_there() {
+fn floats_are_none_until_complete() {
     let packed = weights();
     let layout = RowLayout::of(packed.layout());
     let x: Vec<f32> = (0..M * K).map(|i| i as f32).collect();

@@ -66,11 +66,11 @@ INLINE constexpr int feature_of(int e, int lane, int lanes, int wide) {
 // One word of a row as pairs of neighbouring features in f16.
 INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 #if KV_BITS == 4
-    const u32 turned = permute_bytes<0x2301>(word, 0);
+    const u32 swapped = permute_bytes<0x2301>(word, 0);
     pairs[0] = and_or<0x003c003c, 0x5c005c00>(word);
     pairs[1] = and_or<0x03c003c0, 0x4c004c00>(word);
-    pairs[2] = and_or<0x003c003c, 0x5c005c00>(turned);
-    pairs[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
+    pairs[2] = and_or<0x003c003c, 0x5c005c00>(swapped);
+    pairs[3] = and_or<0x03c003c0, 0x4c004c00>(swapped);
 #elif KV_BITS == 8
     pairs[0] = permute_bytes<0x4140>(word, 0x64646464);
     pairs[1] = permute_bytes<0x4342>(word, 0x64646464);
@@ -85,11 +85,11 @@ INLINE void spread_keys(u32 word, u32 (&pairs)[PACK / 2]) {
 template <bool HIGH>
 INLINE void spread_halves(u32 first, u32 second, u32 (&out)[4]) {
     const u32 straight = permute_bytes<HIGH ? 0x7632 : 0x5410>(first, second);
-    const u32 turned = permute_bytes<HIGH ? 0x6723 : 0x4501>(first, second);
+    const u32 swapped = permute_bytes<HIGH ? 0x6723 : 0x4501>(first, second);
     out[0] = and_or<0x003c003c, 0x5c005c00>(straight);
     out[1] = and_or<0x03c003c0, 0x4c004c00>(straight);
-    out[2] = and_or<0x003c003c, 0x5c005c00>(turned);
-    out[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
+    out[2] = and_or<0x003c003c, 0x5c005c00>(swapped);
+    out[3] = and_or<0x03c003c0, 0x4c004c00>(swapped);
 }
 #endif
 

@@ -31,11 +31,11 @@ template <int ACTIVATION, int BITS, int HALF> INLINE float code_offset() {
 
 // The fragment of a step of 16 features from one word.
 INLINE void fragment_f16_u4(u32 (&a)[4], u32 word) {
-    u32 turned = rotate_right<8>(word);
+    u32 rotated = rotate_right<8>(word);
     a[0] = and_or<0x003c003c, 0x5c005c00>(word);
     a[1] = and_or<0x03c003c0, 0x4c004c00>(word);
-    a[2] = and_or<0x003c003c, 0x5c005c00>(turned);
-    a[3] = and_or<0x03c003c0, 0x4c004c00>(turned);
+    a[2] = and_or<0x003c003c, 0x5c005c00>(rotated);
+    a[3] = and_or<0x03c003c0, 0x4c004c00>(rotated);
 }
 
 INLINE void fragment_bf16_u4(u32 (&a)[4], u32 word) {

@@ -46,7 +46,7 @@ use crate::device::{self, Kernels};
 use crate::float::Float;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, CallShape, DeviceLimits, LinearCall};
+use crate::linear::{CallArguments, CallShape, LinearCall, PlanLimits};
 use crate::tensor::{input, types};
 
 /// Packed weights `[n, k]` on a device.
@@ -129,7 +129,7 @@ impl PackedLinear {
 pub struct Runner {
     // Dropped before the device, whose context the kernels are loaded into.
     kernels: Arc<Kernels>,
-    limits: DeviceLimits,
+    limits: PlanLimits,
     device: CudaDevice,
 }
 

@@ -117,9 +117,9 @@ impl Kernel {
             action: "ask for shared memory",
             reason: "it is too much".into(),
         })?;
-        let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the module.
-        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, most, bytes) };
+        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes) };
         checked("ask for shared memory", allowed)?;
         Ok(kernel)
     }
@@ -209,8 +209,8 @@ pub(crate) fn checked(action: &'static str, result: sys::CUresult) -> Result<()>
     let mut text = ptr::null();
     // SAFETY: a result code exists only if the driver does; the pointer is to a pointer, which is set to a static
     // string or null.
-    let said = unsafe { sys::cuGetErrorString(result, &mut text) };
-    let reason = match said == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
+    let status = unsafe { sys::cuGetErrorString(result, &mut text) };
+    let reason = match status == sys::CUresult::CUDA_SUCCESS && !text.is_null() {
         // SAFETY: a static string that ends with a zero byte.
         true => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         false => format!("{result:?}"),

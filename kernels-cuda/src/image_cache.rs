@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_decides_about_an_image_tells_it_from_others() {
+    fn images_differ_in_whatever_they_depend_on() {
         let dir = tempfile::tempdir().unwrap();
         let (one, two) = (Fake::new([13, 0]), Fake::new([13, 1]));
         let cache = ImageCache::in_directory(Some(dir.path().into()), &one);
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_compiler_the_newest_sound_image_is_taken() {
+    fn without_a_compiler_the_newest_valid_image_is_taken() {
         let dir = tempfile::tempdir().unwrap();
         for version in [[12, 9], [13, 0], [12, 10]] {
             let cache = ImageCache::in_directory(Some(dir.path().into()), Fake::new(version));

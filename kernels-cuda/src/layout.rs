@@ -43,7 +43,7 @@
 //!
 //! Scales, u8 zero points and sums of a group's 16 rows are stored in the order `0, 8, 1, 9, …, 7, 15`, so that a lane
 //! reads its two with one load; u4 zero points as bytes `zero(r) | zero(r + 8) << 4`. In `Order::Int8` the codes of a
-//! symmetric grid are stored as signed `q − middle`, except those of progressive weights.
+//! symmetric grid are stored as signed `q − zero_point`, except those of progressive weights.
 
 use quant_kernels_cpu::{FloatFormat, KernelError, Layout, ScaleType, Scales, Unpacked, WeightView};
 
@@ -73,7 +73,7 @@ pub struct WeightLayout {
     group_size: usize,
     scales: ScaleType,
     /// The zero point of every group, or `None` if zero points are stored.
-    middle: Option<u8>,
+    zero_point: Option<u8>,
     /// The format of floating-point codes.
     float: Option<FloatFormat>,
     order: Order,
@@ -120,7 +120,15 @@ impl WeightLayout {
             }
             return Self::from_float_parts(shape, format, cpu.group_size(), cpu.scales());
         }
-        Self::from_parts(shape, cpu.code_bits(), cpu.group_size(), cpu.scales(), cpu.middle(), order, sums)
+        Self::from_parts(
+            shape,
+            cpu.code_bits(),
+            cpu.group_size(),
+            cpu.scales(),
+            cpu.zero_point(),
+            order,
+            sums,
+        )
     }
 
     /// The layout with these properties, for callers that have packed bytes but no view; like [`Layout::from_parts`].
@@ -132,11 +140,11 @@ impl WeightLayout {
         code_bits: usize,
         group_size: usize,
         scales: ScaleType,
-        middle: Option<u8>,
+        zero_point: Option<u8>,
         order: Order,
         sums: bool,
     ) -> Result<Self, KernelError> {
-        Layout::from_parts([n, k], code_bits, group_size, scales, middle, sums)?;
+        Layout::from_parts([n, k], code_bits, group_size, scales, zero_point, sums)?;
         let progressive = scales == ScaleType::Progressive;
         if sums && order == Order::Float {
             return Err(KernelError::Scheme("sums of weights for float activations"));
@@ -144,7 +152,7 @@ impl WeightLayout {
         if progressive && (code_bits != 4 || order == Order::Float) {
             return Err(KernelError::Scheme("progressive weights but w4a8"));
         }
-        Self { n, k, code_bits, group_size, scales, middle, float: None, order, sums, sections: [0; 6] }
+        Self { n, k, code_bits, group_size, scales, zero_point, float: None, order, sums, sections: [0; 6] }
             .checked()
     }
 
@@ -159,14 +167,14 @@ impl WeightLayout {
         scales: ScaleType,
     ) -> Result<Self, KernelError> {
         let cpu = Layout::from_float_parts([n, k], format, group_size, scales)?;
-        let (code_bits, middle, order) = (cpu.code_bits(), cpu.middle(), Order::Float);
+        let (code_bits, zero_point, order) = (cpu.code_bits(), cpu.zero_point(), Order::Float);
         let (float, sums, sections) = (Some(format), false, [0; 6]);
-        Self { n, k, code_bits, group_size, scales, middle, float, order, sums, sections }.checked()
+        Self { n, k, code_bits, group_size, scales, zero_point, float, order, sums, sections }.checked()
     }
 
     /// Checks that the kernels support these groups, and computes the sections.
     fn checked(mut self) -> Result<Self, KernelError> {
-        let Self { k, code_bits, group_size, middle, order, sums, .. } = self;
+        let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
         // With a larger middle, `q − middle` would not fit a signed number of this many bits.
         if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
@@ -200,7 +208,7 @@ impl WeightLayout {
             tiles.checked_mul(self.tile_bytes())?,
             tiles.checked_mul(self.parameter_bytes())?,
             when(self.row_is_group() || progressive || below_global, rows.checked_mul(of_row))?,
-            when(self.row_is_group() && self.middle.is_none(), Some(rows))?,
+            when(self.row_is_group() && self.zero_point.is_none(), Some(rows))?,
             when(self.sums && self.summed_whole(), rows.checked_mul(4))?,
         ];
         let mut sections = [0_usize; 6];
@@ -236,8 +244,8 @@ impl WeightLayout {
     }
 
     /// The zero point of every group, or `None` if each has its own.
-    pub fn middle(&self) -> Option<u8> {
-        self.middle
+    pub fn zero_point(&self) -> Option<u8> {
+        self.zero_point
     }
 
     /// The format of floating-point codes.
@@ -265,9 +273,9 @@ impl WeightLayout {
         self.order == Order::Int8 && (self.row_is_group() || self.scales == ScaleType::Progressive)
     }
 
-    /// Whether codes are stored minus the middle.
+    /// Whether codes are stored minus the zero point.
     pub(crate) fn signed(&self) -> bool {
-        self.order == Order::Int8 && self.middle.is_some() && self.scales != ScaleType::Progressive
+        self.order == Order::Int8 && self.zero_point.is_some() && self.scales != ScaleType::Progressive
     }
 
     /// Number of blocks of 16 rows.
@@ -303,7 +311,7 @@ impl WeightLayout {
     }
 
     fn sums_at(&self) -> usize {
-        let zeros = if self.middle.is_some() { 0 } else { TILE_ROWS * self.code_bits / 8 };
+        let zeros = if self.zero_point.is_some() { 0 } else { TILE_ROWS * self.code_bits / 8 };
         self.zeros_at() + self.tile_groups() * zeros
     }
 
@@ -343,7 +351,7 @@ impl WeightLayout {
             Order::Float => 1,
             Order::Int8 => 2,
         };
-        let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
+        let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let float = self.float.map(|format| match format {
             FloatFormat::E4m3 => 1,
@@ -380,10 +388,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_beside_a_tile() {
-        let of = |bits, group, scales, middle, order, sums| {
+    fn bytes_outside_tiles() {
+        let of = |bits, group, scales, zero_point, order, sums| {
             let layout =
-                WeightLayout::from_parts([32, 256], bits, group, scales, middle, order, sums).unwrap();
+                WeightLayout::from_parts([32, 256], bits, group, scales, zero_point, order, sums).unwrap();
             layout.parameter_bytes()
         };
         let (float, int8) = (Order::Float, Order::Int8);
@@ -398,9 +406,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_layout_is_told() {
-        let of = |shape, bits, group, scales, middle, order, sums| {
-            WeightLayout::from_parts(shape, bits, group, scales, middle, order, sums).unwrap_err()
+    fn invalid_layouts_are_reported() {
+        let of = |shape, bits, group, scales, zero_point, order, sums| {
+            WeightLayout::from_parts(shape, bits, group, scales, zero_point, order, sums).unwrap_err()
         };
         let (float, int8) = (Order::Float, Order::Int8);
         let group = KernelError::Scheme("a group that is not 32, 64, 128 or a row");

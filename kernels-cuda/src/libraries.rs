@@ -212,7 +212,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
     let failed = |reason: String| Error::NvrtcNamed { path: named.to_string_lossy().into_owned(), reason };
     let path = Path::new(named);
     let (directory, library) = if path.is_dir() {
-        let found = beside(path, |name| {
+        let found = sibling(path, |name| {
             name.starts_with("libnvrtc.so") || name.starts_with("nvrtc64_") && name.ends_with("_0.dll")
         });
         (path, found.ok_or_else(|| failed("there is no libnvrtc.so or nvrtc64_*.dll in it".into()))?)
@@ -220,7 +220,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
         (path.parent().unwrap_or(path), path.to_owned())
     };
     // The compiler loads its builtins by name, and finds them if they are already loaded.
-    if let Some(builtins) = beside(directory, |name| {
+    if let Some(builtins) = sibling(directory, |name| {
         name.starts_with("libnvrtc-builtins.so") || name.starts_with("nvrtc-builtins64_")
     }) {
         // SAFETY: as in `driver_library`, for the directory that the user names.
@@ -237,7 +237,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
 }
 
 /// The file of a directory with a matching name; of several, the last by name, which is the newest version.
-fn beside(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
+fn sibling(directory: &Path, such: impl Fn(&str) -> bool) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.file_name().and_then(OsStr::to_str).is_some_and(&such)).max()
 }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_say_what_to_install() {
+    fn messages_name_what_to_install() {
         assert!(Error::DriverMissing.to_string().starts_with("CUDA driver library not found"));
         assert!(Error::NvrtcMissing.to_string().contains("install the CUDA toolkit"));
     }

@@ -60,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    fn look(dims: &[usize], start: Option<usize>, element: Float) -> Result<Input, String> {
+    fn check(dims: &[usize], start: Option<usize>, element: Float) -> Result<Input, String> {
         let layout =
             WeightLayout::from_parts([24, 128], 4, 128, ScaleType::F16, Some(8), Order::Float, false);
         input("quantized-linear", &layout.unwrap(), dims, start, element)
@@ -75,7 +75,7 @@ mod tests {
             (&[2, 1, 3, 128], 6, &[2, 1, 3, 24]),
             (&[2, 0, 128], 0, &[2, 0, 24]),
         ] {
-            let input = look(dims, Some(0), Float::Bf16).unwrap();
+            let input = check(dims, Some(0), Float::Bf16).unwrap();
             let expected = Input { m, elements: 128 * m, results: results.to_vec(), copied: false };
             assert_eq!(input, expected, "{dims:?}");
         }
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn what_kernels_cannot_read_is_copied() {
-        let copied = |start, element| look(&[5, 128], start, element).unwrap().copied;
+        let copied = |start, element| check(&[5, 128], start, element).unwrap().copied;
         assert!(copied(None, Float::F16));
         for (start, half, single) in [(0, false, false), (4, true, false), (8, false, false), (3, true, true)]
         {
@@ -91,16 +91,16 @@ mod tests {
             assert_eq!(copied(Some(start), Float::F32), single, "{start}");
         }
         // There is nothing to copy.
-        assert!(!look(&[0, 128], None, Float::F16).unwrap().copied);
+        assert!(!check(&[0, 128], None, Float::F16).unwrap().copied);
     }
 
     #[test]
-    fn other_inputs_are_told() {
+    fn other_inputs_are_reported() {
         for dims in [&[][..], &[127], &[128, 5]] {
-            let message = look(dims, Some(0), Float::F16).unwrap_err();
+            let message = check(dims, Some(0), Float::F16).unwrap_err();
             assert_eq!(message, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));
         }
-        let message = look(&[1 << 60, 128], None, Float::F16).unwrap_err();
+        let message = check(&[1 << 60, 128], None, Float::F16).unwrap_err();
         assert!(message.contains("the input") && message.contains("too large"), "{message}");
         assert_eq!(types(Order::Float), "f16 or bf16");
         assert_eq!(types(Order::Int8), "f32, f16 or bf16");

@@ -120,7 +120,7 @@ fn splits_join_to_the_whole() {
 
 /// Sequences whose tokens are not divisible by the maximum number of splits.
 #[test]
-fn the_most_splits_cover_all_tokens() {
+fn max_splits_cover_all_tokens() {
     if !has_nvrtc() {
         return;
     }

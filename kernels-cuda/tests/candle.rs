@@ -108,7 +108,7 @@ fn views_are_read_where_they_begin() {
 }
 
 #[test]
-fn what_does_not_fit_is_told() {
+fn misfits_are_reported() {
     let Some(device) = device() else { return };
     let (linear, _) = linears(&device, Activations::PerToken);
     let refusal = |x: &Tensor| linear.forward(x).unwrap_err().to_string();

@@ -154,7 +154,7 @@ fn every_kernel_fits_sm_120() {
 
 /// Every listed variant is compiled for two architectures; every kernel, and every type and size of a kernel, for all.
 #[test]
-fn variants_are_dealt_to_all() {
+fn variants_are_distributed_to_all() {
     let all: Vec<Variant> = entries().into_iter().map(|e| e.variant).collect();
     let dealt = Architecture::ALL.map(|a| dealt(a).into_iter().map(|e| e.variant).collect::<Vec<_>>());
     let choices = |variants: &[Variant]| {

@@ -230,7 +230,7 @@ fn without_blocks_nothing_is_launched() {
 }
 
 #[test]
-fn a_thread_without_a_context_is_told_so() {
+fn a_thread_without_a_context_is_an_error() {
     if !on_gpu() {
         return;
     }
@@ -245,7 +245,7 @@ fn a_thread_without_a_context_is_told_so() {
 }
 
 #[test]
-fn what_is_no_image_is_refused() {
+fn invalid_images_are_refused() {
     if !on_gpu() {
         return;
     }
@@ -326,9 +326,9 @@ fn linears_of_a_program_without_a_framework() {
             let (row, x) = (&weights[i % n * k..][..k], &x[i / n * k..][..k]);
             let magnitude: f32 = row.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
             // f16 has a relative error of 2⁻¹², sums a smaller one; with integers only the final floats are rounded.
-            let most =
+            let max =
                 if activations == Activations::Float { magnitude / 2048.0 } else { expected.abs() * 1e-5 };
-            assert!((got - expected).abs() <= most + 1e-6, "{activations:?} {i}: {got}, not {expected}");
+            assert!((got - expected).abs() <= max + 1e-6, "{activations:?} {i}: {got}, not {expected}");
         }
         assert!(linear.multiply(&x[1..], &mut got).is_err() && linear.multiply(&x, &mut got[1..]).is_err());
         linear.multiply(&[], &mut []).unwrap();

@@ -155,7 +155,7 @@ fn sums_are_those_of_codes_less_zeros() {
 }
 
 #[test]
-fn what_does_not_fit_is_told() {
+fn misfits_are_reported() {
     let case = Case::new([16, 128], 4, 32, Kind::F16, true, 3);
     let layout = WeightLayout::of(&case.view(), Order::Float, false).unwrap();
     let mut packed = vec![0; layout.bytes()];
@@ -191,12 +191,12 @@ fn an_id_is_of_one_layout_alone() {
         for k in [128, 256] {
             for bits in [4, 8] {
                 for scales in [ScaleType::F16, ScaleType::Bf16, ScaleType::F32] {
-                    for middle in [None, Some(8)] {
+                    for zero_point in [None, Some(8)] {
                         for (order, sums) in
                             [(Order::Float, false), (Order::Int8, false), (Order::Int8, true)]
                         {
                             let layout =
-                                WeightLayout::from_parts([n, k], bits, 128, scales, middle, order, sums);
+                                WeightLayout::from_parts([n, k], bits, 128, scales, zero_point, order, sums);
                             let layout = layout.unwrap();
                             assert_eq!(ids.insert(layout.id(), layout), None);
                             let cpu = quant_kernels_cpu::Layout::from_parts(
@@ -204,7 +204,7 @@ fn an_id_is_of_one_layout_alone() {
                                 bits,
                                 128,
                                 scales,
-                                middle,
+                                zero_point,
                                 sums,
                             );
                             assert_ne!(cpu.unwrap().id(), layout.id());

@@ -5,8 +5,8 @@ use crate::counters::Wavefronts;
 use crate::error::{FaultKind, Result};
 use crate::machine::Machine;
 use crate::matrix::{collect, spread};
-use crate::memory::{SECTOR, Wrong};
-use crate::operation::{Address, Operation, Place};
+use crate::memory::{AccessError, SECTOR};
+use crate::operation::{Address, MemorySpace, Operation};
 use crate::resolve::{LOCAL_WINDOW, SHARED_WINDOW};
 use crate::shared::{Actor, wavefronts};
 use crate::types::{LANES, Lanes, low_bits};
@@ -14,7 +14,7 @@ use crate::warp::{Copy, lanes};
 
 /// The location that an address refers to.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Spot {
+enum Location {
     Global(u64),
     Shared(u64),
     Local(u64),
@@ -25,22 +25,22 @@ impl Machine<'_> {
         Actor { warp: w, lane, warp_barriers: self.warps[w].warp_barriers }
     }
 
-    fn spot(&self, w: usize, lane: usize, place: Place, address: Address) -> Spot {
+    fn location(&self, w: usize, lane: usize, place: MemorySpace, address: Address) -> Location {
         let value = self.warps[w].get(address.base)[lane].wrapping_add(address.offset as u64);
         match place {
-            Place::Global => Spot::Global(value),
+            MemorySpace::Global => Location::Global(value),
             // Addresses in the shared window may be given as 32-bit numbers.
-            Place::Shared => {
-                Spot::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
+            MemorySpace::Shared => {
+                Location::Shared(if value >> 32 == 0xffff_ffff { value & low_bits(32) } else { value })
             }
-            Place::Local => Spot::Local(value),
-            Place::Generic if value >= LOCAL_WINDOW => Spot::Local(value - LOCAL_WINDOW),
-            Place::Generic if value >= SHARED_WINDOW => Spot::Shared(value - SHARED_WINDOW),
-            Place::Generic => Spot::Global(value),
+            MemorySpace::Local => Location::Local(value),
+            MemorySpace::Generic if value >= LOCAL_WINDOW => Location::Local(value - LOCAL_WINDOW),
+            MemorySpace::Generic if value >= SHARED_WINDOW => Location::Shared(value - SHARED_WINDOW),
+            MemorySpace::Generic => Location::Global(value),
         }
     }
 
-    fn local(&self, lane: usize, address: u64, bytes: usize) -> Result<usize, Wrong> {
+    fn local(&self, lane: usize, address: u64, bytes: usize) -> Result<usize, AccessError> {
         let kind = if !address.is_multiple_of(bytes.next_power_of_two() as u64) {
             FaultKind::Misaligned
         } else if address.saturating_add(bytes as u64) > self.kernel.local_bytes as u64 {
@@ -49,17 +49,24 @@ impl Machine<'_> {
             return Ok(lane * self.kernel.local_bytes + address as usize);
         };
         let detail = format!("{bytes} bytes, a thread has {}", self.kernel.local_bytes);
-        Err(Wrong { kind, buffer: Some("local".to_owned()), offset: address, detail })
+        Err(AccessError { kind, buffer: Some("local".to_owned()), offset: address, detail })
     }
 
-    fn read(&mut self, w: usize, lane: usize, spot: Spot, out: &mut [u8], strong: bool) -> Result<(), Wrong> {
-        match spot {
-            Spot::Global(address) => self.memory.read(address, out, strong),
-            Spot::Shared(address) => {
+    fn read(
+        &mut self,
+        w: usize,
+        lane: usize,
+        location: Location,
+        out: &mut [u8],
+        strong: bool,
+    ) -> Result<(), AccessError> {
+        match location {
+            Location::Global(address) => self.memory.read(address, out, strong),
+            Location::Shared(address) => {
                 let actor = self.actor(w, lane);
                 self.shared.read(address, out, actor)
             }
-            Spot::Local(address) => {
+            Location::Local(address) => {
                 let at = self.local(lane, address, out.len())?;
                 out.copy_from_slice(&self.warps[w].local[at..at + out.len()]);
                 Ok(())
@@ -67,14 +74,21 @@ impl Machine<'_> {
         }
     }
 
-    fn store(&mut self, w: usize, lane: usize, spot: Spot, bytes: &[u8], strong: bool) -> Result<(), Wrong> {
-        match spot {
-            Spot::Global(address) => self.memory.store(address, bytes, strong),
-            Spot::Shared(address) => {
+    fn store(
+        &mut self,
+        w: usize,
+        lane: usize,
+        location: Location,
+        bytes: &[u8],
+        strong: bool,
+    ) -> Result<(), AccessError> {
+        match location {
+            Location::Global(address) => self.memory.store(address, bytes, strong),
+            Location::Shared(address) => {
                 let actor = self.actor(w, lane);
                 self.shared.store(address, bytes, actor)
             }
-            Spot::Local(address) => {
+            Location::Local(address) => {
                 let at = self.local(lane, address, bytes.len())?;
                 self.warps[w].local[at..at + bytes.len()].copy_from_slice(bytes);
                 Ok(())
@@ -83,18 +97,18 @@ impl Machine<'_> {
     }
 
     /// Counts one access of a warp.
-    fn count(&mut self, pc: usize, spots: &[Option<Spot>; LANES], bytes: usize, written: bool) {
+    fn count(&mut self, pc: usize, locations: &[Option<Location>; LANES], bytes: usize, written: bool) {
         let mut shared = [None; LANES];
         let mut any_shared = false;
         let (mut sectors, mut global) = (Vec::new(), Vec::new());
-        for (lane, spot) in spots.iter().enumerate() {
-            match *spot {
+        for (lane, location) in locations.iter().enumerate() {
+            match *location {
                 // An address far out of range is a fault, and not counted as an access.
-                Some(Spot::Shared(address)) if address <= low_bits(32) => {
+                Some(Location::Shared(address)) if address <= low_bits(32) => {
                     shared[lane] = Some(address);
                     any_shared = true;
                 }
-                Some(Spot::Global(address)) => {
+                Some(Location::Global(address)) => {
                     let Some(buffer) = self.memory.index_of(address) else { continue };
                     global.push((buffer, address));
                     let last = (address + bytes.max(1) as u64 - 1) / SECTOR;
@@ -114,12 +128,18 @@ impl Machine<'_> {
         }
     }
 
-    fn spots(&self, w: usize, active: u32, place: Place, address: Address) -> [Option<Spot>; LANES] {
-        let mut spots = [None; LANES];
+    fn locations(
+        &self,
+        w: usize,
+        active: u32,
+        place: MemorySpace,
+        address: Address,
+    ) -> [Option<Location>; LANES] {
+        let mut locations = [None; LANES];
         for lane in lanes(active) {
-            spots[lane] = Some(self.spot(w, lane, place, address));
+            locations[lane] = Some(self.location(w, lane, place, address));
         }
-        spots
+        locations
     }
 
     /// Runs a memory instruction.
@@ -128,18 +148,18 @@ impl Machine<'_> {
             Operation::Load { place, d, from, ty, keep, strong, acquire } => {
                 let each = ty.bytes();
                 let bytes = each * d.as_slice().len();
-                let spots = self.spots(w, active, *place, *from);
-                self.count(pc, &spots, bytes, false);
+                let locations = self.locations(w, active, *place, *from);
+                self.count(pc, &locations, bytes, false);
                 let mut out = [[0u64; LANES]; 8];
                 for lane in lanes(active) {
-                    let Some(spot) = spots[lane] else { continue };
+                    let Some(location) = locations[lane] else { continue };
                     let mut data = [0u8; 64];
-                    if let Spot::Global(address) = spot
+                    if let Location::Global(address) = location
                         && (*acquire || *strong)
                     {
                         self.memory.order.meet(address, false);
                     }
-                    if let Err(wrong) = self.read(w, lane, spot, &mut data[..bytes], *strong) {
+                    if let Err(wrong) = self.read(w, lane, location, &mut data[..bytes], *strong) {
                         self.report(w, pc, Some(lane), wrong)?;
                     }
                     for (i, out) in out.iter_mut().enumerate().take(d.as_slice().len()) {
@@ -156,22 +176,22 @@ impl Machine<'_> {
             Operation::Store { place, to, values, ty, strong, release } => {
                 let each = ty.bytes();
                 let bytes = each * values.as_slice().len();
-                let spots = self.spots(w, active, *place, *to);
-                self.count(pc, &spots, bytes, true);
+                let locations = self.locations(w, active, *place, *to);
+                self.count(pc, &locations, bytes, true);
                 if *release {
                     self.memory.order.fence();
                 }
                 for lane in lanes(active) {
-                    let Some(spot) = spots[lane] else { continue };
+                    let Some(location) = locations[lane] else { continue };
                     let mut data = [0u8; 64];
                     for (i, value) in values.as_slice().iter().enumerate() {
                         let value = self.warps[w].get(*value)[lane].to_le_bytes();
                         data[i * each..(i + 1) * each].copy_from_slice(&value[..each]);
                     }
-                    if let Err(wrong) = self.store(w, lane, spot, &data[..bytes], *strong) {
+                    if let Err(wrong) = self.store(w, lane, location, &data[..bytes], *strong) {
                         self.report(w, pc, Some(lane), wrong)?;
                     }
-                    if let Spot::Global(address) = spot
+                    if let Location::Global(address) = location
                         && *strong
                     {
                         self.memory.order.meet(address, true);
@@ -180,8 +200,10 @@ impl Machine<'_> {
             }
             Operation::Atomic { .. } => self.atomic(w, pc, active, operation)?,
             Operation::CopyAsync { to, from, bytes, size, ignore } => {
-                let (targets, sources) =
-                    (self.spots(w, active, Place::Shared, *to), self.spots(w, active, Place::Global, *from));
+                let (targets, sources) = (
+                    self.locations(w, active, MemorySpace::Shared, *to),
+                    self.locations(w, active, MemorySpace::Global, *from),
+                );
                 self.count(pc, &targets, *bytes, true);
                 let sizes: Lanes = size.map_or([*bytes as u64; LANES], |s| *self.warps[w].get(s));
                 let ignored = ignore.map_or(0, |p| self.warps[w].holds(p, false));
@@ -192,7 +214,8 @@ impl Machine<'_> {
                 (0..LANES).filter(|l| read(*l) == 0).for_each(|l| reading[l] = None);
                 self.count(pc, &reading, *bytes, false);
                 for lane in lanes(active) {
-                    let (Some(Spot::Shared(target)), Some(source)) = (targets[lane], sources[lane]) else {
+                    let (Some(Location::Shared(target)), Some(source)) = (targets[lane], sources[lane])
+                    else {
                         continue;
                     };
                     let actor = self.actor(w, lane);
@@ -233,21 +256,21 @@ impl Machine<'_> {
         &mut self,
         w: usize,
         lane: usize,
-        spot: Spot,
+        location: Location,
         out: &mut [u8],
         align: usize,
-    ) -> Result<(), Wrong> {
-        let Spot::Global(address) = spot else { return Ok(()) };
+    ) -> Result<(), AccessError> {
+        let Location::Global(address) = location else { return Ok(()) };
         if out.is_empty() {
             return Ok(());
         }
         if !address.is_multiple_of(align as u64) {
             let detail = format!("a copy of {align} bytes from {address:#x}");
-            return Err(Wrong { kind: FaultKind::Misaligned, buffer: None, offset: address, detail });
+            return Err(AccessError { kind: FaultKind::Misaligned, buffer: None, offset: address, detail });
         }
         for (i, byte) in out.iter_mut().enumerate() {
             let mut one = [0];
-            self.read(w, lane, Spot::Global(address + i as u64), &mut one, false)?;
+            self.read(w, lane, Location::Global(address + i as u64), &mut one, false)?;
             *byte = one[0];
         }
         Ok(())
@@ -271,25 +294,25 @@ impl Machine<'_> {
     fn atomic(&mut self, w: usize, pc: usize, active: u32, operation: &Operation) -> Result<()> {
         let Operation::Atomic { place, atomic, ty, d, at, a, b, fence } = operation else { return Ok(()) };
         let bytes = ty.bytes();
-        let spots = self.spots(w, active, *place, *at);
-        self.count(pc, &spots, bytes, false);
-        self.count(pc, &spots, bytes, true);
+        let locations = self.locations(w, active, *place, *at);
+        self.count(pc, &locations, bytes, false);
+        self.count(pc, &locations, bytes, true);
         if *fence {
             self.memory.order.fence();
         }
         let mut out = [0; LANES];
         for lane in lanes(active) {
-            let Some(spot) = spots[lane] else { continue };
+            let Some(location) = locations[lane] else { continue };
             let (a, b) = (self.warps[w].get(*a)[lane], self.warps[w].get(*b)[lane]);
             let mut data = [0u8; 8];
             let actor = self.actor(w, lane);
-            let read = match spot {
-                Spot::Shared(address) => self.shared.atomic(address, &mut data[..bytes], actor),
-                Spot::Global(address) => {
+            let read = match location {
+                Location::Shared(address) => self.shared.atomic(address, &mut data[..bytes], actor),
+                Location::Global(address) => {
                     self.memory.order.meet(address, true);
                     self.memory.read(address, &mut data[..bytes], true)
                 }
-                Spot::Local(_) => self.read(w, lane, spot, &mut data[..bytes], true),
+                Location::Local(_) => self.read(w, lane, location, &mut data[..bytes], true),
             };
             if let Err(wrong) = read {
                 self.report(w, pc, Some(lane), wrong)?;
@@ -302,12 +325,12 @@ impl Machine<'_> {
                 return Err(self.fault(w, pc, Some(lane), wrong).into());
             };
             let new = new.to_le_bytes();
-            let stored = match spot {
-                Spot::Shared(address) => {
+            let stored = match location {
+                Location::Shared(address) => {
                     self.shared.atomic_store(address, &new[..bytes]);
                     Ok(())
                 }
-                _ => self.store(w, lane, spot, &new[..bytes], true),
+                _ => self.store(w, lane, location, &new[..bytes], true),
             };
             if let Err(wrong) = stored {
                 self.report(w, pc, Some(lane), wrong)?;
@@ -328,17 +351,17 @@ impl Machine<'_> {
         d: &[u32],
         from: Address,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     ) -> Result<()> {
-        let spots = self.spots(w, low_bits(8 * d.len() as u32) as u32, place, from);
-        self.count(pc, &spots, 16, false);
+        let locations = self.locations(w, low_bits(8 * d.len() as u32) as u32, place, from);
+        self.count(pc, &locations, 16, false);
         for (i, d) in d.iter().enumerate() {
             let mut rows = [[0u16; 8]; 8];
             for (r, row) in rows.iter_mut().enumerate() {
                 let lane = 8 * i + r;
-                let Some(spot) = spots[lane] else { continue };
+                let Some(location) = locations[lane] else { continue };
                 let mut data = [0u8; 16];
-                if let Err(wrong) = self.read_row(w, lane, spot, &mut data) {
+                if let Err(wrong) = self.read_row(w, lane, location, &mut data) {
                     self.report(w, pc, Some(lane), wrong)?;
                 }
                 for (value, pair) in row.iter_mut().zip(data.chunks_exact(2)) {
@@ -363,17 +386,17 @@ impl Machine<'_> {
         values: &[u32],
         to: Address,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     ) -> Result<()> {
-        let spots = self.spots(w, low_bits(8 * values.len() as u32) as u32, place, to);
-        self.count(pc, &spots, 16, true);
+        let locations = self.locations(w, low_bits(8 * values.len() as u32) as u32, place, to);
+        self.count(pc, &locations, 16, true);
         for (i, value) in values.iter().enumerate() {
             let rows = collect(self.warps[w].get(*value), transposed);
             for (r, row) in rows.iter().enumerate() {
                 let lane = 8 * i + r;
-                let Some(spot) = spots[lane] else { continue };
+                let Some(location) = locations[lane] else { continue };
                 let data: Vec<u8> = row.iter().flat_map(|v| v.to_le_bytes()).collect();
-                if let Err(wrong) = self.store(w, lane, spot, &data, false) {
+                if let Err(wrong) = self.store(w, lane, location, &data, false) {
                     self.report(w, pc, Some(lane), wrong)?;
                 }
             }

@@ -4,7 +4,7 @@ use crate::convert::{Conversion, fast_pack};
 use crate::decode_memory::memory;
 use crate::decode_warp::warp;
 use crate::error::Result;
-use crate::float::Manner;
+use crate::float::Modifiers;
 use crate::operation::{Instruction, Join, Kernel, Operation};
 use crate::resolve::{LOCAL_WINDOW, Resolver, SHARED_WINDOW};
 use crate::rounding::Direction;
@@ -46,8 +46,8 @@ impl<'a> Opcode<'a> {
         self.modifiers.iter().find_map(|m| Direction::named(m))
     }
 
-    fn manner(&self) -> Manner {
-        Manner {
+    fn modifiers(&self) -> Modifiers {
+        Modifiers {
             ftz: self.has("ftz"),
             sat: self.has("sat"),
             relu: self.has("relu"),
@@ -97,7 +97,7 @@ pub(crate) fn kernel<'a>(entry: &'a Entry<'a>, module: &'a [Variable<'a>]) -> Re
         name: entry.name.to_owned(),
         parameters: std::mem::take(&mut resolver.parameters),
         parameter_bytes: resolver.parameter_bytes,
-        most_threads: entry.most_threads,
+        max_threads: entry.max_threads,
         static_shared: resolver.static_shared,
         local_bytes: resolver.local_bytes,
         slots: resolver.slots(),
@@ -136,20 +136,20 @@ fn arithmetic<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
     if is_float && !o.only(FLOAT_MODIFIERS) {
         return Ok(None);
     }
-    let manner = o.manner();
+    let modifiers = o.modifiers();
     let name = if o.modifiers.is_empty() {
         o.name.to_owned()
     } else {
         format!("{}.{}", o.name, o.modifiers.join("."))
     };
     let part = o.modifiers.first().copied().unwrap_or_default();
-    let one = if is_float { float::unary(o.name, ty, manner) } else { integer::unary(&name, ty) };
+    let one = if is_float { float::unary(o.name, ty, modifiers) } else { integer::unary(&name, ty) };
     if let Some(f) = one {
         let (d, _) = r.destination(s, operand(s, 0)?)?;
         return Ok(Some(Operation::One { f, d, a: r.source(s, operand(s, 1)?, ty)? }));
     }
     let two = match (is_float, o.name) {
-        (true, _) => float::binary(o.name, ty, manner),
+        (true, _) => float::binary(o.name, ty, modifiers),
         (false, "mul") if o.modifiers.len() == 1 => integer::multiply(part, ty),
         (false, _) => integer::binary(&name, ty),
     };
@@ -160,7 +160,7 @@ fn arithmetic<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) -> Re
         return Ok(Some(Operation::Two { f, d, a, b: r.source(s, operand(s, 2)?, second)? }));
     }
     let three = match (is_float, o.name) {
-        (true, "fma" | "mad") => float::multiply_add(ty, manner),
+        (true, "fma" | "mad") => float::multiply_add(ty, modifiers),
         (false, "mad") if o.modifiers.len() == 1 => integer::multiply_add(part, ty),
         (false, _) => integer::ternary(&name, &o.types),
         _ => None,

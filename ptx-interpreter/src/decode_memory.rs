@@ -3,7 +3,7 @@
 use crate::decode::{Opcode, operand};
 use crate::error::Result;
 use crate::number::integer;
-use crate::operation::{Atomic, Operation, Place};
+use crate::operation::{Atomic, MemorySpace, Operation};
 use crate::resolve::Resolver;
 use crate::statement::{Operand, Statement};
 use crate::types::{Type, low_bits};
@@ -47,15 +47,15 @@ const CACHE: &[&str] = &[
     "L2::256B",
 ];
 
-fn place(o: &Opcode<'_>) -> Place {
+fn place(o: &Opcode<'_>) -> MemorySpace {
     if o.has("shared") || o.has("shared::cta") {
-        Place::Shared
+        MemorySpace::Shared
     } else if o.has("local") {
-        Place::Local
+        MemorySpace::Local
     } else if o.has("global") || o.has("const") {
-        Place::Global
+        MemorySpace::Global
     } else {
-        Place::Generic
+        MemorySpace::Generic
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::decode::{Opcode, operand};
 use crate::error::Result;
 use crate::matrix::Element;
-use crate::operation::{Atomic, Operation, Place, Shuffle, Vote};
+use crate::operation::{Atomic, MemorySpace, Operation, Shuffle, Vote};
 use crate::resolve::Resolver;
 use crate::statement::{Operand, Statement};
 use crate::types::Type;
@@ -140,7 +140,8 @@ fn matrix_access<'a>(r: &mut Resolver<'a>, s: &Statement<'a>, o: &Opcode<'_>) ->
     } else {
         1
     };
-    let place = if o.has("shared") || o.has("shared::cta") { Place::Shared } else { Place::Generic };
+    let place =
+        if o.has("shared") || o.has("shared::cta") { MemorySpace::Shared } else { MemorySpace::Generic };
     let transposed = o.has("trans");
     let (operation, got) = if o.name == "ldmatrix" {
         let (d, _) = r.destinations(s, operand(s, 0)?)?;

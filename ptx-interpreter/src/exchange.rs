@@ -10,15 +10,15 @@ use crate::warp::{Warp, lanes};
 /// The lane that a shuffle reads, and whether it is in range: `shfl.sync` in the ISA.
 pub(crate) fn shuffle_source(shuffle: Shuffle, lane: u32, b: u32, c: u32) -> (u32, bool) {
     let (b, clamp, segment) = (b & 31, c & 31, c >> 8 & 31);
-    let most = lane & segment | clamp & !segment;
-    let least = lane & segment;
+    let max = lane & segment | clamp & !segment;
+    let min = lane & segment;
     let (from, inside) = match shuffle {
-        Shuffle::Up => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
-        Shuffle::Down => (lane + b, lane + b <= most),
-        Shuffle::Butterfly => (lane ^ b, lane ^ b <= most),
+        Shuffle::Up => (lane.wrapping_sub(b), lane as i32 - b as i32 >= max as i32),
+        Shuffle::Down => (lane + b, lane + b <= max),
+        Shuffle::Butterfly => (lane ^ b, lane ^ b <= max),
         Shuffle::Index => {
-            let from = least | b & !segment;
-            (from, from <= most)
+            let from = min | b & !segment;
+            (from, from <= max)
         }
     };
     if inside { (from & 31, true) } else { (lane, false) }

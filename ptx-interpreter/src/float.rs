@@ -11,7 +11,7 @@ use crate::types::{One, Pair, Three, Two, Type, one, three, two};
 
 /// The modifiers of a float instruction.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Manner {
+pub(crate) struct Modifiers {
     /// `.ftz`: subnormal sources and results are zeros.
     pub ftz: bool,
     /// `.sat`: results are clamped to the range 0 to 1, NaN to 0.
@@ -49,9 +49,9 @@ fn smaller_f64(a: f64, b: f64) -> f64 {
 
 /// Selects the function for a float's rounding direction, `.ftz` and `.sat`.
 macro_rules! of_f32 {
-    ($manner:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let manner: Manner = $manner;
-        match (manner.ftz, manner.sat) {
+    ($mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
+        match (modifiers.ftz, modifiers.sat) {
             (false, false) => $make!(f32, |$($a),*| canonical($e)),
             (true, false) => $make!(f32, |$($a),*| { $(let $a = flush($a);)* flush(canonical($e)) }),
             (false, true) => $make!(f32, |$($a),*| saturate($e)),
@@ -61,10 +61,10 @@ macro_rules! of_f32 {
 }
 
 /// One source.
-pub(crate) fn unary(name: &str, ty: Type, manner: Manner) -> Option<One> {
+pub(crate) fn unary(name: &str, ty: Type, modifiers: Modifiers) -> Option<One> {
     match (name, ty) {
-        ("neg", Type::F32) if manner.ftz => Some(one!(f32, |a| -flush(a))),
-        ("abs", Type::F32) if manner.ftz => Some(one!(f32, |a| flush(a).abs())),
+        ("neg", Type::F32) if modifiers.ftz => Some(one!(f32, |a| -flush(a))),
+        ("abs", Type::F32) if modifiers.ftz => Some(one!(f32, |a| flush(a).abs())),
         ("neg", Type::F32) => Some(one!(f32, |a| -a)),
         ("abs", Type::F32) => Some(one!(f32, |a| a.abs())),
         ("neg", Type::F64) => Some(one!(f64, |a| -a)),
@@ -73,17 +73,17 @@ pub(crate) fn unary(name: &str, ty: Type, manner: Manner) -> Option<One> {
         ("abs", Type::F16 | Type::Bf16) => Some(one!(u16, |a| a & 0x7fff)),
         ("neg", Type::F16x2 | Type::Bf16x2) => Some(one!(u32, |a| a ^ 0x8000_8000)),
         ("abs", Type::F16x2 | Type::Bf16x2) => Some(one!(u32, |a| a & 0x7fff_7fff)),
-        ("ex2", Type::F32) => Some(of_f32!(manner, one, |a| f64::from(a).exp2() as f32)),
-        ("lg2", Type::F32) => Some(of_f32!(manner, one, |a| f64::from(a).log2() as f32)),
-        ("rsqrt", Type::F32) => Some(of_f32!(manner, one, |a| (1.0 / f64::from(a).sqrt()) as f32)),
-        ("sin", Type::F32) => Some(of_f32!(manner, one, |a| f64::from(a).sin() as f32)),
-        ("cos", Type::F32) => Some(of_f32!(manner, one, |a| f64::from(a).cos() as f32)),
-        ("tanh", Type::F32) => Some(of_f32!(manner, one, |a| f64::from(a).tanh() as f32)),
-        ("rcp", Type::F32) if manner.direction == Direction::Nearest => {
-            Some(of_f32!(manner, one, |a| 1.0 / a))
+        ("ex2", Type::F32) => Some(of_f32!(modifiers, one, |a| f64::from(a).exp2() as f32)),
+        ("lg2", Type::F32) => Some(of_f32!(modifiers, one, |a| f64::from(a).log2() as f32)),
+        ("rsqrt", Type::F32) => Some(of_f32!(modifiers, one, |a| (1.0 / f64::from(a).sqrt()) as f32)),
+        ("sin", Type::F32) => Some(of_f32!(modifiers, one, |a| f64::from(a).sin() as f32)),
+        ("cos", Type::F32) => Some(of_f32!(modifiers, one, |a| f64::from(a).cos() as f32)),
+        ("tanh", Type::F32) => Some(of_f32!(modifiers, one, |a| f64::from(a).tanh() as f32)),
+        ("rcp", Type::F32) if modifiers.direction == Direction::Nearest => {
+            Some(of_f32!(modifiers, one, |a| 1.0 / a))
         }
-        ("sqrt", Type::F32) if manner.direction == Direction::Nearest => {
-            Some(of_f32!(manner, one, |a| a.sqrt()))
+        ("sqrt", Type::F32) if modifiers.direction == Direction::Nearest => {
+            Some(of_f32!(modifiers, one, |a| a.sqrt()))
         }
         ("rcp", Type::F64) => Some(one!(f64, |a| 1.0 / a)),
         ("sqrt", Type::F64) => Some(one!(f64, |a| a.sqrt())),
@@ -105,23 +105,23 @@ pub(crate) fn unary(name: &str, ty: Type, manner: Manner) -> Option<One> {
 }
 
 macro_rules! directed {
-    ($manner:expr, $make:ident, |$($a:ident),*| $near:expr, $exact:expr) => {
-        Some(match $manner.direction {
-            Direction::Nearest | Direction::NearestAway => of_f32!($manner, $make, |$($a),*| $near),
-            Direction::Zero => of_f32!($manner, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Zero) }),
-            Direction::Down => of_f32!($manner, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Down) }),
-            Direction::Up => of_f32!($manner, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Up) }),
+    ($mods:expr, $make:ident, |$($a:ident),*| $near:expr, $exact:expr) => {
+        Some(match $mods.direction {
+            Direction::Nearest | Direction::NearestAway => of_f32!($mods, $make, |$($a),*| $near),
+            Direction::Zero => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Zero) }),
+            Direction::Down => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Down) }),
+            Direction::Up => of_f32!($mods, $make, |$($a),*| { $(let $a = f64::from($a);)* to_f32($exact, Direction::Up) }),
         })
     };
 }
 
 /// A 16-bit result with `.sat` or `.relu`.
 macro_rules! finish {
-    ($t:ty, $manner:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let manner: Manner = $manner;
+    ($t:ty, $mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
         let zero = <$t>::from_bits(0);
         let _ = zero;
-        match (manner.sat, manner.relu) {
+        match (modifiers.sat, modifiers.relu) {
             (false, false) => $make!($t, |$($a),*| $e),
             (true, _) => $make!($t, |$($a),*| <$t>::from_f32(saturate(($e).to_f32()))),
             (false, true) => $make!($t, |$($a),*| {
@@ -133,9 +133,9 @@ macro_rules! finish {
 }
 
 macro_rules! finish_pair {
-    ($t:ty, $manner:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
-        let manner: Manner = $manner;
-        match (manner.sat, manner.relu) {
+    ($t:ty, $mods:expr, $make:ident, |$($a:ident),*| $e:expr) => {{
+        let modifiers: Modifiers = $mods;
+        match (modifiers.sat, modifiers.relu) {
             (false, false) => $make!(Pair<$t>, |$($a),*| Pair({ $(let $a = $a.0;)* $e }, { $(let $a = $a.1;)* $e })),
             (true, _) => $make!(Pair<$t>, |$($a),*| Pair(
                 <$t>::from_f32(saturate({ $(let $a = $a.0;)* $e }.to_f32())),
@@ -151,12 +151,12 @@ macro_rules! finish_pair {
 
 /// The same expression for f16, bf16 and their pairs. `round` is the function that rounds to the format.
 macro_rules! halves {
-    ($ty:expr, $manner:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
+    ($ty:expr, $mods:expr, $make:ident, $round:ident, |$($a:ident),*| $e:expr) => {
         match $ty {
-            Type::F16 => { use to_f16 as $round; Some(finish!(f16, $manner, $make, |$($a),*| $e)) }
-            Type::Bf16 => { use to_bf16 as $round; Some(finish!(bf16, $manner, $make, |$($a),*| $e)) }
-            Type::F16x2 => { use to_f16 as $round; Some(finish_pair!(f16, $manner, $make, |$($a),*| $e)) }
-            Type::Bf16x2 => { use to_bf16 as $round; Some(finish_pair!(bf16, $manner, $make, |$($a),*| $e)) }
+            Type::F16 => { use to_f16 as $round; Some(finish!(f16, $mods, $make, |$($a),*| $e)) }
+            Type::Bf16 => { use to_bf16 as $round; Some(finish!(bf16, $mods, $make, |$($a),*| $e)) }
+            Type::F16x2 => { use to_f16 as $round; Some(finish_pair!(f16, $mods, $make, |$($a),*| $e)) }
+            Type::Bf16x2 => { use to_bf16 as $round; Some(finish_pair!(bf16, $mods, $make, |$($a),*| $e)) }
             _ => None,
         }
     };
@@ -219,7 +219,7 @@ fn narrow_extreme(high: bool, ty: Type, nan: bool) -> Option<Two> {
 }
 
 /// Instructions with two sources.
-pub(crate) fn binary(name: &str, ty: Type, m: Manner) -> Option<Two> {
+pub(crate) fn binary(name: &str, ty: Type, m: Modifiers) -> Option<Two> {
     let near = m.direction == Direction::Nearest;
     match (name, ty) {
         ("add", Type::F32) => directed!(m, two, |a, b| a + b, odd_sum(a, b)),
@@ -259,7 +259,7 @@ pub(crate) fn binary(name: &str, ty: Type, m: Manner) -> Option<Two> {
 }
 
 /// `fma` and the float `mad`.
-pub(crate) fn multiply_add(ty: Type, m: Manner) -> Option<Three> {
+pub(crate) fn multiply_add(ty: Type, m: Modifiers) -> Option<Three> {
     match ty {
         Type::F32 => directed!(m, three, |a, b, c| a.mul_add(b, c), odd_sum(a * b, c)),
         Type::F64 if m.direction == Direction::Nearest => Some(three!(f64, |a, b, c| a.mul_add(b, c))),

@@ -11,15 +11,15 @@ use crate::statement::Space;
 use crate::syntax;
 
 /// Maximum bytes of shared memory of a launch, including the static part.
-pub const MOST_SHARED: usize = 227 * 1024;
+pub const MAX_SHARED: usize = 227 * 1024;
 /// Maximum bytes of a module's variables.
-const MOST_VARIABLES: usize = 1 << 26;
+const MAX_VARIABLES: usize = 1 << 26;
 /// Maximum bytes of local memory per thread.
-const MOST_LOCAL: usize = 1 << 19;
+const MAX_LOCAL: usize = 1 << 19;
 /// Maximum number of blocks per grid.
-pub const MOST_BLOCKS: u32 = 1 << 24;
+pub const MAX_BLOCKS: u32 = 1 << 24;
 /// Maximum number of threads per block.
-pub const MOST_THREADS: u32 = 1024;
+pub const MAX_THREADS: u32 = 1024;
 
 /// An argument of a kernel.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,9 +64,9 @@ impl Argument {
 /// A launch's shape and arguments.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// Blocks along x, y and z, each at least 1, at most [`MOST_BLOCKS`] in total.
+    /// Blocks along x, y and z, each at least 1, at most [`MAX_BLOCKS`] in total.
     pub grid: [u32; 3],
-    /// Threads along x, y and z, each at least 1, at most [`MOST_THREADS`] in total.
+    /// Threads along x, y and z, each at least 1, at most [`MAX_THREADS`] in total.
     pub block: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub dynamic_shared: u32,
@@ -80,7 +80,7 @@ pub struct Launch {
 pub enum WarpOrder {
     /// Each warp runs up to its next barrier, the first warp first. The fastest order.
     #[default]
-    InTurn,
+    InOrder,
     /// Round robin: each warp runs up to its next memory access.
     RoundRobin,
     /// Each warp runs up to its next barrier, the last warp first.
@@ -156,8 +156,8 @@ impl Module {
             text.entries.iter().map(|e| crate::decode::kernel(e, &text.variables)).collect::<Result<_>>()?;
         let mut places = HashMap::new();
         let end = crate::resolve::globals(&text.variables, &mut places);
-        if end > MOST_VARIABLES {
-            let message = format!("{end} bytes of variables, at most {MOST_VARIABLES}");
+        if end > MAX_VARIABLES {
+            let message = format!("{end} bytes of variables, at most {MAX_VARIABLES}");
             return Err(Error::Parse { line: 1, message });
         }
         let mut variables = vec![0; end];
@@ -254,24 +254,24 @@ impl Module {
 fn check(kernel: &Kernel, launch: &Launch) -> Result<Vec<u8>> {
     let wrong = |message: String| Err(Error::Launch { kernel: kernel.name.clone(), message });
     let product = |sizes: [u32; 3]| sizes.iter().try_fold(1u32, |all, n| all.checked_mul(*n)).unwrap_or(0);
-    if product(launch.grid) == 0 || product(launch.grid) > MOST_BLOCKS {
+    if product(launch.grid) == 0 || product(launch.grid) > MAX_BLOCKS {
         return wrong(format!("a grid of {:?} blocks", launch.grid));
     }
     let threads = product(launch.block);
-    if threads == 0 || threads > MOST_THREADS {
+    if threads == 0 || threads > MAX_THREADS {
         return wrong(format!("a block of {:?} threads", launch.block));
     }
-    if let Some(most) = kernel.most_threads
-        && threads > product(most)
+    if let Some(max) = kernel.max_threads
+        && threads > product(max)
     {
-        return wrong(format!("{threads} threads a block, compiled for {most:?}"));
+        return wrong(format!("{threads} threads a block, compiled for {max:?}"));
     }
     let shared = kernel.static_shared + launch.dynamic_shared as usize;
-    if shared > MOST_SHARED {
-        return wrong(format!("{shared} bytes of shared memory, at most {MOST_SHARED}"));
+    if shared > MAX_SHARED {
+        return wrong(format!("{shared} bytes of shared memory, at most {MAX_SHARED}"));
     }
-    if kernel.local_bytes > MOST_LOCAL {
-        return wrong(format!("{} bytes of local memory a thread, at most {MOST_LOCAL}", kernel.local_bytes));
+    if kernel.local_bytes > MAX_LOCAL {
+        return wrong(format!("{} bytes of local memory a thread, at most {MAX_LOCAL}", kernel.local_bytes));
     }
     if launch.arguments.len() != kernel.parameters.len() {
         let (given, wanted) = (launch.arguments.len(), kernel.parameters.len());

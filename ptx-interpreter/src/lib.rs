@@ -104,6 +104,6 @@ mod warp;
 pub use counters::{BufferTraffic, Counters, Traffic, Wavefronts};
 pub use error::{Error, Fault, FaultKind, Result};
 pub use launch::{
-    Argument, BlockOrder, Launch, MOST_BLOCKS, MOST_SHARED, MOST_THREADS, Module, Options, Report, WarpOrder,
+    Argument, BlockOrder, Launch, MAX_BLOCKS, MAX_SHARED, MAX_THREADS, Module, Options, Report, WarpOrder,
 };
 pub use memory::Memory;

@@ -3,14 +3,14 @@
 use crate::counters::Tally;
 use crate::error::{Error, Fault, FaultKind, Result};
 use crate::launch::{Launch, Options, WarpOrder};
-use crate::memory::{Memory, Wrong};
+use crate::memory::{AccessError, Memory};
 use crate::operation::{Initial, Instruction, Kernel, Operation, Slot, Vote};
 use crate::shared::Shared;
 use crate::types::{LANES, low_bits};
 use crate::warp::{Group, State, Warp, lanes};
 
 /// Maximum number of collected faults if faults do not end the launch.
-const MOST_FAULTS: usize = 1000;
+const MAX_FAULTS: usize = 1000;
 
 /// The control-flow effect of an instruction on its warp.
 pub(crate) enum Next {
@@ -30,7 +30,7 @@ pub(crate) enum Next {
 
 /// A barrier that some warps have reached.
 #[derive(Default)]
-struct Meeting {
+struct Barrier {
     /// The warp, its time, and whether it waits.
     met: Vec<(usize, u32, bool)>,
     threads: u32,
@@ -66,7 +66,7 @@ pub(crate) struct Machine<'a> {
     pub tally: Tally,
     pub faults: Vec<Fault>,
     pub block: [u32; 3],
-    meetings: Vec<Meeting>,
+    barriers: Vec<Barrier>,
     random: Random,
     turn: usize,
 }
@@ -99,7 +99,7 @@ impl<'a> Machine<'a> {
             tally: Tally::new(kernel.instructions.len()),
             faults: Vec::new(),
             block: [0; 3],
-            meetings: Vec::new(),
+            barriers: Vec::new(),
             random: Random(seed),
             turn: 0,
         }
@@ -109,8 +109,8 @@ impl<'a> Machine<'a> {
         self.block = block;
         self.shared.clear();
         self.memory.order.begin(number, self.warps.len());
-        self.meetings.clear();
-        self.meetings.resize_with(16, Meeting::default);
+        self.barriers.clear();
+        self.barriers.resize_with(16, Barrier::default);
         self.turn = 0;
         self.tally.blocks += 1;
         let [nx, ny, nz] = self.launch.block;
@@ -168,7 +168,7 @@ impl<'a> Machine<'a> {
                     .into());
             }
             let warp = match self.options.warp_order {
-                WarpOrder::InTurn => ready[0],
+                WarpOrder::InOrder => ready[0],
                 WarpOrder::RoundRobin => {
                     let next = ready.iter().copied().find(|w| *w >= self.turn).unwrap_or(ready[0]);
                     self.turn = next + 1;
@@ -260,11 +260,11 @@ impl<'a> Machine<'a> {
         }
     }
 
-    pub fn plain(kind: FaultKind, detail: String) -> Wrong {
-        Wrong { kind, buffer: None, offset: 0, detail }
+    pub fn plain(kind: FaultKind, detail: String) -> AccessError {
+        AccessError { kind, buffer: None, offset: 0, detail }
     }
 
-    pub fn fault(&self, warp: usize, pc: usize, lane: Option<usize>, wrong: Wrong) -> Fault {
+    pub fn fault(&self, warp: usize, pc: usize, lane: Option<usize>, wrong: AccessError) -> Fault {
         let instruction = &self.kernel.instructions[pc];
         Fault {
             kind: wrong.kind,
@@ -281,12 +281,12 @@ impl<'a> Machine<'a> {
     }
 
     /// Returns the fault as an error, or adds it to the report.
-    pub fn report(&mut self, warp: usize, pc: usize, lane: Option<usize>, wrong: Wrong) -> Result<()> {
+    pub fn report(&mut self, warp: usize, pc: usize, lane: Option<usize>, wrong: AccessError) -> Result<()> {
         let fault = self.fault(warp, pc, lane, wrong);
         if self.options.fault_is_error {
             return Err(Error::from(fault));
         }
-        if self.faults.len() < MOST_FAULTS {
+        if self.faults.len() < MAX_FAULTS {
             self.faults.push(fault);
         }
         Ok(())
@@ -311,7 +311,7 @@ impl<'a> Machine<'a> {
             None => block,
             Some(slot) => warp.get(slot)[lane] as u32,
         };
-        if id >= self.meetings.len() {
+        if id >= self.barriers.len() {
             let detail = format!("no barrier {id}");
             return Err(self.fault(w, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
         }
@@ -323,25 +323,25 @@ impl<'a> Machine<'a> {
         };
         let time = self.shared.arrive(waits);
         self.memory.order.arrive();
-        let meeting = &mut self.meetings[id];
-        let first = meeting.met.is_empty();
-        let same = first || (meeting.expected == expected && (threads.is_some() || meeting.pc == Some(pc)));
+        let barrier = &mut self.barriers[id];
+        let first = barrier.met.is_empty();
+        let same = first || (barrier.expected == expected && (threads.is_some() || barrier.pc == Some(pc)));
         if first {
-            meeting.expected = expected;
-            meeting.pc = threads.is_none().then_some(pc);
-            meeting.all = true;
+            barrier.expected = expected;
+            barrier.pc = threads.is_none().then_some(pc);
+            barrier.all = true;
         }
-        meeting.met.push((w, time, waits));
+        barrier.met.push((w, time, waits));
         // Whole warps count, including lanes that never existed.
         let full = if threads.is_some() { LANES as u32 } else { active.count_ones() };
-        meeting.threads += full;
+        barrier.threads += full;
         if let Some((d, holds, vote)) = reduced {
-            meeting.reduce.push((w, d, active, vote));
-            meeting.count += holds.count_ones();
-            meeting.any |= holds != 0;
-            meeting.all &= holds == active;
+            barrier.reduce.push((w, d, active, vote));
+            barrier.count += holds.count_ones();
+            barrier.any |= holds != 0;
+            barrier.all &= holds == active;
         }
-        let complete = meeting.threads >= meeting.expected;
+        let complete = barrier.threads >= barrier.expected;
         if !same {
             let detail = "another warp waits at another instruction with the same barrier".to_owned();
             return Err(self.fault(w, pc, None, Self::plain(FaultKind::BarrierDivergence, detail)).into());
@@ -350,20 +350,20 @@ impl<'a> Machine<'a> {
             self.warps[w].state = State::Waits;
         }
         if complete {
-            let meeting = std::mem::take(&mut self.meetings[id]);
+            let barrier = std::mem::take(&mut self.barriers[id]);
             self.tally.barriers += 1;
-            self.shared.barrier(&meeting.met);
-            self.memory.order.barrier(meeting.met.iter().map(|(w, _, waits)| (*w, *waits)));
-            for (warp, _, waited) in &meeting.met {
+            self.shared.barrier(&barrier.met);
+            self.memory.order.barrier(barrier.met.iter().map(|(w, _, waits)| (*w, *waits)));
+            for (warp, _, waited) in &barrier.met {
                 if *waited {
                     self.warps[*warp].state = State::Ready;
                 }
             }
-            for (warp, d, mask, vote) in meeting.reduce {
+            for (warp, d, mask, vote) in barrier.reduce {
                 let value = match vote {
-                    Vote::Ballot | Vote::Uniform => u64::from(meeting.count),
-                    Vote::All => u64::from(meeting.all),
-                    Vote::Any => u64::from(meeting.any),
+                    Vote::Ballot | Vote::Uniform => u64::from(barrier.count),
+                    Vote::All => u64::from(barrier.all),
+                    Vote::Any => u64::from(barrier.any),
                 };
                 self.warps[warp].set(d, mask, &[value; LANES]);
             }

@@ -55,7 +55,7 @@ fn wrote((block, warp): Party) -> String {
 }
 
 /// A faulty access: the kind of fault, buffer and offset, and details.
-pub(crate) struct Wrong {
+pub(crate) struct AccessError {
     pub kind: FaultKind,
     pub buffer: Option<String>,
     pub offset: u64,
@@ -186,14 +186,14 @@ impl Memory {
     }
 
     /// The buffer of an access and the offset in it.
-    fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), Wrong> {
+    fn locate(&mut self, address: u64, bytes: usize) -> Result<(usize, usize), AccessError> {
         let holds = |b: &Buffer| address >= b.base && address - b.base < (b.bytes.len() as u64).max(1);
         if !self.buffers.get(self.last).is_some_and(holds) {
             // Base addresses ascend: the last one that is at most the address.
             let index = self.buffers.partition_point(|b| b.base <= address);
             self.last = index.saturating_sub(1);
         }
-        let wrong = |kind, buffer: Option<&Buffer>, offset| Wrong {
+        let wrong = |kind, buffer: Option<&Buffer>, offset| AccessError {
             kind,
             buffer: buffer.map(|b| b.name.clone()),
             offset,
@@ -224,7 +224,7 @@ impl Memory {
 
     /// Reads `out.len()` bytes; `strong` is for atomics and volatile or relaxed reads, which race only with plain
     /// writes.
-    pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), Wrong> {
+    pub(crate) fn read(&mut self, address: u64, out: &mut [u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, out.len())?;
         let order = &self.order;
         let buffer = &mut self.buffers[index];
@@ -235,14 +235,19 @@ impl Memory {
             if *flag & WRITTEN_EVER == 0 {
                 let kind = FaultKind::Uninitialised;
                 let buffer = Some(buffer.name.clone());
-                return Err(Wrong { kind, buffer, offset: i as u64, detail: format!("{} bytes", out.len()) });
+                return Err(AccessError {
+                    kind,
+                    buffer,
+                    offset: i as u64,
+                    detail: format!("{} bytes", out.len()),
+                });
             }
             *flag |= READ_NOW;
             let both_strong = strong && trace.atomic;
             if !both_strong && !order.follows(trace.writer, trace.written) {
                 let detail = wrote(trace.writer);
                 let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
-                return Err(Wrong { kind, buffer, offset: i as u64, detail });
+                return Err(AccessError { kind, buffer, offset: i as u64, detail });
             }
             let (party, time) = order.now();
             if order.follows_read(trace.reader, trace.read) {
@@ -255,7 +260,7 @@ impl Memory {
     }
 
     /// Writes; `strong` as in [`read`](Self::read).
-    pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), Wrong> {
+    pub(crate) fn store(&mut self, address: u64, bytes: &[u8], strong: bool) -> Result<(), AccessError> {
         let (index, offset) = self.locate(address, bytes.len())?;
         let order = &self.order;
         let buffer = &mut self.buffers[index];
@@ -281,7 +286,7 @@ impl Memory {
                     }
                 };
                 let (kind, buffer) = (FaultKind::GlobalRace, Some(buffer.name.clone()));
-                return Err(Wrong { kind, buffer, offset: i as u64, detail });
+                return Err(AccessError { kind, buffer, offset: i as u64, detail });
             }
             let (writer, written) = order.now();
             *trace = Trace { writer, written, atomic: strong, ..Trace::default() };

@@ -32,7 +32,7 @@ pub(crate) enum Initial {
 
 /// The state space of a memory instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum MemorySpace {
     Generic,
     Global,
     Shared,
@@ -199,7 +199,7 @@ pub(crate) enum Operation {
         keep: u64,
     },
     Load {
-        place: Place,
+        place: MemorySpace,
         d: Slots,
         from: Address,
         ty: Type,
@@ -208,7 +208,7 @@ pub(crate) enum Operation {
         acquire: bool,
     },
     Store {
-        place: Place,
+        place: MemorySpace,
         to: Address,
         values: Slots,
         ty: Type,
@@ -216,7 +216,7 @@ pub(crate) enum Operation {
         release: bool,
     },
     Atomic {
-        place: Place,
+        place: MemorySpace,
         atomic: Atomic,
         ty: Type,
         d: Option<Slot>,
@@ -310,13 +310,13 @@ pub(crate) enum Operation {
         d: Slots,
         from: Address,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     },
     StoreMatrix {
         to: Address,
         values: Slots,
         transposed: bool,
-        place: Place,
+        place: MemorySpace,
     },
     MoveMatrix {
         d: Slot,
@@ -385,7 +385,7 @@ pub(crate) struct Kernel {
     pub name: String,
     pub parameters: Vec<Parameter>,
     pub parameter_bytes: usize,
-    pub most_threads: Option<[u32; 3]>,
+    pub max_threads: Option<[u32; 3]>,
     /// Bytes of static shared memory; the dynamic part follows.
     pub static_shared: usize,
     pub local_bytes: usize,

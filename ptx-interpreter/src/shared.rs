@@ -4,7 +4,7 @@
 //! had completed; `seen[w][u]` is the number before which warp `w` can rely on warp `u`'s accesses.
 
 use crate::error::FaultKind;
-use crate::memory::Wrong;
+use crate::memory::AccessError;
 use crate::types::LANES;
 
 /// Banks of shared memory, each 4 bytes wide.
@@ -94,11 +94,11 @@ impl Shared {
         }
     }
 
-    fn wrong(&self, kind: FaultKind, offset: usize, detail: String) -> Wrong {
-        Wrong { kind, buffer: Some("shared".to_owned()), offset: offset as u64, detail }
+    fn wrong(&self, kind: FaultKind, offset: usize, detail: String) -> AccessError {
+        AccessError { kind, buffer: Some("shared".to_owned()), offset: offset as u64, detail }
     }
 
-    fn locate(&self, address: u64, bytes: usize) -> Result<usize, Wrong> {
+    fn locate(&self, address: u64, bytes: usize) -> Result<usize, AccessError> {
         let offset = address as usize;
         if !address.is_multiple_of(bytes.next_power_of_two() as u64) {
             return Err(self.wrong(FaultKind::Misaligned, offset, format!("{bytes} bytes")));
@@ -116,7 +116,7 @@ impl Shared {
     }
 
     /// Reads `out.len()` bytes.
-    pub fn read(&mut self, address: u64, out: &mut [u8], who: Actor) -> Result<(), Wrong> {
+    pub fn read(&mut self, address: u64, out: &mut [u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, out.len())?;
         let range = start..start + out.len();
         let (own, epoch) = (1u32 << who.warp, self.epoch);
@@ -143,7 +143,7 @@ impl Shared {
         Ok(())
     }
 
-    fn read_byte(&mut self, i: usize, bytes: usize, who: Actor) -> Result<(), Wrong> {
+    fn read_byte(&mut self, i: usize, bytes: usize, who: Actor) -> Result<(), AccessError> {
         let trace = self.traces[i];
         if trace.in_flight {
             let detail = format!("warp {} lane {} copies there", trace.writer, trace.lane);
@@ -174,7 +174,7 @@ impl Shared {
         Ok(())
     }
 
-    fn check_write(&self, i: usize, who: Actor) -> Result<(), Wrong> {
+    fn check_write(&self, i: usize, who: Actor) -> Result<(), AccessError> {
         let trace = &self.traces[i];
         if trace.in_flight {
             let detail = format!("warp {} lane {} copies there", trace.writer, trace.lane);
@@ -195,7 +195,7 @@ impl Shared {
     }
 
     /// Writes.
-    pub fn store(&mut self, address: u64, bytes: &[u8], who: Actor) -> Result<(), Wrong> {
+    pub fn store(&mut self, address: u64, bytes: &[u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes.len())?;
         for i in start..start + bytes.len() {
             self.check_write(i, who)?;
@@ -207,7 +207,7 @@ impl Shared {
     }
 
     /// The read of an atomic: atomics of other warps do not race with it, so its write is recorded differently.
-    pub fn atomic(&mut self, address: u64, old: &mut [u8], who: Actor) -> Result<(), Wrong> {
+    pub fn atomic(&mut self, address: u64, old: &mut [u8], who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, old.len())?;
         for i in start..start + old.len() {
             let trace = self.traces[i];
@@ -236,7 +236,7 @@ impl Shared {
     }
 
     /// Starts a copy: no access to its bytes is allowed until it completes.
-    pub fn set_out(&mut self, address: u64, bytes: usize, who: Actor) -> Result<(), Wrong> {
+    pub fn set_out(&mut self, address: u64, bytes: usize, who: Actor) -> Result<(), AccessError> {
         let start = self.locate(address, bytes)?;
         for i in start..start + bytes {
             self.check_write(i, who)?;

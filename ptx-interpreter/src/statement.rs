@@ -76,7 +76,7 @@ pub(crate) struct Scope<'a> {
 pub(crate) struct Entry<'a> {
     pub name: &'a str,
     pub parameters: Vec<Variable<'a>>,
-    pub most_threads: Option<[u32; 3]>,
+    pub max_threads: Option<[u32; 3]>,
     pub scopes: Vec<Scope<'a>>,
     pub statements: Vec<Statement<'a>>,
 }

@@ -7,9 +7,9 @@ use crate::token::{Located, Token, tokenize};
 use crate::types::Type;
 
 /// Maximum bytes of a variable, and maximum number of registers in a declaration.
-const MOST: u64 = 1 << 24;
+const MAX_BYTES: u64 = 1 << 24;
 /// Maximum nesting of blocks and braces.
-const DEEPEST: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 struct Reader<'a> {
     tokens: Vec<Located<'a>>,
@@ -118,7 +118,7 @@ impl<'a> Reader<'a> {
             }
         }
         let bytes = elements.saturating_mul(ty.bytes() as u64);
-        if bytes > MOST {
+        if bytes > MAX_BYTES {
             return self.wrong(format!("`{name}` is too large"));
         }
         let mut initial = Vec::new();
@@ -151,14 +151,14 @@ impl<'a> Reader<'a> {
             if depth <= 0 {
                 return Ok(());
             }
-            if out.len() as u64 > MOST {
+            if out.len() as u64 > MAX_BYTES {
                 return self.wrong("too many initial values");
             }
         }
     }
 
     fn operand(&mut self, depth: usize) -> Result<Operand<'a>> {
-        if depth > DEEPEST {
+        if depth > MAX_DEPTH {
             return self.wrong("braces within braces within braces");
         }
         match self.next()? {
@@ -236,7 +236,7 @@ impl<'a> Reader<'a> {
                     entry.scopes.push(Scope { parent: Some(scope), ..Scope::default() });
                     scope = entry.scopes.len() - 1;
                     depth += 1;
-                    if depth > DEEPEST {
+                    if depth > MAX_DEPTH {
                         return self.wrong("blocks within blocks within blocks");
                     }
                 }
@@ -328,7 +328,7 @@ impl<'a> Reader<'a> {
         let mut entry = Entry {
             name,
             parameters: Vec::new(),
-            most_threads: None,
+            max_threads: None,
             scopes: Vec::new(),
             statements: Vec::new(),
         };
@@ -352,7 +352,7 @@ impl<'a> Reader<'a> {
             }
             if matches!(directive, ".maxntid" | ".reqntid") {
                 let get = |i: usize| numbers.get(i).copied().unwrap_or(1);
-                entry.most_threads = Some([get(0), get(1), get(2)]);
+                entry.max_threads = Some([get(0), get(1), get(2)]);
             }
         }
         self.body(&mut entry)?;

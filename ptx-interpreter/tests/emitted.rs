@@ -35,7 +35,7 @@ fn compares(inputs: &[Vec<u32>; 3], opcode: &str, letter: &str, expected: impl F
 }
 
 #[test]
-fn comparisons_of_whole_numbers() {
+fn comparisons_of_integers() {
     let x = inputs();
     compares(&x, "setp.eq.b32", "r", |a, b| a == b);
     compares(&x, "setp.eq.s32", "r", |a, b| a == b);
@@ -267,12 +267,11 @@ fn all_lanes() {
     };
     of("redux.sync.max.u32 %r20, %r10, -1;", &|i| *warp(i).iter().max().unwrap());
     // In the first warp, a single lane is below the limit.
-    let least = warp(0).iter().min().unwrap() + 1;
-    let any = format!(
-        "setp.lt.u32 %p1, %r10, {least};\nvote.sync.any.pred %p2, %p1, -1;\nselp.u32 %r20, 1, 0, %p2;"
-    );
-    of(&any, &|i| u32::from(warp(i).iter().any(|&word| word < least)));
-    assert!(warp(0).iter().any(|&word| word < least));
+    let min = warp(0).iter().min().unwrap() + 1;
+    let any =
+        format!("setp.lt.u32 %p1, %r10, {min};\nvote.sync.any.pred %p2, %p1, -1;\nselp.u32 %r20, 1, 0, %p2;");
+    of(&any, &|i| u32::from(warp(i).iter().any(|&word| word < min)));
+    assert!(warp(0).iter().any(|&word| word < min));
 }
 
 /// A wrapping ticket: lanes and blocks take 0, 1, 2, 0, 1, 2, ….

@@ -388,7 +388,7 @@ fn sums_in_shared_memory() {
 }
 
 #[test]
-fn bytes_that_nobody_wrote() {
+fn unwritten_bytes() {
     let with = |memory: &mut Memory| {
         let out = memory.buffer("out", 128, 4);
         let input = memory.buffer("in", 128, 4);
@@ -421,7 +421,7 @@ fn addresses_that_are_not_aligned() {
 }
 
 #[test]
-fn control_that_goes_astray() {
+fn divergent_control_flow() {
     let with = |_: &mut Memory| launch(1, 64, 0, &[]);
     let text = |body: &str| kernel(0, "", body);
     good(&text("setp.lt.u32 %p1, %r1, 32;\n@%p1 bra A;\nnop;\nA:\nbar.sync 0;"), with);

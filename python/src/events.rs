@@ -29,7 +29,7 @@ impl Observer for Channel {
 /// The kind of an event, which is the name of its class, and its fields; `None` for kinds that the package does not
 /// know.
 pub fn fields(event: &Event) -> Option<(&'static str, Value)> {
-    let said = |message: &str| worded(message, &Keywords).into_owned();
+    let reworded = |message: &str| worded(message, &Keywords).into_owned();
     Some(match event {
         Event::StageStarted { stage, unit, units } => {
             ("StageStarted", json!({ "stage": stage, "unit": unit, "units": units }))
@@ -41,8 +41,8 @@ pub fn fields(event: &Event) -> Option<(&'static str, Value)> {
         Event::StepDone { step, elapsed } => {
             ("StepDone", json!({ "step": step, "seconds": elapsed.as_secs_f64() }))
         }
-        Event::Warning { message } => ("Warned", json!({ "message": said(message) })),
-        Event::Note { label, message } => ("Noted", json!({ "label": label, "message": said(message) })),
+        Event::Warning { message } => ("Warned", json!({ "message": reworded(message) })),
+        Event::Note { label, message } => ("Noted", json!({ "label": label, "message": reworded(message) })),
         Event::Expected { stage, seconds } => ("Expected", json!({ "stage": stage, "seconds": seconds })),
         _ => return None,
     })

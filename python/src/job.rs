@@ -19,7 +19,7 @@ use crate::events::{Channel, fields};
 use crate::{gate, requests};
 
 /// How often the caller's thread checks for signals.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Stack size of the job's thread, which reads files like the program's main thread.
 const STACK: usize = 8 << 20;
 
@@ -134,7 +134,7 @@ fn attend(
 ) -> Option<PyErr> {
     let mut raised = None;
     let mut looked = Instant::now();
-    let next = || events.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK);
+    let next = || events.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(POLL_INTERVAL);
     loop {
         let event = match py.detach(next) {
             Ok(event) => Some(event),
@@ -142,11 +142,11 @@ fn attend(
             Err(RecvTimeoutError::Disconnected) => return raised,
         };
         let handed = match (&event, on_event) {
-            (Some(event), Some(callback)) if raised.is_none() => tell(py, event, callback),
+            (Some(event), Some(callback)) if raised.is_none() => report(py, event, callback),
             _ => Ok(()),
         };
         let handed = handed.and_then(|()| {
-            if event.is_some() && looked.elapsed() < LOOK {
+            if event.is_some() && looked.elapsed() < POLL_INTERVAL {
                 return Ok(());
             }
             looked = Instant::now();
@@ -160,7 +160,7 @@ fn attend(
     }
 }
 
-fn tell(py: Python<'_>, event: &Event, callback: &Py<PyAny>) -> PyResult<()> {
+fn report(py: Python<'_>, event: &Event, callback: &Py<PyAny>) -> PyResult<()> {
     let Some((kind, fields)) = fields(event) else { return Ok(()) };
     callback.call1(py, (kind, fields.to_string())).map(drop)
 }

@@ -123,12 +123,12 @@ fn load(request: &str, session: &Session) -> Result<(Loaded, Value)> {
     let execution = choice::<Execution>("execution", &asked.execution)?;
     let kv = choice::<KvBits>("kv", &asked.kv)?;
     let opened = open(&asked.model, &session.host())?;
-    let most = opened.model.architecture().max_positions.min(MAX_CONTEXT);
-    let positions = asked.max_length.unwrap_or(most);
-    if !(1..=most).contains(&positions) {
+    let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
+    let positions = asked.max_length.unwrap_or(max);
+    if !(1..=max).contains(&positions) {
         return Err(Error::usage(
-            format!("‹max_length={positions}› does not fit the model, which has {most} positions"),
-            format!("use ‹max_length› from 1 to {most}"),
+            format!("‹max_length={positions}› does not fit the model, which has {max} positions"),
+            format!("use ‹max_length› from 1 to {max}"),
         ));
     }
     let tokenizer = TextTokenizer::of(&opened.directory)?;

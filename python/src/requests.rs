@@ -167,7 +167,7 @@ pub fn inspect(request: &str, session: &Session) -> Result<String> {
 pub fn page(request: &str, session: &Session) -> Result<String> {
     let path: PathBuf = parse(request)?;
     let opened = open(&path, &session.host())?;
-    let report = QuantReport::beside(opened.directory.path(), &opened.model)?;
+    let report = QuantReport::find(opened.directory.path(), &opened.model)?;
     let linears = provenance::linears(&opened.model);
     let page = report.map(|report| quantization_page(&path.display().to_string(), &report, &linears));
     Ok(json!(page).to_string())

@@ -77,14 +77,14 @@ fn end(size: usize) -> ! {
 /// can only panic when memory is short.
 pub fn check_room_for_threads(threads: usize) -> Result<()> {
     /// The stack and everything else a thread maps before it runs.
-    const OF_A_THREAD: u64 = 5 << 19;
-    const OF_THE_PROGRAM: u64 = 16 << 20;
+    const PER_THREAD: u64 = 5 << 19;
+    const PER_PROGRAM: u64 = 16 << 20;
     let Some(limit) = getrlimit(Resource::As).current else { return Ok(()) };
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let taken = status
         .lines()
         .find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix("kB")?.trim().parse().ok());
-    let bytes = OF_THE_PROGRAM + OF_A_THREAD * threads as u64;
+    let bytes = PER_PROGRAM + PER_THREAD * threads as u64;
     match taken.map(|kib: u64| limit.saturating_sub(kib << 10)) {
         Some(room) if room < bytes => {
             Err(Error::Memory { what: format!("{threads} threads"), bytes: Some(bytes) })

@@ -113,10 +113,10 @@ impl DecodingOptions {
 
     /// Loads the model for `positions` tokens, with its quantized linears packed for the kernels.
     pub fn load(&self, opened: &Opened, positions: usize, session: &Session) -> Result<Decoder> {
-        let most = opened.model.architecture().max_positions.min(MAX_CONTEXT);
-        if positions > most {
+        let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
+        if positions > max {
             return Err(Error::usage(
-                format!("the prompt and the new tokens take {positions} positions, but the model has {most}"),
+                format!("the prompt and the new tokens take {positions} positions, but the model has {max}"),
                 "shorten the prompt, or ask for fewer tokens (--max-new-tokens)",
             ));
         }

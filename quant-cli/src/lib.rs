@@ -74,10 +74,10 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     // A panic of the tokenizer library on a crafted file is caught and reported as an error.
-    let usual_hook = std::panic::take_hook();
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !quant_core::calibrate::panic_is_handled() {
-            usual_hook(panic);
+            default_hook(panic);
         }
     }));
     // Any other panic is a bug in this program. It gets its own exit code and a line that says so.
@@ -97,7 +97,7 @@ fn ended(error: &Error, resuming: Option<String>) -> u8 {
     }
     let resuming = resuming.filter(|_| matches!(error, Error::Interrupted));
     let remedy = resuming.map_or_else(|| error.remedy(), |command| format!("resume with: {command}"));
-    output::tell(&format!("error: {error}\n  {remedy}"));
+    output::print_message(&format!("error: {error}\n  {remedy}"));
     error.category().exit_code()
 }
 

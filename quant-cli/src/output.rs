@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use quant_core::checkpoint::{printable_lines, steers};
+use quant_core::checkpoint::{is_unprintable, printable_lines};
 pub use quant_core::run::bytes;
 pub use quant_core::run::files::{check_writable, distinct, outside, write_file};
 use quant_core::wording::{CommandLine, worded};
@@ -51,13 +51,13 @@ pub fn refused_arguments(error: &clap::Error) -> u8 {
     let plain = error.render().to_string();
     match printable_lines(plain.trim_end()) {
         // Arguments that contain terminal control characters are shown without colors too.
-        escaped @ Cow::Owned(_) if error.use_stderr() => tell(&escaped),
+        escaped @ Cow::Owned(_) if error.use_stderr() => print_message(&escaped),
         _ if error.use_stderr() => drop(error.print()),
         _ => {
             let printed = error.print().and_then(|()| std::io::stdout().flush());
             let failed = printed.map_err(|e| Error::io("write", "standard output", e)).err();
             if let Some(failed) = failed.filter(|e| !is_closed_pipe(e)) {
-                tell(&format!("error: {failed}\n  {}", failed.remedy()));
+                print_message(&format!("error: {failed}\n  {}", failed.remedy()));
                 return failed.category().exit_code();
             }
         }
@@ -74,13 +74,13 @@ pub fn is_closed_pipe(error: &Error) -> bool {
 /// A result as JSON with a final newline.
 pub fn json<T: Serialize>(value: &T) -> Result<String> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::Internal(e.to_string()))?;
-    if !text.chars().any(steers) {
+    if !text.chars().any(is_unprintable) {
         return Ok(text + "\n");
     }
     // Such characters occur only inside strings, where escapes mean the same.
     let mut escaped = String::with_capacity(text.len() + 64);
     for c in text.chars() {
-        match steers(c) {
+        match is_unprintable(c) {
             true => escaped.push_str(&format!("\\u{:04x}", u32::from(c))),
             false => escaped.push(c),
         }
@@ -106,7 +106,7 @@ impl JsonOption {
     }
 
     /// Like `check`, but also fails if the file is an input or lies in the directory of an input model.
-    pub fn check_beside(&self, model: &Path, read: &[&Path]) -> Result<()> {
+    pub fn check_distinct(&self, model: &Path, read: &[&Path]) -> Result<()> {
         let written = [("json", self.json.as_deref())];
         distinct(&written, read)?;
         outside(&written, &[model])?;

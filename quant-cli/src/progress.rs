@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use quant_core::checkpoint::printable_lines;
 use quant_core::{Event, Observer};
 
-use crate::output::{duration, tell};
+use crate::output::{duration, print_message};
 
 /// Without a terminal, a line is printed at most this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
@@ -108,8 +108,8 @@ impl Progress {
         }
         let state = self.lock();
         match state.as_ref().and_then(|s| s.bar.as_ref()) {
-            Some(bar) => bar.suspend(|| tell(text)),
-            None => tell(text),
+            Some(bar) => bar.suspend(|| print_message(text)),
+            None => print_message(text),
         }
     }
 
@@ -222,7 +222,7 @@ impl Stage {
             self.last_line = Instant::now();
             let left = self.timing.left().map(|left| format!("{} left", duration(left)));
             let parts = [self.tokens_per_second(), left].into_iter().flatten().collect::<Vec<_>>().join(" ");
-            tell(&format!("{}: {} {done} of {units}, {parts}", self.name, self.unit));
+            print_message(&format!("{}: {} {done} of {units}, {parts}", self.name, self.unit));
         }
     }
 
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn resumed_units_say_nothing_of_the_pace() {
+    fn resumed_units_do_not_count_for_the_pace() {
         let mut timing = Timing::new(10, Some(100.0));
         timing.resumed.0 = 4;
         for _ in 0..4 {

@@ -10,16 +10,16 @@ use signal_hook::{flag, low_level};
 
 /// Watches for signals and returns the token that the first one cancels.
 pub fn install() -> Result<CancelToken> {
-    let pulled = Arc::new(AtomicBool::new(false));
+    let cancelled = Arc::new(AtomicBool::new(false));
     let failed = |e| Error::Io { action: "watch signals for", path: "the process".into(), source: e };
     // A hangup that was ignored at the start, as under nohup, stays ignored.
     let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
     let mut signals = Signals::new(watched).map_err(failed)?;
-    let told = pulled.clone();
+    let seen = cancelled.clone();
     // A single thread handles the signals in order, so if two arrive together, one of them is the second.
     let watch = move || {
         for signal in signals.forever() {
-            if told.swap(true, Ordering::Relaxed) {
+            if seen.swap(true, Ordering::Relaxed) {
                 low_level::exit(128 + signal);
             }
         }
@@ -27,7 +27,7 @@ pub fn install() -> Result<CancelToken> {
     std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
     // By default this signal kills the process. If it is handled, the write fails instead, and its error is reported.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;
-    Ok(CancelToken::from_flag(pulled))
+    Ok(CancelToken::from_flag(cancelled))
 }
 
 /// Whether the process was started with this signal ignored, if the system reports it.

@@ -6,14 +6,14 @@
 use std::process::Command;
 
 #[test]
-fn it_says_its_version() {
+fn it_reports_its_version() {
     let output = Command::new(env!("CARGO_BIN_EXE_quant")).arg("--version").output().unwrap();
     assert!(output.status.success());
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), concat!("quant ", env!("CARGO_PKG_VERSION")));
 }
 
 #[test]
-fn a_path_that_cannot_be_had_is_told() {
+fn an_unavailable_path_is_reported() {
     let run = |isa: &str| {
         let mut quant = Command::new(env!("CARGO_BIN_EXE_quant"));
         let output = quant.args(["plan", "/no/such/model"]).env("QUANT_ISA", isa).output().unwrap();

@@ -120,7 +120,7 @@ fn plain_config(experts: usize, hidden: usize, width: usize) -> Map<String, Valu
 /// The configuration of a DeepSeek-V3 with one block.
 fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Value> {
     let [heads, query_rank, rank] = latent(hidden);
-    let [plain, turned, value] = HEAD;
+    let [plain, rotary, value] = HEAD;
     // Two experts per group, up to DeepSeek's number of groups.
     let groups = (experts / 2).clamp(1, 8);
     let config = json!({
@@ -135,7 +135,7 @@ fn latent_config(experts: usize, hidden: usize, width: usize) -> Map<String, Val
         "q_lora_rank": query_rank,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": plain,
-        "qk_rope_head_dim": turned,
+        "qk_rope_head_dim": rotary,
         "v_head_dim": value,
         "n_routed_experts": experts,
         "num_experts_per_tok": TOP_K,
@@ -162,12 +162,12 @@ impl Generated {
 
     fn latent(experts: usize, hidden: usize, width: usize) -> Self {
         let [heads, query_rank, rank] = latent(hidden);
-        let [plain, turned, value] = HEAD;
+        let [plain, rotary, value] = HEAD;
         let attention = [
             ("q_a_proj", vec![query_rank, hidden]),
             ("q_a_layernorm", vec![query_rank]),
-            ("q_b_proj", vec![heads * (plain + turned), query_rank]),
-            ("kv_a_proj_with_mqa", vec![rank + turned, hidden]),
+            ("q_b_proj", vec![heads * (plain + rotary), query_rank]),
+            ("kv_a_proj_with_mqa", vec![rank + rotary, hidden]),
             ("kv_a_layernorm", vec![rank]),
             ("kv_b_proj", vec![heads * (plain + value), rank]),
             ("o_proj", vec![hidden, heads * value]),
@@ -181,7 +181,7 @@ impl Generated {
     fn new(
         [experts, hidden, width]: [usize; 3],
         attention: &[(&str, Vec<usize>)],
-        beside_experts: &[&str],
+        extra_tensors: &[&str],
     ) -> Self {
         let mut tensors = BTreeMap::new();
         let mut add = |name: String, shape: &[usize]| {
@@ -200,7 +200,7 @@ impl Generated {
         }
         add(format!("{block}.mlp.gate"), &[experts, hidden]);
         let all = (0..experts).map(|expert| format!("experts.{expert}"));
-        for expert in all.chain(beside_experts.iter().map(|name| (*name).to_owned())) {
+        for expert in all.chain(extra_tensors.iter().map(|name| (*name).to_owned())) {
             for (linear, shape) in
                 [("gate_proj", [width, hidden]), ("up_proj", [width, hidden]), ("down_proj", [hidden, width])]
             {

@@ -31,23 +31,23 @@ pub fn worded<'a>(text: &'a str, wording: &dyn Wording) -> Cow<'a, str> {
     if !text.contains(OPEN) {
         return Cow::Borrowed(text);
     }
-    let mut said = String::with_capacity(text.len());
+    let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some((before, after)) = rest.split_once(OPEN) {
-        said.push_str(before);
+        out.push_str(before);
         match after.split_once(CLOSE).and_then(|(marked, tail)| Some((one(marked, wording)?, tail))) {
             Some((own, tail)) => {
-                said.push_str(&own);
+                out.push_str(&own);
                 rest = tail;
             }
             None => {
-                said.push(OPEN);
+                out.push(OPEN);
                 rest = after;
             }
         }
     }
-    said.push_str(rest);
-    Cow::Owned(said)
+    out.push_str(rest);
+    Cow::Owned(out)
 }
 
 /// Spells the text between two marks, if it is a setting or a command.
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_command_line_has_options() {
-        for (text, said) in [
+        for (text, out) in [
             ("nothing", "nothing"),
             (
                 "leave it float with ‹ignore›, or write ‹format=gptq›",
@@ -118,7 +118,7 @@ mod tests {
             ("‹eval(MODEL, text=TEXT, json=FILE)›", "`quant eval MODEL --text TEXT --json=FILE`"),
             ("‹gate(RESULT…, baseline=FILE, update)›", "`quant gate RESULT… --baseline FILE --update`"),
         ] {
-            assert_eq!(worded(text, &CommandLine), said);
+            assert_eq!(worded(text, &CommandLine), out);
         }
     }
 

@@ -13,7 +13,7 @@ use quant_core::model::{Block, FoldGroup, NoTap, NodeId, TokenRows, WeightBody};
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Pattern, Recipe};
 use quant_core::transform::{
-    Awq, BlockTask, Grid, Rewrite, Search as SearchMode, Transform, TransformSettings,
+    Awq, BlockTask, LinearGrid, Rewrite, Search as SearchMode, Transform, TransformSettings,
 };
 use quant_core::{CancelToken, TensorSource};
 
@@ -50,7 +50,7 @@ fn opt() -> Tiny {
 struct Search {
     block: Block,
     hidden: HiddenStates,
-    grids: BTreeMap<NodeId, Grid>,
+    grids: BTreeMap<NodeId, LinearGrid>,
     rewrite: Rewrite,
 }
 
@@ -60,7 +60,8 @@ impl Search {
         let block = model.block(0, &model.rope(windows.length()).unwrap()).unwrap();
         let embed = || HiddenStates::embed(&model, windows).unwrap();
         let mut hidden = embed();
-        let grid = Grid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
+        let grid =
+            LinearGrid { scheme: scheme.parse().unwrap(), scale_dtype: checkpoint.tiny.dtype, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, checkpoint.tiny.norm_dtype)).collect();
         let task = BlockTask {
@@ -197,7 +198,7 @@ fn recorded_errors_are_those_of_the_definition_by_every_route() {
 /// must still match the definition.
 #[test]
 fn errors_from_differences_are_those_of_the_definition() {
-    if quant_kernels_cpu::bf16::Avx512Bf16::detect().is_none() {
+    if quant_kernels_cpu::bf16::Bf16Token::detect().is_none() {
         eprintln!("this processor, or QUANT_ISA, has no avx512bf16: candidates are computed in f32");
     }
     let wide = Tiny { layers: 1, kv_heads: 4, head_dim: 128, hidden: 512, intermediate: 512, ..tiny() };
@@ -380,7 +381,7 @@ fn searches_never_end_worse_and_change_what_is_written() {
 #[test]
 fn on_planted_outliers_awq_loses_far_less_than_rounding() {
     let (calibration, held_out) = (common::windows(128, 16, 32, 5), common::windows(128, 8, 32, 6));
-    for (tiny, scheme, dtype, most) in [
+    for (tiny, scheme, dtype, max) in [
         (tiny(), "w4a16-g32", Dtype::F32, 0.35),
         (tiny(), "w4a16", Dtype::Bf16, 0.35),
         (tiny(), "w3a16-g64-asym", Dtype::Bf16, 0.65),
@@ -397,7 +398,7 @@ fn on_planted_outliers_awq_loses_far_less_than_rounding() {
         };
         let (awq, rtn) = (divergence("awq"), divergence("rtn"));
         println!("{scheme} in {dtype}: KL {awq:.4} with AWQ, {rtn:.4} with RTN");
-        assert!(awq < most * rtn, "{scheme}: {awq} against {rtn}");
+        assert!(awq < max * rtn, "{scheme}: {awq} against {rtn}");
     }
 }
 

@@ -18,7 +18,7 @@ const LENGTH: usize = 32;
 fn recipe(method: Method) -> Recipe {
     let mut recipe = common::recipe("rtn", "w8a8-g16-sym");
     recipe.method = method;
-    recipe.gptq = recipe.method.usual_gptq();
+    recipe.gptq = recipe.method.default_gptq();
     recipe.settings.kv = Some(KvScheme::Kv8);
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe

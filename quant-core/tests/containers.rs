@@ -251,7 +251,7 @@ fn a_shared_head_is_parted_from_the_embedding() {
 }
 
 #[test]
-fn a_checkpoint_of_others_is_read_by_what_it_says() {
+fn a_foreign_checkpoint_is_read_as_configured() {
     // AutoAWQ writes the version in upper case, and omits the head from the list.
     let checkpoint = tiny(Dtype::F16).random(8);
     let recipe = in_container("awq", "rtn", "w4a16-g32-asym");

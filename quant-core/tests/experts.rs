@@ -238,11 +238,11 @@ fn experts_may_be_calibrated_on_all_tokens() {
     let (_, experts) = starved.tiny.family.experts(0).unwrap();
     let module = |expert: usize, which: usize| format!("model.layers.0.{}", experts[expert][which]);
     for inputs in [LayerInputs::Quantized, LayerInputs::Float] {
-        let usual = recipe("gptq", "w4a16-g32-sym");
-        let usual = Recipe { gptq: GptqSettings { inputs, ..usual.gptq }, ..usual };
-        let routed = [&starved, &fed].map(|checkpoint| quantized(checkpoint, &usual));
-        let all = quantized(&starved, &sampled(&usual, ExpertTokens::All, 0));
-        let floored = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, 1));
+        let base = recipe("gptq", "w4a16-g32-sym");
+        let base = Recipe { gptq: GptqSettings { inputs, ..base.gptq }, ..base };
+        let routed = [&starved, &fed].map(|checkpoint| quantized(checkpoint, &base));
+        let all = quantized(&starved, &sampled(&base, ExpertTokens::All, 0));
+        let floored = quantized(&starved, &sampled(&base, ExpertTokens::Routed, 1));
         for (result, own) in [(&all, Some(tokens)), (&floored, None)] {
             let reports = reports(result);
             for expert in [0, 1, 4] {
@@ -264,7 +264,7 @@ fn experts_may_be_calibrated_on_all_tokens() {
             }
         }
         // More tokens than any expert has.
-        let above = quantized(&starved, &sampled(&usual, ExpertTokens::Routed, tokens + 1));
+        let above = quantized(&starved, &sampled(&base, ExpertTokens::Routed, tokens + 1));
         for name in all.source.names() {
             assert_eq!(above.source.read(name).unwrap(), all.source.read(name).unwrap(), "{name}");
         }
@@ -283,10 +283,10 @@ fn experts_may_be_calibrated_on_all_tokens() {
 fn searches_see_all_tokens_of_an_expert() {
     let [starved, fed] = starved_and_fed(15);
     for search in [Search::Fast, Search::Reference] {
-        let mut usual = recipe("awq", "w4a16-g32-sym");
-        usual.settings.search = search;
-        let all = quantized(&starved, &sampled(&usual, ExpertTokens::All, 0));
-        let expected = quantized(&fed, &usual);
+        let mut base = recipe("awq", "w4a16-g32-sym");
+        base.settings.search = search;
+        let all = quantized(&starved, &sampled(&base, ExpertTokens::All, 0));
+        let expected = quantized(&fed, &base);
         let down = "model.layers.0.block_sparse_moe.experts.0.w2.weight";
         let [found, expected] = [&all, &expected].map(|result| reports(result)[down].clone());
         let [found_search, expected_search] = [&found, &expected].map(|r| r.scale_search.clone().unwrap());
@@ -301,15 +301,15 @@ fn searches_see_all_tokens_of_an_expert() {
         assert_eq!((expected.calibration_tokens, expected.routed_tokens), (Some(4 * 48), None));
     }
     // Input ranges for static grids.
-    let usual = recipe("rtn", "w8a8-channel-sym-static");
+    let base = recipe("rtn", "w8a8-channel-sym-static");
     let of = |checkpoint: &Checkpoint, recipe: &Recipe| {
         let result = quantized(checkpoint, recipe);
         let module = "model.layers.0.block_sparse_moe.experts.0.w2.weight";
         reports(&result)[module].input.unwrap()
     };
-    let all = of(&starved, &sampled(&usual, ExpertTokens::All, 0));
-    assert_eq!(all, of(&fed, &usual));
-    assert_ne!(all, of(&starved, &usual));
+    let all = of(&starved, &sampled(&base, ExpertTokens::All, 0));
+    assert_eq!(all, of(&fed, &base));
+    assert_ne!(all, of(&starved, &base));
 }
 
 /// Settings without any effect are rejected.

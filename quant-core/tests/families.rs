@@ -86,8 +86,8 @@ impl Bench {
         let hidden = self.model.architecture().hidden;
         let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
         let branches = (part(&y, 0, hidden) - part(&self.x, 0, hidden)).unwrap();
-        let beside = part(&y, hidden, y.dim(2).unwrap() - hidden);
-        [flat(&branches), flat(&beside)].concat()
+        let extra = part(&y, hidden, y.dim(2).unwrap() - hidden);
+        [flat(&branches), flat(&extra)].concat()
     }
 
     /// The change of the block's output by a rewrite, relative to its largest value.
@@ -164,7 +164,7 @@ fn a_wrong_fold_changes_the_output() {
 /// GPT-2 stores its linears as `[in, out]`. Linears that stay float are written this way, whether or not a fold changed
 /// them; quantized linears have one row per output.
 #[test]
-fn what_stands_by_columns_is_written_by_columns() {
+fn tensors_stored_by_columns_are_written_by_columns() {
     let case = cases().into_iter().find(|case| case.name == "gpt2").unwrap();
     let model = case.random(Dtype::F32, 17);
     let batch = windows(case.vocab(), 6, LENGTH, 18);
@@ -186,15 +186,15 @@ fn what_stands_by_columns_is_written_by_columns() {
         if scheme.starts_with("w4") {
             assert_eq!(written.source.require(packed).unwrap().shape, [256, 8]);
         }
-        let apart = relative_difference(&logits(&written.model(), &batch), &exact);
-        assert!(apart < bound, "{method} {scheme}: {apart}");
+        let distance = relative_difference(&logits(&written.model(), &batch), &exact);
+        assert!(distance < bound, "{method} {scheme}: {distance}");
     }
 }
 
 /// Pairs that other programs fold but that are not valid folds: something in between stops the scale, or the linears
 /// read a different norm.
 #[test]
-fn pairs_that_are_no_folds_change_the_output() {
+fn pairs_that_are_not_folds_change_the_output() {
     let cases = cases();
     for (name, producer, consumers) in [
         ("gemma2", "post_attention_layernorm", &["mlp.gate_proj", "mlp.up_proj"][..]),
@@ -300,7 +300,7 @@ fn queries_and_keys_are_scaled_against_each_other() {
 }
 
 #[test]
-fn channels_may_stand_in_any_order_that_the_graph_allows() {
+fn channels_may_be_in_any_order_that_the_graph_allows() {
     for case in cases() {
         for bench in benches(&case, Dtype::F32, 7) {
             for group in bench.block.graph().order_groups() {
@@ -351,15 +351,15 @@ fn a_cache_gives_what_whole_windows_give() {
                     seen[1].extend(expected);
                     continue;
                 }
-                let apart = relative_difference(&step, expected);
-                assert!(apart <= bound, "{} after {at} tokens: {apart:e}", case.name);
+                let distance = relative_difference(&step, expected);
+                assert!(distance <= bound, "{} after {at} tokens: {distance:e}", case.name);
             }
             // Rounded keys and values route some tokens to other experts, which causes outliers.
             if let [found, expected] = &seen
                 && !found.is_empty()
             {
-                let apart = root_mean_square(found, expected);
-                assert!(apart <= 4.0 * bound, "{}: {apart:e}", case.name);
+                let distance = root_mean_square(found, expected);
+                assert!(distance <= 4.0 * bound, "{}: {distance:e}", case.name);
             }
         }
         assert_eq!(matches!(paged, KvCaching::Kernels(_)), !case.unlike_kernels, "{}", case.name);
@@ -388,8 +388,8 @@ fn documents_in_one_window_do_not_see_each_other() {
                 for &length in lengths.iter().filter(|l| **l > 0) {
                     let part = |t: &Tensor| t.narrow(0, row, 1).unwrap().narrow(1, at, length).unwrap();
                     let alone = bench.block.forward(&part(&bench.x), 0, None, &mut NoTap).unwrap();
-                    let apart = relative_difference(&flat(&part(&packed)), &flat(&alone));
-                    assert!(apart <= 1e-5, "{}: {apart:e}", case.name);
+                    let distance = relative_difference(&flat(&part(&packed)), &flat(&alone));
+                    assert!(distance <= 1e-5, "{}: {distance:e}", case.name);
                     at += length;
                 }
             }
@@ -411,16 +411,16 @@ fn every_method_takes_every_family_through() {
         ] {
             let quantized = run(&model, &case.config, &recipe(method, scheme), Some(&batch));
             let found = logits(&quantized.model(), &batch);
-            let apart = match case.has_experts() {
+            let distance = match case.has_experts() {
                 // A token routed to different experts than before is an outlier, not an error.
                 true => root_mean_square(&found, &exact),
                 false => relative_difference(&found, &exact),
             };
-            println!("{} {method}: {apart}", case.name);
-            assert!(apart < case.rounding, "{} {method}: {apart}", case.name);
+            println!("{} {method}: {distance}", case.name);
+            assert!(distance < case.rounding, "{} {method}: {distance}", case.name);
             // An error in a fold would be far larger than 8-bit rounding.
             let bound = if case.has_experts() { 0.15 } else { 0.1 };
-            assert!(method != "smoothquant" || apart < bound, "{} {method}: {apart}", case.name);
+            assert!(method != "smoothquant" || distance < bound, "{} {method}: {distance}", case.name);
         }
     }
 }
@@ -439,12 +439,16 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
         match (rotate(&model), case.not_rotated_for) {
             (Ok(rotated), None) => {
                 let batch = windows(case.vocab(), 1, LENGTH, 14);
-                let apart = relative_difference(&logits(&rotated, &batch), &logits(&model, &batch));
-                assert!(apart < 1e-4, "{}: {apart:e}", case.name);
+                let distance = relative_difference(&logits(&rotated, &batch), &logits(&model, &batch));
+                assert!(distance < 1e-4, "{}: {distance:e}", case.name);
             }
             (Err(error), Some(reason)) => {
-                let said = error.to_string();
-                assert!(said.contains(reason) && said.contains(case.family()), "{}: {said}", case.name);
+                let message = error.to_string();
+                assert!(
+                    message.contains(reason) && message.contains(case.family()),
+                    "{}: {message}",
+                    case.name
+                );
             }
             (Ok(_), Some(_)) => panic!("{} was rotated", case.name),
             (Err(error), None) => panic!("{}: {error}", case.name),
@@ -583,8 +587,8 @@ fn what_is_not_computed_is_refused_by_its_field() {
         let key = if field == "llama_4_scaling_beta" { "rope_parameters" } else { field };
         config.insert(key.into(), value.clone());
         let fields = ConfigFields::new(Path::new("config.json"), &config);
-        let said = arch::describe(&fields, &MemorySource::new()).expect_err(field).to_string();
-        assert!(said.contains(&format!("{field}`")), "{name} {field} {value}: {said}");
+        let message = arch::describe(&fields, &MemorySource::new()).expect_err(field).to_string();
+        assert!(message.contains(&format!("{field}`")), "{name} {field} {value}: {message}");
     }
 }
 

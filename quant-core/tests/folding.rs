@@ -334,7 +334,7 @@ fn scales_that_are_not_positive_are_refused() {
 
 /// A scale of a value head is applied to every query head that reads it, and to no other query head.
 #[test]
-fn repeated_channels_are_scaled_wherever_they_stand() {
+fn repeated_channels_are_scaled_wherever_they_are() {
     let bench = Bench::new(&Tiny::default(), 1);
     let repeated = bench.groups().into_iter().find(|g| g.repeat == 2).unwrap();
     let mut scales = vec![1.0; bench.channels(&repeated)];

@@ -133,8 +133,8 @@ fn less_is_lost_than_by_rounding() {
         mean_divergence(&exact, &logits(&quantized(&checkpoint, recipe, &windows).model(), &others), 128)
     };
     let rtn = lost(&recipe("rtn", "w3a16-g32"));
-    let usual = lost(&gptq("w3a16-g32", GptqSettings::default()));
-    assert!(usual < 0.7 * rtn, "{usual} with GPTQ, {rtn} without");
+    let with_gptq = lost(&gptq("w3a16-g32", GptqSettings::default()));
+    assert!(with_gptq < 0.7 * rtn, "{with_gptq} with GPTQ, {rtn} without");
 }
 
 /// A sink that does not keep its data, like one that streams elsewhere, and that may be interrupted.
@@ -179,7 +179,7 @@ impl TensorSink for Forgetful {
 }
 
 #[test]
-fn a_run_goes_on_from_any_block_whether_or_not_its_sink_reads_back() {
+fn a_run_resumes_from_any_block_whether_or_not_its_sink_reads_back() {
     let checkpoint = Tiny { layers: 3, ..tiny() }.random(6);
     let windows = common::windows(128, 4, 40, 1);
     let model: Model = checkpoint.model();
@@ -219,7 +219,7 @@ fn a_run_goes_on_from_any_block_whether_or_not_its_sink_reads_back() {
 }
 
 #[test]
-fn activations_that_are_not_finite_are_told_by_their_linear() {
+fn non_finite_activations_are_reported_with_their_linear() {
     let mut checkpoint = tiny().random(7);
     checkpoint.values("model.layers.0.mlp.up_proj.weight").iter_mut().for_each(|w| *w *= 1e30);
     checkpoint.values("model.layers.0.mlp.gate_proj.weight").iter_mut().for_each(|w| *w = w.abs() * 1e30);

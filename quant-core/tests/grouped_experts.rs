@@ -23,8 +23,8 @@ impl Tap for Watch {
 }
 
 /// The largest relative difference of a block's output between running linears individually and running unobserved.
-fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
-    let (mut most, mut index) = (0.0_f64, 0);
+fn relative_distance(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
+    let (mut max, mut index) = (0.0_f64, 0);
     let mut before = decoder.embed(batch).unwrap();
     decoder
         .hidden_through(batch, &mut |block, after| {
@@ -35,13 +35,13 @@ fn apart(decoder: &Decoder, batch: &[&[u32]]) -> f64 {
             let (got, expected) = (flat(&after), flat(&expected));
             let off: f64 = got.iter().zip(&expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
             let all: f64 = expected.iter().map(|b| f64::from(*b).powi(2)).sum();
-            most = most.max((off / all).sqrt());
+            max = max.max((off / all).sqrt());
             (before, index) = (after.clone(), block + 1);
             Ok(after)
         })
         .unwrap();
     assert_eq!(index, decoder.blocks());
-    most
+    max
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn experts_of_every_family_run_in_one_call() {
             let packed = decoder(&quantized.model()).packed().unwrap();
             let experts: usize = (0..packed.blocks()).map(|block| packed.experts_in_one_call(block)).sum();
             assert_eq!(experts > 0, grouped, "{} {scheme}: {experts} experts", case.name);
-            let off = apart(&packed, &windows);
+            let off = relative_distance(&packed, &windows);
             // The last bits of gated products differ; with integers they may change a rounding.
             let bound = if scheme.contains("a16") { 2e-6 } else { 2e-3 };
             println!("{} {scheme}: {off:.2e}", case.name);

@@ -51,10 +51,10 @@ fn in_steps(decoder: &Decoder, tokens: &[u32]) -> Vec<f32> {
 }
 
 /// The largest difference, relative to the largest magnitude in `a`.
-fn apart(a: &[f32], b: &[f32]) -> f32 {
+fn relative_distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    let most = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
-    a.iter().zip(b).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / most
+    let max = a.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+    a.iter().zip(b).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / max
 }
 
 #[test]
@@ -81,9 +81,9 @@ fn steps_give_what_is_given_at_once() {
                 KvCaching::Simulated(KvScheme::Kv8) | KvCaching::Kernels(KvType::Kv8) => 1e-2,
                 _ => 5e-2,
             };
-            let off = apart(&whole[first..], &in_steps(&decoder, &tokens));
+            let off = relative_distance(&whole[first..], &in_steps(&decoder, &tokens));
             assert!(off < bound, "{:?} {caching:?}: {off}", tiny.family);
-            let changed = apart(&float, &whole);
+            let changed = relative_distance(&float, &whole);
             match caching {
                 KvCaching::Float => assert_eq!(changed, 0.0),
                 KvCaching::Kernels(KvType::F16) => assert!(changed > 0.0 && changed < 1e-2, "{changed}"),
@@ -102,7 +102,7 @@ fn pages_are_near_what_is_simulated() {
             let simulated = at_once(&load(&tiny).with_kv(Some(scheme)), &tokens);
             let pages =
                 at_once(&load(&tiny).with_caching(KvCaching::Kernels(scheme.kind().unwrap())), &tokens);
-            let off = apart(&simulated, &pages);
+            let off = relative_distance(&simulated, &pages);
             // Small differences after one block may move a key in the next block to an adjacent code.
             let bound = if scheme == KvScheme::Kv8 { 3e-2 } else { 0.1 };
             assert!(off < bound, "{:?} {scheme}: {off}", tiny.family);
@@ -152,7 +152,7 @@ fn only_those_who_evaluate_follow_the_configuration() {
 
 /// Values beyond the range of the scales' type end the run with a message, not with a wrong result.
 #[test]
-fn values_that_no_cache_holds_are_told() {
+fn values_that_no_cache_holds_are_reported() {
     let tiny = Tiny::default();
     let mut random = tiny.random(11);
     random.values("model.layers.1.self_attn.v_proj.weight").iter_mut().for_each(|w| *w *= 1e7);

@@ -27,20 +27,20 @@ struct Class {
     text: &'static str,
     kind: Kind,
     layouts: [Layout; 2],
-    beside: &'static [&'static str],
+    extra_tensors: &'static [&'static str],
 }
 
 const VISUAL: &[&str] = &["visual.blocks.0.attn.qkv.weight", "visual.patch_embed.proj.weight"];
 const TOWER: &[&str] = &["vision_tower.layers.0.fc1.weight", "multi_modal_projector.linear_1.weight"];
 
 fn classes() -> [Class; 6] {
-    let class = |name, model_type, text, kind, layouts, beside| Class {
+    let class = |name, model_type, text, kind, layouts, extra_tensors| Class {
         name,
         model_type,
         text,
         kind,
         layouts,
-        beside,
+        extra_tensors,
     };
     let plain = [PLAIN, MODULES];
     let tower = [TOWER_FIRST, MODULES];
@@ -102,7 +102,7 @@ impl Class {
             };
             source.insert(renamed, info.dtype, info.shape, plain.bytes(name).unwrap().to_vec()).unwrap();
         }
-        for (index, name) in self.beside.iter().enumerate() {
+        for (index, name) in self.extra_tensors.iter().enumerate() {
             let shape = [16 + index, 4];
             let values: Vec<f32> = (0..shape[0] * 4).map(|i| (i as f32).sin() - index as f32).collect();
             source.insert_f32(*name, Dtype::F32, shape, &values).unwrap();
@@ -167,7 +167,7 @@ fn ignored(quantized: &Quantized) -> Vec<&str> {
 }
 
 #[test]
-fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
+fn tensors_outside_the_text_tower_are_written_byte_for_byte() {
     for class in classes() {
         let tiny = class.tiny();
         let checkpoint = tiny.random(5);
@@ -177,13 +177,13 @@ fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
             let source = class.source(&checkpoint, layout);
             let model = open(source.clone(), &class.config(&tiny)).unwrap();
             let quantized = run(&model, &class.config(&tiny), &recipe("awq", "w4a16-g32"), Some(&windows));
-            for name in class.beside {
+            for name in class.extra_tensors {
                 assert_eq!(quantized.source.bytes(name), source.bytes(name), "{name}");
             }
             assert_eq!(quantized.report.carried, model.carried());
             // The codes and scales equal those of the decoder on its own, under the names that were read.
             let names = plain.source.names();
-            assert_eq!(quantized.source.names().len(), names.len() + class.beside.len());
+            assert_eq!(quantized.source.names().len(), names.len() + class.extra_tensors.len());
             for name in names {
                 let renamed = match name.strip_prefix("lm_head.") {
                     Some(rest) => format!("{}{rest}", layout.1),
@@ -197,7 +197,7 @@ fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
             if head != "lm_head" {
                 expected.push("lm_head");
             }
-            let outside: &[&str] = match class.beside {
+            let outside: &[&str] = match class.extra_tensors {
                 TOWER => &[r"re:(model\.)?multi_modal_projector\..*", r"re:(model\.)?vision_tower\..*"],
                 _ => &[r"re:(model\.)?visual\..*"],
             };
@@ -209,7 +209,7 @@ fn what_is_beside_the_text_tower_is_written_byte_for_byte() {
 
 /// Overrides and float linears are listed both by their names in the file and by loaders' module names.
 #[test]
-fn names_of_readers_stand_beside_those_of_the_file() {
+fn names_of_readers_are_added_to_those_of_the_file() {
     let class = &classes()[4];
     let tiny = class.tiny();
     let checkpoint = tiny.random(6);
@@ -275,7 +275,7 @@ fn heads() {
     let checkpoint = tiny.random(8);
     let windows = common::windows(tiny.vocab, 1, 20, 2);
     let expected = logits(&checkpoint.model(), &windows);
-    let says = |outer: Option<bool>, inner: Option<bool>| {
+    let configured = |outer: Option<bool>, inner: Option<bool>| {
         let mut config = class.config(&tiny);
         config.shift_remove("tie_word_embeddings");
         config.extend(outer.map(|tied| ("tie_word_embeddings".to_owned(), json!(tied))));
@@ -284,11 +284,11 @@ fn heads() {
         config
     };
     for (outer, inner) in [(Some(true), None), (None, Some(true)), (Some(false), Some(true))] {
-        let model = open(class.source(&checkpoint, PLAIN), &says(outer, inner)).unwrap();
+        let model = open(class.source(&checkpoint, PLAIN), &configured(outer, inner)).unwrap();
         assert_eq!(logits(&model, &windows), expected);
     }
     for (outer, inner) in [(None, None), (Some(false), None), (Some(false), Some(false))] {
-        let message = refusal(class.source(&checkpoint, PLAIN), &says(outer, inner));
+        let message = refusal(class.source(&checkpoint, PLAIN), &configured(outer, inner));
         assert!(message.contains("`lm_head.weight` is missing"), "{message}");
     }
     // Mistral3 ties by default.
@@ -317,7 +317,7 @@ fn nested_configurations_that_are_refused() {
             config["text_config"].as_object_mut().unwrap().insert(key.into(), value.clone());
         })
     };
-    for (message, says) in [
+    for (message, configured) in [
         (with(&|c| drop(c.insert("text_config".into(), json!([1])))), "`text_config` is a list"),
         (with(&|c| drop(c.insert("text_config".into(), json!("llama")))), "`text_config` is the text"),
         (with(&|c| drop(c.shift_remove("text_config"))), "`text_config` is missing"),
@@ -332,7 +332,7 @@ fn nested_configurations_that_are_refused() {
         (text("tie_word_embeddings", json!("yes")), "`text_config.tie_word_embeddings`"),
         (with(&|c| drop(c.insert("model_type".into(), json!("llama")))), "`model_type` is `llama`"),
     ] {
-        assert!(message.contains(says), "{message}");
+        assert!(message.contains(configured), "{message}");
     }
     // Both levels must agree on the quantization.
     let written = run(
@@ -396,8 +396,8 @@ fn the_residual_stream_is_not_rotated() {
         // Folding norms leaves the stream unchanged.
         let folded = quant_core::transform::fold_norms(&model).unwrap();
         let windows = common::windows(tiny.vocab, 1, 20, 2);
-        let apart = common::relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
-        assert!(apart < 0.05, "{apart}");
+        let distance = common::relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
+        assert!(distance < 0.05, "{distance}");
         assert_eq!(folded.carried(), model.carried());
     }
 }

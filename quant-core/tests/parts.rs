@@ -78,7 +78,7 @@ fn parts_make_the_whole() {
         let model = tiny(family).random(2).model();
         let windows = masked_windows(96, 4, 40, 3);
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
-        let (whole, said) = part(&model, &plan, &windows, None, &StateFiles::default()).unwrap();
+        let (whole, reason) = part(&model, &plan, &windows, None, &StateFiles::default()).unwrap();
         for cuts in [vec![0, 1, 3], vec![0, 2, 3], vec![0, 1, 2, 3]] {
             let directory = tempfile::tempdir().unwrap();
             let (mut together, mut reports) = (BTreeMap::new(), Vec::new());
@@ -93,7 +93,7 @@ fn parts_make_the_whole() {
             }
             let name = plan.method.name.clone();
             assert!(together == whole, "{family:?}, {name}, {cuts:?}: other bytes");
-            assert_eq!(reports, said.tensors, "{family:?}, {name}, {cuts:?}");
+            assert_eq!(reports, reason.tensors, "{family:?}, {name}, {cuts:?}");
         }
     }
 }
@@ -112,9 +112,9 @@ fn states_of_another_run_or_damaged_are_refused() {
     let run = |plan: &Plan, windows: &TokenWindows, blocks: Range<usize>, files: &StateFiles| {
         part(&model, plan, windows, Some(blocks), files).unwrap_err()
     };
-    let refused = |error: Error, says: &str| {
+    let refused = |error: Error, expected: &str| {
         let message = error.to_string();
-        assert!(error.category() == Category::Input && message.contains(says), "{message}");
+        assert!(error.category() == Category::Input && message.contains(expected), "{message}");
         assert!(message.contains("states-1"), "{message}");
     };
     refused(run(&plan, &windows, 2..3, &before), "before_block");
@@ -151,27 +151,27 @@ fn states_of_another_run_or_damaged_are_refused() {
     assert_eq!(missing.category(), Category::Usage);
     assert!(missing.to_string().contains("block 1"), "{missing}");
 
-    let sound = std::fs::read(&path).unwrap();
+    let intact = std::fs::read(&path).unwrap();
     // Other builds and other instruction sets round differently.
     for field in ["executable_blake3", "instruction_set", "processor"] {
-        let mut other = sound.clone();
+        let mut other = intact.clone();
         let key = format!("\"{field}\":\"");
         let at = other.windows(key.len()).position(|bytes| bytes == key.as_bytes()).unwrap() + key.len();
         other[at] = if other[at] == b'0' { b'1' } else { b'0' };
         std::fs::write(&path, &other).unwrap();
         refused(run(&plan, &windows, 1..3, &before), &format!("program.{field}"));
     }
-    let mut flipped = sound.clone();
-    let middle = sound.len() / 2;
+    let mut flipped = intact.clone();
+    let middle = intact.len() / 2;
     flipped[middle] ^= 1;
     std::fs::write(&path, &flipped).unwrap();
     refused(run(&plan, &windows, 1..3, &before), "hash");
-    for bytes in [&sound[..sound.len() - 1], &sound[..40], b"", b"not a safetensors file"] {
+    for bytes in [&intact[..intact.len() - 1], &intact[..40], b"", b"not a safetensors file"] {
         std::fs::write(&path, bytes).unwrap();
         let error = run(&plan, &windows, 1..3, &before);
         assert_eq!(error.category(), Category::Input, "{error}");
     }
-    std::fs::write(&path, &sound).unwrap();
+    std::fs::write(&path, &intact).unwrap();
     assert!(part(&model, &plan, &windows, Some(1..3), &before).is_ok());
 }
 

@@ -16,8 +16,8 @@ use quant_core::model::{
 use quant_core::quantize::quantize_rtn;
 use quant_core::recipe::{Plan, Recipe, kv, method};
 use quant_core::transform::{
-    Alpha, Automatic, BlockTask, Clip, Grid, Reorder, Rewrite, SmoothAttention, SmoothOutputs, Transform,
-    TransformSettings, fold_norms, rotate,
+    Alpha, Automatic, BlockTask, Clip, LinearGrid, Reorder, Rewrite, SmoothAttention, SmoothOutputs,
+    Transform, TransformSettings, fold_norms, rotate,
 };
 use quant_core::{CancelToken, Category, Result};
 use quant_kernels_cpu::Serial;
@@ -86,7 +86,7 @@ fn folded_norms_leave_logits_unchanged() {
         let windows = common::windows(tiny.vocab, 2, LENGTH, 3);
         let change = relative_difference(&logits(&folded, &windows), &logits(&model, &windows));
         assert!(change <= BOUND, "{name}: {change:e}");
-        assert!(!folded.architecture().tied && folded.parts_head() == tiny.tied, "{name}");
+        assert!(!folded.architecture().tied && folded.untied_by_preparation() == tiny.tied, "{name}");
         let of = |model: &Model, tensor: &str| model.source().read_f32(tensor).unwrap();
         for norm in ["model.norm", "model.layers.1.input_layernorm"] {
             assert!(of(&folded, &format!("{norm}.weight")).iter().all(|&g| g == 1.0), "{name}: {norm}");
@@ -138,7 +138,7 @@ fn a_last_norm_of_ones_leaves_the_head_tied() {
 }
 
 #[test]
-fn rotation_spreads_what_stands_out() {
+fn rotation_spreads_outliers() {
     let mut checkpoint = Tiny::default().random(9);
     let hidden = checkpoint.tiny.hidden;
     // A channel of the residual stream that dwarfs the others.
@@ -166,8 +166,8 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
     };
     assert!(refused(Tiny::opt()).contains("learned positions"));
     // 37 · 2 has no Hadamard matrix.
-    let said = refused(Tiny { hidden: 74, ..Tiny::default() });
-    assert!(said.contains("order 74"), "{said}");
+    let message = refused(Tiny { hidden: 74, ..Tiny::default() });
+    assert!(message.contains("order 74"), "{message}");
     let checkpoint = Tiny::default().random(2);
     let written = common::run(
         &checkpoint.model(),
@@ -179,7 +179,7 @@ fn what_cannot_be_rotated_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_is_not_finite_is_told_where_it_stands() {
+fn non_finite_values_are_reported_with_their_place() {
     for tensor in ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"] {
         let mut checkpoint = Tiny::default().random(2);
         checkpoint.values(tensor)[3] = f32::NAN;
@@ -199,7 +199,7 @@ struct Bench {
     hidden: HiddenStates,
     ranges: BTreeMap<NodeId, ChannelRanges>,
     norm_dtypes: BTreeMap<NodeId, Dtype>,
-    grids: BTreeMap<NodeId, Grid>,
+    grids: BTreeMap<NodeId, LinearGrid>,
     settings: TransformSettings,
 }
 
@@ -227,7 +227,8 @@ impl Bench {
         hidden.watch(&block, &CancelToken::new(), &mut ranges).unwrap();
         let ranges = ranges.1;
         let norm_dtypes = block.graph().norms().map(|(id, ..)| (id, tiny.norm_dtype)).collect();
-        let grid = Grid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16, fused: None };
+        let grid =
+            LinearGrid { scheme: "w4a8-g16-asym".parse().unwrap(), scale_dtype: Dtype::F16, fused: None };
         let grids = block.graph().linears().map(|(id, ..)| (id, grid)).collect();
         Self { model, block, hidden, ranges, norm_dtypes, grids, settings }
     }
@@ -401,7 +402,7 @@ fn smooth_attention_takes_outliers_out_of_keys() {
 }
 
 #[test]
-fn numbers_that_are_none_are_told() {
+fn nan_is_reported() {
     let tiny = Tiny::default();
     let mut checkpoint = tiny.random(3);
     checkpoint.values("model.layers.0.self_attn.k_proj.weight").iter_mut().for_each(|w| *w *= 1e38);
@@ -418,7 +419,7 @@ fn qoq(method: &str, scheme: &str) -> Recipe {
     let (linear, kv) = kv::split(scheme).unwrap();
     let mut recipe = common::recipe(method, &linear);
     recipe.settings.kv = kv;
-    recipe.gptq = recipe.method.usual_gptq();
+    recipe.gptq = recipe.method.default_gptq();
     recipe.sampling = Sampling { samples: 4, length: LENGTH, packing: Packing::Auto, ..Sampling::default() };
     recipe
 }
@@ -527,7 +528,7 @@ fn plans_know_what_is_rotated() {
     assert_eq!(error.category(), Category::Internal);
     let model = recipe.prepared(checkpoint.model()).unwrap();
     let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
-    assert!(plan.unties());
+    assert!(plan.unties_head());
     assert!(plan.outputs().iter().any(|o| o.name == "lm_head.weight"));
     let source: Arc<MemorySource> = Arc::new(checkpoint.source());
     assert!(source.info("lm_head.weight").is_none());

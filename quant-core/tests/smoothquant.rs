@@ -221,8 +221,8 @@ fn static_grids_are_the_ranges_after_smoothing() {
                     let reported = result.report.tensors.iter();
                     let prefix = tiny.block(layer);
                     let mut reported = reported.filter(|t| t.tensor == format!("{prefix}{name}.weight"));
-                    let said = reported.next().unwrap().input.unwrap();
-                    assert_eq!((said.scale, said.zero), (input.scale, input.zero));
+                    let message = reported.next().unwrap().input.unwrap();
+                    assert_eq!((message.scale, message.zero), (input.scale, input.zero));
                     if method == "rtn" {
                         let lowest = ranges[&node].iter().fold(0.0_f32, |m, r| m.min(r[0]));
                         let highest = ranges[&node].iter().fold(0.0_f32, |m, r| m.max(r[1]));
@@ -389,8 +389,8 @@ fn maxima_that_were_kept_give_the_same_bytes_without_a_text() {
     let (again, _) = keeping(&model, &given, None);
     assert!(whole == again);
     // A GPTQ run observes the states of a different model, but records the same maxima.
-    let (_, beside) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
-    assert_eq!(beside.sha256(), maxima.sha256());
+    let (_, find) = keeping(&model, &recipe("gptq", "w4a16-g32"), Some(&windows));
+    assert_eq!(find.sha256(), maxima.sha256());
     // Maxima of a different model are rejected by name, before anything is computed.
     let other = Tiny { layers: 3, ..llama() }.random(1).model();
     let error = Plan::new(&other, &given, given.containers[0]).unwrap_err().to_string();
@@ -422,21 +422,21 @@ fn transforms_and_roundings_go_together() {
 #[test]
 fn what_makes_no_sense_is_refused_before_any_compute() {
     let model = llama().random(1).model();
-    let said = |recipe: &Recipe| {
+    let message = |recipe: &Recipe| {
         let error = Plan::new(&model, recipe, recipe.containers[0]).unwrap_err();
         assert_eq!(error.category(), Category::Usage, "{error}");
         error.to_string()
     };
-    assert!(said(&recipe("smoothquant", "w4a16")).contains("all activations stay float"));
-    assert!(said(&recipe("rtn", "w4a8-static")).contains("w8a8-channel-sym only"));
+    assert!(message(&recipe("smoothquant", "w4a16")).contains("all activations stay float"));
+    assert!(message(&recipe("rtn", "w4a8-static")).contains("w8a8-channel-sym only"));
     let with = |pattern: &str, scheme: &str| {
         let mut recipe = recipe("rtn", "w8a8");
         let scheme = recipe.scheme.refine(scheme).unwrap();
         recipe.overrides.push((quant_core::recipe::Pattern::new(pattern).unwrap(), scheme));
         recipe
     };
-    assert!(said(&with("embed_tokens", "w8a8")).contains("an embedding multiplies no activations"));
-    assert!(said(&with("lm_head", "w8a8-static")).contains("only for blocks"));
+    assert!(message(&with("embed_tokens", "w8a8")).contains("an embedding multiplies no activations"));
+    assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
         // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be
@@ -444,13 +444,13 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
         assert!(lost.len() == 1 && lost[0].contains("cannot describe activations"), "{lost:?}");
-        assert!(said(&plan("w8a8-static")).contains("cannot describe activations"));
+        assert!(message(&plan("w8a8-static")).contains("cannot describe activations"));
     }
     assert!(Plan::new(&model, &with("lm_head", "w8a8"), recipe("rtn", "w8a8").containers[0]).is_ok());
 }
 
 #[test]
-fn activations_that_are_no_numbers_are_an_error_that_names_their_linear() {
+fn non_finite_activations_are_an_error_that_names_their_linear() {
     let mut checkpoint = llama().random(4);
     for tensor in ["gate_proj", "up_proj"] {
         checkpoint.values(&format!("model.layers.1.mlp.{tensor}.weight"))[..128].fill(3e38);

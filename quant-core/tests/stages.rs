@@ -154,7 +154,7 @@ const NAMES_OPERATIONS: [(&str, &str); 7] = [
 ];
 
 #[test]
-fn operations_are_judged_where_none_can_be_forgotten() {
+fn every_operation_is_classified() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     sources(&root, &mut files);
@@ -180,7 +180,7 @@ fn operations_are_judged_where_none_can_be_forgotten() {
 }
 
 #[test]
-fn paths_are_found_wherever_they_stand() {
+fn paths_are_found_wherever_they_are() {
     let text =
         "use crate::{Error, model::{Block, NodeId}, recipe::Plan};\nlet x = crate::format::reader(y);\n";
     let used = modules_used(text);

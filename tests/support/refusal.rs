@@ -14,14 +14,14 @@ use crate::program::{Run, quant};
 /// # Panics
 /// If the run does not meet the requirements.
 #[track_caller]
-pub fn check_message(case: &str, run: &Run, code: i32, says: &[&str]) {
+pub fn check_message(case: &str, run: &Run, code: i32, expected: &[&str]) {
     assert_eq!(run.code(), Some(code), "{case}: {run}");
     assert_eq!(run.stdout, "", "{case}: an error leaves stdout alone: {run}");
     let at = run.stderr.find("error: ");
     let message = &run.stderr[at.unwrap_or_else(|| panic!("{case}: no error was reported: {run}"))..];
     assert!(message.trim_end().lines().count() >= 2, "{case}: the message has no remedy: {run}");
     assert!(!run.stderr.contains("panicked"), "{case}: {run}");
-    for text in says {
+    for text in expected {
         assert!(message.contains(text), "{case}: does not say `{text}`: {run}");
     }
 }
@@ -32,19 +32,19 @@ pub fn check_message(case: &str, run: &Run, code: i32, says: &[&str]) {
 /// # Panics
 /// If one of them does anything else.
 #[track_caller]
-pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32, says: &[&str]) {
+pub fn refuses_to_quantize(case: &str, model: &Path, options: &[&str], code: i32, expected: &[&str]) {
     let scratch = tempfile::tempdir().expect("a directory");
     let out = scratch.path().join("out");
     let run = |force: Option<&str>| {
         let fixed = [OsStr::new("quantize"), model.as_os_str(), OsStr::new("-o"), out.as_os_str()];
         quant(fixed.into_iter().chain(options.iter().copied().chain(force).map(OsStr::new)))
     };
-    check_message(case, &run(None), code, says);
+    check_message(case, &run(None), code, expected);
     assert_eq!(snapshot(scratch.path()).len(), 0, "{case}: something was left");
 
     old_checkpoint(&out);
     let before = snapshot(scratch.path());
-    check_message(case, &run(Some("--force")), code, says);
+    check_message(case, &run(Some("--force")), code, expected);
     assert_eq!(snapshot(scratch.path()), before, "{case}: existing files have changed");
 }
 

@@ -31,16 +31,16 @@ fn broken(fault: fn(&Path)) -> TempDir {
 
 /// Faults that show in headers and configuration: every command refuses them alike.
 fn refused_by_all_verbs(faults: &[Fault]) {
-    for (case, fault, says) in faults {
+    for (case, fault, expected) in faults {
         let model = broken(*fault);
-        refuses_to_quantize(case, model.path(), &RTN, 4, says);
+        refuses_to_quantize(case, model.path(), &RTN, 4, expected);
         for arguments in [
             args!["plan", model.path(), "--group-size", "32", "--json"],
             args!["inspect", model.path()],
             args!["eval", model.path(), "--text", "builtin-heldout", "--window", "64", "--windows", "1"],
             args!["bench", model.path(), "--prefill", "1", "--decode", "1", "--repeat", "1"],
         ] {
-            check_message(case, &quant(arguments), 4, says);
+            check_message(case, &quant(arguments), 4, expected);
         }
     }
 }
@@ -335,18 +335,18 @@ fn names_that_are_taken() {
         tensors.push(RawTensor::f16("model.layers.0.mlp.up_proj.weight_scale", &[1], [1.0]));
         TinyLlama::default().write_with(m, &tensors);
     });
-    let says = [
+    let expected = [
         "model.safetensors",
         "`model.layers.0.mlp.up_proj.weight_scale`",
         "`model.layers.0.mlp.up_proj.weight`",
     ];
-    refuses_to_quantize("a name that is taken", model.path(), &RTN, 4, &says);
-    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
+    refuses_to_quantize("a name that is taken", model.path(), &RTN, 4, &expected);
+    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &expected);
 }
 
 /// Values that overflow are an error, not an infinite perplexity.
 #[test]
-fn a_perplexity_beyond_all_numbers() {
+fn a_perplexity_that_overflows() {
     let model = broken(|m| {
         let mut tensors = TinyLlama::default().tensors();
         let last = tensors.iter().position(|t| t.name == "model.norm.weight").unwrap();
@@ -362,9 +362,9 @@ fn a_perplexity_beyond_all_numbers() {
 #[test]
 fn blocks_that_are_not_counted() {
     let model = broken(|m| edit_config(m, &json!({ "num_hidden_layers": 1 })));
-    let says = ["`num_hidden_layers` is 1", "holds `model.layers.1."];
-    refuses_to_quantize("a block too many", model.path(), &RTN, 4, &says);
-    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &says);
+    let expected = ["`num_hidden_layers` is 1", "holds `model.layers.1."];
+    refuses_to_quantize("a block too many", model.path(), &RTN, 4, &expected);
+    check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &expected);
 }
 
 /// If embedding and head are declared tied but two different ones are stored, both are used, as in other
@@ -397,9 +397,9 @@ fn what_was_quantized_already() {
     TinyLlama::default().write(&model);
     let rtn = RTN.map(std::ffi::OsString::from);
     quant(args!["quantize", &model, "-o", &once].into_iter().chain(rtn)).succeeded();
-    let says = ["config.json is already quantized (compressed-tensors)"];
-    refuses_to_quantize("already quantized", &once, &RTN, 4, &says);
-    check_message("plan", &quant(args!["plan", &once, "--group-size", "32"]), 4, &says);
+    let expected = ["config.json is already quantized (compressed-tensors)"];
+    refuses_to_quantize("already quantized", &once, &RTN, 4, &expected);
+    check_message("plan", &quant(args!["plan", &once, "--group-size", "32"]), 4, &expected);
 }
 
 #[test]
@@ -428,11 +428,11 @@ fn tokenizers() {
             &["tokenizer.json"],
         ),
     ];
-    for (case, fault, says) in faults {
+    for (case, fault, expected) in faults {
         let model = broken(*fault);
-        refuses_to_quantize(case, model.path(), &AWQ, 4, says);
+        refuses_to_quantize(case, model.path(), &AWQ, 4, expected);
         let run = quant(args!["eval", model.path(), "--text", "builtin-heldout", "--window", "64"]);
-        check_message(case, &run, 4, says);
+        check_message(case, &run, 4, expected);
     }
     // Rounding to nearest reads no text, so it needs no tokenizer.
     let model = broken(|m| std::fs::remove_file(m.join("tokenizer.json")).unwrap());
@@ -443,18 +443,18 @@ fn tokenizers() {
 }
 
 #[test]
-fn paths_that_are_no_model() {
+fn paths_without_a_model() {
     let scratch = tempfile::tempdir().unwrap();
     let file = scratch.path().join("file");
     std::fs::write(&file, "text").unwrap();
     let nowhere = scratch.path().join("nowhere");
-    for (case, path, says) in [
+    for (case, path, expected) in [
         ("a file", file.as_path(), ["file", "not a directory"]),
         ("nothing", &nowhere, ["nowhere", "does not exist"]),
     ] {
-        refuses_to_quantize(case, path, &RTN, 4, &says);
+        refuses_to_quantize(case, path, &RTN, 4, &expected);
         for verb in ["plan", "inspect", "bench"] {
-            check_message(case, &quant(args![verb, path]), 4, &says);
+            check_message(case, &quant(args![verb, path]), 4, &expected);
         }
     }
 }

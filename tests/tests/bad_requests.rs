@@ -153,11 +153,11 @@ fn recipes() {
             &["model.layers.0.mlp.up_proj.weight: width 64, group size 48"],
         ),
     ];
-    for (options, says) in cases {
+    for (options, expected) in cases {
         let case = options.join(" ");
-        refuses_to_quantize(&case, model.path(), options, 2, says);
+        refuses_to_quantize(&case, model.path(), options, 2, expected);
         let plan = args!["plan", model.path()].into_iter().chain(options.iter().map(Into::into));
-        check_message(&case, &quant(plan), 2, says);
+        check_message(&case, &quant(plan), 2, expected);
     }
     // The advice in one of the messages works.
     let advice = "down_proj=w4a16-channel";
@@ -254,8 +254,8 @@ fn arguments() {
         (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
         (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
     ];
-    for (arguments, says) in cases {
-        check_message(says, &quant(arguments), 2, &[says]);
+    for (arguments, expected) in cases {
+        check_message(expected, &quant(arguments), 2, &[expected]);
     }
     let run = quant(args![]);
     assert_eq!(run.code(), Some(2), "{run}");
@@ -263,7 +263,7 @@ fn arguments() {
 }
 
 #[test]
-fn help_and_version_are_no_errors() {
+fn help_and_version_are_not_errors() {
     for arguments in [args!["--help"], args!["-h"], args!["help"], args!["quantize", "--help"]] {
         let run = quant(arguments).succeeded();
         assert!(run.stdout.contains("Usage:") && run.stderr.is_empty(), "{run}");
@@ -277,13 +277,13 @@ fn help_and_version_are_no_errors() {
 fn absurd_numbers() {
     let model = model();
     let m = model.path();
-    let most = u64::MAX.to_string();
-    for (samples, length) in [(most.as_str(), "2"), ("1", &most), (&most, &most)] {
+    let max = u64::MAX.to_string();
+    for (samples, length) in [(max.as_str(), "2"), ("1", &max), (&max, &max)] {
         let options = ["--group-size", "32", "--samples", samples, "--seq-len", length];
-        let says = format!("{samples} calibration windows of {length} tokens");
-        refuses_to_quantize("absurd sampling", m, &options, 2, &[&says, "at most 1048576"]);
+        let expected = format!("{samples} calibration windows of {length} tokens");
+        refuses_to_quantize("absurd sampling", m, &options, 2, &[&expected, "at most 1048576"]);
         let plan = quant(args!["plan", m].into_iter().chain(options.map(Into::into)));
-        check_message("absurd sampling", &plan, 2, &[&says]);
+        check_message("absurd sampling", &plan, 2, &[&expected]);
     }
     let options = ["--group-size", "32", "--samples", "1048576", "--seq-len", "1048576"];
     refuses_to_quantize("too many samples", m, &options, 4, &["builtin", "windows"]);
@@ -292,16 +292,16 @@ fn absurd_numbers() {
     refuses_to_quantize("no sample", m, &options, 2, &["0 windows of 512 tokens"]);
     let options = ["--group-size", "32", "--seq-len", "1"];
     refuses_to_quantize("too short samples", m, &options, 2, &["64 windows of 1 tokens"]);
-    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &most]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", &max]);
     check_message("window", &run, 2, &["windows of 18446744073709551615 tokens are too long"]);
     let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "1048576"]);
     check_message("long windows", &run, 4, &["builtin-heldout", "0 windows of 1048576"]);
-    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &most]);
+    let run = quant(args!["eval", m, "--text", "builtin-heldout", "--window", "64", "--windows", &max]);
     check_message("windows", &run, 4, &["windows of 64; 18446744073709551615 are needed"]);
-    let run = quant(args!["bench", m, "--prefill", &most, "--decode", &most]);
+    let run = quant(args!["bench", m, "--prefill", &max, "--decode", &max]);
     check_message("bench", &run, 2, &["are too many"]);
-    let run = quant(args!["plan", m, "--group-size", &most]);
-    check_message("group size", &run, 2, &["14 tensor(s)", &most]);
+    let run = quant(args!["plan", m, "--group-size", &max]);
+    check_message("group size", &run, 2, &["14 tensor(s)", &max]);
 }
 
 /// Calibration and evaluation texts.
@@ -333,12 +333,17 @@ fn texts() {
         (".", &["is not a regular file"]),
         ("nowhere.txt", &["nowhere.txt is neither a file nor a set", "one of builtin, builtin-heldout, "]),
     ];
-    for (name, says) in cases {
+    for (name, expected) in cases {
         let path = folder.path().join(name);
         let options = ["--group-size", "32", "--samples", "1", "--seq-len", "50"];
         let options = [&options[..], &["--calibration", path.to_str().unwrap()]].concat();
-        refuses_to_quantize(name, model.path(), &options, 4, says);
-        check_message(name, &quant(args!["eval", model.path(), "--text", &path, "--window", "50"]), 4, says);
+        refuses_to_quantize(name, model.path(), &options, 4, expected);
+        check_message(
+            name,
+            &quant(args!["eval", model.path(), "--text", &path, "--window", "50"]),
+            4,
+            expected,
+        );
     }
     let options = ["--group-size", "32", "--calibration", "c4"];
     refuses_to_quantize(
@@ -353,9 +358,9 @@ fn texts() {
 /// A model name without a local directory: only a build with the feature `hub` downloads it.
 #[test]
 fn models_of_a_hub() {
-    let says =
+    let expected =
         ["no such directory", "does not download", "`hf download org/tiny --revision v1`", "--features hub"];
-    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 5, &says);
+    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 5, &expected);
     for arguments in [
         args!["plan", "org/tiny@v1"],
         args!["eval", "org/tiny@v1", "--text", "builtin-heldout"],
@@ -363,7 +368,7 @@ fn models_of_a_hub() {
         args!["inspect", "org/tiny@v1"],
         args!["bench", "org/tiny@v1"],
     ] {
-        check_message("a hub's model", &quant(arguments), 5, &says);
+        check_message("a hub's model", &quant(arguments), 5, &expected);
     }
     for path in ["org/tiny/more", "./org/tiny", "tiny", "org/tiny@"] {
         check_message(path, &quant(args!["inspect", path]), 4, &[path, "does not exist"]);
@@ -411,11 +416,11 @@ fn outputs() {
         ("dangling", true, 2, &["dangling", "a symbolic link that leads nowhere"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
-    for (output, force, code, says) in cases {
+    for (output, force, code, expected) in cases {
         let mut arguments =
             args!["quantize", &model, "-o", at(output), "--method", "rtn", "--group-size", "32"];
         arguments.extend(force.then(|| "--force".into()));
-        check_message(output, &quant(arguments), *code, says);
+        check_message(output, &quant(arguments), *code, expected);
         assert_eq!(snapshot(scratch.path()), before, "{output}: something has changed");
     }
     let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
@@ -498,9 +503,9 @@ fn a_closed_stdout_ends_quietly() {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         // Closed before anything is written.
         drop(child.stdout.take());
-        let mut said = String::new();
-        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(0), ""), "{arguments:?}");
+        let mut message = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut message).unwrap();
+        assert_eq!((child.wait().unwrap().code(), message.as_str()), (Some(0), ""), "{arguments:?}");
     }
     // A full disk behind it is a failure.
     for arguments in [args!["inspect", &demo], args!["--help"], args!["quantize", "-h"], args!["--version"]] {

@@ -72,10 +72,10 @@ impl Bench {
 
     /// Checks a refusal on the conversations.
     #[track_caller]
-    fn refuses(&self, case: &str, options: &[&str], code: i32, says: &[&str]) {
+    fn refuses(&self, case: &str, options: &[&str], code: i32, phrase: &[&str]) {
         let chats = self.chats();
         let options = [&AWQ[..], &["--calibration", &chats], options].concat();
-        refuses_to_quantize(case, &self.model(), &options, code, says);
+        refuses_to_quantize(case, &self.model(), &options, code, phrase);
     }
 }
 
@@ -99,8 +99,8 @@ fn masked_conversations() {
         report["tensors"].as_array().unwrap().iter().filter(|t| t["action"] == "quantized").collect();
     assert_eq!(linears.len(), 2 * 7);
     assert!(linears.iter().all(|t| t["calibration_tokens"] == json!(counted)), "{report:#}");
-    let told = format!("calibrated on {counted} of {tokens} tokens (");
-    assert!(run.stdout.contains(&told), "{run}");
+    let expected = format!("calibrated on {counted} of {tokens} tokens (");
+    assert!(run.stdout.contains(&expected), "{run}");
     assert!(bench.at("masked/chat_template.jinja").is_file(), "the template is copied");
 
     // The same bytes with other threads and from a recipe; different ones without the mask, or as a stream.
@@ -142,10 +142,10 @@ fn every_place_of_a_template() {
         bench.quantize(out, &[]);
         bench.report(out)["calibration"]["tokens_sha256"].clone()
     };
-    let beside = tokens(&bench, "beside");
+    let from_file = tokens(&bench, "beside");
     let config = json!({ "eos_token": "</s>", "chat_template": "{{ raise_exception('not this one') }}" });
     bench.write("model/tokenizer_config.json", &config.to_string());
-    assert_eq!(tokens(&bench, "first"), beside, "chat_template.jinja takes precedence");
+    assert_eq!(tokens(&bench, "first"), from_file, "chat_template.jinja takes precedence");
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     for (out, template) in [
         ("text", json!(TEMPLATE)),
@@ -156,7 +156,7 @@ fn every_place_of_a_template() {
     ] {
         let config = json!({ "eos_token": "</s>", "chat_template": template });
         bench.write("model/tokenizer_config.json", &config.to_string());
-        assert_eq!(tokens(&bench, out), beside, "{out}");
+        assert_eq!(tokens(&bench, out), from_file, "{out}");
     }
 }
 
@@ -174,15 +174,16 @@ fn templates_that_cannot_be_used() {
     bench.refuses("none at all", &[], 4, &["has no chat template", "put its chat_template.jinja beside"]);
     with(file, "a\n{% for").refuses("no template", &[], 4, &["chat_template.jinja:2: syntax error"]);
     let raises = "{{ raise_exception('turns are wrong') }}";
-    let says = ["chats.jsonl:1: ", "chat_template.jinja fails on it: line 1", "refuses it: turns are wrong"];
-    with(file, raises).refuses("one that raises", &[], 4, &says);
+    let phrase =
+        ["chats.jsonl:1: ", "chat_template.jinja fails on it: line 1", "refuses it: turns are wrong"];
+    with(file, raises).refuses("one that raises", &[], 4, &phrase);
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
     with(file, endless).refuses("one that does not end", &[], 4, &["takes more steps"]);
     let deep = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
     with(file, deep).refuses("one that calls itself", &[], 4, &["fails on it"]);
     let last = "{{ messages[-1].content }}";
     with(file, last).refuses(
-        "answers that cannot be told",
+        "answers that cannot be distinguished",
         &["--mask", "prompts"],
         4,
         &["does not separate prompts from answers", "--mask none"],
@@ -202,26 +203,26 @@ fn conversations_that_cannot_be_used() {
         bench
     };
     let good = json!({ "messages": [{ "role": "user", "content": "x ".repeat(60) }] }).to_string();
-    for (case, line, says) in [
+    for (case, line, phrase) in [
         ("a text among them", json!({ "text": "x" }), "no field `messages`"),
         ("no messages", json!({ "messages": [] }), "not a non-empty list"),
         ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in its message 1"),
         ("no content", json!({ "messages": [{ "role": "user" }] }), "fails on it"),
     ] {
-        with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", says]);
+        with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", phrase]);
     }
     with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
     with(&good).refuses("too few", &[], 4, &["chats.jsonl: gives ", "windows of 96", "3 are needed"]);
-    let says = ["no token that an assistant wrote", "--mask none"];
-    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &says);
+    let phrase = ["no token that an assistant wrote", "--mask none"];
+    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
     // Text has no prompts.
     let bench = Bench::new();
     bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
     let plain = bench.at("plain.txt");
     for text in ["builtin", plain.to_str().unwrap()] {
         let options = [&AWQ[..], &["--calibration", text, "--mask", "prompts"]].concat();
-        let says = ["is plain text, in which no prompts can be masked", "`messages`"];
-        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &says);
+        let phrase = ["is plain text, in which no prompts can be masked", "`messages`"];
+        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &phrase);
     }
 }
 

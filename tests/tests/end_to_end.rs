@@ -63,13 +63,13 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
         outputs.map(|o| (o["tensor"].as_str().unwrap(), json!([o["dtype"], o["shape"]]))).collect();
     assert_eq!(found, planned, "{case}");
     let bytes: u64 = written.iter().map(|t| t.data.len() as u64).sum();
-    for (account, told) in [
+    for (account, reported) in [
         ("plan", &plan["output_bytes"]),
         ("summary", &summary["bytes_after"]),
         ("report", &report["bytes_after"]),
         ("inspect", &inspected["bytes"]),
     ] {
-        assert_eq!(told.as_u64(), Some(bytes), "{case}: {account}");
+        assert_eq!(reported.as_u64(), Some(bytes), "{case}: {account}");
     }
 
     // Every linear is stored as requested.
@@ -122,8 +122,8 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
 }
 
 /// Ratio of the perplexity of a quantized demo model to the float one's on held-out text; checks that it is at most
-/// `most`.
-fn check_quality(out: &Path, case: &str, most: f64) {
+/// `max`.
+fn check_quality(out: &Path, case: &str, max: f64) {
     let arguments = args![
         "eval",
         out,
@@ -142,8 +142,8 @@ fn check_quality(out: &Path, case: &str, most: f64) {
     assert_eq!(result["tokens_scored"], 6 * 127);
     let ratio = result["comparison"]["perplexity_ratio"]["mean"].as_f64().unwrap();
     let kl = result["comparison"]["kl"]["mean"].as_f64().unwrap();
-    assert!(kl > 0.0 && kl < 2.0 * most.ln(), "{case}: KL {kl}");
-    assert!((1.0 / most..most).contains(&ratio), "{case}: perplexity is {ratio} of the float model's");
+    assert!(kl > 0.0 && kl < 2.0 * max.ln(), "{case}: KL {kl}");
+    assert!((1.0 / max..max).contains(&ratio), "{case}: perplexity is {ratio} of the float model's");
     let windows: Vec<f64> = serde_json::from_value(result["comparison"]["window_kl"].clone()).unwrap();
     assert_eq!(windows.len(), 6);
     assert!((windows.iter().sum::<f64>() / 6.0 / kl - 1.0).abs() < 1e-12, "{case}: {windows:?}, mean {kl}");
@@ -154,14 +154,14 @@ fn every_scheme_of_rounding_to_nearest() {
     let scratch = tempfile::tempdir().unwrap();
     let mut weights = BTreeSet::new();
     let mut count = 0;
-    for (bits, most) in [(3, 1.5), (4, 1.06), (8, 1.005)] {
+    for (bits, max) in [(3, 1.5), (4, 1.06), (8, 1.005)] {
         for group in ["g32", "g64", "g128", "channel"] {
             for symmetry in ["sym", "asym"] {
                 let scheme = format!("w{bits}a16-{group}-{symmetry}");
                 let out = scratch.path().join(&scheme);
                 checked(&["--method", "rtn", "--scheme", &scheme], &out, |_| scheme.clone());
                 if group == "g64" || group == "channel" {
-                    check_quality(&out, &scheme, most);
+                    check_quality(&out, &scheme, max);
                 }
                 weights.insert(hashes(&out).remove("model.safetensors"));
                 count += 1;
@@ -175,10 +175,10 @@ fn every_scheme_of_rounding_to_nearest() {
 #[test]
 fn activation_aware_schemes() {
     let scratch = tempfile::tempdir().unwrap();
-    for (scheme, most) in [("w3a16-g32-asym", 1.5), ("w4a16-g128-sym", 1.06), ("w8a16-channel-sym", 1.005)] {
+    for (scheme, max) in [("w3a16-g32-asym", 1.5), ("w4a16-g128-sym", 1.06), ("w8a16-channel-sym", 1.005)] {
         let (out, nearest) = (scratch.path().join(scheme), scratch.path().join("rtn"));
         checked(&[&["--scheme", scheme], &SHORT[..]].concat(), &out, |_| scheme.to_owned());
-        check_quality(&out, scheme, most);
+        check_quality(&out, scheme, max);
         let report = read_json(out.join("quant_report.json"));
         assert_eq!(report["calibration"]["samples"], 4);
         let ratios = report["tensors"].as_array().unwrap().iter().filter(|t| t["ratio"].is_number()).count();
@@ -328,7 +328,7 @@ fn tied_embeddings_under_the_head_s_name() {
     let at = |name: &str| scratch.path().join(name);
     let tied = TinyLlama { tied: true, ..TinyLlama::default() };
     let mut tensors = tied.tensors();
-    tied.write(&at("usual"));
+    tied.write(&at("default"));
     assert_eq!(tensors[0].name, "model.embed_tokens.weight");
     tensors[0].name = "lm_head.weight".into();
     tied.write_with(&at("renamed"), &tensors);
@@ -337,7 +337,7 @@ fn tied_embeddings_under_the_head_s_name() {
         ("rtn", &["--method", "rtn", "--scheme", "w4a16-g32"][..]),
         ("awq", &["--method", "awq", "--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"]),
     ] {
-        for model in ["usual", "renamed"] {
+        for model in ["default", "renamed"] {
             let out = at(&format!("{model}-{method}"));
             quantize(&at(model), &out, options);
             let names: Vec<String> =
@@ -345,7 +345,7 @@ fn tied_embeddings_under_the_head_s_name() {
             let has = |name: &str| names.iter().any(|n| n == name);
             assert_eq!(
                 (has("lm_head.weight"), has("model.embed_tokens.weight")),
-                (model == "renamed", model == "usual")
+                (model == "renamed", model == "default")
             );
             assert_eq!(quant(args!["inspect", &out, "--json"]).json()["tied_embeddings"], true);
             let result = quant(args![

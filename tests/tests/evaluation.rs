@@ -8,7 +8,7 @@ use quant_tests::{args, demo_model};
 #[test]
 fn rules_that_score_nothing_are_refused() {
     let text = ["--text", "builtin-heldout"];
-    for (options, code, says) in [
+    for (options, code, expected) in [
         (vec!["--profile", "gptq-1"], 2, "score nothing"),
         (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
         (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),
@@ -22,7 +22,7 @@ fn rules_that_score_nothing_are_refused() {
         arguments.extend(options.iter().map(Into::into));
         let run = quant(arguments);
         assert_eq!(run.code(), Some(code), "{run}");
-        assert!(run.stderr.contains(says), "{run}");
+        assert!(run.stderr.contains(expected), "{run}");
     }
 }
 
@@ -84,7 +84,7 @@ fn reports_show_what_was_measured() {
     // A report about different weights is ignored.
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
-    for (broken, says) in [
+    for (broken, expected) in [
         (report.replace("w3a16", "w4a16"), "does not match the weights of"),
         (report.replace("quant-report/1", "quant-report/9"), "does not have the schema"),
         (report[..report.len() / 2].to_owned(), "quant_report.json"),
@@ -95,7 +95,7 @@ fn reports_show_what_was_measured() {
         let page = scratch.path().join("stray.html");
         let run =
             quant(args!["eval", &copy, "--text", &text, "--window", "64", "--report", &page]).succeeded();
-        assert!(run.stderr.contains(says), "{run}");
+        assert!(run.stderr.contains(expected), "{run}");
         assert!(!std::fs::read_to_string(page).unwrap().contains("Error of every quantized tensor"));
         std::fs::remove_dir_all(copy).unwrap();
     }
@@ -212,15 +212,15 @@ fn kernels_agree_with_dequantized_weights() {
             let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
             assert!(output.status.success(), "{output:?}");
             let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-            let said = result["tool"]["isa"].as_str().unwrap().to_owned();
-            (result["perplexity"]["mean"].as_f64().unwrap(), said)
+            let message = result["tool"]["isa"].as_str().unwrap().to_owned();
+            (result["perplexity"]["mean"].as_f64().unwrap(), message)
         };
         let (fake, _) = eval("fake", "");
         for isa in ["", "avx2", "avx512vnni"] {
-            let (kernels, said) = eval("kernels", isa);
-            assert!(said.contains(", kernels "), "{said}");
-            let apart = (kernels / fake - 1.0).abs();
-            assert!(apart < 1e-5, "{scheme} on {said}: {kernels}, not {fake}");
+            let (kernels, message) = eval("kernels", isa);
+            assert!(message.contains(", kernels "), "{message}");
+            let distance = (kernels / fake - 1.0).abs();
+            assert!(distance < 1e-5, "{scheme} on {message}: {kernels}, not {fake}");
         }
     }
 }

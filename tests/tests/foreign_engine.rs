@@ -108,13 +108,13 @@ fn an_engine_that_fails_ends_the_evaluation() {
     let text = text(&directory);
     let decoder = load(&directory, &text);
     let vocab = decoder.vocab();
-    let refused = |engine: Broken, code: u8, says: &str| {
+    let refused = |engine: Broken, code: u8, phrase: &str| {
         let reference = Reference::Model { decoder: &decoder, floor: false };
         let cancel = CancelToken::new();
         let model = Scored::Engine(&engine);
         let error = compare(reference, model, &text, &mut Journal::none(), &Silent, &cancel).unwrap_err();
         assert_eq!(error.category().exit_code(), code, "{error}");
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(phrase), "{error}");
     };
     refused(Broken(vocab, |_| Err("no such device".into())), 6, "no such device");
     refused(Broken(vocab, |_| Ok(())), 6, "0 numbers for");

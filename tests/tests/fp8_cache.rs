@@ -77,7 +77,7 @@ fn largest(tiny: &TinyLlama, tensors: &[RawTensor], text: &[u8]) -> [f64; 2] {
                 }
             }
             for (largest, values) in largest.iter_mut().zip([keys, values]) {
-                *largest = values.iter().fold(*largest, |most, x| most.max(x.abs()));
+                *largest = values.iter().fold(*largest, |max, x| max.max(x.abs()));
             }
         }
     }
@@ -219,7 +219,7 @@ fn files_are_obeyed_and_restated() {
 }
 
 #[test]
-fn models_are_generated_from_with_such_a_cache() {
+fn models_generate_with_an_fp8_cache() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out");
     let options = ["--scheme", "wf8af8kvf8-channel", "--method", "rtn"];
@@ -291,13 +291,13 @@ fn what_is_damaged_or_not_known_is_refused() {
             (scale.dtype, scale.data) = ("U8".into(), vec![56]);
         }),
     ];
-    for (case, code, says, damage) in cases {
+    for (case, code, phrase, damage) in cases {
         let mut changed = good.clone();
         damage(&mut changed);
         quant_tests::models::write_model(&at(case), &config, &changed);
-        check_message(case, &eval(&at(case), &[]), code, &[says]);
+        check_message(case, &eval(&at(case), &[]), code, &[phrase]);
     }
-    for (key, value, says) in [
+    for (key, value, phrase) in [
         (
             "strategy",
             json!("attn_head"),
@@ -312,7 +312,7 @@ fn what_is_damaged_or_not_known_is_refused() {
         let mut changed = config.clone();
         changed["quantization_config"]["kv_cache_scheme"][key] = value;
         quant_tests::models::write_model(&at(key), &changed, &good);
-        check_message(key, &eval(&at(key), &[]), 4, &[says]);
+        check_message(key, &eval(&at(key), &[]), 4, &[phrase]);
     }
     let setting =
         json!({ "bits": 4, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" });
@@ -331,21 +331,27 @@ fn requests_that_make_no_sense_are_refused() {
     let at = |name: &str| scratch.path().join(name);
     wide().write(&at("model"));
     let rtn = ["--method", "rtn"];
-    for (options, says) in [
+    for (options, phrase) in [
         (["--scheme", "w4a16kvf8-g32", "--format", "awq"], "the awq format cannot store the scales"),
         (["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format cannot store the scales"),
         (["--scheme", "w4a16kvf4", "--group-size", "32"], "a cache of `kvf4` is not known"),
     ] {
-        check_message(says, &quantize(&at("model"), &at("out"), &[&rtn[..], &options].concat()), 2, &[says]);
+        check_message(
+            phrase,
+            &quantize(&at("model"), &at("out"), &[&rtn[..], &options].concat()),
+            2,
+            &[phrase],
+        );
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let says = ["`smooth-attention` helps caches of integers", "--skip smooth-attention"];
-    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &says);
+    let phrase = ["`smooth-attention` helps caches of integers", "--skip smooth-attention"];
+    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &phrase);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
-    let said = format!("{}{}", plan.stdout, plan.stderr);
+    let message = format!("{}{}", plan.stdout, plan.stderr);
     assert!(
-        said.contains("--kv-cache-dtype fp8") && said.contains("stops at FP8 scales of keys and values"),
+        message.contains("--kv-cache-dtype fp8")
+            && message.contains("stops at FP8 scales of keys and values"),
         "{plan}"
     );
 }

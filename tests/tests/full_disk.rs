@@ -26,7 +26,7 @@ fn small_disk(point: &Path, bytes: u64) -> SmallDisk {
 }
 
 #[test]
-fn too_small_a_disk_is_told_before_anything_is_written() {
+fn too_small_a_disk_is_reported_before_anything_is_written() {
     if !can_mount() {
         return skip("no file system can be mounted here");
     }

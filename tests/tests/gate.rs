@@ -116,7 +116,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn what_is_told_agrees_with_itself() {
+fn reports_agree_with_each_other() {
     let result = read(&Bench::get().result("3"));
     let number = |path: &str| result.pointer(path).unwrap().as_f64().unwrap();
     assert_eq!((number("/windows"), number("/tokens_scored")), (24.0, 24.0 * 63.0));
@@ -195,7 +195,7 @@ fn every_outcome_has_its_exit_code() {
 }
 
 #[test]
-fn ci_systems_are_told() {
+fn ci_systems_are_notified() {
     let bench = Bench::get();
     let (junit, summary) = (bench.at("junit.xml"), bench.at("summary.md"));
     let mut gate = command(args![
@@ -233,9 +233,9 @@ fn nothing_that_is_missing_or_broken_passes() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let (policy, baseline, good) = (bench.at("gate.toml"), bench.at("baseline.json"), bench.result("4"));
-    let judge = |case: &str, result: &Path, baseline: &Path, code: i32, says: &[&str]| {
+    let judge = |case: &str, result: &Path, baseline: &Path, code: i32, expected: &[&str]| {
         let run = quant(args!["gate", result, "--policy", &policy, "--baseline", baseline]);
-        check_message(case, &run, code, says);
+        check_message(case, &run, code, expected);
     };
 
     // Baselines.
@@ -264,13 +264,13 @@ fn nothing_that_is_missing_or_broken_passes() {
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.
-    let broken = |case: &str, change: &dyn Fn(&mut Value), says: &[&str]| {
+    let broken = |case: &str, change: &dyn Fn(&mut Value), expected: &[&str]| {
         let mut result = read(&good);
         change(&mut result);
         seal(&mut result);
         let path = at("held.json");
         std::fs::write(&path, serde_json::to_string(&result).unwrap()).unwrap();
-        judge(case, &path, &baseline, 4, says);
+        judge(case, &path, &baseline, 4, expected);
     };
     let set = |path: &'static str, value: Value| {
         move |result: &mut Value| *result.pointer_mut(path).unwrap() = value.clone()
@@ -443,7 +443,7 @@ fn a_baseline_is_the_same_bytes_and_shows_what_changes() {
 
 /// An evaluation that was stopped and resumed gives the same numbers as an uninterrupted one.
 #[test]
-fn a_stopped_evaluation_goes_on() {
+fn a_stopped_evaluation_resumes() {
     let bench = Bench::get();
     let journal = bench.at("journal");
     let arguments = |windows: &str| {
@@ -517,7 +517,7 @@ fn harmless_tests_do_not_disarm_others() {
 
 /// A result that no check covers does not pass, and no name can be mistaken for a command of the CI system.
 #[test]
-fn a_result_that_nothing_checks_is_no_pass() {
+fn an_unchecked_result_does_not_pass() {
     let bench = Bench::get();
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);

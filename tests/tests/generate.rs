@@ -205,7 +205,7 @@ fn prompts_come_from_files_and_standard_input() {
 #[test]
 fn what_cannot_be_done_is_refused() {
     let bench = Bench::new();
-    for (options, says) in [
+    for (options, phrase) in [
         (&["--temperature", "-1"][..], "`temperature` is -1, and must be greater than 0"),
         (&["--top-p", "0"], "`top_p` is 0"),
         (&["--min-p", "nan"], "`min_p` is NaN"),
@@ -216,7 +216,7 @@ fn what_cannot_be_done_is_refused() {
         (&["--system", "x"], "--chat"),
         (&["--prompt-file", "x"], "cannot be used with"),
     ] {
-        check_message(&options.join(" "), &bench.generate(options), 2, &[says]);
+        check_message(&options.join(" "), &bench.generate(options), 2, &[phrase]);
     }
     check_message("no template", &bench.generate(&["--chat"]), 4, &["has no chat template"]);
     bench.configure(&json!({ "top_p": 7 }));
@@ -226,7 +226,7 @@ fn what_cannot_be_done_is_refused() {
 }
 
 #[test]
-fn a_conversation_goes_on() {
+fn a_conversation_continues() {
     let bench = Bench::new();
     std::fs::write(bench.at("model/chat_template.jinja"), TEMPLATE).unwrap();
     bench.configure(&json!({ "eos_token_id": 124 }));

@@ -70,13 +70,13 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
     write_cut_demo_model(&model, 1);
     quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m"])).succeeded();
     quant(quantize(&model, &at("bf16.gguf"), &["--scheme", "bf16"])).succeeded();
-    let says = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
+    let expected = ["is already quantized: it holds Q6_K, Q4_K blocks", "--requantize"];
     let run = quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "q8_0"]));
-    check_message("into GGUF", &run, 2, &says);
+    check_message("into GGUF", &run, 2, &expected);
     // A float mixture with one tensor in a block type would round that tensor again.
     let run =
         quant(quantize(&at("q4.gguf"), &at("no.gguf"), &["--scheme", "f32", "--override", "ffn_up=q8_0"]));
-    check_message("an override", &run, 2, &says);
+    check_message("an override", &run, 2, &expected);
     let packed = ["--method", "rtn", "--scheme", "w4a16-g32-sym"];
     let other = |verb: &str, options: &[&str]| {
         let mut arguments = args![verb, at("q4.gguf")];
@@ -85,8 +85,8 @@ fn a_quantized_file_is_rounded_again_only_where_that_is_asked_for() {
         }
         quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
     };
-    check_message("into another format", &other("quantize", &packed), 2, &says);
-    check_message("a plan", &other("plan", &packed), 2, &says);
+    check_message("into another format", &other("quantize", &packed), 2, &expected);
+    check_message("a plan", &other("plan", &packed), 2, &expected);
     assert!(!at("no.gguf").exists() && !at("packed").exists());
     let run =
         quant(quantize(&at("q4.gguf"), &at("q8.gguf"), &["--scheme", "q8_0", "--requantize"])).succeeded();
@@ -178,7 +178,7 @@ fn requests_that_cannot_be_met() {
     let scratch = tempfile::tempdir().unwrap();
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
-    for (options, says) in [
+    for (options, expected) in [
         (&["--scheme", "q4_k_x"][..], "not a type or mixture of GGUF files"),
         (&["--scheme", "w4a16"], "not a type or mixture of GGUF files"),
         (&["--override", "ffn_down=q9"], "not a tensor type"),
@@ -194,7 +194,7 @@ fn requests_that_cannot_be_met() {
         (&["--requantize"], "the model is not quantized"),
     ] {
         let run = quant(quantize(&demo, &out, options));
-        check_message(says, &run, 2, &[says]);
+        check_message(expected, &run, 2, &[expected]);
         assert!(!out.exists(), "{options:?}");
     }
     let run = quant(args!["quantize", &demo, "-o", &out, "--pre", "smollm"]);
@@ -303,7 +303,7 @@ fn damaged_files_are_bad_input() {
         ("arch", with(arch, b"lamma"), &["`lamma`"]),
         ("tensor", with(name, b"blk.0.attn_x"), &["attn_x"]),
     ];
-    for (what, bytes, says) in cases {
+    for (what, bytes, expected) in cases {
         let path = at(&format!("{what}.gguf"));
         std::fs::write(&path, bytes).unwrap();
         for verb in ["inspect", "eval"] {
@@ -311,7 +311,7 @@ fn damaged_files_are_bad_input() {
             let arguments: Vec<OsString> =
                 args![verb, &path].into_iter().chain(text.iter().map(OsString::from)).collect();
             let run = quant(arguments);
-            check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], says].concat());
+            check_message(what, &run, 4, &[&[&*format!("{what}.gguf")], expected].concat());
         }
     }
 }
@@ -335,8 +335,9 @@ fn models_are_written_in_parts_and_read_again() {
     names.sort();
     let count = names.len();
     assert!(count >= 4, "{names:?}");
-    let due: Vec<String> = (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
-    assert_eq!(names, due);
+    let expected_names: Vec<String> =
+        (1..=count).map(|n| format!("model-{n:05}-of-{count:05}.gguf")).collect();
+    assert_eq!(names, expected_names);
     let part = |n: usize| at("parts").join(&names[n]);
     // The largest tensor may get a larger file of its own.
     let sizes: Vec<u64> = (0..count).map(|n| std::fs::metadata(part(n)).unwrap().len()).collect();
@@ -349,9 +350,9 @@ fn models_are_written_in_parts_and_read_again() {
     quant(quantize(&model, &at("one"), &["--scheme", "q8_0", "--split-max-size", "4G"])).succeeded();
     assert!(at("one").join("model.gguf").exists());
 
-    let refused = |path: &Path, says: &[&str]| {
+    let refused = |path: &Path, expected: &[&str]| {
         let run = quant(args!["inspect", path]);
-        check_message("a part", &run, 4, says);
+        check_message("a part", &run, 4, expected);
     };
     refused(&part(1), &[&names[1], "is file 2 of", "give the first of them"]);
     let bytes = std::fs::read(part(1)).unwrap();
@@ -381,9 +382,9 @@ fn blocks_of_experts_and_ternary_types_are_named_as_schemes() {
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
     write_cut_demo_model(&model, 1);
-    for (scheme, kind, least) in [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)] {
+    for (scheme, kind, min) in [("tq1_0", "TQ1_0", 5), ("tq2_0", "TQ2_0", 5), ("mxfp4_moe", "Q8_0", 7)] {
         let summary = quant(quantize(&model, &at(scheme), &["--scheme", scheme, "--json"])).json();
-        assert!(summary["types"][kind].as_u64() >= Some(least), "{scheme}: {summary}");
+        assert!(summary["types"][kind].as_u64() >= Some(min), "{scheme}: {summary}");
     }
     let overrides =
         ["--scheme", "q8_0", "--override", "blk.*.ffn_*=mxfp4", "--override", "blk.*.attn_*=nvfp4", "--json"];

@@ -63,8 +63,8 @@ fn rounding_to_nearest() {
         quant(args!["quantize", demo_model(), "-o", &out].into_iter().chain(options)).succeeded();
         let files = hashes(&out);
         let of = |name: &str| format!("{}  {name}\n", files[name]);
-        let usual = format == "compressed-tensors";
-        let name = if usual { scheme.to_owned() } else { format!("{format}-{scheme}") };
+        let is_default = format == "compressed-tensors";
+        let name = if is_default { scheme.to_owned() } else { format!("{format}-{scheme}") };
         let manifest = match format {
             "qserve" => Some("qserve_manifest.json"),
             "gptq" => Some("quantize_config.json"),

@@ -100,9 +100,9 @@ fn every_setting_changes_bytes_and_threads_do_not() {
         quant(quantize(&model, &out, &[&GPTQ[..], options].concat())).succeeded();
         hashes(&out)["model.safetensors"].clone()
     };
-    let usual = weights("usual", &["--threads", "1"]);
-    assert_eq!(weights("two threads", &["--threads", "2"]), usual);
-    let mut seen = vec![usual];
+    let expected = weights("default", &["--threads", "1"]);
+    assert_eq!(weights("two threads", &["--threads", "2"]), expected);
+    let mut seen = vec![expected];
     for (i, options) in [
         &["--damping", "0.2"][..],
         &["--act-order", "none"],
@@ -127,7 +127,7 @@ fn every_setting_changes_bytes_and_threads_do_not() {
 }
 
 #[test]
-fn an_interrupted_run_goes_on_to_the_same_bytes() {
+fn an_interrupted_run_resumes_to_the_same_bytes() {
     for method in ["gptq", "awq-gptq"] {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);
@@ -175,7 +175,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
     let scratch = tempfile::tempdir().unwrap();
     let (model, out) = (scratch.path().join("model"), scratch.path().join("out"));
     write_cut_demo_model(&model, 1);
-    for (case, options, says) in [
+    for (case, options, phrase) in [
         ("damping of rtn", &["--method", "rtn", "--damping", "0.1"][..], "--damping has no effect"),
         ("order of awq", &["--method", "awq", "--act-order", "none"], "--act-order has no effect"),
         ("search of gptq", &["--method", "gptq", "--search", "fast"], "--search has no effect"),
@@ -191,7 +191,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ),
         ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all readers"),
     ] {
-        check_message(case, &quant(quantize(&model, &out, options)), 2, &[says]);
+        check_message(case, &quant(quantize(&model, &out, options)), 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");
     }
     let plan = quant(args!["plan", &model, "--preset", "gptq-w4a16", "--format", "gptq"]).succeeded();

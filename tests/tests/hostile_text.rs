@@ -162,8 +162,8 @@ fn tokenizers_that_grow() {
         for command in [bench.eval(&text), limited("-v 8000000", &bench.eval(&text))] {
             let run = run(command);
             check_message(case, &run, 4, &[TOKENIZER]);
-            let told = ["MiB of memory", "makes the tokenizer library panic", "makes more of the text"];
-            assert!(told.iter().any(|t| run.stderr.contains(t)), "{case}: {run}");
+            let reasons = ["MiB of memory", "makes the tokenizer library panic", "makes more of the text"];
+            assert!(reasons.iter().any(|t| run.stderr.contains(t)), "{case}: {run}");
         }
     }
     let out = bench.scratch.path().join("out");
@@ -283,21 +283,21 @@ fn too_few_processes() {
         assert!(open.unwrap().success());
     }
     let plan = args!["plan", bench.model(), "--threads", "8", "--scheme", "w4a16-g32"];
-    let as_nobody = |most: u32, arguments: &[std::ffi::OsString]| {
+    let as_nobody = |max: u32, arguments: &[std::ffi::OsString]| {
         // A user id that no other process has.
         let mut command = Command::new("setpriv");
         command.args(["--reuid=64321", "--regid=64321", "--clear-groups", "prlimit"]);
-        command.arg(format!("--nproc={most}")).arg(program()).args(arguments).env("RUST_BACKTRACE", "0");
+        command.arg(format!("--nproc={max}")).arg(program()).args(arguments).env("RUST_BACKTRACE", "0");
         run(command)
     };
     let probe = as_nobody(100, &plan);
     if probe.code() != Some(0) {
         return skip("another user cannot run the program here");
     }
-    for most in 1..=10 {
-        let run = as_nobody(most, &plan);
+    for max in 1..=10 {
+        let run = as_nobody(max, &plan);
         match run.code() {
-            Some(0) => assert!(most > 8, "{most}: {run}"),
+            Some(0) => assert!(max > 8, "{max}: {run}"),
             _ => check_message("threads", &run, 5, &["is not available", "--threads"]),
         }
     }
@@ -313,9 +313,9 @@ fn too_few_processes() {
         "--text",
         "builtin-heldout"
     ];
-    for most in 1..=8 {
-        let run = as_nobody(most, &eval);
-        assert!(run.code() == Some(0) || run.code() == Some(5), "{most}: {run}");
+    for max in 1..=8 {
+        let run = as_nobody(max, &eval);
+        assert!(run.code() == Some(0) || run.code() == Some(5), "{max}: {run}");
         if run.code() == Some(5) {
             check_message("workers", &run, 5, &["is not available"]);
         }

@@ -38,7 +38,7 @@ fn marked(directory: &Path, setting: &Value) {
 }
 
 #[test]
-fn the_configuration_is_followed_unless_told_otherwise() {
+fn the_configuration_is_followed_by_default() {
     let scratch = tempfile::tempdir().unwrap();
     let plain = result(&demo_model(), &[]);
     assert_eq!(plain["model"]["kv_cache"], Value::Null);
@@ -99,8 +99,8 @@ fn a_model_is_compared_with_itself_on_floats() {
     };
     gate("eight.json").succeeded();
     std::fs::rename(at("four.json"), at("eight.json")).unwrap();
-    let says = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
-    check_message("another cache", &gate("eight.json"), 4, &says);
+    let expected = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
+    check_message("another cache", &gate("eight.json"), 4, &expected);
 
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
@@ -125,10 +125,10 @@ fn pages_agree_with_what_is_simulated() {
             let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
             assert!(output.status.success(), "{output:?}");
             let pages: Value = serde_json::from_slice(&output.stdout).unwrap();
-            let said = pages["tool"]["isa"].as_str().unwrap();
-            assert!(said.contains(", kernels ") && !said.contains("simulated"), "{said}");
-            let apart = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
-            assert!(apart > 0.0 && apart < 5e-3, "kv{bits} on {said}: {apart}");
+            let message = pages["tool"]["isa"].as_str().unwrap();
+            assert!(message.contains(", kernels ") && !message.contains("simulated"), "{message}");
+            let distance = (perplexity(&pages) / perplexity(&simulated) - 1.0).abs();
+            assert!(distance > 0.0 && distance < 5e-3, "kv{bits} on {message}: {distance}");
         }
     }
 }
@@ -152,7 +152,7 @@ fn heads_that_kernels_do_not_hold_are_simulated() {
 }
 
 #[test]
-fn bench_decodes_on_the_cache_that_the_model_says() {
+fn bench_decodes_on_the_cache_of_the_model() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
     marked(&model, &setting(4));
@@ -179,7 +179,7 @@ fn bench_decodes_on_the_cache_that_the_model_says() {
 }
 
 #[test]
-fn what_a_cache_cannot_hold_is_told_with_the_block() {
+fn what_a_cache_cannot_hold_is_reported_with_the_block() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
     let tiny = TinyLlama::default();
@@ -195,8 +195,8 @@ fn what_a_cache_cannot_hold_is_told_with_the_block() {
     }
     tiny.write_with(&model, &tensors);
     assert!(eval(&model, &["--kv", "16"]).succeeded().code() == Some(0));
-    let says = ["keys and values of block 1: a value is beyond", "--kv 16"];
-    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &says);
+    let expected = ["keys and values of block 1: a value is beyond", "--kv 16"];
+    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &expected);
 }
 
 #[test]
@@ -232,10 +232,10 @@ fn what_makes_no_sense_is_refused() {
         let model = scratch.path().join(i.to_string());
         marked(&model, &setting);
         let out = scratch.path().join("out");
-        let says = ["config.json", field, "correct config.json"];
-        check_message(field, &eval(&model, &[]), 4, &says);
-        check_message(field, &quant(args!["bench", &model, "--prefill", "1", "--decode", "1"]), 4, &says);
-        check_message(field, &quant(args!["quantize", &model, "-o", &out, "--method", "rtn"]), 4, &says);
+        let expected = ["config.json", field, "correct config.json"];
+        check_message(field, &eval(&model, &[]), 4, &expected);
+        check_message(field, &quant(args!["bench", &model, "--prefill", "1", "--decode", "1"]), 4, &expected);
+        check_message(field, &quant(args!["quantize", &model, "-o", &out, "--method", "rtn"]), 4, &expected);
         assert!(!out.exists() && !eval(&model, &[]).stderr.contains('\u{1b}'));
     }
 }

@@ -148,15 +148,15 @@ fn messages_name_settings_and_no_options() {
         let mut request = request(&model, &out);
         change(&mut request);
         let error = quantize(&request, &host).unwrap_err();
-        let said = format!("{error}\n{}", error.remedy());
-        assert!(!said.contains("--"), "{said}");
+        let message = format!("{error}\n{}", error.remedy());
+        assert!(!message.contains("--"), "{message}");
         assert!(!out.exists());
-        (error.category(), worded(&said, &CommandLine).into_owned())
+        (error.category(), worded(&message, &CommandLine).into_owned())
     };
     let settings = |change: fn(&mut RecipeSettings)| {
         refused(&|request: &mut QuantizeRequest| change(&mut request.settings))
     };
-    for ((category, said), expected) in [
+    for ((category, message), expected) in [
         (settings(|s| s.group_size = Some("100".into())), "choose a --group-size that divides them"),
         (settings(|s| s.ignore = vec!["none_such".into()]), "--ignore `none_such` matches no linear"),
         (
@@ -175,13 +175,13 @@ fn messages_name_settings_and_no_options() {
         ),
         (refused(&|r| r.output.clone_from(&r.model)), "overlaps the input"),
     ] {
-        assert_eq!(category, Category::Usage, "{said}");
-        assert!(said.contains(expected), "{said}");
+        assert_eq!(category, Category::Usage, "{message}");
+        assert!(message.contains(expected), "{message}");
     }
-    let (category, said) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
+    let (category, message) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
     assert!(
-        category == Category::Input && said.contains("none is neither a file nor a set of texts"),
-        "{said}"
+        category == Category::Input && message.contains("none is neither a file nor a set of texts"),
+        "{message}"
     );
 }
 

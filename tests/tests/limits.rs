@@ -222,8 +222,8 @@ fn paths_that_steer_a_terminal() {
     let bench = Bench::new();
     let wild = "e\u{1b}[31m\u{9b}2J\u{202e}";
     let clean = |run: &Run| {
-        let steers = |c: char| c.is_control() && c != '\n' || ('\u{202a}'..='\u{202e}').contains(&c);
-        assert!(!run.stdout.contains(steers) && !run.stderr.contains(steers), "{run}");
+        let is_unprintable = |c: char| c.is_control() && c != '\n' || ('\u{202a}'..='\u{202e}').contains(&c);
+        assert!(!run.stdout.contains(is_unprintable) && !run.stderr.contains(is_unprintable), "{run}");
     };
     let model = bench.at("model");
     let wild_text = bench.at(wild);

@@ -18,7 +18,7 @@ const SIDECARS: [&str; 5] = [
 ];
 
 /// The tensors beside the text model: a type that weights may have, one that they may not, and an unusual shape.
-fn beside() -> Vec<RawTensor> {
+fn outside_text_model() -> Vec<RawTensor> {
     let raw = |name: &str, dtype: &str, shape: &[u64], bytes: usize| RawTensor {
         name: name.into(),
         dtype: dtype.into(),
@@ -40,7 +40,7 @@ fn llava(tied: bool) -> tempfile::TempDir {
     for tensor in &mut tensors {
         tensor.name = format!("language_model.{}", tensor.name);
     }
-    tensors.extend(beside());
+    tensors.extend(outside_text_model());
     let mut fields = text.config();
     for key in ["architectures", "tie_word_embeddings"] {
         fields.as_object_mut().unwrap().shift_remove(key);
@@ -95,7 +95,7 @@ fn every_verb_works_on_it() {
     let written = quant(args!["quantize", model, "-o", &out].into_iter().chain(SHORT.iter().map(Into::into)));
     written.succeeded();
     let tensors = read_safetensors(&out.join("model.safetensors"));
-    for tensor in beside() {
+    for tensor in outside_text_model() {
         assert!(tensors.contains(&tensor), "{}", tensor.name);
     }
     assert!(tensors.iter().any(|t| t.name == "language_model.model.layers.1.mlp.up_proj.weight_packed"));
@@ -127,7 +127,7 @@ fn every_verb_works_on_it() {
     let again = scratch.path().join("again");
     quant(args!["quantize", &out, "-o", &again, "--format", "gptq"]).succeeded();
     let tensors = read_safetensors(&again.join("model.safetensors"));
-    assert!(beside().iter().all(|tensor| tensors.contains(tensor)));
+    assert!(outside_text_model().iter().all(|tensor| tensors.contains(tensor)));
     let other = run("eval", &again, &[&window[..], &[out.to_str().unwrap()]].concat()).json();
     assert!(other["comparison"]["kl"]["mean"].as_f64().unwrap() < 1e-4);
 }
@@ -172,11 +172,11 @@ fn what_is_refused() {
                              "linear_num_value_heads": 4 },
         }),
     );
-    let says = [
+    let expected = [
         "`Qwen3OtherForConditionalGeneration` is not supported",
         "the nearest supported one is `Qwen3_5ForCausalLM`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",
     ];
-    check_message("unknown", &run("plan", unknown.path(), &["--method", "rtn"]), 4, &says);
+    check_message("unknown", &run("plan", unknown.path(), &["--method", "rtn"]), 4, &expected);
 }

@@ -22,7 +22,7 @@ fn values_that_are_not_finite() {
         model
     };
     let (nan, inf) = (f32::NAN, f32::INFINITY);
-    for (name, places, says) in [
+    for (name, places, expected) in [
         (
             "model.layers.1.mlp.down_proj.weight",
             vec![(3, nan), (500, nan)],
@@ -48,9 +48,9 @@ fn values_that_are_not_finite() {
         ("lm_head.weight", vec![(0, inf)], "1 non-finite value(s), the first at index 0"),
     ] {
         let model = poisoned(name, &places);
-        let says = [WEIGHTS, &format!("tensor `{name}`"), says];
-        refuses_to_quantize(name, model.path(), &RTN, 6, &says);
-        refuses_to_quantize(name, model.path(), &AWQ, 6, &says);
+        let expected = [WEIGHTS, &format!("tensor `{name}`"), expected];
+        refuses_to_quantize(name, model.path(), &RTN, 6, &expected);
+        refuses_to_quantize(name, model.path(), &AWQ, 6, &expected);
         let run = quant(args![
             "eval",
             model.path(),
@@ -78,7 +78,7 @@ fn values_that_are_not_finite_in_a_large_tensor() {
     }
     let model = tempfile::tempdir().unwrap();
     large.write_with(model.path(), &tensors);
-    let says = ["`model.embed_tokens.weight`", "3 non-finite value(s), the first at index 1"];
-    refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &says);
-    refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &says);
+    let expected = ["`model.embed_tokens.weight`", "3 non-finite value(s), the first at index 1"];
+    refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &expected);
+    refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &expected);
 }

@@ -98,31 +98,31 @@ fn short_names_are_written_out() {
 #[test]
 fn what_is_not_supported_is_refused() {
     let rtn = ["--method", "rtn", "--group-size", "32"];
-    for (changes, says) in [
+    for (changes, expected) in [
         (json!({ "do_layer_norm_before": false }), "`do_layer_norm_before` is false"),
         (json!({ "word_embed_proj_dim": 32 }), "`word_embed_proj_dim` is 32"),
         (json!({ "activation_function": "gelu" }), "`activation_function` is `gelu`"),
     ] {
         let model = model();
         edit_config(model.path(), &changes);
-        refuses_to_quantize(says, model.path(), &rtn, 4, &["config.json", says]);
+        refuses_to_quantize(expected, model.path(), &rtn, 4, &["config.json", expected]);
     }
     let fewer = model();
     edit_config(fewer.path(), &json!({ "max_position_embeddings": 190 }));
-    let says = ["`model.decoder.embed_positions.weight`", "[194, 64]", "[192, 64]"];
-    refuses_to_quantize("another table", fewer.path(), &rtn, 4, &says);
+    let expected = ["`model.decoder.embed_positions.weight`", "[194, 64]", "[192, 64]"];
+    refuses_to_quantize("another table", fewer.path(), &rtn, 4, &expected);
 }
 
 #[test]
 fn windows_longer_than_its_positions_are_refused() {
     let model = model();
-    let says = ["193 tokens", "192 positions", "ask for 192 at most"];
+    let expected = ["193 tokens", "192 positions", "ask for 192 at most"];
     let options = ["--group-size", "32", "--samples", "2", "--seq-len", "193"];
-    refuses_to_quantize("calibration", model.path(), &options, 2, &says);
-    check_message("plan", &run("plan", model.path(), &options), 2, &says);
+    refuses_to_quantize("calibration", model.path(), &options, 2, &expected);
+    check_message("plan", &run("plan", model.path(), &options), 2, &expected);
     let eval = ["--text", "builtin-heldout", "--window", "193", "--windows", "1"];
-    check_message("eval", &run("eval", model.path(), &eval), 2, &says);
+    check_message("eval", &run("eval", model.path(), &eval), 2, &expected);
     let bench = ["--prefill", "190", "--decode", "3"];
-    check_message("bench", &run("bench", model.path(), &bench), 2, &says);
+    check_message("bench", &run("bench", model.path(), &bench), 2, &expected);
     run("bench", model.path(), &["--prefill", "190", "--decode", "2", "--repeat", "1"]).succeeded();
 }

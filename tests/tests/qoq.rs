@@ -66,7 +66,7 @@ fn what_is_written_is_read_back_by_both_executions() {
 }
 
 #[test]
-fn a_head_that_was_the_embedding_is_written_apart() {
+fn an_untied_head_is_written_separately() {
     let scratch = tempfile::tempdir().unwrap();
     let model = scratch.path().join("model");
     TinyLlama { tied: true, ..TinyLlama::default() }.write(&model);

@@ -101,7 +101,7 @@ fn what_is_written_is_described_runs_and_is_written_again() {
 
 /// One run in three formats: the same codes and zeros, and scales as precise as each format allows.
 #[test]
-fn what_other_containers_lose_is_said_and_is_all() {
+fn what_other_formats_lose_is_reported_completely() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let model = at("model");
@@ -138,17 +138,17 @@ fn what_other_containers_lose_is_said_and_is_all() {
     assert!(rounded > 0, "something is lost");
 
     // Reported before and after the run, as text and as JSON.
-    let said = "the two levels of scales become one, their product in F16, with a relative error of up \
+    let message = "the two levels of scales become one, their product in F16, with a relative error of up \
      to 2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
         let options = ["--format", format].into_iter().chain(json.iter().copied()).map(OsString::from);
         quant(plan.iter().cloned().chain(options)).succeeded()
     };
-    assert_eq!(plan("compressed-tensors", &["--json"]).json()["formats"][0]["loses"][0], said);
+    assert_eq!(plan("compressed-tensors", &["--json"]).json()["formats"][0]["loses"][0], message);
     assert_eq!(plan("qserve", &["--json"]).json()["formats"][0]["loses"], json!([]));
     let text = plan("compressed-tensors", &[]).stdout;
-    assert!(text.contains(&format!("lost: {said}\n")), "{text}");
+    assert!(text.contains(&format!("lost: {message}\n")), "{text}");
     let text = plan("qserve", &[]).stdout;
     assert!(
         text.contains("it does not read the qserve container") && text.contains("note: norms are"),
@@ -156,7 +156,7 @@ fn what_other_containers_lose_is_said_and_is_all() {
     );
     for checkpoint in [&other, &awq] {
         let run = quant(args!["inspect", checkpoint]).succeeded();
-        assert!(run.stdout.contains(&format!("lost: {said}\n")), "{run}");
+        assert!(run.stdout.contains(&format!("lost: {message}\n")), "{run}");
         assert!(run.stderr.is_empty(), "the report fits what was written: {run}");
     }
     let cache = json!({ "bits": 4, "symmetric": false, "strategy": "token-head", "scale_dtype": "float16" });
@@ -173,7 +173,7 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
     let out = scratch.path().join("out");
     write_cut_demo_model(&model, 1);
     TinyLlama { kv_heads: 1, head_dim: 16, ..TinyLlama::default() }.write(&narrow);
-    for (case, model, options, says) in [
+    for (case, model, options, phrase) in [
         (
             "no groups of it",
             &model,
@@ -199,14 +199,14 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
     ] {
         let arguments = args!["quantize", model, "-o", &out, "--method", "rtn", "--format", "qserve"];
         let run = quant(arguments.into_iter().chain(options.iter().map(OsString::from)));
-        check_message(case, &run, 2, &[says]);
+        check_message(case, &run, 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");
     }
 }
 
 /// A changed byte of a tensor, and a changed key of the configuration: the error names file and tensor, and what to do.
 #[test]
-fn what_is_broken_is_told_by_its_name() {
+fn broken_tensors_are_reported_by_name() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     let (model, out) = (at("model"), at("out"));
@@ -217,7 +217,7 @@ fn what_is_broken_is_told_by_its_name() {
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let entries: Value = serde_json::from_slice(&whole[8..8 + header]).unwrap();
     let begin = |name: &str| 8 + header + entries[name]["data_offsets"][0].as_u64().unwrap() as usize;
-    for (name, value, says) in [
+    for (name, value, phrase) in [
         ("model.layers.0.mlp.up_proj.s2_scales", 17, "scales of groups are 1 to 16"),
         ("model.layers.0.mlp.up_proj.s2_scales", 0, "has a scale of 0 for output 0, group 0"),
         ("model.layers.0.self_attn.o_proj.s2_zeros", 1, "has 1 for output 0, group 0"),
@@ -229,7 +229,7 @@ fn what_is_broken_is_told_by_its_name() {
             command(args!["eval", &out, "--text", "builtin-heldout", "--windows", "1"]).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(4), "{stderr}");
-        for part in ["model.safetensors", name, says, "quantize"] {
+        for part in ["model.safetensors", name, phrase, "quantize"] {
             assert!(stderr.contains(part), "{name}: {part}: {stderr}");
         }
     }

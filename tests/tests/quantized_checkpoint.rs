@@ -96,10 +96,10 @@ fn what_is_not_a_quantized_checkpoint_is_refused() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     write_cut_demo_model(&at("model"), 1);
-    let refused = |path: &Path, says: &str| {
+    let refused = |path: &Path, expected: &str| {
         let error = QuantizedCheckpoint::open(path).unwrap_err();
         assert_eq!(error.category(), Category::Input, "{error}");
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
     };
     refused(&at("absent"), "absent");
     refused(&at("model"), "is not quantized");
@@ -108,11 +108,11 @@ fn what_is_not_a_quantized_checkpoint_is_refused() {
     quantize(&at("model"), &out, "compressed-tensors", "w4a16-g32-sym");
     let file = out.join("model.safetensors");
     let whole = std::fs::read(&file).unwrap();
-    let damaged = |change: &dyn Fn(&mut RawTensor) -> bool, says: &str| {
+    let damaged = |change: &dyn Fn(&mut RawTensor) -> bool, expected: &str| {
         let mut tensors = read_safetensors(&file);
         tensors.retain_mut(|tensor| change(tensor));
         std::fs::write(&file, safetensors(&tensors)).unwrap();
-        refused(&out, says);
+        refused(&out, expected);
         std::fs::write(&file, &whole).unwrap();
     };
     let ends = |tensor: &RawTensor, with: &str| tensor.name.ends_with(with);

@@ -165,10 +165,10 @@ fn the_exit_codes_agree() {
         text.lines().filter_map(|l| first_number(l.strip_prefix('|')?.split('|').next()?)).collect();
     let help = quant(args!["--help"]).succeeded().stdout;
     let (_, codes) = help.split_once("Exit codes:").unwrap();
-    let told: BTreeSet<u8> =
+    let printed: BTreeSet<u8> =
         codes.lines().filter_map(|l| first_number(l.split_whitespace().next()?)).collect();
-    assert_eq!(told, BTreeSet::from([0, 1, 2, 3, 4, 5, 6, 70, 75]));
-    assert_eq!(documented, told);
+    assert_eq!(printed, BTreeSet::from([0, 1, 2, 3, 4, 5, 6, 70, 75]));
+    assert_eq!(documented, printed);
 }
 
 /// The schema in the documentation matches the one that the program prints.

@@ -440,8 +440,8 @@ fn nvfp4_goes_from_layout_to_layout() {
             quant(eval).json()["perplexity"]["mean"].as_f64().unwrap()
         };
         let (here, there) = (mean("mo"), mean("ct"));
-        let most = if scheme == "nvfp4" { 1e-2 } else { 0.0 };
-        assert!((here / there - 1.0).abs() <= most, "{scheme}: {here}, not {there}");
+        let max = if scheme == "nvfp4" { 1e-2 } else { 0.0 };
+        assert!((here / there - 1.0).abs() <= max, "{scheme}: {here}, not {there}");
     }
     let run = quantize(&at("model"), &at("other"), "fp8", &["--method", "rtn", "--format", "modelopt"]);
     check_message("fp8", &run, 2, &["the modelopt format is written with NVFP4 weights"]);

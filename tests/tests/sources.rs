@@ -114,7 +114,7 @@ const ALL: [Scales; 5] = [
 ];
 
 #[test]
-fn fp8_is_rounded_once_more_from_what_its_codes_stand_for() {
+fn fp8_is_rounded_again_from_the_values_of_its_codes() {
     for scales in ALL {
         let scratch = tempfile::tempdir().unwrap();
         let at = |name: &str| scratch.path().join(name);
@@ -177,7 +177,7 @@ fn fp8_is_evaluated_and_restated_without_loss() {
 /// Experts of DeepSeek-V4 beside its FP8: I8 bytes with two FP4 codes each, and one exponent per 32 columns. They are
 /// MXFP4: converted to it with the same bytes, and equal to the floats of its definition.
 #[test]
-fn fp4_beside_fp8_is_mxfp4() {
+fn fp4_next_to_fp8_is_mxfp4() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
     for dtype in ["F8_E8M0", "U8"] {
@@ -317,7 +317,7 @@ fn fp8_of_modelopt_is_read() {
         let name = format!("model.layers.1.self_attn.{name}");
         assert_eq!(restated.iter().find(|t| t.name == name).unwrap().data, scale.to_le_bytes());
     }
-    for (key, value, says) in [
+    for (key, value, phrase) in [
         ("kv_cache_quant_algo", json!("NVFP4"), "kv_cache_quant_algo` is \"NVFP4\""),
         ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` is not"),
         (
@@ -330,7 +330,7 @@ fn fp8_of_modelopt_is_read() {
         let mut changed = config(Value::Null);
         changed[key] = value;
         edit_config(&at("native"), &json!({ "quantization_config": changed }));
-        check_message(says, &quant(args!["inspect", at("native")]), 4, &[says]);
+        check_message(phrase, &quant(args!["inspect", at("native")]), 4, &[phrase]);
     }
 }
 
@@ -385,10 +385,10 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     assert_eq!((windows("nv"), windows("again")), (windows("mx"), windows("mx")));
 
     // Scales that span a wider range than E4M3's powers of two are refused, with the weight's name.
-    let mut apart = mx.clone();
+    let mut separate = mx.clone();
     let name = "model.layers.1.mlp.up_proj.weight_scale";
-    apart.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
-    std::fs::write(at("mx").join("model.safetensors"), safetensors(&apart)).unwrap();
+    separate.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
+    std::fs::write(at("mx").join("model.safetensors"), safetensors(&separate)).unwrap();
     let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
     check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
     assert!(!at("refused").exists());
@@ -486,7 +486,7 @@ fn every_container_can_be_rounded_once_more() {
             serde_json::from_slice(&std::fs::read(second.join("quant_report.json")).unwrap()).unwrap();
         for tensor in report["tensors"].as_array().unwrap() {
             if let Some(error) = tensor["weight_error"]["relative_rms"].as_f64() {
-                assert!(error <= most, "{scheme} {format}: {} is {error} off", tensor["tensor"]);
+                assert!(error <= max, "{scheme} {format}: {} is {error} off", tensor["tensor"]);
             }
         }
     }

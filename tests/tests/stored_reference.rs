@@ -54,7 +54,7 @@ fn numbers(mut result: Value) -> Value {
 }
 
 #[test]
-fn what_was_kept_stands_for_the_model_to_the_last_bit() {
+fn a_kept_reference_replaces_the_model_bit_for_bit() {
     let bench = Bench::get();
     let kept = numbers(bench.compare(&bench.at("kept"), &TEXT).json());
     let model = numbers(bench.compare(&demo_model(), &TEXT).json());
@@ -83,12 +83,12 @@ fn one_of_another_text_rule_or_model_is_refused() {
     let other = bench.at("other.txt");
     std::fs::write(&other, "Rain in the morning and no sun at noon. ".repeat(200)).unwrap();
     let other = other.to_str().unwrap();
-    for (options, says) in [
+    for (options, expected) in [
         (["--text", other, "--window", "64", "--windows", "20"], "on another text, builtin-heldout"),
         (["--text", TEXT[1], "--window", "63", "--windows", "20"], "by another rule, gptq-64"),
         (["--text", TEXT[1], "--window", "64", "--windows", "19"], "on 20 windows, not 19"),
     ] {
-        check_message(says, &bench.compare(&kept, &options), 2, &[says, "--save-reference"]);
+        check_message(expected, &bench.compare(&kept, &options), 2, &[expected, "--save-reference"]);
     }
     // A different tokenizer file is rejected even if it gives the same tokens for this text.
     let model = bench.at("tokenizer");
@@ -117,9 +117,9 @@ fn cut_changed_and_hostile_files_are_refused() {
     let (offset, length) = (number(8), number(16));
     let header: Value = serde_json::from_slice(&good[offset..offset + length]).unwrap();
     let path = bench.at("broken");
-    let refused = |name: &str, bytes: &[u8], says: &str| {
+    let refused = |name: &str, bytes: &[u8], expected: &str| {
         std::fs::write(&path, bytes).unwrap();
-        check_message(name, &bench.compare(&path, &TEXT), 4, &[says, "--save-reference"]);
+        check_message(name, &bench.compare(&path, &TEXT), 4, &[expected, "--save-reference"]);
     };
     let changed = |at: usize| {
         let mut bytes = good.clone();

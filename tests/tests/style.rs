@@ -14,10 +14,10 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("gone on with", 0, 0),
     ("vouches", 0, 0),
     ("safety: as above", 0, 0),
-    ("told", 0, 38),
-    ("is none", 0, 11),
-    ("usual", 0, 87),
-    ("turned", 0, 75),
+    ("told", 0, 1),
+    ("is none", 0, 9),
+    ("usual", 0, 5),
+    ("turned", 0, 0),
     ("at the most", 0, 0),
 ];
 

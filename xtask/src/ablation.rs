@@ -18,7 +18,7 @@ use crate::support::shell::{output, shared_dir};
 /// A change counts only beyond this many standard errors.
 const ERRORS: f64 = 2.0;
 /// Rows with fewer bits than the row above, where the KL is expected to rise.
-const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
+const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -102,7 +102,7 @@ fn describe(result: &Value) -> Result<(String, Vec<String>)> {
         let change = number("/kl_change/mean").zip(number("/kl_change/standard_error"));
         let shown = change.map(|(change, error)| {
             let text = format!("{change:+.5} ± {error:.5}");
-            let is_worse = change > ERRORS * error && !TAKE_AWAY.contains(&step);
+            let is_worse = change > ERRORS * error && !FEWER_BITS.contains(&step);
             if is_worse { format!("**{text}**") } else { text }
         });
         cells.push(vec![

@@ -20,7 +20,7 @@ use crate::synth;
 /// Upper limit for the interval of the median ratio.
 const RATIO_LIMIT: f64 = 1.05;
 /// The minimum number of pairs for a verdict.
-const LEAST_PAIRS: usize = 15;
+const MIN_PAIRS: usize = 15;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -29,7 +29,7 @@ pub struct Args {
     /// The two programs
     pub programs: Pair,
     /// Pairs of runs per method
-    #[arg(long, default_value_t = LEAST_PAIRS)]
+    #[arg(long, default_value_t = MIN_PAIRS)]
     pub pairs: usize,
     /// Methods to measure
     #[arg(long, value_delimiter = ',', default_values_t = METHODS.map(|method| method.name.to_owned()))]
@@ -218,7 +218,7 @@ fn body(args: &Args, measured: &[(Method, Vec<Times>)], table: &str) -> String {
 /// The message for a method whose interval does not end below the limit.
 fn broken_promise(method: &str, pairs: usize, interval: Option<[f64; 2]>) -> Option<String> {
     match interval {
-        _ if pairs < LEAST_PAIRS => Some(format!("{method}: {pairs} pairs, {LEAST_PAIRS} are required")),
+        _ if pairs < MIN_PAIRS => Some(format!("{method}: {pairs} pairs, {MIN_PAIRS} are required")),
         Some([_, high]) if high < RATIO_LIMIT => None,
         Some([_, high]) => Some(format!("{method}: the interval ends at {high:.4}, not below {RATIO_LIMIT}")),
         None => Some(format!("{method}: no interval")),

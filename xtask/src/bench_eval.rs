@@ -104,8 +104,8 @@ pub fn run(args: &Args) -> Result<()> {
     let header = ["", "s", "tokens/s", "GFLOP/s of one model", "× alone", "× transformers"];
     let table = table(&header, &rows);
     println!("\n{table}");
-    let apart = (scores[1] / scores[0] - 1.0).abs();
-    println!("mean NLLs {:.9} and {:.9} differ by {apart:.1e}", scores[1], scores[0]);
+    let distance = (scores[1] / scores[0] - 1.0).abs();
+    println!("mean NLLs {:.9} and {:.9} differ by {distance:.1e}", scores[1], scores[0]);
     let mut csv = vec!["round,way,seconds".to_owned()];
     for (way, of) in WAYS.iter().zip(&seconds) {
         csv.extend(of.iter().enumerate().map(|(round, s)| format!("{},{way},{s:.4}", round + 1)));
@@ -123,7 +123,7 @@ pub fn run(args: &Args) -> Result<()> {
              also measures the noise floor, on {} of the windows. The programs alternate, {} rounds; medians; ratios \
              are medians of the rounds' ratios. GFLOP/s count the linears and the head of one model once, without \
              attention.\n\n\
-             {table}\nThe mean NLLs differ by {apart:.1e}. The stored reference has {:.1} MB. Peer: {versions}.\n",
+             {table}\nThe mean NLLs differ by {distance:.1e}. The stored reference has {:.1} MB. Peer: {versions}.\n",
             args.layers,
             args.windows,
             args.window,

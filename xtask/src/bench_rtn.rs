@@ -85,7 +85,7 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     remove_dir(&out)?;
-    let most = args.threads.iter().max().copied().unwrap_or(1).to_string();
+    let max = args.threads.iter().max().copied().unwrap_or(1).to_string();
     if scheme.is_some() {
         return report(args, input_bytes, output_bytes, &runs, "");
     }
@@ -99,7 +99,7 @@ pub fn run(args: &Args) -> Result<()> {
         "--example",
         "rtn_throughput",
         "--",
-        &most,
+        &max,
     ]))?;
     println!("\n{arithmetic}");
     report(args, input_bytes, output_bytes, &runs, &arithmetic)

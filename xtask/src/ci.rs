@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("python", python::run);
     // Its programs compute on one core most of the time.
     let mut interop = Command::new(std::env::current_exe()?);
-    steps.beside("interop", interop.arg("interop"), |steps| {
+    steps.alongside("interop", interop.arg("interop"), |steps| {
         steps.step("outside", outside::run);
         steps.step("sanitize", sanitize::run);
         steps.step("cuda", cuda::run);

@@ -55,8 +55,8 @@ pub fn run(args: &Args) -> Result<()> {
 /// Checks that the binary requests no interpreter, and prints the output of the system's tools about it.
 fn is_static(binary: &Path) -> Result<bool> {
     for tool in ["file", "ldd"] {
-        if let Ok(said) = Command::new(tool).arg(binary).output() {
-            print!("{tool}: {}{}", text(&said.stdout), text(&said.stderr));
+        if let Ok(printed) = Command::new(tool).arg(binary).output() {
+            print!("{tool}: {}{}", text(&printed.stdout), text(&printed.stderr));
         }
     }
     Ok(!has_interpreter(&std::fs::read(binary)?).context("not a 64-bit little-endian ELF file")?)

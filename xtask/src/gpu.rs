@@ -135,8 +135,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Runs a build, and returns cargo's messages about the executables that it made.
 fn executables(command: &mut Command) -> Result<Vec<Value>> {
-    let told = output(command.args(["--message-format", "json-render-diagnostics", "--quiet"]))?;
-    let messages = told.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let built = output(command.args(["--message-format", "json-render-diagnostics", "--quiet"]))?;
+    let messages = built.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     Ok(messages.filter(|message| message["executable"].is_string()).collect())
 }
 
@@ -168,13 +168,16 @@ mod tests {
 
     #[test]
     fn programs_are_found_in_what_cargo_says() {
-        let told: Value = serde_json::json!({"target": {"name": "a"}, "executable": "/nowhere"});
+        let artifact: Value = serde_json::json!({"target": {"name": "a"}, "executable": "/nowhere"});
         let directory = tempfile::tempdir().unwrap();
         let to = directory.path().join("a");
         assert!(
-            place(std::slice::from_ref(&told), "b", &to).unwrap_err().to_string().contains("no program b")
+            place(std::slice::from_ref(&artifact), "b", &to)
+                .unwrap_err()
+                .to_string()
+                .contains("no program b")
         );
-        assert!(place(&[told], "a", &to).unwrap_err().to_string().contains("/nowhere"));
+        assert!(place(&[artifact], "a", &to).unwrap_err().to_string().contains("/nowhere"));
     }
 
     #[test]

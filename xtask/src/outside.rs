@@ -12,7 +12,7 @@ use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
 /// two.
-const MOST_DEPENDENCIES: usize = 40;
+const MAX_DEPENDENCIES: usize = 40;
 
 /// The formats and schemes of the checkpoints that the first program reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
@@ -51,9 +51,9 @@ pub fn run() -> Result<()> {
             .arg(&model)
             .args(["--method", "rtn", "--format", format, "--scheme", scheme]);
         execute(quantize.arg("-o").arg(&out))?;
-        let said = output(Command::new(&read).arg(&out))?;
-        let linears = outputs(&said)?;
-        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{said}", linears.len());
+        let printed = output(Command::new(&read).arg(&out))?;
+        let linears = outputs(&printed)?;
+        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{printed}", linears.len());
         // All checkpoints come from the same model, so their outputs differ only by rounding.
         match first.is_empty() {
             true => first = linears,
@@ -64,11 +64,11 @@ pub fn run() -> Result<()> {
     ensure!(refused.status.code() == Some(4), "the run on a float model exited with {}", refused.status);
 
     let out = scratch.join("driven");
-    let said = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
-    ensure!(said.ends_with("units\n") && out.join("config.json").is_file(), "{said}");
+    let printed = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
+    ensure!(printed.ends_with("units\n") && out.join("config.json").is_file(), "{printed}");
     let text = root().join("calibration-data/heldout/narrative.txt");
-    let said = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
-    let perplexity: f64 = said.trim().parse().with_context(|| said.clone())?;
+    let printed = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
+    let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
     // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
     ensure!((2.0..4000.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
@@ -101,7 +101,7 @@ fn count(package: &str) -> Result<()> {
     let crates: std::collections::BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
-    ensure!(crates.len() <= MOST_DEPENDENCIES, "more than {MOST_DEPENDENCIES}: {crates:?}");
+    ensure!(crates.len() <= MAX_DEPENDENCIES, "more than {MAX_DEPENDENCIES}: {crates:?}");
     ensure!(!crates.iter().any(|name| name.contains("candle") || name.contains("token")), "{crates:?}");
     Ok(())
 }
@@ -119,8 +119,9 @@ fn output(command: &mut Command) -> Result<String> {
 }
 
 /// Name and first output of each linear that `read` prints.
-fn outputs(said: &str) -> Result<Vec<(String, f64)>> {
-    said.lines()
+fn outputs(printed: &str) -> Result<Vec<(String, f64)>> {
+    printed
+        .lines()
         .map(|line| {
             let (head, value) = line.rsplit_once(": ").context("no value")?;
             let name = head.split(' ').next().context("no name")?;
@@ -132,12 +133,12 @@ fn outputs(said: &str) -> Result<Vec<(String, f64)>> {
 fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Result<()> {
     ensure!(first.len() == other.len(), "{format}: {} linears, not {}", other.len(), first.len());
     let size = first.iter().map(|(_, value)| value.abs()).sum::<f64>() / first.len() as f64;
-    let mut apart = 0.0;
+    let mut distance = 0.0;
     for ((name, a), (other, b)) in first.iter().zip(other) {
         ensure!(name == other, "{format}: found {other} instead of {name}");
-        apart += (a - b).abs() / first.len() as f64;
+        distance += (a - b).abs() / first.len() as f64;
     }
-    ensure!(apart < size, "{format}: outputs differ by {apart}, at magnitude {size}");
+    ensure!(distance < size, "{format}: outputs differ by {distance}, at magnitude {size}");
     Ok(())
 }
 
@@ -150,13 +151,13 @@ mod tests {
     fn the_programs_are_short_and_outside() {
         let workspace = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
         assert!(workspace.contains("\"tests/outside\""));
-        for (package, file, most) in [
+        for (package, file, max) in [
             ("read", "src/main.rs", 50),
             ("pipeline", "src/bin/drive.rs", 60),
             ("pipeline", "src/bin/score.rs", 90),
         ] {
             let text = std::fs::read_to_string(directory(package).join(file)).unwrap();
-            assert!(text.lines().count() <= most, "{file}");
+            assert!(text.lines().count() <= max, "{file}");
             assert!(
                 std::fs::read_to_string(directory(package).join("Cargo.toml"))
                     .unwrap()
@@ -167,8 +168,8 @@ mod tests {
 
     #[test]
     fn outputs_are_read() {
-        let said = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
-        let all = outputs(said).unwrap();
+        let printed = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
+        let all = outputs(printed).unwrap();
         assert_eq!(all, [("a.b".to_owned(), -1.5), ("c".to_owned(), 2.0)]);
         assert!(agree("x", &all, &all).is_ok());
         assert!(agree("x", &all, &all[..1]).is_err());

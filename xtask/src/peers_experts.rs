@@ -223,7 +223,7 @@ fn measure(
                 order.reverse();
             }
             for (i, name, who, bytes) in order {
-                std::thread::sleep(SETTLE);
+                std::thread::sleep(SETTLE_TIME);
                 let seconds = median(workers[*i].run(name, args.milliseconds)?);
                 let touched = if name.ends_with("dense") { EXPERTS as f64 } else { different };
                 let (who, bytes) = (who.clone(), touched * *bytes as f64);

@@ -20,7 +20,7 @@ use crate::support::rows::{ROWS, Row};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Share of RTN's loss on planted outliers that AWQ must remove.
-const REMOVED: f64 = 0.4;
+const MIN_LOSS_REMOVED: f64 = 0.4;
 
 /// The settings of a measurement of weights or activations.
 #[derive(Debug, Clone, clap::Args)]
@@ -137,7 +137,7 @@ pub fn run(args: &Args) -> Result<()> {
         if !planted && bits == 3 && awq >= rtn {
             broken.push(format!("3 bits: AWQ's pooled KL {awq:.5} is not below RTN's {rtn:.5}"));
         }
-        if planted && bits == 4 && removed < REMOVED {
+        if planted && bits == 4 && removed < MIN_LOSS_REMOVED {
             broken.push(format!("planted outliers: AWQ removes only {:.0} % of RTN's loss", 100.0 * removed));
         }
     }

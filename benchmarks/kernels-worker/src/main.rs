@@ -89,7 +89,7 @@ fn serve(who: &str) -> Result<()> {
         let line = line?;
         let words: Vec<&str> = line.split_whitespace().collect();
         let reply = match words[..] {
-            ["limits"] => Ok(limits.get_or_insert_with(ours::Limits::new).look()),
+            ["limits"] => Ok(limits.get_or_insert_with(ours::Limits::new).probe()),
             [request, name, ref numbers @ ..] => {
                 let numbers: Vec<usize> = numbers.iter().filter_map(|n| n.parse().ok()).collect();
                 if who == "experts" {

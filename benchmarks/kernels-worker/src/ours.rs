@@ -195,7 +195,7 @@ impl Limits {
     }
 
     /// The best of all read patterns, and of several probes of dot products in registers.
-    pub fn look(&self) -> Value {
+    pub fn probe(&self) -> Value {
         let token = IsaToken::detect();
         let memory = read_limit(token, &self.memory, 1, &Rayon);
         let tops = dot_limit(token, 2, &Rayon) / 1e12;

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn at_the_margin_it_errs_as_often_as_the_level_says() {
+    fn at_the_margin_the_error_rate_is_the_level() {
         let (pass, fail) = rates(0.005, 0.01, 0.005);
         assert!((0.035..0.065).contains(&pass) && (0.035..0.065).contains(&fail), "{pass} {fail}");
         // Far from the margin, errors are rare.
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn no_difference_passes_and_one_window_tells_nothing() {
+    fn no_difference_passes_and_one_window_is_inconclusive() {
         assert_eq!(test(&[0.0], &[5], 0.0, 0.05).verdict, Verdict::Pass);
         assert_eq!(test(&[1.0], &[5], 0.1, 0.05).verdict, Verdict::Inconclusive);
         assert_eq!(test(&[0.25; 3], &[5; 3], 0.1, 0.05).verdict, Verdict::Fail);

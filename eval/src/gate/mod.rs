@@ -398,8 +398,8 @@ fn capped(policy: &Policy, cap: &Cap, name: &str, result: &Evaluation) -> Result
     let number = cap.metric.of(result).ok_or_else(|| lacks(policy, cap.line, name, cap.metric.name()))?;
     let value = number.value;
     let holds = value.is_finite()
-        && cap.at_most.is_none_or(|most| value <= most)
-        && cap.at_least.is_none_or(|least| value >= least);
+        && cap.at_most.is_none_or(|max| value <= max)
+        && cap.at_least.is_none_or(|min| value >= min);
     let bounds = [cap.at_most.map(|m| format!("at most {m}")), cap.at_least.map(|l| format!("at least {l}"))];
     let bounds: Vec<String> = bounds.into_iter().flatten().collect();
     let error = number.standard_error.map(|e| format!(" ± {e:.2e}")).unwrap_or_default();

@@ -30,7 +30,7 @@ use super::metric::Metric;
 /// The schema version of policies.
 pub const SCHEMA: &str = "quant-gate-policy/1";
 /// Larger files are rejected.
-const LARGEST: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Requirements on results.
 #[derive(Debug, Clone)]
@@ -146,8 +146,8 @@ impl Policy {
             std::io::ErrorKind::NotFound => fault("does not exist".into()),
             _ => Error::io("read", path, e),
         })?;
-        if !metadata.is_file() || metadata.len() > LARGEST {
-            return Err(fault(format!("is not a file of at most {LARGEST} bytes")));
+        if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
+            return Err(fault(format!("is not a file of at most {MAX_FILE_BYTES} bytes")));
         }
         let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
         let text = String::from_utf8(bytes).map_err(|_| fault("is not UTF-8".into()))?;

@@ -215,12 +215,12 @@ pub(super) fn points(title: &str, x_name: &str, points: &[Point]) -> Markup {
     for point in points {
         let (left, top) = (x_of(x.place(point.x)), y_of(y.place(point.y)));
         // Next to the point, where there is no other number.
-        let beside = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
+        let offsets = [(12.0, 0.0), (-12.0, 0.0), (12.0, 16.0), (12.0, -16.0), (-12.0, 16.0), (-12.0, -16.0)];
         let free = |at: &(f64, f64)| {
             let inside = (LEFT..WIDTH).contains(&at.0) && (TOP..HEIGHT - BOTTOM).contains(&at.1);
             inside && taken.iter().all(|t| (t.0 - at.0).abs() > 16.0 || (t.1 - at.1).abs() > 14.0)
         };
-        let places = beside.map(|(dx, dy)| (left + dx, top + dy));
+        let places = offsets.map(|(dx, dy)| (left + dx, top + dy));
         let label = places.iter().copied().find(free).unwrap_or(places[0]);
         taken.push(label);
         placed.push((point, (left, top), label));

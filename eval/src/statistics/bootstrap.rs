@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn intervals_cover_as_often_as_they_say() {
+    fn intervals_have_their_stated_coverage() {
         // 200 samples of 40 windows, each of a single value: the median is that of the windows' values.
         let mut covered = 0;
         for sample in 0..200_u64 {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn one_window_says_nothing_of_the_spread() {
+    fn one_window_has_no_variance() {
         let q = quantiles(&[vec![1.0, 2.0]], &[0.5])[0];
         assert_eq!(q, Quantile { value: 1.0, low: None, high: None });
     }

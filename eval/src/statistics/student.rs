@@ -3,7 +3,7 @@
 use statrs::distribution::{ContinuousCDF, StudentsT};
 
 /// Nothing is reported for fewer degrees of freedom: the tails of the distribution are too heavy.
-const LEAST_DEGREES: f64 = 0.5;
+const MIN_DEGREES: f64 = 0.5;
 
 /// The quantile of the t distribution with `degrees` degrees of freedom at this probability. `None` without a degree of
 /// freedom.
@@ -18,7 +18,7 @@ pub fn exceedance(value: f64, degrees: f64) -> Option<f64> {
 }
 
 fn distribution(degrees: f64) -> Option<StudentsT> {
-    (degrees >= LEAST_DEGREES).then(|| StudentsT::new(0.0, 1.0, degrees).ok()).flatten()
+    (degrees >= MIN_DEGREES).then(|| StudentsT::new(0.0, 1.0, degrees).ok()).flatten()
 }
 
 #[cfg(test)]

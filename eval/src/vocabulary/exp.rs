@@ -5,7 +5,7 @@
 pub(super) const EXP_BOUND: f64 = 2e-14;
 
 /// Below this `eˣ` is returned as 0: it is less than 2⁻¹⁰²¹, which is negligible next to the largest term of a sum, 1.
-const LEAST: f64 = -707.0;
+const MIN_ARGUMENT: f64 = -707.0;
 
 /// Returns `eˣ` for `x` up to 1, with a relative error within 2·10⁻¹⁴; 0 below −707, NaN for NaN.
 ///
@@ -18,7 +18,7 @@ pub(super) fn exp(x: f64) -> f64 {
     // Adding and subtracting 1.5·2⁵² rounds to the nearest integer without a branch or a call.
     const ROUND: f64 = 6_755_399_441_055_744.0;
     // Selecting an operand by a comparison vectorizes, and lets NaN pass.
-    let bounded = if x < LEAST { LEAST } else { x };
+    let bounded = if x < MIN_ARGUMENT { MIN_ARGUMENT } else { x };
     let shifted = bounded.mul_add(std::f64::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, bounded));
@@ -35,5 +35,5 @@ pub(super) fn exp(x: f64) -> f64 {
     let p = p.mul_add(r, 1.0);
     // The lowest bits of `shifted` are the integer; they are moved into the exponent field.
     let power = f64::from_bits((shifted.to_bits() << 52).wrapping_add(1023 << 52));
-    if x < LEAST { 0.0 } else { p * power }
+    if x < MIN_ARGUMENT { 0.0 } else { p * power }
 }

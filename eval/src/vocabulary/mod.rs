@@ -118,13 +118,13 @@ pub(crate) fn pass(
     ranked: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<Sums>> {
-    let most = match sources.iter().any(|s| s.output.is_whole()) {
+    let max = match sources.iter().any(|s| s.output.is_whole()) {
         true => WHOLE_POSITIONS,
         false => POSITIONS,
     };
     let mut all = Vec::with_capacity(next.len() * sources.len());
-    for start in (0..next.len()).step_by(most) {
-        let positions = start..next.len().min(start + most);
+    for start in (0..next.len()).step_by(max) {
+        let positions = start..next.len().min(start + max);
         all.extend(some_positions(sources, next, positions, ranked, cancel)?);
     }
     Ok(all)
@@ -167,7 +167,14 @@ fn some_positions(
                     let rows = (rows.clone(), positions.start);
                     source.tile(rows, columns.clone(), whole, &mut scratch.weight, tile)?;
                 }
-                take_in(&mut sums, &scratch.tiles, &next[rows.clone()], columns, ranked, &mut scratch.terms);
+                accumulate(
+                    &mut sums,
+                    &scratch.tiles,
+                    &next[rows.clone()],
+                    columns,
+                    ranked,
+                    &mut scratch.terms,
+                );
             }
             Ok(sums)
         })
@@ -185,7 +192,7 @@ fn some_positions(
 }
 
 /// Accumulates a tile of every source: `[positions, columns]`, with as many positions as `next` has.
-fn take_in(
+fn accumulate(
     sums: &mut [Sums],
     tiles: &[Vec<f32>],
     next: &[u32],
@@ -201,7 +208,7 @@ fn take_in(
         rows.extend(tiles.iter().map(|tile| &tile[i * width..(i + 1) * width]));
         vectorized(
             #[inline(always)]
-            || sums::take_in(sums, &rows, (columns.start as u32, next), ranked, terms),
+            || sums::accumulate(sums, &rows, (columns.start as u32, next), ranked, terms),
         );
     }
 }

@@ -180,7 +180,7 @@ fn cross(weights: &[f64], reference: &[f32], row: &[f32]) -> f64 {
 /// reference's; `next` is the token that follows. With `ranked` the largest are kept. `terms` has twice the length of a
 /// row.
 #[inline(always)]
-pub(super) fn take_in(
+pub(super) fn accumulate(
     sums: &mut [Sums],
     rows: &[&[f32]],
     (first, next): (u32, u32),
@@ -190,11 +190,11 @@ pub(super) fn take_in(
     let width = rows[0].len();
     let (reference_terms, terms) = terms.split_at_mut(width);
     for (s, row) in rows.iter().enumerate() {
-        let most = largest(row);
-        if most > sums[s].largest {
-            let factor = sums[s].factor(most);
+        let max = largest(row);
+        if max > sums[s].largest {
+            let factor = sums[s].factor(max);
             sums[s].total *= factor;
-            sums[s].largest = most;
+            sums[s].largest = max;
             if s == 0 {
                 sums[1..].iter_mut().for_each(|other| other.cross *= factor);
             }
@@ -207,7 +207,7 @@ pub(super) fn take_in(
                 sums[s].cross += cross(reference_terms, rows[0], row);
             }
         }
-        if ranked && sums[s].top.takes(most) {
+        if ranked && sums[s].top.takes(max) {
             sums[s].top.scan(row, first);
         }
         if let Some(&logit) = next.checked_sub(first).and_then(|i| row.get(i as usize)) {

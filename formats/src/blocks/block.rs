@@ -11,7 +11,7 @@ pub struct OpenBlock {
 
 impl BlockType {
     /// Finds the scales of one block of values with the least error, weighted by `importance`; `None` for float types.
-    pub fn settle(&self, x: &[f32], importance: &[f32]) -> Option<OpenBlock> {
+    pub fn fit_scales(&self, x: &[f32], importance: &[f32]) -> Option<OpenBlock> {
         let grid = self.grid?;
         Some(OpenBlock { grid, fields: refine::block(grid, x, importance) })
     }

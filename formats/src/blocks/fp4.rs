@@ -103,7 +103,7 @@ fn nearest(x: f32, scale: f32) -> u8 {
 }
 
 fn largest(x: &[f32]) -> f32 {
-    x.iter().fold(0.0_f32, |most, v| if most < v.abs() { v.abs() } else { most })
+    x.iter().fold(0.0_f32, |max, v| if max < v.abs() { v.abs() } else { max })
 }
 
 /// Writes codes; the low nibbles hold the first half.
@@ -128,7 +128,7 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
 }
 
 /// The exponent that scales the largest magnitude to between 4 and 8.
-fn exponent(most: f32) -> u8 {
+fn exponent(max: f32) -> u8 {
     // Rounded to single precision: just below a large power of two, the logarithm rounds up to that of the power.
     let below = f64::from(most).log2() as f32;
     match most > 0.0 {

@@ -4,7 +4,7 @@
 use super::iq4::LEVELS;
 
 /// Maximum numbers of elements and of parts in a block.
-pub(super) const MOST: usize = 256;
+pub(super) const MAX_CODES: usize = 256;
 pub(super) const PARTS: usize = 16;
 
 /// The grid of a block type.
@@ -54,12 +54,12 @@ pub(super) struct Fields {
     pub(super) factors: [i32; PARTS],
     pub(super) minimums: [i32; PARTS],
     /// Per element.
-    pub(super) codes: [u8; MOST],
+    pub(super) codes: [u8; MAX_CODES],
 }
 
 impl Fields {
     pub(super) const ZERO: Self =
-        Self { d: 0.0, dmin: 0.0, factors: [0; PARTS], minimums: [0; PARTS], codes: [0; MOST] };
+        Self { d: 0.0, dmin: 0.0, factors: [0; PARTS], minimums: [0; PARTS], codes: [0; MAX_CODES] };
 }
 
 impl Grid {

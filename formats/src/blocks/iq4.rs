@@ -4,7 +4,7 @@
 //! of the eight factors in one 16-bit word, their low four bits in four bytes, then the codes.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{NOTHING, largest, nearest, weigh};
+use super::search::{NEGLIGIBLE, largest, nearest, weigh};
 use super::{BlockType, SUPER, f16_bits};
 
 /// 4 bits on levels, `d·T[q]`.
@@ -68,7 +68,7 @@ fn code(x: f32) -> u8 {
 /// Finds the scale of 32 elements.
 fn scale(x: &[f32], importance: Option<&[f32]>, sigma2: f32) -> f32 {
     let max = largest(x);
-    if max.abs() < NOTHING {
+    if max.abs() < NEGLIGIBLE {
         return 0.0;
     }
     let mut weights = [0.0; 32];

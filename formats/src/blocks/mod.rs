@@ -100,7 +100,7 @@ pub static BLOCK_TYPES: &[&BlockType] = &[
 ];
 
 /// Names of the types that ggml defines and this version does not read, by id, for messages.
-const UNREAD: [(u32, &str); 16] = [
+const UNSUPPORTED: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -131,7 +131,7 @@ pub fn block_type_of(id: u32) -> Option<&'static BlockType> {
 
 /// Returns the name of a type that this version does not read.
 pub fn unread_type(id: u32) -> Option<&'static str> {
-    UNREAD.iter().find(|(known, _)| *known == id).map(|(_, name)| *name)
+    UNSUPPORTED.iter().find(|(known, _)| *known == id).map(|(_, name)| *name)
 }
 
 impl BlockType {

@@ -97,11 +97,11 @@ fn pack(fields: &Fields, block: &mut [u8]) {
 /// Returns the common scale of the sub-block scales and writes their codes, offset by 32; the scale of largest
 /// magnitude gets −32.
 fn by_largest(scales: &[f32; 16], codes: &mut [u8; 16]) -> f32 {
-    let most = largest(scales);
-    if most == 0.0 {
+    let max = largest(scales);
+    if max == 0.0 {
         return 0.0;
     }
-    let inverse = -32.0 / most;
+    let inverse = -32.0 / max;
     for (code, scale) in codes.iter_mut().zip(scales) {
         *code = (nearest(inverse * scale).clamp(-32, 31) + 32) as u8;
     }

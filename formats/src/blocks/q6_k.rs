@@ -5,7 +5,7 @@
 //! high bits of all four share a byte.
 
 use super::grid::{Fields, Grid, Scales, Steps};
-use super::search::{NOTHING, largest, nearest, symmetric};
+use super::search::{NEGLIGIBLE, largest, nearest, symmetric};
 use super::{BlockType, SUPER, f16_bits};
 
 /// 6 bits, `d·sc·(q − 32)`.
@@ -44,11 +44,11 @@ fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
             let weights = importance.map(|importance| &importance[part.clone()]);
             *scale = symmetric(32, &x[part.clone()], weights, &mut codes[part]);
         }
-        let most = largest(&scales);
-        if most.abs() < NOTHING {
+        let max = largest(&scales);
+        if max.abs() < NEGLIGIBLE {
             continue;
         }
-        let inverse = -128.0 / most;
+        let inverse = -128.0 / max;
         let d = f16_bits::put(block, 208, 1.0 / inverse);
         for (j, scale) in scales.iter().enumerate() {
             let scale = nearest(inverse * scale).min(127) as i8;

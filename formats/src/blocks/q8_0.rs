@@ -31,7 +31,7 @@ fn pack(fields: &Fields, block: &mut [u8]) {
 
 fn encode(row: &[f32], _importance: Option<&[f32]>, out: &mut [u8]) {
     for (x, block) in row.chunks_exact(32).zip(out.chunks_exact_mut(34)) {
-        let d = x.iter().fold(0.0_f32, |most, v| most.max(v.abs())) / 127.0;
+        let d = x.iter().fold(0.0_f32, |max, v| max.max(v.abs())) / 127.0;
         let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
         f16_bits::put(block, 0, d);
         for (q, v) in block[2..].iter_mut().zip(x) {

@@ -5,7 +5,7 @@
 //! bit.
 
 /// A block whose largest magnitude is below this becomes all zeros.
-pub(super) const NOTHING: f32 = 1e-15;
+pub(super) const NEGLIGIBLE: f32 = 1e-15;
 
 /// Rounds to the nearest integer, half to even, for magnitudes below 2²². Beyond that, and for NaN, the result is taken
 /// from the low bits of the sum with 1.5·2²³, as in the reference.
@@ -64,7 +64,7 @@ impl Fit {
 /// Searches a symmetric grid of codes `-n..n`: returns the scale, and codes plus `n`. `weights` default to `x²`.
 pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut [u8]) -> f32 {
     let max = largest(x);
-    if max.abs() < NOTHING {
+    if max.abs() < NEGLIGIBLE {
         codes.fill(0);
         return 0.0;
     }
@@ -100,7 +100,7 @@ pub(super) fn symmetric(n: i32, x: &[f32], weights: Option<&[f32]>, codes: &mut 
 /// the error: returns the scale, and codes plus `n`.
 pub(super) fn symmetric_by_descent(n: i32, x: &[f32], codes: &mut [u8]) -> f32 {
     let max = largest(x);
-    if max.abs() < NOTHING {
+    if max.abs() < NEGLIGIBLE {
         codes.fill(0);
         return 0.0;
     }
@@ -241,7 +241,7 @@ pub(super) fn positive(top: i32, x: &[f32], weights: &[f32], codes: &mut [u8]) -
             max = x;
         }
     }
-    if max < NOTHING {
+    if max < NEGLIGIBLE {
         codes.fill(0);
         return 0.0;
     }

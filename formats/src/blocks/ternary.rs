@@ -89,7 +89,7 @@ fn pack_2(fields: &Fields, block: &mut [u8]) {
 
 /// The scale, such that the largest magnitude becomes 1.
 fn codes(x: &[f32]) -> ([u8; SUPER], f32) {
-    let d = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+    let d = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
     let inverse = if d != 0.0 { 1.0 / d } else { 0.0 };
     let mut codes = [1; SUPER];
     for (code, x) in codes.iter_mut().zip(x) {

@@ -67,7 +67,7 @@ fn rows_of_zeros_stay_zero() {
 }
 
 #[test]
-fn a_row_that_is_no_whole_number_of_blocks_has_no_bytes() {
+fn a_row_that_is_not_a_multiple_of_the_block_size_has_no_bytes() {
     assert_eq!(Q4_K.row_bytes(255), None);
     assert_eq!(Q4_K.row_bytes(768), Some(3 * 144));
     assert_eq!(Q4_0.row_bytes(48), None);
@@ -86,10 +86,10 @@ proptest! {
                 prop_assert!(back.iter().all(|v| v.is_finite()), "{kind:?}");
                 continue;
             }
-            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
             for (a, b) in row.iter().zip(&back) {
-                let bound = coarseness(kind) * most + 1e-7;
-                prop_assert!((a - b).abs() <= bound, "{kind:?}: {a} became {b}, largest {most}");
+                let bound = coarseness(kind) * max + 1e-7;
+                prop_assert!((a - b).abs() <= bound, "{kind:?}: {a} became {b}, largest {max}");
             }
         }
     }

@@ -24,8 +24,8 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
         if info.shape.len() > MAX_RANK {
             return Err(fault("has too many dimensions"));
         }
-        let most = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
-        if most.is_none() {
+        let max = info.shape.iter().try_fold(info.dtype.size(), |size, &dim| size.checked_mul(dim.max(1)));
+        if max.is_none() {
             return Err(fault("overflows"));
         }
         if info.dtype.byte_len(info.elements() as u64).is_none() {

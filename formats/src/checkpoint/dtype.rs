@@ -35,23 +35,23 @@ pub enum Dtype {
 /// The name of an unknown type, and the bytes of the tensor that has it, which its shape does not determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpaqueDtype {
-    name: [u8; Self::LONGEST],
+    name: [u8; Self::MAX_NAME_BYTES],
     length: u8,
     bytes: u64,
 }
 
 impl OpaqueDtype {
     /// Maximum length of a stored name in bytes.
-    pub const LONGEST: usize = 15;
+    pub const MAX_NAME_BYTES: usize = 15;
 
     /// Creates the type with this name for a tensor of `bytes` bytes; `None` if the name is too long or contains
     /// anything but letters, digits and underscores.
     pub fn new(name: &str, bytes: u64) -> Option<Self> {
         let is_plain = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
-        if name.is_empty() || name.len() > Self::LONGEST || !name.bytes().all(is_plain) {
+        if name.is_empty() || name.len() > Self::MAX_NAME_BYTES || !name.bytes().all(is_plain) {
             return None;
         }
-        let mut kept = [0; Self::LONGEST];
+        let mut kept = [0; Self::MAX_NAME_BYTES];
         kept[..name.len()].copy_from_slice(name.as_bytes());
         Some(Self { name: kept, length: name.len() as u8, bytes })
     }

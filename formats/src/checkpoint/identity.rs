@@ -11,7 +11,7 @@ use crate::digest::{hex, sha256_hex};
 use crate::{CancelToken, Error, Result};
 
 /// Bytes per read.
-const PIECE: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 
 impl ModelDirectory {
     /// The SHA-256 of the model: the hash of the list that `sha256sum config.json *.safetensors` prints for its
@@ -59,7 +59,7 @@ pub fn file_blake3(path: &Path, cancel: &CancelToken) -> Result<String> {
 fn each_piece(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
     let fault = |e| Error::io("read", path, e);
     let mut file = std::fs::File::open(path).map_err(fault)?;
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; READ_BYTES];
     loop {
         cancel.check()?;
         match file.read(&mut piece).map_err(fault)? {

@@ -224,9 +224,9 @@ pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -
 }
 
 /// A few names for a message, and the number of the remaining ones.
-pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>, most: usize) -> String {
+pub(crate) fn listed<'a>(names: impl IntoIterator<Item = &'a str>, max: usize) -> String {
     let mut names = names.into_iter();
-    let shown: Vec<String> = names.by_ref().take(most).map(printable).collect();
+    let shown: Vec<String> = names.by_ref().take(max).map(printable).collect();
     match names.count() {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),

@@ -31,7 +31,7 @@ const OUT: &str = "out";
 const PREVIOUS: &str = "previous";
 const STATES: &str = "states.safetensors";
 /// Maximum size of a record, which lists the result for every linear; a longer one was not written by this program.
-const MOST_RECORD_BYTES: u64 = 256 << 20;
+const MAX_RECORD_BYTES: u64 = 256 << 20;
 /// A lock file holds only a process number.
 const LOCK_BYTES: u64 = 32;
 /// Everything but the lock, in the order of removal: without its record a job cannot be resumed.
@@ -173,8 +173,8 @@ impl Job {
             Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
             _ => {}
         }
-        let text = read_capped(&path, &path, MOST_RECORD_BYTES)?
-            .map_err(|reason| damaged(format!("it {reason}")))?;
+        let text =
+            read_capped(&path, &path, MAX_RECORD_BYTES)?.map_err(|reason| damaged(format!("it {reason}")))?;
         serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
     }
 

@@ -17,7 +17,7 @@ use crate::digest::{Digest256, from_hex, hex};
 use crate::{Error, Result};
 
 /// The journal of a job, open for appending.
-pub(crate) struct Journal {
+pub(crate) struct WriteJournal {
     path: PathBuf,
     file: Box<dyn StagedFile>,
     /// Offset of the next line. A line that failed half-way is overwritten by the next attempt.
@@ -40,7 +40,7 @@ enum Line {
     Record { record: String, value: Value },
 }
 
-impl Journal {
+impl WriteJournal {
     /// Starts a journal with these entries, atomically replacing an earlier one.
     pub(crate) fn start(fs: &dyn FileSystem, path: &Path, entries: &Entries) -> Result<Self> {
         let text = lines(entries)?;

@@ -67,7 +67,7 @@ pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 pub use manifest::PublishedFile;
 pub use memory::{MemorySink, MemorySource};
 pub use names::printable;
-pub use names::{printable_lines, steers};
+pub use names::{is_unprintable, printable_lines};
 #[cfg(feature = "write")]
 pub use overlap::refuse_overlap;
 #[cfg(feature = "write")]

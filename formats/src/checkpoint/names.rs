@@ -29,10 +29,10 @@ fn is_deceptive(c: char) -> bool {
 
 /// Text from a file, made safe for a message: control characters are escaped, and long text is truncated.
 pub fn printable(text: &str) -> String {
-    const MOST: usize = 160;
+    const MAX_CHARS: usize = 160;
     let mut out = String::new();
     for (i, c) in text.chars().enumerate() {
-        if i == MOST {
+        if i == MAX_CHARS {
             out.push('…');
             break;
         }
@@ -42,18 +42,18 @@ pub fn printable(text: &str) -> String {
 }
 
 /// Whether a character could control a terminal or reorder displayed text.
-pub fn steers(c: char) -> bool {
+pub fn is_unprintable(c: char) -> bool {
     c.is_control() && !matches!(c, '\n' | '\t') || is_deceptive(c)
 }
 
 /// Multi-line text made safe for a terminal by escaping control characters.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
-    if !text.chars().any(steers) {
+    if !text.chars().any(is_unprintable) {
         return Cow::Borrowed(text);
     }
     let mut out = String::with_capacity(text.len() + 16);
     for c in text.chars() {
-        if steers(c) { out.extend(c.escape_default()) } else { out.push(c) }
+        if is_unprintable(c) { out.extend(c.escape_default()) } else { out.push(c) }
     }
     Cow::Owned(out)
 }

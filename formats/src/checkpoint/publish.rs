@@ -18,11 +18,11 @@ use super::names::printable;
 use crate::{Error, Result};
 
 /// A larger manifest was not written by this program.
-const MANIFEST_CAP: u64 = 64 << 20;
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 /// The targets that may be replaced.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
+pub(crate) struct ReplacePolicy {
     /// Whether replacing is allowed at all.
     pub(crate) force: bool,
     /// The archive for a single-file target; `None` for a directory.
@@ -50,7 +50,7 @@ pub struct Published {
 /// [`Error::OutputExists`] without `force`; [`Error::Usage`] when it holds anything that this program did not write or
 /// that was changed afterwards (as far as lengths show), so that a mistyped path cannot destroy a home directory or the
 /// original model.
-pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
+pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool> {
     let metadata = match fs::symlink_metadata(target) {
         Ok(metadata) => metadata,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
@@ -89,7 +89,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         return Ok(None);
     }
     let manifest = directory.join(MANIFEST);
-    let listed = match read_capped(&manifest, &manifest, MANIFEST_CAP) {
+    let listed = match read_capped(&manifest, &manifest, MAX_MANIFEST_BYTES) {
         Ok(Ok(bytes)) => manifest_files(&bytes),
         Ok(Err(_)) => None,
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
@@ -128,7 +128,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
 ///
 /// # Errors
 /// The target is unchanged, unless the error is about syncing or restoring.
-pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &Place) -> Result<bool> {
+pub(crate) fn move_into_place(fs: &dyn FileSystem, job: &Job, place: &ReplacePolicy) -> Result<bool> {
     let target = job.target();
     let out = match (&place.file_of, target.file_name()) {
         (Some(_), Some(name)) => job.out().join(name),

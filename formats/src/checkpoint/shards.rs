@@ -22,14 +22,14 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// File extensions of pickle files, which execute code when they are read.
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 /// The maximum number of names in a message.
-const LISTED: usize = 256;
+const MAX_LISTED: usize = 256;
 
 /// The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 #[derive(Debug)]
 pub struct ShardedCheckpoint {
     directory: PathBuf,
     shards: Vec<Shard>,
-    tensors: BTreeMap<String, Place>,
+    tensors: BTreeMap<String, ShardTensor>,
     warnings: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ struct Shard {
 }
 
 #[derive(Debug)]
-struct Place {
+struct ShardTensor {
     shard: usize,
     located: Located,
 }
@@ -65,8 +65,11 @@ impl ShardedCheckpoint {
     /// See [`open`](Self::open).
     pub fn open_file(path: &Path) -> Result<Self> {
         let (shard, header) = Shard::open(path.to_owned(), path)?;
-        let tensors =
-            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let tensors = header
+            .tensors
+            .into_iter()
+            .map(|(name, located)| (name, ShardTensor { shard: 0, located }))
+            .collect();
         let directory = path.parent().unwrap_or(Path::new("")).to_owned();
         Ok(Self { directory, shards: vec![shard], tensors, warnings: Vec::new() })
     }
@@ -88,8 +91,11 @@ impl ShardedCheckpoint {
             let reason = format!("{SINGLE} holds no tensors");
             return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason });
         }
-        let tensors =
-            header.tensors.into_iter().map(|(name, located)| (name, Place { shard: 0, located })).collect();
+        let tensors = header
+            .tensors
+            .into_iter()
+            .map(|(name, located)| (name, ShardTensor { shard: 0, located }))
+            .collect();
         let warnings = stray_weights(root, &[SINGLE.to_owned()])?;
         Ok(Self { directory: root.path().to_owned(), shards: vec![shard], tensors, warnings })
     }
@@ -106,14 +112,14 @@ impl ShardedCheckpoint {
             ShardFault::Index(reason) => broken(reason),
         })?;
         let mut shards = Vec::with_capacity(files.len());
-        let mut found: BTreeMap<String, Place> = BTreeMap::new();
+        let mut found: BTreeMap<String, ShardTensor> = BTreeMap::new();
         for (position, (name, real)) in index.shards.iter().zip(&files).enumerate() {
             let (shard, header) = Shard::open(root.join(name), real)?;
             shards.push(shard);
             for (tensor, located) in header.tensors {
                 match found.entry(tensor) {
                     Entry::Vacant(place) => {
-                        place.insert(Place { shard: position, located });
+                        place.insert(ShardTensor { shard: position, located });
                     }
                     Entry::Occupied(other) => {
                         let first = &index.shards[other.get().shard];
@@ -129,14 +135,15 @@ impl ShardedCheckpoint {
         let mut warnings = Vec::new();
         let tensors = match_index(&index, found, &mut warnings).map_err(broken)?;
         let total: u64 = tensors.values().map(|p| p.located.info.byte_len()).sum();
-        let said = match &index.total_size {
+        let stated = match &index.total_size {
             None => None,
             Some(Ok(size)) => (*size != total).then(|| size.to_string()),
             Some(Err(other)) => Some(other.clone()),
         };
-        if let Some(said) = said {
-            warnings
-                .push(format!("{INDEX}: `metadata.total_size` says {said}, the tensors have {total} bytes"));
+        if let Some(stated) = stated {
+            warnings.push(format!(
+                "{INDEX}: `metadata.total_size` says {stated}, the tensors have {total} bytes"
+            ));
         }
         let mut known = index.shards;
         if let Some(real) = single.filter(|_| !known.iter().any(|s| s == SINGLE)) {
@@ -265,11 +272,11 @@ fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault
     }
     let mut reasons = Vec::new();
     if !absent.is_empty() {
-        let (count, list) = (absent.len(), listed(absent, LISTED));
+        let (count, list) = (absent.len(), listed(absent, MAX_LISTED));
         reasons.push(format!("{count} of {} shards are missing: {list}", names.len()));
     }
     if !dangling.is_empty() {
-        reasons.push(incomplete_download(&listed(dangling, LISTED)));
+        reasons.push(incomplete_download(&listed(dangling, MAX_LISTED)));
     }
     if reasons.is_empty() { Ok(files) } else { Err(ShardFault::Index(reasons.join("; "))) }
 }
@@ -277,9 +284,9 @@ fn find_shards(root: &Root, names: &[String]) -> Result<Vec<PathBuf>, ShardFault
 /// Keeps the tensors that the index names, each from the shard it names.
 fn match_index(
     index: &ShardIndex,
-    mut found: BTreeMap<String, Place>,
+    mut found: BTreeMap<String, ShardTensor>,
     warnings: &mut Vec<String>,
-) -> Result<BTreeMap<String, Place>, String> {
+) -> Result<BTreeMap<String, ShardTensor>, String> {
     let mut tensors = BTreeMap::new();
     let mut missing = Vec::new();
     for (name, &shard) in &index.weight_map {
@@ -288,13 +295,13 @@ fn match_index(
             continue;
         };
         if place.shard != shard {
-            let (said, real) = (&index.shards[shard], &index.shards[place.shard]);
-            missing.push(format!("`{name}` is in {real}, not in {said}"));
+            let (stated, real) = (&index.shards[shard], &index.shards[place.shard]);
+            missing.push(format!("`{name}` is in {real}, not in {stated}"));
         }
         tensors.insert(name, place);
     }
     if !missing.is_empty() {
-        return Err(format!("tensor {}", listed(missing.iter().map(String::as_str), LISTED)));
+        return Err(format!("tensor {}", listed(missing.iter().map(String::as_str), MAX_LISTED)));
     }
     let mut extra: BTreeMap<usize, Vec<&str>> = BTreeMap::new();
     for (name, place) in &found {
@@ -357,7 +364,7 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .iter()
         .filter(|e| PICKLES.iter().any(|p| e.ends_with(p)))
         .map(|e| printable(e))
-        .take(LISTED)
+        .take(MAX_LISTED)
         .collect();
     if pickles.is_empty() {
         let reason = format!("there is neither {SINGLE} nor {INDEX}");

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
 use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
-use super::journal::Journal;
+use super::journal::WriteJournal;
 use super::layout::ShardFile;
 use super::{ShardLayout, WriteOptions};
 use crate::digest::hex;
@@ -29,7 +29,7 @@ pub(crate) fn stage(
     job: &Job,
     layout: &ShardLayout,
     record: &Value,
-) -> Result<(Vec<Staged>, Journal)> {
+) -> Result<(Vec<Staged>, WriteJournal)> {
     let out = job.out();
     fs.create_dir(&out).map_err(|e| failure(fs, "create", &out, 0, e))?;
     let mut shards = Vec::with_capacity(layout.shards().len());
@@ -39,7 +39,7 @@ pub(crate) fn stage(
         shards.push(Staged { path, file, touched: true });
     }
     fs.sync_dir(&out).map_err(|e| failure(fs, "sync", &out, 0, e))?;
-    let journal = Journal::start(fs, &job.journal(), &Default::default())?;
+    let journal = WriteJournal::start(fs, &job.journal(), &Default::default())?;
     job.write_record(fs, record)?;
     Ok((shards, journal))
 }
@@ -117,13 +117,13 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
 
 /// Fails when an interrupted job had a different request.
 pub(crate) fn refuse_differences(job: &Path, differences: &[String]) -> Result<()> {
-    const LISTED: usize = 20;
+    const MAX_LISTED: usize = 20;
     if differences.is_empty() {
         return Ok(());
     }
-    let mut list = differences.iter().take(LISTED).map(|d| format!("\n  {d}")).collect::<String>();
-    if differences.len() > LISTED {
-        list.push_str(&format!("\n  and {} more", differences.len() - LISTED));
+    let mut list = differences.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect::<String>();
+    if differences.len() > MAX_LISTED {
+        list.push_str(&format!("\n  and {} more", differences.len() - MAX_LISTED));
     }
     // First in the list: a run by a different version cannot be resumed, whatever its settings.
     if differences.iter().any(|d| d.starts_with("fingerprint.program.")) {

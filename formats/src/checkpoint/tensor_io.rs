@@ -213,14 +213,14 @@ pub fn require_finite_bytes(path: PathBuf, tensor: &str, dtype: Dtype, bytes: &[
 /// Converts the error for a part of a tensor that is not finite to one with count and first position in the whole
 /// tensor, which is read again to find them.
 pub fn non_finite_in_whole(source: &dyn TensorSource, dtype: Dtype, error: Error) -> Error {
-    const PIECE: u64 = 8 << 20;
+    const CHUNK_BYTES: u64 = 8 << 20;
     let Error::NonFinite { path, tensor, .. } = &error else { return error };
     let Some(len) = source.info(tensor).map(TensorInfo::byte_len) else { return error };
     let (mut total, mut first) = (0, None);
     let mut buffer = Vec::new();
     let mut at = 0;
     while at < len {
-        buffer.resize(PIECE.min(len - at) as usize, 0);
+        buffer.resize(CHUNK_BYTES.min(len - at) as usize, 0);
         if let Err(unreadable) = source.read_range(tensor, at, &mut buffer) {
             return unreadable;
         }

@@ -16,12 +16,12 @@ use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
 use super::job::{Job, differences, job_path, parent_of, refuse_within_job};
-use super::journal::{Entries, Journal};
+use super::journal::{Entries, WriteJournal};
 use super::layout::DEFAULT_SHARD_BYTES;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::names::printable;
 use super::overlap::resolve;
-use super::publish::{Place, Published, check_target, move_into_place};
+use super::publish::{Published, ReplacePolicy, check_target, move_into_place};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
 use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
@@ -68,8 +68,8 @@ impl Default for WriteOptions {
 }
 
 impl WriteOptions {
-    fn place(&self) -> Place {
-        Place { force: self.force, file_of: self.single_file.then(|| self.archive.clone()) }
+    fn place(&self) -> ReplacePolicy {
+        ReplacePolicy { force: self.force, file_of: self.single_file.then(|| self.archive.clone()) }
     }
 }
 
@@ -83,7 +83,7 @@ pub struct CheckpointWriter {
     shards: Vec<Staged>,
     tensors: HashMap<String, Progress>,
     files: BTreeMap<String, PublishedFile>,
-    journal: Journal,
+    journal: WriteJournal,
     /// The records, and those that are not in the journal yet.
     records: BTreeMap<String, Value>,
     fresh_records: BTreeMap<String, Value>,
@@ -174,7 +174,7 @@ impl CheckpointWriter {
         layout: ShardLayout,
         options: WriteOptions,
         shards: Vec<Staged>,
-        journal: Journal,
+        journal: WriteJournal,
     ) -> Self {
         let tensors = layout.shards().iter().flat_map(|s| &s.tensors);
         let tensors = tensors.map(|t| (t.name.clone(), Progress::new(t.info.byte_len()))).collect();
@@ -197,7 +197,7 @@ impl CheckpointWriter {
     /// Takes over staged shards; keeps tensors that are in the journal and match their hash.
     fn resume(fs: Arc<dyn FileSystem>, job: Job, layout: ShardLayout, options: WriteOptions) -> Result<Self> {
         let shards = restage(&*fs, &job, &layout)?;
-        let claimed = Journal::load(&job.journal())?;
+        let claimed = WriteJournal::load(&job.journal())?;
         let mut held = BTreeMap::new();
         let mut lost = Vec::new();
         for (name, hash) in claimed.tensors {
@@ -210,7 +210,7 @@ impl CheckpointWriter {
             }
         }
         let entries = Entries { tensors: held, records: claimed.records };
-        let journal = Journal::start(&*fs, &job.journal(), &entries)?;
+        let journal = WriteJournal::start(&*fs, &job.journal(), &entries)?;
         let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
         writer.records = entries.records;
         let held = entries.tensors;
@@ -263,9 +263,9 @@ impl CheckpointWriter {
     /// # Errors
     /// [`Error::Internal`] when the name is not a plain file name, or exists; [`Error::DiskFull`], [`Error::Io`].
     pub fn add_file(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.refuse_beside_single_file(name)?;
+        self.refuse_with_single_file(name)?;
         self.check_file_name(name)?;
-        let file = self.write_beside(name, bytes)?;
+        let file = self.write_companion(name, bytes)?;
         self.files.insert(name.to_owned(), file);
         Ok(())
     }
@@ -277,7 +277,7 @@ impl CheckpointWriter {
     pub fn add_copy(&mut self, sidecar: &Sidecar) -> Result<()> {
         let original = &sidecar.path;
         let name = original.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        self.refuse_beside_single_file(&name)?;
+        self.refuse_with_single_file(&name)?;
         self.check_file_name(&name)?;
         if let Some(contents) = &sidecar.contents {
             return self.add_file(&name, contents);
@@ -300,7 +300,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    fn refuse_beside_single_file(&self, name: &str) -> Result<()> {
+    fn refuse_with_single_file(&self, name: &str) -> Result<()> {
         match self.options.single_file {
             true => Err(Error::Internal(format!("`{}` would be beside a single file", printable(name)))),
             false => Ok(()),
@@ -359,14 +359,14 @@ impl CheckpointWriter {
         self.commit()?;
         let out = self.job.out();
         if let Some(index) = self.layout.index().map(<[u8]>::to_vec) {
-            let file = self.write_beside(INDEX, &index)?;
+            let file = self.write_companion(INDEX, &index)?;
             self.files.insert(INDEX.to_owned(), file);
         }
         let mut files = timed(observer, "verify", || self.read_back(&out, observer, cancel))?;
         files.sort();
         if !self.options.single_file {
             let manifest = manifest_bytes(&files, &self.options.tool_version);
-            let manifest = self.write_beside(MANIFEST, &manifest)?;
+            let manifest = self.write_companion(MANIFEST, &manifest)?;
             verify_file(&*self.fs, &out, &manifest)?;
             files.push(manifest);
         }
@@ -413,7 +413,7 @@ impl CheckpointWriter {
         Ok(files)
     }
 
-    fn write_beside(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
+    fn write_companion(&self, name: &str, bytes: &[u8]) -> Result<PublishedFile> {
         write_new(&*self.fs, &self.job.out().join(name), bytes)?;
         Ok(PublishedFile::new(name, bytes.len() as u64, sha2::Sha256::digest(bytes).into()))
     }
@@ -430,7 +430,7 @@ pub struct Prepared {
     fs: Arc<dyn FileSystem>,
     job: Job,
     files: Vec<PublishedFile>,
-    place: Place,
+    place: ReplacePolicy,
 }
 
 impl fmt::Debug for Prepared {

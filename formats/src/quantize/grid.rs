@@ -237,10 +237,10 @@ impl GridRule {
         if let Some(format) = self.float {
             return self.fit_float(extent, format);
         }
-        let middle = self.max_code / 2 + 1;
+        let zero_point = self.max_code / 2 + 1;
         let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code, float: None };
         if extent.abs_max() == 0.0 {
-            return Ok(grid(1.0, if self.symmetric { middle } else { 0 }));
+            return Ok(grid(1.0, if self.symmetric { zero_point } else { 0 }));
         }
         let exact = if self.symmetric {
             extent.abs_max() / (f32::from(self.max_code) / 2.0)
@@ -249,7 +249,7 @@ impl GridRule {
         };
         let scale = self.scale(exact, extent)?;
         let zero = if self.symmetric {
-            middle
+            zero_point
         } else {
             round_even(lesser(-extent.min / scale, f32::from(self.max_code))) as u8
         };

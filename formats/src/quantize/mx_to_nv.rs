@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn scales_too_far_apart_are_refused() {
-        for (exponents, says) in [
+        for (exponents, phrase) in [
             (&[-18, 0][..], "from 2^-18 to 2^0"),
             (&[-127, -109], "from 2^-127 to 2^-109"),
             (&[8], "its largest scale is 2^8"),
@@ -165,7 +165,7 @@ mod tests {
             let tensor = rows(exponents);
             let own = ScaleExponents::of(&tensor);
             let error = tensor.into_nvfp4(own).unwrap_err();
-            assert!(error.contains(says), "{error}");
+            assert!(error.contains(phrase), "{error}");
         }
         let mut other = rows(&[0]);
         other.scheme = "wf4a16-g16-nv".parse().unwrap();

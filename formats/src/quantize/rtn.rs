@@ -104,7 +104,7 @@ pub fn quantize_within(
         zeros: tensor.zeros.as_deref_mut(),
         rows: row_scales.as_deref_mut(),
     };
-    let work = Work::new(k, scheme, scale_dtype, clip, rows.count(k)?)?.sharing(&shared, 0);
+    let work = RowQuantizer::new(k, scheme, scale_dtype, clip, rows.count(k)?)?.sharing(&shared, 0);
     let stats = quantize_with(&work, rows, out)?;
     tensor.levels = row_scales.map(|rows| Levels::of(&tensor.scales, rows));
     Ok((tensor, stats))
@@ -127,11 +127,16 @@ pub fn quantize_rows(
     out: QuantizedRows<'_>,
 ) -> Result<ErrorStats, RowsError> {
     let shared = SharedScales::of(rows, columns, (scheme, scale_dtype), ScaleContext::default())?;
-    let work = Work::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?.sharing(&shared, 0);
+    let work =
+        RowQuantizer::new(columns, scheme, scale_dtype, clip, rows.count(columns)?)?.sharing(&shared, 0);
     quantize_with(&work, rows, out)
 }
 
-fn quantize_with(work: &Work<'_>, rows: Rows<'_>, out: QuantizedRows<'_>) -> Result<ErrorStats, RowsError> {
+fn quantize_with(
+    work: &RowQuantizer<'_>,
+    rows: Rows<'_>,
+    out: QuantizedRows<'_>,
+) -> Result<ErrorStats, RowsError> {
     let columns = work.columns;
     let groups = work.rows * work.groups();
     check_len("codes", out.codes.len(), work.rows * columns)?;
@@ -221,7 +226,7 @@ pub fn fake_quantize_within(
     (shared, first): (&SharedScales, usize),
 ) -> Result<(), RowsError> {
     let count = Rows::Floats(weights).count(columns)?;
-    let work = Work::new(columns, scheme, scale_dtype, clip, count)?.sharing(shared, first);
+    let work = RowQuantizer::new(columns, scheme, scale_dtype, clip, count)?.sharing(shared, first);
     let outcomes: Vec<Faults> = weights
         .par_chunks_mut(work.task_rows() * columns)
         .enumerate()
@@ -260,7 +265,7 @@ pub fn row_scales(
         return Ok(None);
     }
     let count = Rows::Floats(weights).count(columns)?;
-    let work = Work::new(columns, scheme, Dtype::F32, None, count)?;
+    let work = RowQuantizer::new(columns, scheme, Dtype::F32, None, count)?;
     let mut faults = Faults::default();
     let rows = weights.chunks_exact(columns).enumerate();
     let scales =
@@ -283,7 +288,7 @@ pub fn fake_quantize_group(
 ) -> Result<(), RowsError> {
     let count = Rows::Floats(weights).count(group_size)?;
     let rule = rule(scheme, scale_dtype)?;
-    let work = Work::of(group_size, group_size, rule, Some(bounds), count)?;
+    let work = RowQuantizer::of(group_size, group_size, rule, Some(bounds), count)?;
     check_len(
         "row scales",
         row_scales.map_or(0, <[f32]>::len),
@@ -304,7 +309,7 @@ pub fn fake_quantize_group(
 }
 
 /// A validated request: how rows are divided and rounded.
-struct Work<'a> {
+struct RowQuantizer<'a> {
     rows: usize,
     columns: usize,
     group_size: usize,
@@ -315,7 +320,7 @@ struct Work<'a> {
     first: usize,
 }
 
-impl<'a> Work<'a> {
+impl<'a> RowQuantizer<'a> {
     fn new(
         columns: usize,
         scheme: LinearScheme,

@@ -205,7 +205,7 @@ fn requests_that_do_not_fit() {
 }
 
 #[test]
-fn no_rows_are_no_problem() {
+fn zero_rows_are_allowed() {
     let tensor = quantize_rtn("t", &[], [0, 128], scheme("w4a16-asym"), Dtype::F16, None).unwrap();
     assert_eq!((tensor.codes.len(), tensor.scales.len(), tensor.zeros), (0, 0, Some(vec![])));
 }

@@ -247,15 +247,15 @@ impl QuantizedTensor {
         if !same_codes || group_size(scheme) != group_size(self.scheme) || !same_input {
             return Err(format!("its weights are {}, not {scheme}", self.scheme));
         }
-        let middle = 1 << (scheme.bits() - 1);
+        let zero_point = 1 << (scheme.bits() - 1);
         match (&self.zeros, scheme.is_symmetric()) {
             (Some(zeros), true) => {
-                if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
+                if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
                     return Err(format!("it has a zero of {zero}, which a symmetric grid does not"));
                 }
                 self.zeros = None;
             }
-            (None, false) => self.zeros = Some(vec![middle; self.scales.len()]),
+            (None, false) => self.zeros = Some(vec![zero_point; self.scales.len()]),
             _ => {}
         }
         if !scheme.is_progressive() {
@@ -314,16 +314,16 @@ mod tests {
     #[test]
     fn what_would_change_a_weight_is_refused() {
         let mut bf16 = tensor("w4a16-g32-sym", Dtype::Bf16);
-        let said = |tensor: &QuantizedTensor, scheme: &str, dtype| {
+        let message = |tensor: &QuantizedTensor, scheme: &str, dtype| {
             tensor.clone().restated(scheme.parse().unwrap(), dtype).unwrap_err()
         };
-        assert!(said(&bf16, "w8a16-g32-sym", Dtype::Bf16).contains("are w4a16-g32-sym"));
-        assert!(said(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
+        assert!(message(&bf16, "w8a16-g32-sym", Dtype::Bf16).contains("are w4a16-g32-sym"));
+        assert!(message(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
         assert!(bf16.clone().restated(bf16.scheme, Dtype::F16).is_ok(), "eight bits fit into eleven");
         bf16.scales[3] = 2.0_f32.powi(-40);
-        assert!(said(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
+        assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
         let asym = tensor("w4a16-g32-asym", Dtype::F16);
-        assert!(said(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero of"));
-        assert!(said(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
+        assert!(message(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero of"));
+        assert!(message(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
     }
 }

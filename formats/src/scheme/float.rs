@@ -101,16 +101,16 @@ pub(super) fn ending(
 impl SchemeRequest {
     /// Adjusts the activations to the granularity, and fails if no such scheme exists. `suffix` is the kind of scales
     /// in the name.
-    pub(super) fn settle_float(&mut self, format: FloatFormat, suffix: Option<&str>) -> Result<()> {
+    pub(super) fn resolve_float(&mut self, format: FloatFormat, suffix: Option<&str>) -> Result<()> {
         self.activations = match (self.activations, self.granularity) {
             (ActivationScheme::Fp8Token, Granularity::Block) => ActivationScheme::Fp8Group,
             (ActivationScheme::Fp8Token, Granularity::Group(_)) => ActivationScheme::Mxfp8,
-            (said, _) => said,
+            (stated, _) => stated,
         };
         self.check_float(format)?;
         match suffix {
-            Some(said) if self::suffix(format, self.granularity) != Some(said) => {
-                Err(Error::usage(format!("scheme `{self}`: its scales are not -{said}"), known()))
+            Some(stated) if self::suffix(format, self.granularity) != Some(stated) => {
+                Err(Error::usage(format!("scheme `{self}`: its scales are not -{stated}"), known()))
             }
             _ => Ok(()),
         }
@@ -119,9 +119,9 @@ impl SchemeRequest {
     /// Fails unless this version supports the scheme.
     pub(super) fn check_float(&self, format: FloatFormat) -> Result<()> {
         use ActivationScheme as A;
-        let said = |what: &str| Err(Error::usage(format!("scheme `{self}`: {what}"), known()));
+        let refuse = |what: &str| Err(Error::usage(format!("scheme `{self}`: {what}"), known()));
         if matches!(self.activations, A::Token | A::Static { .. }) {
-            return said("floating-point weights are not combined with 8-bit integer activations");
+            return refuse("floating-point weights are not combined with 8-bit integer activations");
         }
         let fits = match (format, self.granularity) {
             (FloatFormat::E4m3, Granularity::Channel | Granularity::Tensor) => {
@@ -132,7 +132,7 @@ impl SchemeRequest {
                 matches!(self.activations, A::Float | A::Mxfp8)
             }
             (FloatFormat::E4m3, Granularity::Group(_)) => {
-                return said(
+                return refuse(
                     "FP8 weights have one scale per row, tensor or block, or per 32 inputs (-g32-mx)",
                 );
             }
@@ -140,10 +140,10 @@ impl SchemeRequest {
                 matches!(self.activations, A::Float | A::Nvfp4)
             }
             (FloatFormat::E2m1, Granularity::Group(MX_GROUP)) => self.activations == A::Float,
-            (FloatFormat::E2m1, _) => return said("FP4 weights are in groups: -g16-nv or -g32-mx"),
+            (FloatFormat::E2m1, _) => return refuse("FP4 weights are in groups: -g16-nv or -g32-mx"),
             _ => false,
         };
-        if fits { Ok(()) } else { said("this version has no such activations for such weights") }
+        if fits { Ok(()) } else { refuse("this version has no such activations for such weights") }
     }
 }
 

@@ -232,9 +232,9 @@ impl LinearScheme {
 
     /// Returns the scheme with a symmetric or asymmetric integer grid. Floating-point schemes are unchanged.
     #[must_use]
-    pub fn with_symmetry(mut self, said: bool) -> Self {
+    pub fn with_symmetry(mut self, is_symmetric: bool) -> Self {
         if let WeightFormat::Int { symmetric, .. } = &mut self.weight {
-            *symmetric = said;
+            *symmetric = is_symmetric;
         }
         self
     }

@@ -95,12 +95,12 @@ impl SchemeRequest {
                 }
                 continue;
             }
-            let said = match part {
+            let is_given = match part {
                 "sym" | "asym" => &mut symmetry,
                 "progressive" => &mut progressive,
                 _ => &mut granularity,
             };
-            if std::mem::replace(said, true) {
+            if std::mem::replace(is_given, true) {
                 return Err(unknown());
             }
             match (part, &mut scheme.weight) {
@@ -116,7 +116,7 @@ impl SchemeRequest {
             }
         }
         if let WeightRequest::Float(format) = scheme.weight {
-            scheme.settle_float(format, suffix)?;
+            scheme.resolve_float(format, suffix)?;
         }
         scheme.check()?;
         Ok(scheme)
@@ -213,10 +213,10 @@ impl SchemeRequest {
     ///
     /// # Errors
     /// [`Error::Usage`] for asymmetric floating-point weights.
-    pub fn set_symmetric(&mut self, said: bool) -> Result<()> {
+    pub fn set_symmetric(&mut self, is_symmetric: bool) -> Result<()> {
         match &mut self.weight {
-            WeightRequest::Int { symmetric, .. } => *symmetric = Some(said),
-            WeightRequest::Float(_) if said => {}
+            WeightRequest::Int { symmetric, .. } => *symmetric = Some(is_symmetric),
+            WeightRequest::Float(_) if is_symmetric => {}
             WeightRequest::Float(_) => {
                 return Err(Error::usage(
                     format!("scheme `{self}`: floating-point weights are always symmetric"),

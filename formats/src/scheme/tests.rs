@@ -31,8 +31,8 @@ fn symmetry_may_be_left_open() {
     assert_eq!(open.to_string(), "w4a16-g64");
     assert_eq!(open.refine("w8a16-sym").unwrap().to_string(), "w8a16-g64-sym");
     assert_eq!(open.with_default_symmetry(false).to_string(), "w4a16-g64-asym");
-    let said: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
-    assert_eq!(said.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
+    let message: SchemeRequest = "w4a16-g64-sym".parse().unwrap();
+    assert_eq!(message.with_default_symmetry(false).to_string(), "w4a16-g64-sym");
     assert_eq!("w4a16".parse::<LinearScheme>().unwrap().to_string(), "w4a16-g128-sym");
 }
 
@@ -50,7 +50,7 @@ fn activations_of_8_bits() {
 }
 
 #[test]
-fn what_is_not_understood_or_said_twice_is_refused() {
+fn unknown_and_repeated_parts_are_refused() {
     for text in [
         "",
         "w1a16",

@@ -4,7 +4,7 @@ use core::ffi::c_void;
 
 use quant_kernels_cuda::device::DeviceLimits;
 use quant_kernels_cuda::layout::SECTION;
-use quant_kernels_cuda::linear::{Activation, LinearArguments, LinearPlan, LinearScheme, Output};
+use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearArguments, LinearPlan, Output};
 
 use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};

@@ -145,7 +145,7 @@ impl Pack {
             Some(rows) => address(at.channels, "the channels", product([rows, 4]), 4)?,
             None => 0,
         });
-        let zeros = long(match layout.middle() {
+        let zeros = long(match layout.zero_point() {
             None => address(at.zeros, "the zeros", groups, 1)?,
             Some(_) => 0,
         });
@@ -153,7 +153,7 @@ impl Pack {
         let out = address(at.out, "the packed weights", Some(layout.bytes()), SECTION)?;
         let section = |section| long(out + layout.section(section) as u64);
         let (n, k, group) = (short(n)?, short(k)?, short(group)?);
-        let middle = Argument::U32(layout.middle().map_or(0, u32::from));
+        let middle = Argument::U32(layout.zero_point().map_or(0, u32::from));
         let most = Argument::U32((1 << self.bits) - 1);
         Ok(Each {
             codes: [codes, fault, section(Section::Codes), n, k, middle, most],

@@ -68,8 +68,8 @@ fn describe(layout: &WeightLayout) -> qz1_cuda_layout {
             ScaleType::E4m3 => QZ1_SCALES_E4M3,
             ScaleType::E8m0 => QZ1_SCALES_E8M0,
         },
-        zeros: u32::from(layout.middle().is_none()),
-        middle: layout.middle().map_or(0, u32::from),
+        zeros: u32::from(layout.zero_point().is_none()),
+        middle: layout.zero_point().map_or(0, u32::from),
         sums: u32::from(layout.has_sums()),
         format: match layout.float_format() {
             Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,

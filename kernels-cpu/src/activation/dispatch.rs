@@ -2,7 +2,7 @@
 
 use super::RowLayout;
 use super::element::Element;
-use super::rows::{self, Grid, Place};
+use super::rows::{self, Grid, RowDestination};
 use super::tiles::Tiling;
 use crate::simd::elementwise::dispatched;
 use crate::{Isa, IsaToken};
@@ -25,7 +25,7 @@ dispatched! { rows,
     /// Adds a weighted row.
     fn add_weighted[][](sum: &mut [f32], weight: f32, y: &[f32]);
     /// Rounds a row, and sums it per group.
-    fn quantize[][STATIC](row: &[f32], grid: Grid, to: Place<'_>);
+    fn quantize[][STATIC](row: &[f32], grid: Grid, to: RowDestination<'_>);
     /// Packs a row of floats, in two halves with `SPLIT`.
     fn pack_row[][SPLIT](row: &[f32], layout: RowLayout, place: [usize; 2], words: &mut [u32], sums: &mut [f32]);
     /// Packs a row of floats into its tiles, in the number of parts of the tiling.

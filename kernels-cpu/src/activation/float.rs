@@ -51,7 +51,7 @@ pub struct FloatRows {
     /// Whether the input type was bf16: the second half of every value is zero.
     pub(crate) exact_in_bf16: bool,
     /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
-    made: Vec<f32>,
+    computed: Vec<f32>,
 }
 
 impl FloatRows {
@@ -62,9 +62,9 @@ impl FloatRows {
 
     /// Creates an empty buffer with a chosen number of parts.
     pub fn in_parts(token: IsaToken, parts: Bf16Parts) -> Self {
-        let (words, sums, made) = (Vec::new(), Vec::new(), Vec::new());
+        let (words, sums, computed) = (Vec::new(), Vec::new(), Vec::new());
         let (tiling, tiles) = (None, Vec::new());
-        Self { m: 0, layout: None, token, parts, words, sums, tiling, tiles, exact_in_bf16: false, made }
+        Self { m: 0, layout: None, token, parts, words, sums, tiling, tiles, exact_in_bf16: false, computed }
     }
 
     /// The number of rows.
@@ -131,12 +131,12 @@ impl FloatRows {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let m = source.m();
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_computed() { layout.k } else { 0 };
         // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();
-        let all = extent.add(m, layout, tiling, tiling.is_none(), lent);
+        let all = extent.add(m, layout, tiling, tiling.is_none(), buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activations"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
@@ -155,7 +155,7 @@ impl FloatRows {
 
     /// The segment of all rows, if any were packed.
     pub(crate) fn all(&self) -> Option<Segment> {
-        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+        self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
     /// The tiling for the tile unit, if the instruction set has one.
@@ -170,8 +170,8 @@ impl FloatRows {
         resize(&mut self.tiles, Some(extent.tiles))?;
         // One of the two counts is zero.
         resize(&mut self.sums, Some(extent.sums.max(extent.tile_sums)))?;
-        let made = extent.made.max(self.made.len());
-        resize(&mut self.made, Some(made))
+        let computed = extent.computed.max(self.computed.len());
+        resize(&mut self.computed, Some(computed))
     }
 
     /// The capacity.
@@ -182,7 +182,7 @@ impl FloatRows {
             sums: self.sums.len(),
             tiles: self.tiles.len(),
             tile_sums: self.sums.len(),
-            made: self.made.len(),
+            computed: self.computed.len(),
         }
     }
 
@@ -198,7 +198,7 @@ impl FloatRows {
             words: Disjoint::new(&mut self.words),
             sums: Disjoint::new(&mut self.sums),
             tiles: Disjoint::new(tiles),
-            made: Disjoint::new(&mut self.made),
+            computed: Disjoint::new(&mut self.computed),
         }
     }
 }
@@ -209,7 +209,7 @@ pub(crate) struct FloatMemory<'a> {
     words: Disjoint<'a, u32>,
     sums: Disjoint<'a, f32>,
     tiles: Disjoint<'a, u32>,
-    made: Disjoint<'a, f32>,
+    computed: Disjoint<'a, f32>,
 }
 
 impl FloatMemory<'_> {
@@ -220,9 +220,11 @@ impl FloatMemory<'_> {
     /// Segments must not overlap, and each unit may be packed only once.
     pub(crate) unsafe fn unit(&self, all: &Segment, i: usize, source: &dyn Source) {
         let (layout, token) = (all.layout, self.token);
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_computed() { layout.k } else { 0 };
         // SAFETY: units are disjoint, and the caller guarantees that each is packed once.
-        let made = unsafe { self.made.part(all.at.made + i * lent..all.at.made + (i + 1) * lent) };
+        let computed = unsafe {
+            self.computed.part(all.at.computed + i * buffer_len..all.at.computed + (i + 1) * buffer_len)
+        };
         let Some(tiling) = all.tiling else {
             let (strip, groups, padded) = (strip(all.m, i), layout.groups(), layout.padded());
             let words = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
@@ -231,7 +233,7 @@ impl FloatMemory<'_> {
             let (words, sums) = unsafe { (self.words.part(words), self.sums.part(sums)) };
             for r in 0..strip.len() {
                 // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is packed once.
-                let (row, _) = unsafe { source.row(all.row + strip.start + r, made) };
+                let (row, _) = unsafe { source.row(all.row + strip.start + r, computed) };
                 dispatch::pack(token, row, layout, [r, strip.len()], words, sums);
             }
             return;
@@ -245,7 +247,7 @@ impl FloatMemory<'_> {
             unsafe { (self.tiles.part(words..words + across), self.sums.part(sums..sums + sums_across)) };
         for (r, row) in (i * TILE_ROWS..all.m).take(tiling.rows).enumerate() {
             // SAFETY: each row is in exactly one row tile, and the caller guarantees that each is packed once.
-            let (row, _) = unsafe { source.row(all.row + row, made) };
+            let (row, _) = unsafe { source.row(all.row + row, computed) };
             dispatch::pack_tiles(token, row, layout, tiling, r, words, sums);
         }
     }

@@ -65,8 +65,8 @@ pub fn narrow<E: Element>(
 ) -> Result<(), KernelError> {
     KernelError::length("output", x.len(), out.len())?;
     let out = Disjoint::new(out);
-    parallel.for_each(x.len().div_ceil(PIECE), &|i| {
-        let piece = i * PIECE..x.len().min((i + 1) * PIECE);
+    parallel.for_each(x.len().div_ceil(TASK_VALUES), &|i| {
+        let piece = i * TASK_VALUES..x.len().min((i + 1) * TASK_VALUES);
         // SAFETY: pieces are disjoint, and `Parallel` calls each at most once.
         dispatch::narrow(token, &x[piece.clone()], unsafe { out.part(piece) });
     });

@@ -34,7 +34,7 @@ pub use self::element::Element;
 pub(crate) use self::element::sealed;
 pub use self::float::{Bf16Parts, FloatRows};
 pub use self::forms::{narrow, rms_norm, silu_mul};
-use self::rows::{Grid, Place};
+use self::rows::{Grid, RowDestination};
 use self::segments::{Extent, Segment};
 pub use self::source::{GateUp, RmsNorm};
 use self::source::{Gated, Norm, Plain, Source};
@@ -107,7 +107,7 @@ pub struct Int8Rows {
     pub(crate) tiles: Vec<Line>,
     pub(crate) tile_sums: Vec<i32>,
     /// `[strips][k]`: scratch for rows that are computed before they are rounded.
-    made: Vec<f32>,
+    computed: Vec<f32>,
 }
 
 impl Default for Int8Rows {
@@ -140,7 +140,7 @@ pub(crate) fn resize<T: Copy + Default>(values: &mut Vec<T>, len: Option<usize>)
 impl Int8Rows {
     /// Creates an empty buffer. The instruction set does not affect the results.
     pub fn new(token: IsaToken) -> Self {
-        let (codes, scales, made) = (Vec::new(), Vec::new(), Vec::new());
+        let (codes, scales, computed) = (Vec::new(), Vec::new(), Vec::new());
         let (sums, eights) = (Vec::new(), Vec::new());
         let (tiling, tiles, tile_sums) = (None, Vec::new(), Vec::new());
         Self {
@@ -155,7 +155,7 @@ impl Int8Rows {
             tiling,
             tiles,
             tile_sums,
-            made,
+            computed,
         }
     }
 
@@ -247,12 +247,12 @@ impl Int8Rows {
     ) -> Result<(), KernelError> {
         let fixed = by.map(|by| Ok((by, by.inverse()?))).transpose()?;
         let m = source.m();
-        let lent = if source.is_made() { layout.k } else { 0 };
+        let buffer_len = if source.is_computed() { layout.k } else { 0 };
         // The buffer stays empty until all rows are written: the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout);
         let mut extent = Extent::default();
-        let all = extent.add(m, layout, tiling, true, lent);
+        let all = extent.add(m, layout, tiling, true, buffer_len);
         let all = all.ok_or(KernelError::TooLarge("the activations"))?;
         self.reserve(&extent)?;
         let memory = self.memory();
@@ -271,7 +271,7 @@ impl Int8Rows {
 
     /// The segment of all rows, if any were quantized.
     pub(crate) fn all(&self) -> Option<Segment> {
-        self.layout.map(|layout| Segment::alone(self.m, layout, self.tiling))
+        self.layout.map(|layout| Segment::standalone(self.m, layout, self.tiling))
     }
 
     /// The tiling for the tile unit, if it is used for this number of rows.
@@ -290,8 +290,8 @@ impl Int8Rows {
         resize(&mut self.sums, Some(extent.sums))?;
         resize(&mut self.eights, Some(extent.sums))?;
         resize(&mut self.scales, Some(extent.rows))?;
-        let made = extent.made.max(self.made.len());
-        resize(&mut self.made, Some(made))
+        let computed = extent.computed.max(self.computed.len());
+        resize(&mut self.computed, Some(computed))
     }
 
     /// The capacity.
@@ -302,7 +302,7 @@ impl Int8Rows {
             sums: self.sums.len().min(self.eights.len()),
             tiles: self.tiles.len(),
             tile_sums: self.tile_sums.len(),
-            made: self.made.len(),
+            computed: self.computed.len(),
         }
     }
 
@@ -316,7 +316,7 @@ impl Int8Rows {
             scales: Disjoint::new(&mut self.scales),
             tiles: Disjoint::new(&mut self.tiles),
             tile_sums: Disjoint::new(&mut self.tile_sums),
-            made: Disjoint::new(&mut self.made),
+            computed: Disjoint::new(&mut self.computed),
         }
     }
 
@@ -357,7 +357,7 @@ pub(crate) struct Int8Memory<'a> {
     scales: Disjoint<'a, f32>,
     tiles: Disjoint<'a, Line>,
     tile_sums: Disjoint<'a, i32>,
-    made: Disjoint<'a, f32>,
+    computed: Disjoint<'a, f32>,
 }
 
 impl Int8Memory<'_> {
@@ -375,27 +375,27 @@ impl Int8Memory<'_> {
     ) {
         let (layout, token) = (all.layout, self.token);
         let (k, groups, padded) = (layout.k, layout.groups(), layout.padded());
-        let lent = if source.is_made() { k } else { 0 };
+        let buffer_len = if source.is_computed() { k } else { 0 };
         let strip = strip(all.m, i);
         let codes = all.at.codes + strip.start * padded..all.at.codes + strip.end * padded;
         let at = all.at.sums + strip.start * groups..all.at.sums + strip.end * groups;
-        let made = all.at.made + i * lent..all.at.made + (i + 1) * lent;
+        let computed = all.at.computed + i * buffer_len..all.at.computed + (i + 1) * buffer_len;
         // SAFETY: strips are disjoint, and the caller guarantees that each is quantized once.
         let (codes, scales) =
             unsafe { (self.codes.part(codes), self.scales.part(all.row + strip.start..all.row + strip.end)) };
         // SAFETY: strips are disjoint, and the caller guarantees that each is quantized once.
-        let (sums, eights, made) =
-            unsafe { (self.sums.part(at.clone()), self.eights.part(at), self.made.part(made)) };
+        let (sums, eights, computed) =
+            unsafe { (self.sums.part(at.clone()), self.eights.part(at), self.computed.part(computed)) };
         let rows = strip.len();
         for (r, scale) in scales.iter_mut().enumerate() {
             // SAFETY: each row is in exactly one strip, and the caller guarantees that each strip is quantized once.
-            let (row, largest) = unsafe { source.row(all.row + strip.start + r, made) };
+            let (row, largest) = unsafe { source.row(all.row + strip.start + r, computed) };
             let grid = match fixed {
                 Some((by, inverse)) => Grid::fixed(by, inverse, largest),
                 None => Grid::of(largest),
             };
             *scale = grid.scale;
-            let place = Place { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
+            let place = RowDestination { layout, r, rows, codes: &mut *codes, sums: &mut *sums };
             match fixed {
                 Some(_) => dispatch::quantize::<true>(token, row, grid, place),
                 None => dispatch::quantize::<false>(token, row, grid, place),

@@ -24,7 +24,7 @@ pub(crate) struct Grid {
 }
 
 /// The destination of a row in a strip: row `r` of `rows`.
-pub(crate) struct Place<'a> {
+pub(crate) struct RowDestination<'a> {
     pub(super) layout: RowLayout,
     pub(super) r: usize,
     pub(super) rows: usize,
@@ -90,21 +90,20 @@ unsafe fn magnitude<L: RowLanes>(a: L::F) -> L::I {
 pub(super) unsafe fn largest<L: RowLanes>(row: &[f32]) -> f32 {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
-        let mut most = [L::splat(0); SUMS];
+        let mut max = [L::splat(0); SUMS];
         let mut at = 0;
         while at + SUMS * LANES <= row.len() {
-            for (i, most) in most.iter_mut().enumerate() {
-                *most =
-                    L::max_i32(*most, magnitude::<L>(L::load_f32(row.as_ptr().add(at + i * LANES).cast())));
+            for (i, max) in max.iter_mut().enumerate() {
+                *max = L::max_i32(*max, magnitude::<L>(L::load_f32(row.as_ptr().add(at + i * LANES).cast())));
             }
             at += SUMS * LANES;
         }
         while at < row.len() {
-            most[0] = L::max_i32(most[0], magnitude::<L>(load::<L, f32>(row, at)));
+            max[0] = L::max_i32(max[0], magnitude::<L>(load::<L, f32>(row, at)));
             at += LANES;
         }
-        let most = L::max_i32(L::max_i32(most[0], most[1]), L::max_i32(most[2], most[3]));
-        f32::from_bits(L::largest(most) as u32)
+        let max = L::max_i32(L::max_i32(max[0], max[1]), L::max_i32(max[2], max[3]));
+        f32::from_bits(L::largest(max) as u32)
     }
 }
 
@@ -114,13 +113,13 @@ pub(super) unsafe fn widen<L: RowLanes, E: Element>(x: &[E], out: &mut [f32]) ->
     assert_eq!(x.len(), out.len());
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
-        let mut most = L::splat(0);
+        let mut max = L::splat(0);
         for at in (0..x.len()).step_by(LANES) {
             let v = load::<L, E>(x, at);
-            most = L::max_i32(most, magnitude::<L>(v));
+            max = L::max_i32(max, magnitude::<L>(v));
             store::<L, f32>(out, at, v);
         }
-        f32::from_bits(L::largest(most) as u32)
+        f32::from_bits(L::largest(max) as u32)
     }
 }
 
@@ -165,13 +164,13 @@ pub(super) unsafe fn rms_norm<L: RowLanes, E: Element>(
             L::store_f32(lanes.as_mut_ptr().add(i * LANES), sum);
         }
         let by = L::splat_f32(inverse_root(&mut lanes, k, eps));
-        let mut most = L::splat(0);
+        let mut max = L::splat(0);
         for at in (0..k).step_by(LANES) {
             let v = L::mul_f32(L::mul_f32(load::<L, f32>(out, at), by), load::<L, f32>(weight, at));
-            most = L::max_i32(most, magnitude::<L>(v));
+            max = L::max_i32(max, magnitude::<L>(v));
             store::<L, f32>(out, at, v);
         }
-        f32::from_bits(L::largest(most) as u32)
+        f32::from_bits(L::largest(max) as u32)
     }
 }
 
@@ -193,13 +192,13 @@ pub(super) unsafe fn silu_mul<L: RowLanes, E: Element>(gate: &[E], up: &[E], out
     assert!(gate.len() == up.len() && gate.len() == out.len());
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
-        let mut most = L::splat(0);
+        let mut max = L::splat(0);
         for at in (0..out.len()).step_by(LANES) {
             let v = L::mul_f32(silu::<L>(load::<L, E>(gate, at)), load::<L, E>(up, at));
-            most = L::max_i32(most, magnitude::<L>(v));
+            max = L::max_i32(max, magnitude::<L>(v));
             store::<L, f32>(out, at, v);
         }
-        f32::from_bits(L::largest(most) as u32)
+        f32::from_bits(L::largest(max) as u32)
     }
 }
 
@@ -230,11 +229,11 @@ pub(super) unsafe fn clamped_mul<L: RowLanes>(
     assert!(gate.len() == up.len() && gate.len() == out.len());
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
-        let (most, one) = (L::splat_f32(limit), L::splat_f32(1.0));
+        let (max, one) = (L::splat_f32(limit), L::splat_f32(1.0));
         for at in (0..out.len()).step_by(LANES) {
             // `min_f32` and `max_f32` return the second operand if either is NaN.
-            let g = L::min_f32(most, load::<L, f32>(gate, at));
-            let u = L::max_f32(L::splat_f32(-limit), L::min_f32(most, load::<L, f32>(up, at)));
+            let g = L::min_f32(max, load::<L, f32>(gate, at));
+            let u = L::max_f32(L::splat_f32(-limit), L::min_f32(max, load::<L, f32>(up, at)));
             let v = L::mul_f32(g, sigmoid::<L>(L::mul_f32(L::splat_f32(alpha), g)));
             store::<L, f32>(out, at, L::mul_f32(v, L::add_f32(u, one)));
         }
@@ -288,8 +287,12 @@ unsafe fn sigmoid<L: RowLanes>(g: L::F) -> L::F {
 /// Rounds a row to integers and sums it per group. With `STATIC`, the zero point is added and the result is clamped to
 /// eight bits; otherwise it always fits.
 #[inline(always)]
-pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(row: &[f32], grid: Grid, to: Place<'_>) {
-    let Place { layout, r, rows, codes, sums } = to;
+pub(super) unsafe fn quantize<L: RowLanes, const STATIC: bool>(
+    row: &[f32],
+    grid: Grid,
+    to: RowDestination<'_>,
+) {
+    let RowDestination { layout, r, rows, codes, sums } = to;
     let (size, steps) = (layout.group_size, layout.steps);
     assert!(r < rows && row.len() == layout.k);
     assert!(codes.len() == layout.padded() * rows && sums.len() == layout.groups() * rows);

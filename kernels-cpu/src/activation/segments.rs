@@ -21,7 +21,7 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// A segment of rows that share their memory with no others.
-    pub(crate) fn alone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
+    pub(crate) fn standalone(m: usize, layout: RowLayout, tiling: Option<Tiling>) -> Self {
         Self { m, layout, tiling, row: 0, at: Extent::default() }
     }
 
@@ -59,18 +59,18 @@ pub(crate) struct Extent {
     pub(crate) tiles: usize,
     pub(crate) tile_sums: usize,
     /// Values of rows that are computed before they are rounded or packed.
-    pub(crate) made: usize,
+    pub(crate) computed: usize,
 }
 
 impl Extent {
-    /// Appends a segment; `lent` is the width of computed rows. `None` on overflow.
+    /// Appends a segment; `buffer_len` is the width of computed rows. `None` on overflow.
     pub(crate) fn add(
         &mut self,
         m: usize,
         layout: RowLayout,
         tiling: Option<Tiling>,
         in_strips: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Segment> {
         let segment = Segment { m, layout, tiling, row: self.rows, at: *self };
         self.rows = self.rows.checked_add(m)?;
@@ -82,34 +82,34 @@ impl Extent {
             self.tiles = self.tiles.checked_add(tiling.bytes(m)?.div_ceil(LINE))?;
             self.tile_sums = self.tile_sums.checked_add(tiling.sums(m)?)?;
         }
-        self.made = self.made.checked_add(segment.units(in_strips).checked_mul(lent)?)?;
+        self.computed = self.computed.checked_add(segment.units(in_strips).checked_mul(buffer_len)?)?;
         Some(segment)
     }
 
     /// The maximum for `rows` rows, however they are divided into `segments` segments.
-    pub(crate) fn most(
+    pub(crate) fn bound(
         rows: usize,
         segments: usize,
         layout: RowLayout,
         tiles: Option<Tiling>,
         in_strips: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Self> {
         let segments = segments.min(rows);
         let strips = rows.min(segments.checked_add(rows / MAX_ROWS)?);
         // A segment's last tile may be partial.
         let row_tiles = segments.checked_add(rows / TILE_ROWS)?;
         let units = if in_strips { strips } else { row_tiles };
-        let mut most = Self { rows, made: units.checked_mul(lent)?, ..Self::default() };
+        let mut bound = Self { rows, computed: units.checked_mul(buffer_len)?, ..Self::default() };
         if in_strips {
-            most.codes = rows.checked_mul(layout.padded())?;
-            most.sums = rows.checked_mul(layout.groups())?;
+            bound.codes = rows.checked_mul(layout.padded())?;
+            bound.sums = rows.checked_mul(layout.groups())?;
         }
         if let Some(tiling) = tiles {
-            most.tiles = row_tiles.checked_mul(tiling.bytes(TILE_ROWS)?.div_ceil(LINE))?;
-            most.tile_sums = row_tiles.checked_mul(tiling.sums(TILE_ROWS)?)?;
+            bound.tiles = row_tiles.checked_mul(tiling.bytes(TILE_ROWS)?.div_ceil(LINE))?;
+            bound.tile_sums = row_tiles.checked_mul(tiling.sums(TILE_ROWS)?)?;
         }
-        Some(most)
+        Some(bound)
     }
 
     /// The element-wise maximum.
@@ -120,7 +120,7 @@ impl Extent {
             sums: self.sums.max(other.sums),
             tiles: self.tiles.max(other.tiles),
             tile_sums: self.tile_sums.max(other.tile_sums),
-            made: self.made.max(other.made),
+            computed: self.computed.max(other.computed),
         }
     }
 
@@ -139,20 +139,20 @@ mod tests {
     #[test]
     fn what_is_stated_holds_every_split() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
-        for (in_strips, least) in [(true, 16), (false, 0)] {
+        for (in_strips, min_rows) in [(true, 16), (false, 0)] {
             for rows in [0, 1, 7, 16, 33, 100] {
                 for segments in [1, 3, 8] {
                     let all = Tiling::new(TILE_ROWS, layout, STEP, 1);
-                    let most = Extent::most(rows, segments, layout, Some(all), in_strips, 96).unwrap();
+                    let bound = Extent::bound(rows, segments, layout, Some(all), in_strips, 96).unwrap();
                     for seed in 0..50_usize {
                         let mut counts = vec![0_usize; segments];
                         (0..rows).for_each(|row| counts[(row * (seed + 1) * 7 / 3 + seed) % segments] += 1);
                         let mut extent = Extent::default();
                         for &m in counts.iter().filter(|&&m| m > 0) {
-                            let tiling = (m >= least).then(|| Tiling::new(m, layout, STEP, 1));
+                            let tiling = (m >= min_rows).then(|| Tiling::new(m, layout, STEP, 1));
                             extent.add(m, layout, tiling, in_strips, 96).unwrap();
                         }
-                        assert!(extent.rows == rows && most.holds(&extent), "{extent:?} in {most:?}");
+                        assert!(extent.rows == rows && bound.holds(&extent), "{extent:?} in {bound:?}");
                     }
                 }
             }
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn what_no_number_holds_is_none() {
         let layout = RowLayout { k: 96, group_size: 32, steps: 4 };
-        assert_eq!(Extent::most(usize::MAX / 8, 2, layout, None, true, 0), None);
+        assert_eq!(Extent::bound(usize::MAX / 8, 2, layout, None, true, 0), None);
         assert!(Extent::default().add(usize::MAX / 8, layout, None, true, 0).is_none());
     }
 }

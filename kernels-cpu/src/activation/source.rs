@@ -34,13 +34,14 @@ pub(crate) trait Source: Sync {
     fn m(&self) -> usize;
 
     /// Whether rows are computed into memory that the caller provides.
-    fn is_made(&self) -> bool;
+    fn is_computed(&self) -> bool;
 
-    /// Returns a row and its largest magnitude. If [`is_made`](Self::is_made), `lent` must have the width of a row.
+    /// Returns a row and its largest magnitude. If [`is_computed`](Self::is_computed), `buffer` must have the width of
+    /// a row.
     ///
     /// # Safety
     /// Each row may be requested only once.
-    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32);
+    unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32);
 }
 
 fn rows_of(what: &'static str, len: usize, k: usize) -> Result<usize, KernelError> {
@@ -67,12 +68,12 @@ impl<E: Element> Source for Plain<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         E::as_f32(self.x).is_none()
     }
 
-    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
-        plain(self.token, &self.x[row * self.k..][..self.k], lent)
+    unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32) {
+        plain(self.token, &self.x[row * self.k..][..self.k], buffer)
     }
 }
 
@@ -96,22 +97,22 @@ impl<E: Element> Source for Gathered<'_, E> {
         self.rows.len()
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         E::as_f32(self.x).is_none()
     }
 
-    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
-        plain(self.token, &self.x[self.rows[row] as usize * self.k..][..self.k], lent)
+    unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32) {
+        plain(self.token, &self.x[self.rows[row] as usize * self.k..][..self.k], buffer)
     }
 }
 
-/// A row as it is, or converted to `f32` in `lent`.
-fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], lent: &'s mut [f32]) -> (&'s [f32], f32) {
+/// A row as it is, or converted to `f32` in `buffer`.
+fn plain<'s, E: Element>(token: IsaToken, x: &'s [E], buffer: &'s mut [f32]) -> (&'s [f32], f32) {
     match E::as_f32(x) {
         Some(x) => (x, dispatch::largest(token, x)),
         None => {
-            let largest = dispatch::widen(token, x, lent);
-            (lent, largest)
+            let largest = dispatch::widen(token, x, buffer);
+            (buffer, largest)
         }
     }
 }
@@ -149,17 +150,17 @@ impl<E: Element> Source for Norm<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         true
     }
 
-    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+    unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32) {
         let (weight, eps) = (self.by.weight, self.by.eps);
         let range = row * weight.len()..(row + 1) * weight.len();
         // SAFETY: rows are disjoint, and the caller guarantees that each is requested once.
         let residual = self.residual.as_ref().map(|r| unsafe { r.part(range.clone()) });
-        let largest = dispatch::rms_norm(self.token, &self.x[range], residual, weight, eps, lent);
-        (lent, largest)
+        let largest = dispatch::rms_norm(self.token, &self.x[range], residual, weight, eps, buffer);
+        (buffer, largest)
     }
 }
 
@@ -190,17 +191,17 @@ impl<E: Element> Source for Gated<'_, E> {
         self.m
     }
 
-    fn is_made(&self) -> bool {
+    fn is_computed(&self) -> bool {
         true
     }
 
-    unsafe fn row<'s>(&'s self, row: usize, lent: &'s mut [f32]) -> (&'s [f32], f32) {
+    unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32) {
         let k = self.k;
         let (gate, up) = match self.x {
             GateUp::Apart { gate, up } => (&gate[row * k..][..k], &up[row * k..][..k]),
             GateUp::Joined(both) => both[2 * row * k..][..2 * k].split_at(k),
         };
-        let largest = dispatch::silu_mul(self.token, gate, up, lent);
-        (lent, largest)
+        let largest = dispatch::silu_mul(self.token, gate, up, buffer);
+        (buffer, largest)
     }
 }

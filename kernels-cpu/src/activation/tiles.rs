@@ -41,8 +41,8 @@ pub(crate) struct Tiling {
 impl Tiling {
     /// The tiling of `m` rows, `m > 0`, with `step_bytes` bytes per step and `parts` parts.
     pub(crate) fn new(m: usize, layout: RowLayout, step_bytes: usize, parts: usize) -> Self {
-        let most = TILE_BYTES / step_bytes;
-        let blocks = layout.steps.div_ceil(most);
+        let max = TILE_BYTES / step_bytes;
+        let blocks = layout.steps.div_ceil(max);
         let (rows, steps) = (m.clamp(1, TILE_ROWS), layout.steps.div_ceil(blocks));
         Self { rows, groups: layout.groups(), blocks, steps, step_bytes, parts }
     }

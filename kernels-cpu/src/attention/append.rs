@@ -9,7 +9,7 @@ use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel};
 
 /// Page numbers up to this count are compared without allocating.
-const FEW: usize = 64;
+const INLINE_PAGES: usize = 64;
 
 impl KvLayout {
     /// Appends `m` tokens to each list, one list per key-value head. `keys` and `values` are `[m, lists, head_dim]`;
@@ -51,12 +51,12 @@ impl KvLayout {
             }
             count += written.len();
         }
-        apart(lists, m, count)?;
+        require_distinct(lists, m, count)?;
         let place = |head: usize, i: usize| {
             let at = lists[head].tokens + i;
             (lists[head].pages[at / PAGE_TOKENS] as usize, at % PAGE_TOKENS)
         };
-        // SAFETY: two heads write to different pages, since `apart` found no page to be written twice.
+        // SAFETY: two heads write to different pages, since `require_distinct` found no page to be written twice.
         unsafe { self.write_all(bytes, kv, m, &place, keys, values, parallel) }
     }
 
@@ -104,8 +104,8 @@ fn written<'a>(list: &PageList<'a>, m: usize) -> Result<&'a [u32], KernelError> 
 }
 
 /// Fails if any of the `count` pages to be written occurs twice.
-fn apart(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
-    let mut few = [0; FEW];
+fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<(), KernelError> {
+    let mut few = [0; INLINE_PAGES];
     let mut many = Vec::new();
     let named = match few.get_mut(..count) {
         Some(few) => few,

@@ -5,7 +5,7 @@ use super::dispatch::Path;
 use super::kernel::{CHUNK, CHUNK_PAGES, Mass, TILE_ROWS, Tile};
 use super::layout::{KvLayout, MAX_HEAD_DIM, PAGE_TOKENS};
 use super::list::{Heads, PageList};
-use super::query::{LARGEST_QUERY, largest, quantize};
+use super::query::{MAX_QUERY, largest, quantize};
 use crate::parallel::Disjoint;
 use crate::{IsaToken, KernelError, Parallel};
 
@@ -76,7 +76,7 @@ impl<'a> KvPages<'a> {
     /// Computes the attention of queries `q` `[m, heads.query, head_dim]`, with one page list per key-value head. `out`
     /// has the shape of `q`; `lse` `[m, heads.query]` receives the logarithm of the sum of `exp(score)`, with which
     /// results on parts of a sequence can be [merged](super::merge). A query that sees no token gets zeros and minus
-    /// infinity. A query head that is not finite, or whose `scale · q` is beyond [`LARGEST_QUERY`], gets NaN.
+    /// infinity. A query head that is not finite, or whose `scale · q` is beyond [`MAX_QUERY`], gets NaN.
     ///
     /// # Errors
     /// When a length is wrong, the number of query heads is not a multiple of that of key-value heads, the scale is not
@@ -299,10 +299,10 @@ impl<'l> Call<'_, 'l> {
                     (scale * self.heads.scale, sum as f32)
                 } else {
                     let largest = largest(q);
-                    let fits = largest * self.heads.scale.abs().max(1.0) <= LARGEST_QUERY;
+                    let fits = largest * self.heads.scale.abs().max(1.0) <= MAX_QUERY;
                     (if fits { self.heads.scale } else { f32::NAN }, 0.0)
                 };
-                self.factor(row).write(if factor.abs() <= LARGEST_QUERY { factor } else { f32::NAN });
+                self.factor(row).write(if factor.abs() <= MAX_QUERY { factor } else { f32::NAN });
                 self.word(self.room.sums + row).cast::<f32>().write(sum);
             }
         }
@@ -458,7 +458,7 @@ impl<'l> Call<'_, 'l> {
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
             let total = *self.word(self.room.totals + row).cast::<f32>();
-            Mass { most: *self.lse.pointer().add(row), total }
+            Mass { max: *self.lse.pointer().add(row), total }
         }
     }
 
@@ -467,7 +467,7 @@ impl<'l> Call<'_, 'l> {
     unsafe fn store(&self, row: usize, mass: Mass) {
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe {
-            self.lse.pointer().add(row).write(mass.most);
+            self.lse.pointer().add(row).write(mass.max);
             self.word(self.room.totals + row).cast::<f32>().write(mass.total);
         }
     }
@@ -492,7 +492,7 @@ impl<'l> Call<'_, 'l> {
         } else {
             let inverse = 1.0 / mass.total;
             out.iter_mut().for_each(|v| *v *= inverse);
-            (f64::from(mass.most) + f64::from(mass.total).ln()) as f32
+            (f64::from(mass.max) + f64::from(mass.total).ln()) as f32
         };
         // SAFETY: the caller guarantees that the row is in range and that no other thread accesses it.
         unsafe { lse.write(result) };

@@ -154,8 +154,8 @@ impl KvCache {
         let none = |_| KernelError::Memory("the cache");
         if lines > self.lines.capacity() {
             // Grow by half, up to the maximum.
-            let most = self.max_bytes() / LINE;
-            let wanted = lines.max(self.lines.len() + self.lines.len() / 2).min(most);
+            let max = self.max_bytes() / LINE;
+            let wanted = lines.max(self.lines.len() + self.lines.len() / 2).min(max);
             self.lines.try_reserve_exact(wanted - self.lines.len()).map_err(none)?;
         }
         for list in &mut self.lists {

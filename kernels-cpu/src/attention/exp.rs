@@ -5,7 +5,7 @@ use crate::simd::Lanes;
 
 /// Inputs below this are clamped to it: `e⁻⁸⁷` is safely above the subnormal numbers, and negligible next to the 1 of
 /// the largest score.
-const LEAST: f32 = -87.0;
+const MIN_ARGUMENT: f32 = -87.0;
 /// ln 2 in two parts: its upper bits, few enough that products with integers are exact, and the rest.
 const LN_2: [f32; 2] = [0.693_115_23, 3.194_618_3e-5];
 /// `(eʳ − 1 − r) / r²` for `|r| ≤ ln 2 / 2`: interpolated at five Chebyshev nodes; the relative error of `eʳ` is
@@ -21,7 +21,7 @@ pub(super) unsafe fn exp<L: Lanes>(x: L::F) -> L::F {
     // SAFETY: the caller guarantees that the processor has the instructions of `L`.
     unsafe {
         let (one, minus) = (L::splat_f32(1.0), L::splat_f32(-1.0));
-        let x = L::max_f32(x, L::splat_f32(LEAST));
+        let x = L::max_f32(x, L::splat_f32(MIN_ARGUMENT));
         // x = n · ln 2 + r; the lowest bits of `rounded` are n.
         let rounded = L::fma(x, L::splat_f32(core::f32::consts::LOG2_E), L::splat_f32(ROUND));
         let minus_n = L::fma(rounded, minus, L::splat_f32(ROUND));

@@ -22,7 +22,7 @@ use half::f16;
 use crate::KernelError;
 
 /// The largest allowed magnitude of a key or value: the largest f16.
-pub const LARGEST: f32 = 65504.0;
+pub const MAX_MAGNITUDE: f32 = 65504.0;
 
 /// The grid of one head of one token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -83,7 +83,7 @@ pub(crate) fn check_values(x: &[f32]) -> Result<(), KernelError> {
     // Magnitudes compare like their bits, and infinity and NaN compare above all finite ones.
     let largest = x.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest));
     match f32::from_bits(largest) {
-        largest if largest <= LARGEST => Ok(()),
+        largest if largest <= MAX_MAGNITUDE => Ok(()),
         largest if largest.is_finite() => Err(KernelError::TooLarge("a key or value")),
         _ => Err(KernelError::Scheme("a key or value that is not finite")),
     }
@@ -148,7 +148,8 @@ mod tests {
         ) {
             let spread = 2.0_f32.powi(spread);
             let centre = if around { centre / 65536.0 * spread } else { centre };
-            let x: Vec<f32> = parts.iter().map(|v| (centre + v * spread).clamp(-LARGEST, LARGEST)).collect();
+            let x = parts.iter().map(|v| (centre + v * spread).clamp(-MAX_MAGNITUDE, MAX_MAGNITUDE));
+            let x: Vec<f32> = x.collect();
             let (codes, grid, out) = round_trip(&x, bits);
             let step = f64::from(grid.scale.to_f32());
             prop_assert!(step.is_finite() && step >= 0.0 && grid.zero.is_finite());
@@ -175,7 +176,9 @@ mod tests {
 
     #[test]
     fn constants_and_ends_are_kept() {
-        for v in [0.0, -0.0, 3.0, -3.0, LARGEST, -LARGEST, 2.0_f32.powi(-24), -(2.0_f32.powi(-24))] {
+        for v in
+            [0.0, -0.0, 3.0, -3.0, MAX_MAGNITUDE, -MAX_MAGNITUDE, 2.0_f32.powi(-24), -(2.0_f32.powi(-24))]
+        {
             for bits in [4, 8] {
                 let (codes, grid, out) = round_trip(&[v; 9], bits);
                 assert_eq!((codes, grid.scale.to_f32(), out), (vec![0; 9], 0.0, vec![v; 9]));
@@ -183,8 +186,8 @@ mod tests {
             }
         }
         // The widest range; constants that f16 does not represent; values below the smallest f16.
-        let (codes, grid, out) = round_trip(&[-LARGEST, LARGEST], 4);
-        assert!(grid.scale.is_finite() && codes == [0, 15] && out[0] == -LARGEST);
+        let (codes, grid, out) = round_trip(&[-MAX_MAGNITUDE, MAX_MAGNITUDE], 4);
+        assert!(grid.scale.is_finite() && codes == [0, 15] && out[0] == -MAX_MAGNITUDE);
         for v in [1.0 / 3.0, -1.0 / 3.0, 1000.3, 1e-9, -1e-9] {
             let (_, _, out) = round_trip(&[v; 4], 4);
             // Scales are subnormal here, the finest possible.

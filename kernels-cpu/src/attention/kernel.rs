@@ -6,9 +6,9 @@
 
 use core::mem::MaybeUninit;
 
-use super::ahead::{Ahead, KEY_LINES, SCORE_LINES, VALUE_LINES};
 use super::exp::exp;
 use super::layout::{KvLayout, PAGE_TOKENS};
+use super::prefetcher::{KEY_LINES, Prefetcher, SCORE_LINES, VALUE_LINES};
 use crate::layout::{PANEL_ROWS, STEP};
 use crate::simd::{Lanes, ValueLanes};
 
@@ -48,13 +48,13 @@ pub(super) struct Tile<'a> {
 /// For a query row and some tokens: the largest score, and the sum of `exp(score − largest)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Mass {
-    pub(super) most: f32,
+    pub(super) max: f32,
     pub(super) total: f32,
 }
 
 impl Mass {
     /// The mass of no tokens.
-    pub(super) const NONE: Self = Self { most: f32::NEG_INFINITY, total: 0.0 };
+    pub(super) const NONE: Self = Self { max: f32::NEG_INFINITY, total: 0.0 };
 }
 
 /// A score, and later a probability, for each token of a chunk, row after row.
@@ -85,7 +85,7 @@ pub(super) unsafe fn attend<L: ValueLanes, const BITS: usize, const MR: usize>(
         }
         let (start, pages) = (t.first / PAGE_TOKENS, end.div_ceil(PAGE_TOKENS));
         let page = |i: usize| t.bytes.wrapping_add(t.pages[i] as usize * t.layout.page_bytes());
-        let mut ahead = Ahead::new(t, &t.pages[start..pages]);
+        let mut ahead = Prefetcher::new(t, &t.pages[start..pages]);
         for i in start..pages {
             let out = at.add(i * PAGE_TOKENS);
             if L::WIDE {
@@ -143,7 +143,7 @@ const fn step_bytes<L: ValueLanes, const BITS: usize>() -> usize {
 unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usize>(
     t: &Tile<'_>,
     page: *const u8,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     panel: usize,
     out: *mut f32,
 ) {
@@ -161,7 +161,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
                     k[p] = L::load_f16(at.add((p * d + i) * row));
                 }
                 if i % STEP == 0 {
-                    ahead.ask::<L>(KEY_LINES[2] * NP / 4);
+                    ahead.prefetch::<L>(KEY_LINES[2] * NP / 4);
                 }
                 for m in 0..MR {
                     let q = L::splat_f32(t.q[m].cast::<f32>().add(i).read_unaligned());
@@ -184,7 +184,7 @@ unsafe fn keys<L: ValueLanes, const BITS: usize, const MR: usize, const NP: usiz
                     let line = (p * steps + s) * bytes;
                     codes[p] = if BITS == 4 { L::codes4(at.add(line)) } else { L::codes8(at.add(line)) };
                 }
-                ahead.ask::<L>(KEY_LINES[BITS / 8] * NP / 4);
+                ahead.prefetch::<L>(KEY_LINES[BITS / 8] * NP / 4);
                 for m in 0..MR {
                     let q = L::activations(t.q[m].cast::<i8>().add(s * STEP));
                     for p in 0..NP {
@@ -224,36 +224,36 @@ unsafe fn weigh<L: ValueLanes, const BITS: usize, const MR: usize>(
     t: &Tile<'_>,
     rows: *mut f32,
     end: usize,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     masses: &mut [Mass; TILE_ROWS],
 ) -> [f32; MR] {
     let start = t.first / PAGE_TOKENS * (PAGE_TOKENS / PANEL_ROWS);
     let panels = start..end.div_ceil(PANEL_ROWS);
     // Panels of which all rows see all tokens.
-    let least = (0..MR).fold(end, |least, m| least.min(t.seen[m]));
-    let whole = t.first.div_ceil(PANEL_ROWS)..least / PANEL_ROWS;
+    let min = (0..MR).fold(end, |min, m| min.min(t.seen[m]));
+    let whole = t.first.div_ceil(PANEL_ROWS)..min / PANEL_ROWS;
     let bytes = 2 * step_bytes::<L, BITS>();
     // SAFETY: the caller guarantees that the scores of these panels exist, and pages are those of the chunk.
     unsafe {
         let mut minus = [L::zero(); MR];
         for m in 0..MR {
             let row = rows.add(m * CHUNK);
-            let mut most = L::splat_f32(f32::NEG_INFINITY);
+            let mut max = L::splat_f32(f32::NEG_INFINITY);
             for v in panels.clone() {
                 let mut scores = L::load_f32(row.add(v * PANEL_ROWS).cast());
                 if !whole.contains(&v) {
                     scores = keep::<L>(scores, v, [t.first, t.seen[m]], f32::NEG_INFINITY);
                 }
-                most = L::max_f32(scores, most);
+                max = L::max_f32(scores, max);
             }
-            let most = array::<L>(most).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
-            masses[m].most = most;
-            minus[m] = L::splat_f32(if most == f32::NEG_INFINITY { 0.0 } else { -most });
+            let max = array::<L>(max).into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+            masses[m].max = max;
+            minus[m] = L::splat_f32(if max == f32::NEG_INFINITY { 0.0 } else { -max });
         }
         let (one, centre) = (L::splat_f32(1.0), L::splat_f32(centre::<BITS>() as f32));
         let (mut totals, mut offsets) = ([L::zero(); MR], [L::zero(); MR]);
         for v in panels {
-            ahead.ask::<L>(SCORE_LINES[BITS / 8]);
+            ahead.prefetch::<L>(SCORE_LINES[BITS / 8]);
             let is_whole = whole.contains(&v);
             let (mut scale, mut zero) = (one, one);
             if BITS != 16 {
@@ -355,7 +355,7 @@ fn sum(mut lanes: [f32; PANEL_ROWS]) -> f32 {
 unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: usize>(
     t: &Tile<'_>,
     values: *const u8,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut Prefetcher<'_>,
     f: usize,
     [first, last]: [usize; 2],
     p: *const u8,
@@ -377,7 +377,7 @@ unsafe fn weighted<L: ValueLanes, const BITS: usize, const MR: usize, const NF: 
         let table = L::centre(centre::<BITS>());
         for s in first / STEP..last.div_ceil(STEP) {
             let at = values.add(f * panel + s * bytes);
-            ahead.ask::<L>(VALUE_LINES[BITS / 8] * NF / 4);
+            ahead.prefetch::<L>(VALUE_LINES[BITS / 8] * NF / 4);
             let p = p.add(s * step_bytes::<L, BITS>());
             if BITS == 16 {
                 // Slots that were never written may be NaN as f16; as codes they are always numbers, which a
@@ -442,14 +442,14 @@ pub(super) unsafe fn join<L: ValueLanes>(
             out.copy_from_nonoverlapping(part, head_dim);
             return other;
         }
-        let most = if other.most > mass.most { other.most } else { mass.most };
-        let by = |m: f32| exp::<L>(L::splat_f32(m - most));
-        let (left, right) = (by(mass.most), by(other.most));
+        let max = if other.max > mass.max { other.max } else { mass.max };
+        let by = |m: f32| exp::<L>(L::splat_f32(m - max));
+        let (left, right) = (by(mass.max), by(other.max));
         for i in (0..head_dim).step_by(PANEL_ROWS) {
             let (a, b) = (L::load_f32(out.add(i).cast()), L::load_f32(part.add(i).cast()));
             L::store_f32(out.add(i), L::fma(a, left, L::mul_f32(b, right)));
         }
         let [left, right] = [left, right].map(|lanes| array::<L>(lanes)[0]);
-        Mass { most, total: left.mul_add(mass.total, right * other.total) }
+        Mass { max, total: left.mul_add(mass.total, right * other.total) }
     }
 }

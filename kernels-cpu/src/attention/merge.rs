@@ -37,14 +37,14 @@ pub fn merge(
         }
         let (left, right) = (f64::from(*lse), f64::from(other_lse));
         // NaN in either log-sum-exp makes both the output and the log-sum-exp NaN.
-        let most = if left > right { left } else { right } + 0.0 * (left + right);
-        let (left, right) = ((left - most).exp(), (right - most).exp());
+        let max = if left > right { left } else { right } + 0.0 * (left + right);
+        let (left, right) = ((left - max).exp(), (right - max).exp());
         let sum = left + right;
         let (left, right) = (left / sum, right / sum);
         out.iter_mut().zip(other).for_each(|(out, &other)| {
             *out = (left * f64::from(*out) + right * f64::from(other)) as f32;
         });
-        *lse = (most + sum.ln()) as f32;
+        *lse = (max + sum.ln()) as f32;
     }
     Ok(())
 }

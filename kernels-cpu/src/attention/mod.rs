@@ -40,7 +40,6 @@
 //! where the term in brackets applies to `avx512bf16`; and `|lse − exact| ≤ 2ε + (1040 + 3 ⌈n / 1024⌉) · 2⁻²⁴ + 2⁻²³
 //! |lse|`. These bounds assume that no `p_t · s_t` that matters is below `10⁻³⁸`.
 
-mod ahead;
 mod append;
 mod attend;
 mod cache;
@@ -51,12 +50,13 @@ mod kernel;
 mod layout;
 mod list;
 mod merge;
+mod prefetcher;
 mod query;
 
 pub use self::attend::{KvPages, MAX_HEADS};
 pub use self::cache::{KvCache, Workspace};
-pub use self::grid::{HeadGrid, LARGEST, dequantize_head, quantize_head};
+pub use self::grid::{HeadGrid, MAX_MAGNITUDE, dequantize_head, quantize_head};
 pub use self::layout::{KvLayout, KvType, MAX_HEAD_DIM, PAGE_TOKENS};
 pub use self::list::{Heads, PageList};
 pub use self::merge::merge;
-pub use self::query::{LARGEST_QUERY, quantize_query};
+pub use self::query::{MAX_QUERY, quantize_query};

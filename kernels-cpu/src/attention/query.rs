@@ -5,7 +5,7 @@ use crate::KernelError;
 use crate::activation::SMALLEST;
 
 /// The limit for queries and factors: beyond it, scores might overflow `f32`, so the row's result is NaN.
-pub const LARGEST_QUERY: f32 = 1e27;
+pub const MAX_QUERY: f32 = 1e27;
 
 /// The largest magnitude; NaN or infinite if a value is.
 pub(super) fn largest(q: &[f32]) -> f32 {

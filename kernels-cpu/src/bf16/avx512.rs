@@ -7,7 +7,7 @@ use core::arch::x86_64::{
 };
 use core::mem::transmute;
 
-use super::{Avx512Bf16, LEFT_ROWS, RIGHT_ROWS, Tile};
+use super::{Bf16Token, LEFT_ROWS, RIGHT_ROWS, Tile};
 
 /// Values per register.
 const LANES: usize = 16;

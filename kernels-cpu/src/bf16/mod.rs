@@ -26,7 +26,7 @@ pub const RIGHT_ROWS: usize = 32;
 
 /// Proof that the processor has `avx512bf16`.
 #[derive(Debug, Clone, Copy)]
-pub struct Avx512Bf16(());
+pub struct Bf16Token(());
 
 impl Avx512Bf16 {
     /// Returns the proof if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
@@ -169,13 +169,13 @@ fn check(left: &LeftBf16, first: usize, right: &RightBf16, out: usize) {
 type Tile = [[f32; RIGHT_ROWS]; LEFT_ROWS];
 
 #[cfg(target_arch = "x86_64")]
-fn multiply(token: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
+fn multiply(token: Bf16Token, strip: &[u32], panel: &[u32]) -> Tile {
     avx512::multiply(token, strip, panel)
 }
 
 /// Never called: `Avx512Bf16` cannot be created on this architecture.
 #[cfg(not(target_arch = "x86_64"))]
-fn multiply(_: Avx512Bf16, _: &[u32], _: &[u32]) -> Tile {
+fn multiply(_: Bf16Token, _: &[u32], _: &[u32]) -> Tile {
     [[0.0; RIGHT_ROWS]; LEFT_ROWS]
 }
 
@@ -231,7 +231,7 @@ mod tests {
     proptest! {
         #[test]
         fn products_are_within_their_bound(m in 1usize..40, n in 1usize..70, k in 1usize..70, seed: u32) {
-            let Some(token) = Avx512Bf16::detect() else { return Ok(()) };
+            let Some(token) = Bf16Token::detect() else { return Ok(()) };
             let (left, right) = (values(m * k, seed), values(n * k, seed ^ 0x9e37));
             let (packed_left, packed_right) = (LeftBf16::pack(&left, k), RightBf16::pack(&right, k));
             let mut out = vec![f32::NAN; m * n];
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_stays_so() {
-        let Some(token) = Avx512Bf16::detect() else { return };
+        let Some(token) = Bf16Token::detect() else { return };
         let patterns = [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001].map(f32::from_bits);
         for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN].into_iter().chain(patterns) {
             let mut left = vec![1.0; 6];

@@ -107,7 +107,7 @@ impl QuantizedExperts {
         KernelError::length("numbers of experts", slots, routing.experts.len())?;
         KernelError::length("weights of experts", slots, routing.weights.len())?;
         let plan = self.plan::<E>(&experts, tokens.min(TOKENS), routing.top_k)?;
-        self.runner.lend(|rows, parallel| {
+        self.runner.with_memory(|rows, parallel| {
             rows.experts.reserve(&plan)?;
             let parts = x.chunks(TOKENS * hidden).zip(out.chunks_mut(TOKENS * hidden)).enumerate();
             for (i, (x, out)) in parts {
@@ -196,7 +196,7 @@ impl QuantizedExperts {
         let mut sums = Vec::new();
         resize(&mut sums, Some(out.len()))?;
         self.run(x, routing, &mut sums)?;
-        self.runner.lend(|_, parallel| narrow(IsaToken::detect(), &sums, out, parallel))
+        self.runner.with_memory(|_, parallel| narrow(IsaToken::detect(), &sums, out, parallel))
     }
 }
 

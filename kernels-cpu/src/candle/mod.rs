@@ -68,7 +68,7 @@ pub enum Activations {
 #[derive(Clone)]
 pub struct Runner {
     parallel: Arc<dyn Parallel + Send>,
-    idle: Arc<Mutex<Vec<Rows>>>,
+    idle: Arc<Mutex<Vec<CallMemory>>>,
 }
 
 impl Runner {
@@ -85,9 +85,9 @@ impl Runner {
     }
 
     /// Lends memory to a call.
-    fn lend<T>(&self, call: impl FnOnce(&mut Rows, &dyn Parallel) -> T) -> T {
+    fn with_memory<T>(&self, call: impl FnOnce(&mut CallMemory, &dyn Parallel) -> T) -> T {
         let left = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut rows = left.unwrap_or_else(Rows::new);
+        let mut rows = left.unwrap_or_else(CallMemory::new);
         let result = call(&mut rows, &*self.parallel);
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(rows);
         result
@@ -101,7 +101,7 @@ impl fmt::Debug for Runner {
 }
 
 /// The memory of one call.
-struct Rows {
+struct CallMemory {
     float: FloatRows,
     whole: Int8Rows,
     /// Results before they are rounded to f16 or bf16.
@@ -109,7 +109,7 @@ struct Rows {
     experts: ExpertsWorkspace,
 }
 
-impl Rows {
+impl CallMemory {
     fn new() -> Self {
         Self {
             float: FloatRows::new(IsaToken::detect()),
@@ -170,8 +170,9 @@ impl QuantizedLinear {
     /// # Errors
     /// When `x` is not whole rows, or `out` has the wrong length.
     pub fn multiply<E: Element>(&self, x: &[E], out: &mut [f32]) -> std::result::Result<(), KernelError> {
-        self.runner
-            .lend(|rows, parallel| self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel))
+        self.runner.with_memory(|rows, parallel| {
+            self.multiply_in(&mut rows.float, &mut rows.whole, x, out, parallel)
+        })
     }
 
     fn multiply_in<E: Element>(
@@ -208,7 +209,7 @@ impl QuantizedLinear {
     }
 
     /// Whether [`forward_each`](Self::forward_each) accepts both: their input is quantized or packed in the same way.
-    pub fn goes_with(&self, other: &Self) -> bool {
+    pub fn shares_input_with(&self, other: &Self) -> bool {
         self.activations == other.activations
             && RowLayout::of(self.weight.layout()) == RowLayout::of(other.weight.layout())
     }
@@ -217,10 +218,10 @@ impl QuantizedLinear {
     /// threads synchronize once. Results are bit-identical to separate calls of [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two linears do not [go together](Self::goes_with); also those of `forward`.
+    /// When two linears do not [go together](Self::shares_input_with); also those of `forward`.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
-        if let Some(other) = linears.iter().find(|l| !first.goes_with(l)) {
+        if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
             let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
             bail!("linears {a:?} and {b:?} do not take the same rows");
         }
@@ -249,10 +250,10 @@ impl QuantizedLinear {
         let mut products: Vec<Product<'_>> = (linears.iter().zip(&mut outs))
             .map(|(l, out)| Product { weight: l.weight.view(), bias: l.weight.bias(), out })
             .collect();
-        let run = |rows: &mut Rows, parallel: &dyn Parallel| {
+        let run = |rows: &mut CallMemory, parallel: &dyn Parallel| {
             first.multiply_products(&mut rows.float, &mut rows.whole, values, &mut products, parallel)
         };
-        first.runner.lend(run).map_err(Error::wrap)?;
+        first.runner.with_memory(run).map_err(Error::wrap)?;
         let shape = |n: usize| -> Shape {
             dims[..dims.len() - 1].iter().copied().chain([n]).collect::<Vec<_>>().into()
         };
@@ -264,7 +265,7 @@ impl QuantizedLinear {
 
     /// [`run`](Self::run), with results rounded to the type of `x`.
     fn multiply_narrow<E: Element>(&self, x: &[E], out: &mut [E]) -> std::result::Result<(), KernelError> {
-        self.runner.lend(|rows, parallel| {
+        self.runner.with_memory(|rows, parallel| {
             // Only grows, so that a call with few rows clears no memory of one with many.
             let room = rows.out.len().max(out.len());
             resize(&mut rows.out, Some(room))?;

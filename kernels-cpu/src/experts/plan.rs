@@ -1,6 +1,6 @@
 //! The plan of a call, with its memory requirement, and the memory itself.
 
-use super::routing::Rows;
+use super::routing::SortedRows;
 use super::run::Active;
 use super::{ExpertGate, ExpertRows, Experts};
 use crate::activation::segments::{Extent, Segment};
@@ -54,15 +54,15 @@ impl ExpertsPlan {
         let mut plan =
             Self { token, rows, gate, tokens, top_k, kind: E::KIND, shape, extents: [Extent::default(); 2] };
         let [mut read, mut between] = plan.buffers();
-        let lent = if E::KIND == Kind::F32 { 0 } else { shape[1] };
+        let buffer_len = if E::KIND == Kind::F32 { 0 } else { shape[1] };
         for expert in 0..shape[0] {
             let expert = experts.get(expert);
-            for (at, buffer, of, lent) in
-                [(0, &mut read, expert.gate, lent), (1, &mut between, expert.down, 0)]
+            for (at, buffer, of, buffer_len) in
+                [(0, &mut read, expert.gate, buffer_len), (1, &mut between, expert.down, 0)]
             {
                 let layout = RowLayout::of(of.weight.layout());
-                let most = buffer.most(all, shape[0], layout, lent).ok_or(too_large.clone())?;
-                plan.extents[at] = plan.extents[at].max(most);
+                let bound = buffer.bound(all, shape[0], layout, buffer_len).ok_or(too_large.clone())?;
+                plan.extents[at] = plan.extents[at].max(bound);
             }
         }
         plan.bytes().ok_or(too_large)?;
@@ -91,11 +91,11 @@ impl ExpertsPlan {
     }
 
     fn bytes(&self) -> Option<usize> {
-        let rows = self.most_rows();
+        let rows = self.max_rows();
         let [count, _, inner] = self.shape;
         let words = rows.checked_mul(2)?.checked_add(count + 1)?.checked_add(rows.checked_mul(inner)?)?;
         let mut bytes = words.checked_mul(4)?;
-        bytes = bytes.checked_add(self.most_active().checked_mul(size_of::<Active>())?)?;
+        bytes = bytes.checked_add(self.max_active().checked_mul(size_of::<Active>())?)?;
         for extent in self.extents {
             bytes = bytes.checked_add(self.buffer_bytes(&extent)?)?;
         }
@@ -103,24 +103,24 @@ impl ExpertsPlan {
     }
 
     fn buffer_bytes(&self, extent: &Extent) -> Option<usize> {
-        let Extent { rows, codes, sums, tiles, tile_sums, made } = *extent;
-        let (code, beside) = match self.rows {
+        let Extent { rows, codes, sums, tiles, tile_sums, computed } = *extent;
+        let (code, extra) = match self.rows {
             // `sums` is stored twice (the other is `eights`), and each row has a scale.
             ExpertRows::Int8 => (1, sums.checked_mul(2)?.checked_add(rows)?.checked_add(tile_sums)?),
             ExpertRows::Float(_) => (4, sums.max(tile_sums)),
         };
-        let words = beside.checked_add(made)?.checked_mul(4)?;
+        let words = extra.checked_add(computed)?.checked_mul(4)?;
         codes.checked_mul(code)?.checked_add(tiles.checked_mul(LINE)?)?.checked_add(words)
     }
 
     /// The maximum number of rows of all experts.
-    fn most_rows(&self) -> usize {
+    fn max_rows(&self) -> usize {
         self.tokens * self.top_k
     }
 
     /// The maximum number of experts that have rows.
-    fn most_active(&self) -> usize {
-        self.shape[0].min(self.most_rows())
+    fn max_active(&self) -> usize {
+        self.shape[0].min(self.max_rows())
     }
 
     /// Empty buffers.
@@ -137,7 +137,7 @@ impl ExpertsPlan {
 pub struct ExpertsWorkspace {
     /// The plan that it was last reserved for.
     plan: Option<ExpertsPlan>,
-    pub(super) rows: Rows,
+    pub(super) rows: SortedRows,
     pub(super) active: Vec<Active>,
     /// The results of gate and up, `[rows, inner]`.
     pub(super) inner: Vec<f32>,
@@ -155,11 +155,11 @@ impl ExpertsWorkspace {
             return Ok(());
         }
         self.plan = None;
-        let rows = plan.most_rows();
+        let rows = plan.max_rows();
         reserve(&mut self.rows.tokens, rows)?;
         reserve(&mut self.rows.weights, rows)?;
         reserve(&mut self.rows.starts, plan.shape[0] + 1)?;
-        reserve(&mut self.active, plan.most_active())?;
+        reserve(&mut self.active, plan.max_active())?;
         let inner = (rows * plan.shape[2]).max(self.inner.len());
         resize(&mut self.inner, Some(inner))?;
         let mut buffers = self.buffers.take();
@@ -182,8 +182,8 @@ impl ExpertsWorkspace {
         let enough = self.plan.as_ref().is_some_and(|own| {
             let same = own.token == plan.token && own.rows == plan.rows;
             let holds = own.extents.iter().zip(&plan.extents).all(|(own, extent)| own.holds(extent));
-            let rows = own.most_rows() >= plan.most_rows() && own.most_active() >= plan.most_active();
-            let inner = own.most_rows() * own.shape[2] >= plan.most_rows() * plan.shape[2];
+            let rows = own.max_rows() >= plan.max_rows() && own.max_active() >= plan.max_active();
+            let inner = own.max_rows() * own.shape[2] >= plan.max_rows() * plan.shape[2];
             same && holds && rows && inner && own.shape[0] >= plan.shape[0]
         });
         if enough {
@@ -232,9 +232,9 @@ impl Buffer {
     }
 
     /// The maximum size of `rows` rows of `count` experts with this layout.
-    fn most(&self, rows: usize, count: usize, layout: RowLayout, lent: usize) -> Option<Extent> {
+    fn bound(&self, rows: usize, count: usize, layout: RowLayout, buffer_len: usize) -> Option<Extent> {
         let tiling = self.tiling_of(TILE_ROWS, layout, false);
-        Extent::most(rows, count, layout, tiling, self.in_strips(), lent)
+        Extent::bound(rows, count, layout, tiling, self.in_strips(), buffer_len)
     }
 
     fn reserve(&mut self, extent: &Extent) -> Result<(), KernelError> {
@@ -252,16 +252,16 @@ impl Buffer {
         }
     }
 
-    /// Adds the rows of an expert; `lent` is the width of computed rows.
+    /// Adds the rows of an expert; `buffer_len` is the width of computed rows.
     pub(super) fn add(
         &self,
         extent: &mut Extent,
         m: usize,
         layout: RowLayout,
         in_bf16: bool,
-        lent: usize,
+        buffer_len: usize,
     ) -> Option<Segment> {
-        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), lent)
+        extent.add(m, layout, self.tiling_of(m, layout, in_bf16), self.in_strips(), buffer_len)
     }
 
     /// The memory, for threads to write rows to; `in_bf16` states that the input type is bf16.
@@ -276,10 +276,10 @@ impl Buffer {
     }
 
     /// The rows of a segment in the form that products read.
-    pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::Rows<'_> {
+    pub(super) fn rows(&self, token: IsaToken, all: &Segment) -> linear::ActivationRows<'_> {
         match self {
-            Self::Int8(rows) => linear::Rows::int8(rows, token, Some(all)),
-            Self::Float(rows) => linear::Rows::float(rows, Some(all)),
+            Self::Int8(rows) => linear::ActivationRows::int8(rows, token, Some(all)),
+            Self::Float(rows) => linear::ActivationRows::float(rows, Some(all)),
         }
     }
 

@@ -18,7 +18,7 @@ pub struct Routing<'a> {
 
 /// The rows of all experts, sorted by expert, then token, then slot.
 #[derive(Debug, Default)]
-pub(super) struct Rows {
+pub(super) struct SortedRows {
     /// The token of each row.
     pub(super) tokens: Vec<u32>,
     /// The weight of each row.
@@ -27,7 +27,7 @@ pub(super) struct Rows {
     pub(super) starts: Vec<u32>,
 }
 
-impl Rows {
+impl SortedRows {
     /// Sorts without allocating: `tokens` and `weights` must have capacity for all slots, `starts` for one more than
     /// the number of experts.
     ///
@@ -90,7 +90,7 @@ mod tests {
     fn rows_are_sorted_by_expert_token_and_slot() {
         let experts = [2, 0, 2, NO_EXPERT, 0, 2, 2, 2];
         let weights = [0.1, 0.2, 0.3, f32::NAN, 0.5, 0.6, 0.7, 0.8];
-        let mut rows = Rows::default();
+        let mut rows = SortedRows::default();
         rows.sort(&Routing { top_k: 2, experts: &experts, weights: &weights }, 4).unwrap();
         assert_eq!([0, 1, 2, 3].map(|e| rows.of(e)), [0..2, 2..2, 2..7, 7..7]);
         assert_eq!(rows.tokens, [0, 2, 0, 1, 2, 3, 3]);

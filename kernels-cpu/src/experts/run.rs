@@ -10,17 +10,17 @@ use crate::activation::segments::{Extent, Segment};
 use crate::activation::source::{Gathered, Plain, Source};
 use crate::activation::{Element, RowLayout, dispatch, sealed::Kind};
 use crate::layout::PANEL_ROWS;
-use crate::linear::{Out, Path, Rows};
+use crate::linear::{ActivationRows, Out, Path};
 use crate::parallel::Disjoint;
 use crate::{KernelError, Parallel, Serial};
 
 /// Results of a part of a product, which stay in the L1 cache until they are used.
 const RESULTS: usize = 8192;
 /// Pieces of work per thread; threads wait for the last piece to end.
-const SHARES: usize = 16;
+const PIECES_PER_THREAD: usize = 16;
 /// Pieces of work per thread for few rows, which are limited by memory: memory is read fastest sequentially, and each
 /// piece starts at a new address.
-const FEW_SHARES: usize = 4;
+const FEW_PIECES_PER_THREAD: usize = 4;
 /// Minimum and maximum number of panels per piece: few rows process four at once, and more than the maximum saves
 /// nothing.
 const CHUNK: [usize; 2] = [4, 16];
@@ -76,7 +76,7 @@ impl Experts<'_> {
         };
         rows.sort(routing, self.count())?;
         let in_bf16 = E::KIND == Kind::Bf16;
-        let lent = if E::KIND == Kind::F32 { 0 } else { self.hidden };
+        let buffer_len = if E::KIND == Kind::F32 { 0 } else { self.hidden };
         active.clear();
         let (mut extents, mut units) = ([Extent::default(); 2], [0; 2]);
         for expert in 0..self.count() {
@@ -87,7 +87,7 @@ impl Experts<'_> {
             let own = self.get(expert);
             let [gate, down] = [own.gate, own.down].map(|of| RowLayout::of(of.weight.layout()));
             let segments = [
-                read.add(&mut extents[0], m, gate, in_bf16, lent),
+                read.add(&mut extents[0], m, gate, in_bf16, buffer_len),
                 between.add(&mut extents[1], m, down, false, 0),
             ];
             let [Some(first), Some(second)] = segments else {
@@ -137,11 +137,11 @@ impl Experts<'_> {
         self.require(plan.rows)?;
         let tokens = x.len() / self.hidden;
         KernelError::length("activations", tokens * self.hidden, x.len())?;
-        for (what, most, got) in
+        for (what, max, got) in
             [("tokens", plan.tokens, tokens), ("experts of a token", plan.top_k, routing.top_k)]
         {
-            if got > most {
-                return Err(KernelError::Mismatch { what, expected: most, got });
+            if got > max {
+                return Err(KernelError::Mismatch { what, expected: max, got });
             }
         }
         let slots = tokens * routing.top_k;
@@ -162,7 +162,7 @@ impl Experts<'_> {
         let (token, width) = (plan.token, self.inner);
         let panels = width.div_ceil(PANEL_ROWS);
         let all: usize = active.iter().map(|own| own.rows[0].m).sum();
-        let shares = if all <= FEW_ROWS * active.len() { FEW_SHARES } else { SHARES };
+        let shares = if all <= FEW_ROWS * active.len() { FEW_PIECES_PER_THREAD } else { PIECES_PER_THREAD };
         let share = (all * panels).div_ceil(parallel.threads().max(1).saturating_mul(shares));
         let mut pieces = 0;
         for own in active.iter_mut() {
@@ -210,16 +210,17 @@ impl Experts<'_> {
         plan: &ExpertsPlan,
         active: &[Active],
         between: &Buffer,
-        routed: &routing::Rows,
+        routed: &routing::SortedRows,
         out: &mut [f32],
         parallel: &dyn Parallel,
     ) {
         let (token, width) = (plan.token, self.hidden);
         let panels = width.div_ceil(PANEL_ROWS);
         let few = active.iter().map(|own| own.rows[1].m).sum::<usize>() <= FEW_ROWS * active.len();
-        let (shares, most) = if few { (FEW_SHARES / 2, FEW_CHUNK) } else { (SHARES / 2, CHUNK[1]) };
+        let (shares, max) =
+            if few { (FEW_PIECES_PER_THREAD / 2, FEW_CHUNK) } else { (PIECES_PER_THREAD / 2, CHUNK[1]) };
         let chunk = panels.div_ceil(parallel.threads().max(1).saturating_mul(shares));
-        let chunk = chunk.next_multiple_of(CHUNK[0]).min(most);
+        let chunk = chunk.next_multiple_of(CHUNK[0]).min(max);
         let (all, pieces) = (out.len() / width, panels.div_ceil(chunk));
         let out = Disjoint::new(out);
         parallel.for_each(pieces, &|piece| {
@@ -259,10 +260,10 @@ impl Experts<'_> {
 impl Active {
     /// Divides the product of its rows with `panels` panels of `bytes` bytes each into pieces of about `share` products
     /// of a row and a panel.
-    fn cut(&mut self, rows: &Rows<'_>, panels: usize, share: usize, bytes: usize) {
-        let (m, units, [most, _]) = (rows.m(), rows.strips(), rows.most_units());
+    fn cut(&mut self, rows: &ActivationRows<'_>, panels: usize, share: usize, bytes: usize) {
+        let (m, units, [max, _]) = (rows.m(), rows.strips(), rows.max_units());
         // If several groups of rows pass over the weights, these should stay in the L2 cache.
-        let widest = match units > most {
+        let widest = match units > max {
             true => (WEIGHTS / bytes.max(1) / CHUNK[0] * CHUNK[0]).clamp(CHUNK[0], CHUNK[1]),
             false if m <= FEW_ROWS => FEW_CHUNK,
             false => CHUNK[1],
@@ -271,7 +272,7 @@ impl Active {
         self.chunks = panels.div_ceil(self.chunk);
         // Each block reads all weights, so blocks are of similar size, and only as many as needed to share the work.
         let each = self.chunk * m.div_ceil(units);
-        let block = (2 * share).div_ceil(each).max(most);
+        let block = (2 * share).div_ceil(each).max(max);
         self.block = units.div_ceil(units.div_ceil(block));
         self.blocks = units.div_ceil(self.block);
     }
@@ -308,17 +309,17 @@ fn make(
 /// Divides strips or tiles times panels into parts whose results fit into `RESULTS`; `each` gets their units, panels
 /// and rows.
 fn each_part(
-    rows: &Rows<'_>,
+    rows: &ActivationRows<'_>,
     units: Range<usize>,
     panels: Range<usize>,
     mut each: impl FnMut(Range<usize>, Range<usize>, Range<usize>),
 ) {
-    let [most, of_unit] = rows.most_units();
-    let most = most.min(units.len()).max(1);
-    let wide = (RESULTS / (most * of_unit * PANEL_ROWS).max(1)).max(1);
+    let [max, of_unit] = rows.max_units();
+    let max = max.min(units.len()).max(1);
+    let wide = (RESULTS / (max * of_unit * PANEL_ROWS).max(1)).max(1);
     let wide = if wide > CHUNK[0] { wide / CHUNK[0] * CHUNK[0] } else { wide };
-    for unit in units.clone().step_by(most) {
-        let own = unit..(unit + most).min(units.end);
+    for unit in units.clone().step_by(max) {
+        let own = unit..(unit + max).min(units.end);
         let at = rows.rows_of(own.clone());
         for panel in panels.clone().step_by(wide) {
             each(own.clone(), panel..(panel + wide).min(panels.end), at.clone());
@@ -328,7 +329,7 @@ fn each_part(
 
 /// Some strips or tiles of rows, and some panels.
 struct Part<'a> {
-    rows: &'a Rows<'a>,
+    rows: &'a ActivationRows<'a>,
     units: Range<usize>,
     panels: Range<usize>,
 }

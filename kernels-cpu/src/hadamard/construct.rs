@@ -27,7 +27,7 @@ pub enum Construction {
 }
 
 /// The largest order that is constructed. The cost per element is as many additions as the order.
-pub(super) const LARGEST: usize = 256;
+pub(super) const MAX_ORDER: usize = 256;
 
 /// The maximum number of orbits for which all sequences are tried.
 const CLASSES: usize = 11;
@@ -35,7 +35,7 @@ const CLASSES: usize = 11;
 /// The matrix of order `4t`, `t` odd and above 1, row-major, with entries ±1, by the first construction that gives it.
 pub(super) fn matrix(order: usize) -> Option<(Construction, Vec<f32>)> {
     let t = order / 4;
-    if order > LARGEST || order != 4 * t || t.is_multiple_of(2) || t < 3 {
+    if order > MAX_ORDER || order != 4 * t || t.is_multiple_of(2) || t < 3 {
         return None;
     }
     if is_prime(order - 1) {
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn matrices_are_hadamard() {
         let mut none = Vec::new();
-        for order in (12..=LARGEST).step_by(8) {
+        for order in (12..=MAX_ORDER).step_by(8) {
             let Some((_, h)) = matrix(order) else {
                 none.push(order);
                 continue;

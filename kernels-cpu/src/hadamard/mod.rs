@@ -76,7 +76,7 @@ impl Hadamard {
         let power = n.trailing_zeros();
         let odd = n >> power;
         // Each possible factor, once.
-        let divisors = (3..=construct::LARGEST / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
+        let divisors = (3..=construct::MAX_ORDER / 4).step_by(2).filter(|m| odd.is_multiple_of(*m));
         let mut there: Vec<Factor> = divisors
             .filter_map(|m| {
                 let (construction, signs) = construct::matrix(4 * m)?;

@@ -3,7 +3,7 @@
 use core::mem::MaybeUninit;
 
 use super::Factor;
-use super::construct::LARGEST;
+use super::construct::MAX_ORDER;
 use crate::simd::elementwise::RowLanes;
 
 /// Values per register.
@@ -147,9 +147,9 @@ unsafe fn sylvester<L: RowLanes>(x: &mut [f32], order: usize) {
 #[inline(always)]
 unsafe fn multiply<L: RowLanes, const ROWS: usize>(x: &mut [f32], factor: &Factor, stride: usize) {
     let order = factor.order;
-    assert!((ROWS..=LARGEST).contains(&order) && x.len() == order * stride);
+    assert!((ROWS..=MAX_ORDER).contains(&order) && x.len() == order * stride);
     assert!(factor.signs.len() == order * order);
-    let mut column = [const { MaybeUninit::<[f32; LANES]>::uninit() }; LARGEST];
+    let mut column = [const { MaybeUninit::<[f32; LANES]>::uninit() }; MAX_ORDER];
     for first in (0..stride).step_by(LANES) {
         let width = LANES.min(stride - first);
         // SAFETY: the caller guarantees that the processor has the instructions of `L`; rows and columns of the factor

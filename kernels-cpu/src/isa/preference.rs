@@ -8,7 +8,7 @@ use super::Isa;
 
 /// A path that is not the fastest on some processors.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "there is a row for x86-64 only"))]
-struct Known {
+struct SlowPath {
     /// The vendor as CPUID spells it.
     vendor: &'static str,
     /// Identifies the processors. Family and model do not: virtual machines may report arbitrary ones.
@@ -18,7 +18,7 @@ struct Known {
 }
 
 #[cfg(target_arch = "x86_64")]
-const KNOWN: [Known; 1] = [
+const SLOW_PATHS: [SlowPath; 1] = [
     // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
     // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
     // Where tiles are available they are preferred to both, so this row matters only if they are not permitted.
@@ -32,13 +32,13 @@ const KNOWN: [Known; 1] = [
     // Cooper Lake, the only other processor with AVX512-BF16: it was not measured.
 ];
 #[cfg(not(target_arch = "x86_64"))]
-const KNOWN: [Known; 0] = [];
+const SLOW_PATHS: [SlowPath; 0] = [];
 
 /// The fastest known path of this processor.
 pub(super) fn fastest() -> Isa {
     let vendor = vendor();
     let slow =
-        |isa: Isa| KNOWN.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
+        |isa: Isa| SLOW_PATHS.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
     Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
 }
 
@@ -70,7 +70,7 @@ mod tests {
         assert!(fastest.is_available());
         let widest = Isa::available().last().unwrap();
         // Only a row of the table may prefer a narrower path.
-        assert!(fastest == widest || KNOWN.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
+        assert!(fastest == widest || SLOW_PATHS.iter().any(|k| k.slow == widest), "{fastest:?} {widest:?}");
         #[cfg(target_arch = "x86_64")]
         if vendor() == *b"GenuineIntel" && is_x86_feature_detected!("avx512fp16") {
             assert_ne!(fastest, Isa::Avx512Bf16);

@@ -108,7 +108,7 @@ pub struct Layout {
     group_size: usize,
     scales: ScaleType,
     /// The zero point of every group, or `None` if zero points are stored.
-    middle: Option<u8>,
+    zero_point: Option<u8>,
     /// The format of floating-point codes.
     float: Option<FloatFormat>,
     sums: bool,
@@ -148,12 +148,12 @@ impl Layout {
                 true => Err(KernelError::Scheme("sums of floating-point codes")),
             };
         }
-        let middle = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
-        Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, middle, sums)
+        let zero_point = (!view.has_zeros()).then(|| 1 << (view.bits() - 1));
+        Self::from_parts([view.n(), view.k()], code_bits, view.group_size(), scales, zero_point, sums)
     }
 
     /// The layout with these properties, for callers that have packed bytes and no view: `code_bits` is 4 or 8,
-    /// `middle` the zero point of every group or `None` if each has its own.
+    /// `zero_point` the zero point of every group or `None` if each has its own.
     ///
     /// # Errors
     /// See [`of`](Self::of); also when the group size does not divide `k`, or the code width or zero point is invalid.
@@ -162,13 +162,13 @@ impl Layout {
         code_bits: usize,
         group_size: usize,
         scales: ScaleType,
-        middle: Option<u8>,
+        zero_point: Option<u8>,
         sums: bool,
     ) -> Result<Self, KernelError> {
         if let ScaleType::E4m3 | ScaleType::E8m0 = scales {
             return Err(KernelError::Scheme("scales of floating-point codes beside integers"));
         }
-        Self::with_codes([n, k], code_bits, group_size, scales, middle, None, sums)
+        Self::with_codes([n, k], code_bits, group_size, scales, zero_point, None, sums)
     }
 
     /// The layout of floating-point codes with these properties.
@@ -184,8 +184,16 @@ impl Layout {
         if scales == ScaleType::Progressive {
             return Err(KernelError::Scheme("progressive scales of floating-point codes"));
         }
-        let middle = Some(0);
-        Self::with_codes(shape, usize::from(format.bits()), group_size, scales, middle, Some(format), false)
+        let zero_point = Some(0);
+        Self::with_codes(
+            shape,
+            usize::from(format.bits()),
+            group_size,
+            scales,
+            zero_point,
+            Some(format),
+            false,
+        )
     }
 
     fn with_codes(
@@ -193,14 +201,14 @@ impl Layout {
         code_bits: usize,
         group_size: usize,
         scales: ScaleType,
-        middle: Option<u8>,
+        zero_point: Option<u8>,
         float: Option<FloatFormat>,
         sums: bool,
     ) -> Result<Self, KernelError> {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("an empty matrix"));
         }
-        if !matches!(code_bits, 4 | 8) || middle.is_some_and(|m| usize::from(m) >> code_bits != 0) {
+        if !matches!(code_bits, 4 | 8) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme("a width of codes, or a zero beyond it"));
         }
         if group_size == 0 || k % group_size != 0 {
@@ -210,7 +218,7 @@ impl Layout {
         // static codes can be −128, or |a − a₀| ≤ 255 if activations have a zero point; progressive weights are summed
         // over the whole row.
         let (width, weight) = match (scales, code_bits) {
-            (ScaleType::Progressive, _) => (k, PROGRESSIVE_MOST as usize),
+            (ScaleType::Progressive, _) => (k, PROGRESSIVE_MAX as usize),
             (_, 8) => (group_size, 255),
             _ => (group_size, 15),
         };
@@ -219,8 +227,19 @@ impl Layout {
             return Err(KernelError::TooLarge("the width of a group"));
         }
         let (groups, steps) = (k / group_size, group_size.div_ceil(STEP));
-        let mut layout =
-            Self { n, k, code_bits, group_size, scales, middle, float, sums, groups, steps, panel_bytes: 0 };
+        let mut layout = Self {
+            n,
+            k,
+            code_bits,
+            group_size,
+            scales,
+            zero_point,
+            float,
+            sums,
+            groups,
+            steps,
+            panel_bytes: 0,
+        };
         let too_large = KernelError::TooLarge("the packed matrix");
         // The bytes of one group cannot overflow; those of all groups can.
         let group = layout.steps() * layout.step_bytes()
@@ -276,8 +295,8 @@ impl Layout {
 
     /// The zero point of every group, or `None` if each has its own. For floating-point codes it is 0 and has no
     /// meaning.
-    pub fn middle(&self) -> Option<u8> {
-        self.middle
+    pub fn zero_point(&self) -> Option<u8> {
+        self.zero_point
     }
 
     /// Whether the sums of rows are stored.
@@ -320,7 +339,7 @@ impl Layout {
     }
 
     fn zero_bytes(&self) -> usize {
-        if self.middle.is_some() { 0 } else { PANEL_ROWS * self.code_bits / 8 }
+        if self.zero_point.is_some() { 0 } else { PANEL_ROWS * self.code_bits / 8 }
     }
 
     fn channel_bytes(&self) -> usize {
@@ -363,7 +382,7 @@ impl Layout {
             FloatFormat::E4m3 => 1,
             FloatFormat::E2m1 => 2,
         });
-        let middle = self.middle.map_or(0, |m| 1 + u64::from(m));
+        let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
         let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
         // Integer formats are not hashed, so that their ids remain those from before other formats existed.
@@ -441,7 +460,7 @@ impl Layout {
         if let Scales::Progressive { groups, .. } = view.all_scales() {
             let scale = i32::from(groups[row * self.groups() + g]);
             let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
-            if reach(low).max(reach(high)) > PROGRESSIVE_MOST {
+            if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
                 return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
             }
         }
@@ -468,7 +487,7 @@ impl Layout {
             }
             let at = g * PANEL_ROWS + r;
             let zero = view.zero(row, g);
-            if self.middle.is_none() {
+            if self.zero_point.is_none() {
                 match self.code_bits {
                     4 => panel[self.zeros_at() + at / 2] |= zero << (4 * (at % 2)),
                     _ => panel[self.zeros_at() + at] = zero,
@@ -520,7 +539,7 @@ pub(crate) fn factor(global: f32) -> f32 {
 pub(crate) const E4M3_NAN: u8 = 0x7f;
 
 /// The largest magnitude of a progressive weight's integer part, a signed 8-bit number.
-pub(crate) const PROGRESSIVE_MOST: i32 = 128;
+pub(crate) const PROGRESSIVE_MAX: i32 = 128;
 
 /// Increases whenever the order of bytes changes.
 const VERSION: u64 = 1;

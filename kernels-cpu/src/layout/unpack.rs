@@ -36,8 +36,8 @@ impl Layout {
 
     pub(crate) fn zero(&self, panel: &[u8], row: usize, g: usize) -> u8 {
         let at = g * PANEL_ROWS + row % PANEL_ROWS;
-        match (self.middle, self.code_bits) {
-            (Some(middle), _) => middle,
+        match (self.zero_point, self.code_bits) {
+            (Some(zero_point), _) => zero_point,
             (None, 4) => panel[self.zeros_at() + at / 2] >> (4 * (at % 2)) & 0x0f,
             (None, _) => panel[self.zeros_at() + at],
         }
@@ -67,14 +67,14 @@ impl Layout {
         let none = |_| KernelError::Memory("the unpacked weights");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         out.scales.try_reserve_exact(groups).map_err(none)?;
-        out.zeros.try_reserve_exact(if self.middle.is_none() { groups } else { 0 }).map_err(none)?;
+        out.zeros.try_reserve_exact(if self.zero_point.is_none() { groups } else { 0 }).map_err(none)?;
         let channels = self.channel_bytes() > 0;
         out.channels.try_reserve_exact(if channels { self.n } else { 0 }).map_err(none)?;
         for row in 0..self.n {
             let panel = self.panel_of(packed, row);
             out.codes.extend((0..self.k).map(|k| self.code(panel, row, k)));
             out.scales.extend((0..self.groups()).map(|g| self.scale(panel, row, g)));
-            if self.middle.is_none() {
+            if self.zero_point.is_none() {
                 out.zeros.extend((0..self.groups()).map(|g| self.zero(panel, row, g)));
             }
             if channels {

@@ -54,7 +54,7 @@ fn codes_of(layout: &Layout) -> usize {
 impl Path {
     /// The path for integer activations.
     pub(crate) fn whole(token: IsaToken, layout: &Layout, zero: i32) -> Self {
-        let kind = match layout.middle() {
+        let kind = match layout.zero_point() {
             _ if layout.scales() == ScaleType::Progressive => PROGRESSIVE,
             _ if layout.float_format().is_some() => CENTRED,
             Some(tile::CENTRE) if zero == 0 => CENTRED,

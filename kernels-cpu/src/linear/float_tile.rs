@@ -16,7 +16,7 @@
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::{FloatLanes, codes};
 
-use super::ahead::{Ahead, next_parameters};
+use super::prefetcher::{Prefetcher, next_parameters};
 use super::tile::{Tile, finish, scales_of};
 
 /// Steps per block.
@@ -113,7 +113,7 @@ unsafe fn table_of<L: FloatLanes, const CODES: usize>(layout: &Layout) -> L::Tab
 
 /// The value that is subtracted from every integer code.
 fn centre<const CODES: usize>(layout: &Layout) -> i32 {
-    layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from)
+    layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from)
 }
 
 /// Adds a block to the sums: `sums += block`.
@@ -156,7 +156,7 @@ unsafe fn add_steps<
     let step_bytes = PANEL_ROWS * STEP * codes::bits(CODES) / 8;
     // With two groups in parallel, the prefetched lines follow both.
     let waits = MR <= 4;
-    let ahead = Ahead::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
+    let ahead = Prefetcher::new(t.layout, NP, (NG * count * step_bytes).clamp(2048, 8192));
     let ahead_of = |at: *const u8| if waits { ahead.of(at.addr() - t.weights.addr()) } else { 0 };
     // SAFETY: the caller guarantees the contract above; steps and rows stay below their counts.
     unsafe {
@@ -201,7 +201,7 @@ unsafe fn join<L: FloatLanes, const CODES: usize, const MR: usize, const NP: usi
         let scales = t.weights.add(layout.scales_at());
         let scales = scales_of::<L, NP>(layout.scales(), scales, panel, g * PANEL_ROWS);
         for p in 0..NP {
-            if layout.middle().is_none() {
+            if layout.zero_point().is_none() {
                 let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * codes::bits(CODES) / 8);
                 let zeros = if codes::bits(CODES) == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };
                 // Minus the zero point, relative to the centre.

@@ -22,9 +22,9 @@
 //!
 //! On every path a row's result depends only on the row, the weights and the path, not on the number of rows.
 
-mod ahead;
 mod dispatch;
 mod float_tile;
+mod prefetcher;
 mod product;
 mod rows;
 mod tile;
@@ -35,7 +35,7 @@ use std::sync::{Mutex, PoisonError};
 
 pub(crate) use self::dispatch::{MAX_ROWS, ONE_STRIP, Path};
 pub use self::product::{Product, multiply_each, multiply_float_each};
-pub(crate) use self::rows::Rows;
+pub(crate) use self::rows::ActivationRows;
 pub(crate) use self::tile::Out;
 pub(crate) use self::tiled::{TILED_ROWS, UNTILED_GROUP};
 use crate::layout::{LINE, Line, PANEL_ROWS};

@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use super::PackedView;
 use super::dispatch::{MAX_ROWS, Path};
-use super::rows::Rows;
+use super::rows::ActivationRows;
 use super::tile::{Out, Tile};
 use super::tiled::{self, Tiled};
 use crate::activation::{RowLayout, strip, strips};
@@ -17,7 +17,7 @@ const BLOCK: usize = 1024 << 10;
 /// Maximum number of panels per piece of work: more save nothing.
 const CHUNK: usize = 16;
 /// Pieces per thread for a product that is large enough; threads wait for the last piece to end.
-const SHARES: usize = 16;
+const PIECES_PER_THREAD: usize = 16;
 
 /// One of several products with the same activations.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ pub fn multiply_each(
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
         return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
     }
-    let rows = Rows::int8(x, token, x.all().as_ref());
+    let rows = ActivationRows::int8(x, token, x.all().as_ref());
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)
 }
 
@@ -62,16 +62,16 @@ pub fn multiply_float_each(
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
-    let rows = Rows::float(x, x.all().as_ref());
+    let rows = ActivationRows::float(x, x.all().as_ref());
     run(&|layout| Path::float(x.token, layout), &rows, products, parallel)
 }
 
 /// Maximum number of products per parallel call of [`run`]: their descriptions are on the stack.
-const AT_ONCE: usize = 4;
+const MAX_PRODUCTS: usize = 4;
 
 fn run(
     path: &dyn Fn(&Layout) -> Path,
-    x: &Rows<'_>,
+    x: &ActivationRows<'_>,
     products: &mut [Product<'_>],
     parallel: &dyn Parallel,
 ) -> Result<(), KernelError> {
@@ -79,13 +79,13 @@ fn run(
     if x.m == 0 {
         return Ok(());
     }
-    for products in products.chunks_mut(AT_ONCE) {
-        let mut parts = [const { None }; AT_ONCE];
+    for products in products.chunks_mut(MAX_PRODUCTS) {
+        let mut parts = [const { None }; MAX_PRODUCTS];
         let mut pieces = 0;
         for (part, product) in parts.iter_mut().zip(products) {
-            let made = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);
-            pieces += made.blocks * made.chunks;
-            *part = Some(made);
+            let division = Pieces::new(path(&product.weight.layout), x, product, pieces, parallel);
+            pieces += division.blocks * division.chunks;
+            *part = Some(division);
         }
         parallel.for_each(pieces, &|piece| {
             // The last product whose pieces begin at or before this one.
@@ -109,7 +109,7 @@ fn run(
 
 impl Product<'_> {
     /// Checks all lengths that are read or written.
-    fn check(&self, x: &Rows<'_>) -> Result<(), KernelError> {
+    fn check(&self, x: &ActivationRows<'_>) -> Result<(), KernelError> {
         let layout = &self.weight.layout;
         if x.layout != Some(RowLayout::of(layout)) {
             let got = x.layout.map_or(0, |l| l.group_size());
@@ -147,18 +147,18 @@ struct Pieces<'a> {
 impl<'a> Pieces<'a> {
     fn new(
         path: Path,
-        x: &Rows<'_>,
+        x: &ActivationRows<'_>,
         product: &'a mut Product<'_>,
         first: usize,
         parallel: &dyn Parallel,
     ) -> Self {
         let layout = &product.weight.layout;
         let (weight, bias) = (product.weight, product.bias);
-        let shares = parallel.threads().max(1).saturating_mul(SHARES);
+        let shares = parallel.threads().max(1).saturating_mul(PIECES_PER_THREAD);
         if let Some(rows) = x.tiled {
             // As many row tiles as a piece keeps sums for, in blocks of similar size; and many panels, since each piece
             // reads all of its activations.
-            let blocks = x.strips().div_ceil(tiled::most_tiles(rows.tiling));
+            let blocks = x.strips().div_ceil(tiled::max_tiles(rows.tiling));
             let block = x.strips().div_ceil(blocks);
             let chunk = (layout.panels() * blocks).div_ceil(shares / 2).next_multiple_of(4).min(tiled::CHUNK);
             let (blocks, chunks) = (x.strips().div_ceil(block), layout.panels().div_ceil(chunk));
@@ -188,7 +188,7 @@ impl PackedView<'_> {
     pub(crate) unsafe fn part(
         &self,
         path: Path,
-        x: &Rows<'_>,
+        x: &ActivationRows<'_>,
         strips: Range<usize>,
         panels: Range<usize>,
         bias: Option<&[f32]>,

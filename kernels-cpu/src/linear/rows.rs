@@ -27,7 +27,7 @@ impl<'a> Bytes<'a> {
 }
 
 /// Int8 or floating-point rows.
-pub(crate) struct Rows<'a> {
+pub(crate) struct ActivationRows<'a> {
     pub(super) m: usize,
     pub(super) layout: Option<RowLayout>,
     /// Bytes per step of a row.
@@ -52,9 +52,9 @@ pub(super) struct TiledRows<'a> {
 }
 
 // SAFETY: threads only read through the pointers, and the rows outlive the call.
-unsafe impl Sync for Rows<'_> {}
+unsafe impl Sync for ActivationRows<'_> {}
 
-impl<'a> Rows<'a> {
+impl<'a> ActivationRows<'a> {
     /// The integer rows of a segment, for the tiles of an instruction set; empty if there is no segment.
     pub(crate) fn int8(x: &'a Int8Rows, token: IsaToken, all: Option<&Segment>) -> Self {
         let m = all.map_or(0, |all| all.m);
@@ -111,9 +111,9 @@ impl<'a> Rows<'a> {
     }
 
     /// Maximum number of strips or row tiles per piece of work, and how many rows each has.
-    pub(crate) fn most_units(&self) -> [usize; 2] {
+    pub(crate) fn max_units(&self) -> [usize; 2] {
         match self.tiled {
-            Some(rows) => [tiled::most_tiles(rows.tiling), rows.tiling.rows],
+            Some(rows) => [tiled::max_tiles(rows.tiling), rows.tiling.rows],
             None => [4, if self.m <= ONE_STRIP { self.m } else { MAX_ROWS }],
         }
     }

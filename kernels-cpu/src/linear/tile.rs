@@ -4,7 +4,7 @@
 //! to the totals. A code is unpacked once for all rows of the tile, and an activation is broadcast once for all panels.
 #![allow(clippy::needless_range_loop, reason = "rows and panels index several arrays at once")]
 
-use super::ahead::{self, Ahead, next_parameters};
+use super::prefetcher::{self, Prefetcher, next_parameters};
 use crate::layout::{Layout, PANEL_ROWS, STEP, ScaleType};
 use crate::simd::{Lanes, codes};
 
@@ -84,7 +84,7 @@ pub(crate) unsafe fn multiply<
     let bits = const { codes::bits(CODES) };
     let step_bytes = PANEL_ROWS * STEP * bits / 8;
     let (scales_at, zeros_at, sums_at) = (layout.scales_at(), layout.zeros_at(), layout.sums_at());
-    let ahead = Ahead::new(layout, NP, ahead::distance(MR, bits));
+    let ahead = Prefetcher::new(layout, NP, prefetcher::distance(MR, bits));
     // The offset that was subtracted from every code becomes part of its zero point.
     let offset = if bits == 4 { 0 } else { L::OFFSET };
     // SAFETY: all reads are within the memory that the caller guarantees to be valid: step, group and row stay below
@@ -157,8 +157,8 @@ pub(crate) unsafe fn multiply<
             }
             let (mut zeros, mut shift) = ([L::splat(0); NP], [L::splat(0); NP]);
             for p in 0..NP {
-                zeros[p] = match layout.middle() {
-                    Some(middle) => L::splat(i32::from(middle) - offset),
+                zeros[p] = match layout.zero_point() {
+                    Some(zero_point) => L::splat(i32::from(zero_point) - offset),
                     None => {
                         let zeros = t.weights.add(p * panel + zeros_at + g * PANEL_ROWS * bits / 8);
                         let zeros = if bits == 4 { L::load_u4(zeros) } else { L::load_u8(zeros) };

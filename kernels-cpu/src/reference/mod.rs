@@ -174,9 +174,9 @@ pub fn attention(q: &[f64], keys: &[f32], values: &[f32], scale: f64) -> (Vec<f6
     assert!(d > 0 && keys.len().is_multiple_of(d) && values.len() == keys.len(), "not whole tokens");
     let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| q * f64::from(*k)).sum::<f64>();
     let scores: Vec<f64> = keys.chunks_exact(d).map(|k| scale * dot(k)).collect();
-    let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = scores.iter().map(|s| (s - most).exp()).sum();
-    let lse = if scores.is_empty() { most } else { most + sum.ln() };
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    let lse = if scores.is_empty() { max } else { max + sum.ln() };
     let probabilities: Vec<f64> = scores.iter().map(|s| (s - lse).exp()).collect();
     let mut out = vec![0.0; d];
     for (p, v) in probabilities.iter().zip(values.chunks_exact(d)) {

@@ -111,7 +111,7 @@ fn prefill_equals_decoding() {
 
 /// The largest possible sums: all codes extreme, the widest heads.
 #[test]
-fn whole_numbers_reach_their_ends() {
+fn integers_reach_their_extremes() {
     for kind in [KvType::Kv4, KvType::Kv8] {
         let levels = if kind == KvType::Kv4 { 15.0 } else { 255.0 };
         let mut case = Case::new(kind, 512, [1, 4], [70, 1], 3);

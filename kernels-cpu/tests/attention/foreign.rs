@@ -23,7 +23,7 @@ fn poison(case: &mut Case, token: usize, is_scale: bool, value: f16) {
 }
 
 #[test]
-fn scores_that_are_no_numbers_are_told() {
+fn non_finite_scores_are_reported() {
     for kind in KINDS {
         for (i, token) in [0, 17, 640, 1030, TOKENS - 1].into_iter().enumerate() {
             for value in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {

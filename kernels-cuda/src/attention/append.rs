@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_too_large_is_told() {
+    fn too_large_values_are_reported() {
         let layout = KvPageLayout::new(KvType::Kv4, 64, 16).unwrap();
         let plan = |kv_heads, tokens| AppendShape { layout, kv_heads, tokens, input: Float::F16 }.plan();
         assert!(plan(8, 1 << 20).is_ok());

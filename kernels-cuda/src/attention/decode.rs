@@ -73,7 +73,7 @@ impl SplitRule {
     }
 
     /// Maximum number of splits of any sequence of up to `tokens`.
-    pub fn most_splits(&self, tokens: usize) -> usize {
+    pub fn max_splits(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.min_split).clamp(1, self.max_splits)
     }
 }
@@ -173,7 +173,7 @@ impl DecodeShape {
         let columns = group.checked_mul(self.queries).ok_or(KernelError::TooLarge("the queries"))?;
         let tune = Tuning::of(layout, columns);
         let column_blocks = columns.div_ceil(8 * tune.head_tiles);
-        let max_splits = rule.most_splits(self.max_tokens);
+        let max_splits = rule.max_splits(self.max_tokens);
         let rows = self.kv_heads.checked_mul(column_blocks).filter(|&rows| rows <= 65535);
         let Some(rows) = rows.filter(|_| self.sequences <= 65535) else {
             return Err(KernelError::TooLarge("the grid"));

@@ -61,7 +61,7 @@ impl WeightLayout {
             ("SIGNED", flag(self.signed())),
             ("GROUP", group.to_string()),
             ("SCALE", scale.to_owned()),
-            ("ZEROS", flag(self.middle.is_none())),
+            ("ZEROS", flag(self.zero_point.is_none())),
             ("SUMS", flag(self.sums)),
         ];
         // These kernels use 32-bit indices of features and rows.

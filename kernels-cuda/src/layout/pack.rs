@@ -68,7 +68,7 @@ impl WeightLayout {
     }
 
     fn pack_codes(&self, view: &WeightView<'_>, row: usize, out: &mut [u8]) {
-        let less = if self.signed() { self.middle.unwrap_or(0) } else { 0 };
+        let less = if self.signed() { self.zero_point.unwrap_or(0) } else { 0 };
         let mask = if self.code_bits == 4 { 15 } else { 255 };
         for (i, &code) in view.codes(row..row + 1).iter().enumerate() {
             let (at, bit) = self.code_place(row, i);
@@ -173,7 +173,7 @@ impl WeightLayout {
                 at + (slot * TILE_ROWS + place) * self.scale_bytes(),
                 &group.scale[..self.scale_bytes()],
             );
-            if self.middle.is_none() {
+            if self.zero_point.is_none() {
                 let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
                 match self.code_bits {
                     4 => out[zeros + r % 8] |= group.zero << (4 * (r / 8)),
@@ -212,7 +212,7 @@ impl WeightLayout {
         let none = |_| KernelError::Memory("the unpacked weights");
         out.codes.try_reserve_exact(weights).map_err(none)?;
         let groups = self.k / self.group_size;
-        let more = if self.signed() { self.middle.unwrap_or(0) } else { 0 };
+        let more = if self.signed() { self.zero_point.unwrap_or(0) } else { 0 };
         let mask = if self.code_bits == 4 { 15 } else { 255 };
         for row in 0..self.n {
             for i in 0..self.k {
@@ -223,7 +223,7 @@ impl WeightLayout {
             for g in 0..groups {
                 let (scale, zero) = self.unpack_group(packed, row, g);
                 out.scales.push(scale);
-                if self.middle.is_none() {
+                if self.zero_point.is_none() {
                     out.zeros.push(zero);
                 }
             }
@@ -239,7 +239,7 @@ impl WeightLayout {
     /// division.
     fn unpack_group(&self, packed: &[u8], row: usize, g: usize) -> (f32, u8) {
         if self.row_is_group() {
-            let zero = match self.middle {
+            let zero = match self.zero_point {
                 Some(_) => 0,
                 None => packed[self.section(Section::RowZeros) + row],
             };
@@ -257,7 +257,7 @@ impl WeightLayout {
             ScaleType::F32 => f32_at(packed, scale),
         };
         let zeros = at + self.zeros_at() + slot * TILE_ROWS * self.code_bits / 8;
-        let zero = match (self.middle, self.code_bits) {
+        let zero = match (self.zero_point, self.code_bits) {
             (Some(_), _) => 0,
             (None, 4) => packed[zeros + r % 8] >> (4 * (r / 8)) & 15,
             (None, _) => packed[zeros + place],

@@ -7,7 +7,7 @@ use quant_kernels_cpu::KernelError;
 
 use super::plan::{LinearArguments, LinearPlan};
 use super::scheme::{Activation, Output};
-use super::variant::DeviceLimits;
+use super::variant::PlanLimits;
 use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
 use crate::compile::Variant;
 use crate::float::Float;
@@ -254,7 +254,7 @@ mod tests {
         m: usize,
     ) -> Result<LinearCall, KernelError> {
         let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
-        LinearCall::new(layout, &shape, &DeviceLimits::of(Architecture::Sm90))
+        LinearCall::new(layout, &shape, &PlanLimits::of(Architecture::Sm90))
     }
 
     fn places(call: &LinearCall, layout: &WeightLayout, each: usize) -> CallArguments {
@@ -344,7 +344,7 @@ mod tests {
         let layout = layout(1004, Order::Float, false);
         let shape = CallShape { stride: 1008, output: Output::F32, ..CallShape::new(Float::F16, 3, 1004) };
         let new =
-            |shape: &CallShape, layout| LinearCall::new(layout, shape, &DeviceLimits::of(Architecture::Sm90));
+            |shape: &CallShape, layout| LinearCall::new(layout, shape, &PlanLimits::of(Architecture::Sm90));
         let call = new(&shape, &layout).unwrap();
         let at = CallArguments {
             out: Region { bytes: 4 * 3 * 512, ..places(&call, &layout, 2).out },
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_together_is_told() {
+    fn mismatched_parts_are_reported() {
         let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
         let bad =
             |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_too_small_is_told() {
+    fn too_small_memory_is_reported() {
         let layout = layout(1024, Order::Int8, false);
         let call = call(&layout, Float::F16, None, 5).unwrap();
         let good = places(&call, &layout, 2);

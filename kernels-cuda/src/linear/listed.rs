@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 
-use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{DeviceLimits, LinearVariant};
+use super::scheme::{Activation, KernelScheme, Output};
+use super::variant::{LinearVariant, PlanLimits};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
@@ -25,10 +25,10 @@ pub fn variants() -> Vec<Entry> {
 
 /// The variants for a typical device of an architecture, of all schemes or only of the common ones.
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
-    let device = DeviceLimits::of(architecture);
+    let device = PlanLimits::of(architecture);
     let mut variants = Vec::new();
     for (turn, (layout, activation, output, common)) in schemes().into_iter().enumerate() {
-        let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
+        let Ok(scheme) = KernelScheme::new(&layout, activation, output) else { continue };
         let tokens: &[usize] = match (common, all) {
             (true, true) => &[8, 16, 32, 64, 128, 4096],
             (true, false) => &[8, 16, 4096],
@@ -97,9 +97,10 @@ fn schemes() -> Vec<(WeightLayout, Activation, Output, bool)> {
     for bits in [4, 8] {
         for group in [32, 64, 128, k] {
             for zeros in [false, true] {
-                let middle = (!zeros).then_some(1 << (bits - 1));
+                let zero_point = (!zeros).then_some(1 << (bits - 1));
                 let mut add = |scale, order, sums, activation, output, common| {
-                    let layout = WeightLayout::from_parts([4096, k], bits, group, scale, middle, order, sums);
+                    let layout =
+                        WeightLayout::from_parts([4096, k], bits, group, scale, zero_point, order, sums);
                     schemes.extend(layout.map(|layout| (layout, activation, output, common)));
                 };
                 let common = bits == 4 && group == 128;

@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::KernelError;
 
-use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, Parts};
+use super::scheme::{Activation, KernelScheme, Output};
+use super::variant::{BLOCK_ROWS, LinearVariant, Parts, PlanLimits};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
@@ -84,9 +84,9 @@ impl LinearPlan {
         activation: Activation,
         output: Output,
         m: usize,
-        device: &DeviceLimits,
+        device: &PlanLimits,
     ) -> Result<Self, KernelError> {
-        let scheme = LinearScheme::new(layout, activation, output)?;
+        let scheme = KernelScheme::new(layout, activation, output)?;
         let variant = LinearVariant::choose(scheme, [layout.n(), layout.k()], m, device);
         Self::of_variant(variant, layout, m)
     }
@@ -97,8 +97,8 @@ impl LinearPlan {
     /// See [`new`](Self::new).
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
-        let small = |value: usize, most: usize, what| {
-            if value <= most { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
+        let small = |value: usize, max: usize, what| {
+            if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
         };
         // The kernel uses 32-bit indices of features, tokens and bytes of a row, which go up to one block beyond the
         // end.
@@ -158,9 +158,9 @@ impl LinearPlan {
                 m.saturating_sub(1).checked_mul(stride).and_then(|s| s.checked_add(width.min(m * width)));
             last.and_then(|elements| elements.checked_mul(bytes)).ok_or(KernelError::TooLarge(what))
         };
-        let stride = |stride: usize, least: usize, what| match u32::try_from(stride) {
-            Ok(short) if stride >= least => Ok(short),
-            _ => Err(KernelError::Mismatch { what, expected: least, got: stride }),
+        let stride = |stride: usize, min: usize, what| match u32::try_from(stride) {
+            Ok(short) if stride >= min => Ok(short),
+            _ => Err(KernelError::Mismatch { what, expected: min, got: stride }),
         };
         let each = scheme.activation_bytes();
         let x_stride = stride(at.x_stride, k, "the stride of activations")?;
@@ -204,7 +204,7 @@ impl LinearPlan {
             Argument::U32(x_stride),
             Argument::U32(out_stride),
             Argument::U32(self.chunks),
-            Argument::U32(u32::from(layout.middle().unwrap_or(0))),
+            Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
             Argument::U32(at.x_zero as u32),
         ])
     }
@@ -220,7 +220,7 @@ mod tests {
 
     fn plan(n: usize, k: usize, m: usize) -> Result<LinearPlan, KernelError> {
         let layout = WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false)?;
-        let device = DeviceLimits::of(Architecture::Sm90);
+        let device = PlanLimits::of(Architecture::Sm90);
         LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device)
     }
 
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn variants_for_other_parts_are_told() {
+    fn variants_for_other_parts_are_reported() {
         let (cut, whole) = (plan(4096, 4096, 3).unwrap(), plan(57_344, 4096, 3).unwrap());
         assert!(LinearPlan::of_variant(cut.variant, &cut.layout, 3).is_ok());
         assert!(LinearPlan::of_variant(whole.variant, &cut.layout, 3).is_err());
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_told() {
+    fn too_large_values_are_reported() {
         assert!(matches!(plan(4096, 4096, usize::MAX), Err(KernelError::TooLarge(_))));
         assert!(matches!(plan(4096, 4096, 1 << 31), Err(KernelError::TooLarge(_))));
         assert!(matches!(plan(1 << 28, 128, 1), Err(KernelError::TooLarge(_))));
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_told() {
+    fn misfits_are_reported() {
         let plan = plan(4096, 4096, 3).unwrap();
         let region = |address, bytes: usize| Region { address, bytes: bytes as u64 };
         let good = LinearArguments {

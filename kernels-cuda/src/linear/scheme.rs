@@ -32,7 +32,7 @@ pub enum Output {
 
 /// The properties of weights, activations and results that are compiled into a variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct LinearScheme {
+pub struct KernelScheme {
     pub(super) activation: Activation,
     pub(super) output: Output,
     /// The format of floating-point codes.
@@ -58,7 +58,7 @@ pub(super) enum Scale {
     E8m0,
 }
 
-impl LinearScheme {
+impl KernelScheme {
     /// The scheme of packed weights with these activations and results.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl LinearScheme {
             code_bits: layout.code_bits(),
             group: (!row).then(|| layout.group_size().min(TILE_K)),
             scale,
-            zeros: layout.middle().is_none(),
+            zeros: layout.zero_point().is_none(),
             whole: layout.summed_whole(),
             sums_activations: !layout.signed() && layout.float_format().is_none(),
             parameter_bytes: layout.parameter_bytes(),

@@ -3,7 +3,7 @@
 use quant_kernels_cpu::FloatFormat;
 
 use super::SOURCE;
-use super::scheme::{Activation, LinearScheme, Output, Scale};
+use super::scheme::{Activation, KernelScheme, Output, Scale};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{TILE_K, TILE_ROWS};
 
@@ -60,7 +60,7 @@ pub const BLOCK_ROWS: usize = 128;
 
 /// The properties of a device that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeviceLimits {
+pub struct PlanLimits {
     /// Maximum shared memory per block in bytes.
     pub shared_of_block: usize,
     /// Shared memory per multiprocessor in bytes.
@@ -69,7 +69,7 @@ pub struct DeviceLimits {
     pub multiprocessors: usize,
 }
 
-impl From<&crate::device::DeviceLimits> for DeviceLimits {
+impl From<&crate::device::DeviceLimits> for PlanLimits {
     fn from(device: &crate::device::DeviceLimits) -> Self {
         Self {
             shared_of_block: device.shared_of_block as usize,
@@ -79,7 +79,7 @@ impl From<&crate::device::DeviceLimits> for DeviceLimits {
     }
 }
 
-impl DeviceLimits {
+impl PlanLimits {
     /// The limits of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
     pub fn of(architecture: Architecture) -> Self {
         let (shared_of_block, multiprocessors) = match architecture {
@@ -98,7 +98,7 @@ impl DeviceLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearVariant {
     /// The operands.
-    pub scheme: LinearScheme,
+    pub scheme: KernelScheme,
     /// The threads.
     pub shape: BlockShape,
     /// Whether chunks of `k` have halves: [`Parts::halved`].
@@ -174,7 +174,7 @@ impl LinearVariant {
     }
 
     /// Bytes of one stage of the ring.
-    fn stage_bytes(scheme: &LinearScheme, tokens: usize) -> usize {
+    fn stage_bytes(scheme: &KernelScheme, tokens: usize) -> usize {
         let blocks = BLOCK_ROWS / TILE_ROWS;
         let tile = TILE_ROWS * TILE_K * scheme.code_bits / 8;
         blocks * (tile + scheme.parameter_bytes) + tokens * TILE_K * scheme.activation_bytes()
@@ -198,7 +198,7 @@ impl LinearVariant {
 
     /// The variant for this many tokens on this device: the smallest shape that holds them, or the largest one. Chunks
     /// are computed one after another in one block if there are enough tiles of results to occupy the device.
-    pub fn choose(scheme: LinearScheme, [n, k]: [usize; 2], m: usize, device: &DeviceLimits) -> Self {
+    pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
         let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);

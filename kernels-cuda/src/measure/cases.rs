@@ -9,7 +9,7 @@ use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, Deco
 use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+use crate::linear::{Activation, LinearArguments, LinearPlan, Output, PlanLimits};
 
 /// The rate that products are compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,7 @@ const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 ///
 /// # Errors
 /// When this version does not support one of them.
-pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
+pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
         for k in [4096, 8192, 14_336] {
@@ -125,9 +125,9 @@ pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
             ("w4a8_channel", 4, k, ScaleType::F32, Some(8), Activation::Int8 { zero: false }),
             ("w4a8_g128_progressive", 4, 128, ScaleType::Progressive, None, Activation::Int8 { zero: false }),
         ];
-        for (name, bits, group, scale, middle, input) in schemes {
+        for (name, bits, group, scale, zero_point, input) in schemes {
             let order = if input == Activation::F16 { Order::Float } else { Order::Int8 };
-            let layout = WeightLayout::from_parts([n, k], bits, group, scale, middle, order, false)?;
+            let layout = WeightLayout::from_parts([n, k], bits, group, scale, zero_point, order, false)?;
             for m in TOKENS {
                 cases.push(linear(name, layout, input, m, device)?);
             }
@@ -210,7 +210,7 @@ fn linear(
     layout: WeightLayout,
     input: Activation,
     m: usize,
-    device: &DeviceLimits,
+    device: &PlanLimits,
 ) -> Result<Case, KernelError> {
     let (n, k) = (layout.n(), layout.k());
     let plan = LinearPlan::new(&layout, input, Output::F16, m, device)?;

@@ -1,6 +1,6 @@
 //! The measured maxima of a device: bytes per second, products per second, seconds per launch.
 
-use super::{Meter, Work};
+use super::{Meter, TimedLaunch};
 use crate::Result;
 use crate::compile::{Source, Variant};
 use crate::launch::{Argument, LaunchShape};
@@ -18,7 +18,7 @@ const CACHES: usize = 32;
 /// Rounds of products: the first number is multiplied by eight until a launch takes long enough for its overhead to be
 /// negligible.
 const ROUNDS: [u32; 2] = [4, 1 << 20];
-const LONG_ENOUGH: f64 = 1e-3;
+const MIN_SECONDS: f64 = 1e-3;
 
 /// The rates that measurements are compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -60,8 +60,8 @@ impl Ceilings {
         let vectors = Argument::U64((bytes / 16) as u64);
         let one = |kernel, product, shape, arguments| -> Result<f64> {
             // SAFETY: the arguments are those of these kernels, with memory that lives until they have finished.
-            unsafe { meter.seconds(&variant(kernel, product), &[Work { shape, arguments }]) }
-                .map(|times| times.usual())
+            unsafe { meter.seconds(&variant(kernel, product), &[TimedLaunch { shape, arguments }]) }
+                .map(|times| times.median())
         };
         let stream = |kernel| {
             let to = Argument::U64(to.region().address);
@@ -71,11 +71,11 @@ impl Ceilings {
         let copy = 2.0 * bytes as f64 / stream("stream_copy")?;
         let rate = |product: u32| -> Result<f64> {
             let to = Argument::U64(to.region().address);
-            let [mut rounds, most] = ROUNDS;
+            let [mut rounds, max] = ROUNDS;
             let seconds = loop {
                 let arguments = vec![Argument::U32(rounds), Argument::U32(1), to];
                 let seconds = one("products", product, shape, arguments)?;
-                if seconds >= LONG_ENOUGH || rounds >= most {
+                if seconds >= MIN_SECONDS || rounds >= max {
                     break seconds;
                 }
                 rounds *= 8;

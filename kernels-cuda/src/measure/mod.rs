@@ -22,19 +22,19 @@ use crate::{Error, Result, linear};
 use cases::{Buffer, Fill};
 
 /// Minimum seconds of one measurement, and the number of measurements.
-const LEAST: f64 = 0.05;
+const MIN_SECONDS: f64 = 0.05;
 const REPEATS: usize = 5;
 /// Maximum number of launches per measurement.
-const MOST_LAUNCHES: usize = 20_000;
+const MAX_LAUNCHES: usize = 20_000;
 /// The total size of buffers used in turn, in multiples of the L2 cache, and the maximum number of copies.
 const TURNS_OVER_CACHE: usize = 10;
-const MOST_TURNS: usize = 64;
+const MAX_TURNS: usize = 64;
 /// Bytes of random numbers, which are repeated.
 const RANDOM: usize = 8 << 20;
 
 /// One launch.
 #[derive(Debug, Clone)]
-struct Work {
+struct TimedLaunch {
     shape: LaunchShape,
     arguments: Vec<Argument>,
 }
@@ -48,7 +48,7 @@ pub struct Times {
 
 impl Times {
     /// The median.
-    pub fn usual(&self) -> f64 {
+    pub fn median(&self) -> f64 {
         self.seconds[self.seconds.len() / 2]
     }
 }
@@ -97,7 +97,7 @@ impl Meter {
         let (kept, turning) = (sum(false), sum(true).max(1));
         // The rest is for the rounding of allocations, and for the driver.
         let room = (self.gpu.memory()?.free / 10 * 9).saturating_sub(kept) / turning;
-        let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MOST_TURNS).min(room);
+        let turns = (TURNS_OVER_CACHE * self.cache_bytes).div_ceil(turning).clamp(1, MAX_TURNS).min(room);
         if turns == 0 {
             let reason =
                 format!("{} bytes are needed, and the device has fewer that are free", kept + turning);
@@ -115,7 +115,7 @@ impl Meter {
                     memory.push(bytes);
                 }
             }
-            work.push(Work { shape: case.launch, arguments: case.arguments(&addresses)? });
+            work.push(TimedLaunch { shape: case.launch, arguments: case.arguments(&addresses)? });
         }
         // SAFETY: the arguments are the plan's, with as much memory as it needs, which lives until the measurement has
         // finished.
@@ -127,7 +127,7 @@ impl Meter {
     /// # Safety
     /// The variant must be one of this crate's; the arguments must be its own, and point to memory that lives until
     /// this returns.
-    unsafe fn seconds(&self, variant: &Variant, work: &[Work]) -> Result<Times> {
+    unsafe fn seconds(&self, variant: &Variant, work: &[TimedLaunch]) -> Result<Times> {
         let shared = work.iter().map(|work| work.shape.shared_bytes).max().unwrap_or(0);
         // SAFETY: the primary context is never released; images are this crate's.
         let kernel = unsafe { self.kernels.kernel(variant, shared) }?;
@@ -145,7 +145,7 @@ impl Meter {
         // Once to load and warm up, then as often as needed.
         run(work.len())?;
         let once = run(work.len())? / work.len().max(1) as f64;
-        let count = ((LEAST / once.max(1e-7)) as usize).clamp(work.len().max(3), MOST_LAUNCHES);
+        let count = ((MIN_SECONDS / once.max(1e-7)) as usize).clamp(work.len().max(3), MAX_LAUNCHES);
         let mut seconds =
             (0..REPEATS).map(|_| Ok(run(count)? / count as f64)).collect::<Result<Vec<f64>>>()?;
         seconds.sort_by(f64::total_cmp);
@@ -202,7 +202,7 @@ pub fn compile_ahead(directory: &Path, architectures: &[Architecture]) -> Result
     let mut count = 0;
     for &architecture in architectures {
         let mut variants = ceilings::variants();
-        for case in cases(&linear::DeviceLimits::of(architecture))? {
+        for case in cases(&linear::PlanLimits::of(architecture))? {
             if !variants.contains(&case.variant) {
                 variants.push(case.variant);
             }

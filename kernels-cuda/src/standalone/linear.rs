@@ -17,10 +17,10 @@ use crate::error::Result;
 use crate::image_cache::ImageCache;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
+use crate::linear::{CallArguments, CallLaunch, CallShape, LinearCall, Output, PlanLimits};
 
 /// Maximum number of activations or results on the device at once.
-const VALUES_AT_ONCE: usize = 1 << 26;
+const MAX_VALUES: usize = 1 << 26;
 /// The exponent that a row's largest activation gets as an f16: sums stay finite, and a value 2³⁸ times smaller is
 /// still not zero.
 const EXPONENT: i32 = 14;
@@ -79,7 +79,7 @@ pub struct Linear {
     layout: WeightLayout,
     weight: Memory,
     activations: Activations,
-    limits: DeviceLimits,
+    limits: PlanLimits,
     runner: Arc<Runner>,
 }
 
@@ -99,7 +99,7 @@ impl Linear {
         let mut packed = vec![0; layout.bytes()];
         layout.pack(view, &mut packed)?;
         let weight = Memory::of(&packed)?;
-        let limits = DeviceLimits::from(&runner.gpu.limits);
+        let limits = PlanLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
         // Planning a call without rows detects every error that does not depend on the input.
         linear.call(0)?;
@@ -139,7 +139,7 @@ impl Linear {
         if out.is_empty() {
             return Ok(());
         }
-        let at_once = (VALUES_AT_ONCE / n.max(k)).max(1);
+        let at_once = (MAX_VALUES / n.max(k)).max(1);
         for (x, out) in x.chunks(at_once * k).zip(out.chunks_mut(at_once * n)) {
             self.multiply_rows(x, out)?;
         }
@@ -229,9 +229,9 @@ fn halves(x: &[f32], k: usize, stride: usize, out: &mut Vec<u8>) -> Vec<i32> {
     out.resize(x.len() / k * stride * 2, 0);
     let rows = x.chunks(k).zip(out.chunks_mut(2 * stride));
     rows.map(|(row, out)| {
-        let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+        let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
         // Rows that are not finite cannot be scaled, and zeros need not be.
-        let shift = if most > 0.0 && most.is_finite() { (EXPONENT - exponent(most)).min(126) } else { 0 };
+        let shift = if max > 0.0 && max.is_finite() { (EXPONENT - exponent(max)).min(126) } else { 0 };
         for (value, out) in row.iter().zip(out.as_chunks_mut().0) {
             *out = f16::from_f32(value * exp2(shift)).to_le_bytes();
         }
@@ -262,12 +262,12 @@ mod tests {
         let shifts = halves(rows.as_flattened(), 4, 8, &mut bytes);
         assert_eq!(bytes.len(), 4 * 8 * 2);
         for (row, (shift, bytes)) in rows.iter().zip(shifts.iter().zip(bytes.chunks(16))) {
-            let most = row.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            let max = row.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
             for (value, pair) in row.iter().zip(bytes.as_chunks().0) {
                 let back = f16::from_le_bytes(*pair).to_f32() * exp2(-shift);
-                let most_off =
-                    (value.abs() / 2048.0).max(most * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
-                assert!((back - value).abs() <= most_off, "{value} became {back}");
+                let tolerance =
+                    (value.abs() / 2048.0).max(max * 2_f32.powi(-37)).max(f32::MIN_POSITIVE / 1e6);
+                assert!((back - value).abs() <= tolerance, "{value} became {back}");
             }
             assert!(bytes[8..].iter().all(|&b| b == 0), "padding between rows is zero");
         }

@@ -40,8 +40,8 @@ fn assert_agrees(problem: &Problem, got: &Outcome, expected: &Outcome) {
         assert!(got == expected || (a - b).abs() <= bound * b.abs(), "{a} for {b}, {shape:?}");
     }
     let off = |(a, b): (&i8, &i8)| (i32::from(*a) - i32::from(*b)).abs();
-    let most = got.codes.iter().zip(&expected.codes).map(off).max().unwrap();
-    assert!(most <= 1, "a code is off by {most}, {shape:?}");
+    let max = got.codes.iter().zip(&expected.codes).map(off).max().unwrap();
+    assert!(max <= 1, "a code is off by {max}, {shape:?}");
     let changed = got.codes.iter().zip(&expected.codes).filter(|(a, b)| a != b).count();
     // Few values are that close to the midpoint between two codes.
     assert!(changed <= 2 + got.codes.len() / 500, "{changed} of {} codes, {shape:?}", got.codes.len());
@@ -152,7 +152,7 @@ fn extremes_are_what_the_cpu_makes() {
 /// The result of a row is bit-identical whether it is computed alone or in a batch, in whatever order warps and blocks
 /// run.
 #[test]
-fn a_row_does_not_depend_on_what_is_beside_it() {
+fn a_row_does_not_depend_on_its_neighbours() {
     if !has_nvrtc() {
         return;
     }
@@ -248,7 +248,7 @@ fn instructions_stay_within_their_budgets() {
     if !has_nvrtc() {
         return;
     }
-    for (rows, most) in [
+    for (rows, max) in [
         (Rows::Plain, 16.0),
         (norm(Float::Bf16, false), 23.0),
         (norm(Float::Bf16, true), 30.0),
@@ -260,7 +260,7 @@ fn instructions_stay_within_their_budgets() {
         let taken = counters.instructions - counters.opcode("mov.");
         let each = 32.0 * taken as f64 / (m * k) as f64;
         println!("{rows:?}: {each:.1} instructions of PTX a value");
-        assert!(each <= most, "{each} instructions per value, {rows:?}");
+        assert!(each <= max, "{each} instructions per value, {rows:?}");
     }
 }
 

@@ -34,7 +34,7 @@ fn append_case(
     let (keys, values) = (rows(0), rows(3));
     // Rows of keys and of values have different strides; the gaps contain values that must not appear anywhere.
     let strides = [row + 8, row + 24];
-    let apart = |values: &[f32], stride: usize| -> Vec<f32> {
+    let with_stride = |values: &[f32], stride: usize| -> Vec<f32> {
         values.chunks(row).flat_map(|of| of.iter().copied().chain(vec![f32::NAN; stride - row])).collect()
     };
     let mut expected = vec![0xa5_u8; page_count as usize * kv_heads * layout.page_bytes()];
@@ -54,9 +54,9 @@ fn append_case(
     let mut machine = Machine::new();
     let column = |i: usize| places.iter().map(|place| place[i]).collect::<Vec<u32>>();
     let arguments = AppendArguments {
-        keys: machine.buffer_from("keys", &encode(&apart(&keys, strides[0]), input)),
+        keys: machine.buffer_from("keys", &encode(&with_stride(&keys, strides[0]), input)),
         key_stride: strides[0] as u64,
-        values: machine.buffer_from("values", &encode(&apart(&values, strides[1]), input)),
+        values: machine.buffer_from("values", &encode(&with_stride(&values, strides[1]), input)),
         value_stride: strides[1] as u64,
         sequence: machine.buffer_from("sequence", &bytes_of(&column(0))),
         position: machine.buffer_from("position", &bytes_of(&column(1))),

@@ -45,8 +45,8 @@ impl Held {
         let value = |t: usize| &self.rows[1][t * d..][..d];
         let scores: Vec<f64> =
             seen.clone().map(|t| scale * query.iter().zip(key(t)).map(|(q, k)| q * k).sum::<f64>()).collect();
-        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
         let (centre, largest_code) = match self.kind {
             KvType::Kv4 => (8.0, 271.0),
             KvType::Kv8 => (128.0, 1279.0),
@@ -82,7 +82,7 @@ impl Held {
         let (mut out, mut bound) = (vec![0.0; d], vec![0.0; d]);
         let mut largest = 0.0_f64;
         for (score, t) in scores.iter().zip(seen) {
-            let p = (score - most).exp() / total;
+            let p = (score - max).exp() / total;
             let step = if self.kind == KvType::F16 { 0.0 } else { self.grids[1][t][0] };
             for ((out, bound), v) in out.iter_mut().zip(&mut bound).zip(value(t)) {
                 *out += p * v;
@@ -99,9 +99,9 @@ impl Held {
             }
         }
         let left = if self.kind == KvType::F16 { -32 } else { -31 };
-        let widest = seen_values.fold(0.0_f64, |most, v| most.max(v.abs()));
+        let widest = seen_values.fold(0.0_f64, |max, v| max.max(v.abs()));
         bound.iter_mut().for_each(|b| *b += 2.0_f64.powi(left) * n as f64 * largest);
-        let lse = most + total.ln();
+        let lse = max + total.ln();
         let lse_bound = epsilon + (adds + 8.0) * u + 2.0_f64.powi(-22) * (1.0 + lse.abs());
         Expected { out, bound, lse, lse_bound, widest }
     }

@@ -69,11 +69,11 @@ impl Cache {
             }
         }
         let row = KV_HEADS * GROUP * DIM;
-        let apart = self.queries.chunks(row).flat_map(|q| q.iter().copied().chain(vec![f32::NAN; gap]));
+        let padded = self.queries.chunks(row).flat_map(|q| q.iter().copied().chain(vec![f32::NAN; gap]));
         let rows = SEQUENCES * KV_HEADS * GROUP;
         let mut machine = Machine::new();
         let arguments = DecodeArguments {
-            query: machine.buffer_from("query", &encode(&apart.collect::<Vec<f32>>(), Float::F16)),
+            query: machine.buffer_from("query", &encode(&padded.collect::<Vec<f32>>(), Float::F16)),
             query_stride: (row + gap) as u64,
             pages: machine.buffer_from("pages", &self.pages),
             page_stride: (KV_HEADS * self.layout.page_bytes()) as u64,

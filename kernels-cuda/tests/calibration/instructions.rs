@@ -73,7 +73,7 @@ impl Inputs {
                 both(bf16::from_f64(unit(bits)).to_bits(), bf16::from_f64(unit(other)).to_bits())
             }
             Self::WholeFloat => ((bits % 2001) as f32 - 1000.0).to_bits(),
-            Self::Below(most) => bits % most,
+            Self::Below(max) => bits % max,
         }
     }
 }
@@ -118,15 +118,15 @@ impl Judge {
                     let [a, b] = [a >> by & 0xffff, b >> by & 0xffff];
                     a == b || half_nan(a) && half_nan(b)
                 }),
-                Self::Last(most) => {
-                    let apart = (place(a) - place(b)).unsigned_abs();
-                    worst = if both_nan(a, b) { worst } else { worst.max(apart as f64) };
-                    both_nan(a, b) || apart <= u64::from(most)
+                Self::Last(max) => {
+                    let difference = (place(a) - place(b)).unsigned_abs();
+                    worst = if both_nan(a, b) { worst } else { worst.max(difference as f64) };
+                    both_nan(a, b) || difference <= u64::from(max)
                 }
-                Self::Near(most) => {
-                    let apart = (float(a) - float(b)).abs() / (1.0 + float(b).abs());
-                    worst = worst.max(apart);
-                    apart <= most
+                Self::Near(max) => {
+                    let difference = (float(a) - float(b)).abs() / (1.0 + float(b).abs());
+                    worst = worst.max(difference);
+                    difference <= max
                 }
                 Self::Sum(magnitude) => {
                     let apart = (float(a) - float(b)).abs();

@@ -17,8 +17,8 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    pub fn below(&mut self, most: u64) -> u64 {
-        self.next() % most
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
     }
 
     /// From −1 to 1.

@@ -4,7 +4,7 @@
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
 use quant_ptx_interpreter::{Counters, Options};
 
 use crate::DEVICE;
@@ -106,8 +106,8 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
             assert_eq!(32 * way.unique_sectors, expected, "{m} tokens");
         }
         let tickets = 2 * 32 * (plan.launch.grid[0] as u64 * 8).div_ceil(32);
-        let (got, said) = (moved(&counters), plan.traffic().total() as u64);
-        assert!((said..=said + tickets + 64).contains(&got), "{m} tokens: {got} for {said}");
+        let (got, message) = (moved(&counters), plan.traffic().total() as u64);
+        assert!((message..=message + tickets + 64).contains(&got), "{m} tokens: {got} for {message}");
     }
 }
 
@@ -116,7 +116,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
 /// and a sixth at 4096 × 4096 with 16 tokens, where 32 row tiles alone cannot occupy a device.
 #[test]
 fn bytes_of_models_shapes() {
-    let device = DeviceLimits::of(Architecture::Sm90);
+    let device = PlanLimits::of(Architecture::Sm90);
     let ratio = |n: usize, k: usize, m: usize| {
         let layout =
             WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();
@@ -175,10 +175,10 @@ fn dequantization_takes_few_instructions() {
     }
     // A word is eight weights, and an instruction processes one word per lane.
     let words = (N * K / 8 / 32) as u64;
-    for (activation, most) in [(Activation::F16, 5), (Activation::Bf16, 7)] {
+    for (activation, max) in [(Activation::F16, 5), (Activation::Bf16, 7)] {
         let (_, counters) = counted(&float(activation, 128, true, 8));
         let taken = counters.opcode("lop3.") + counters.opcode("shf.");
-        assert_eq!(taken, most * words, "{activation:?}: {:?}", counters.by_opcode);
+        assert_eq!(taken, max * words, "{activation:?}: {:?}", counters.by_opcode);
     }
 }
 
@@ -199,7 +199,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
     };
     let whole = ["and.b32", "shl.b32", "shr.u32", "mul.lo", "mad.lo", "lop3"];
     let bytes = ["prmt", "sub.rn.f32", "add.rn.f32", "cvt.rn.bf16x2"];
-    for (name, kind, bits, group, zeros, activation, opcodes, most) in [
+    for (name, kind, bits, group, zeros, activation, opcodes, max) in [
         // 3, or 5 with two levels of scales; plus offsets in the ring, zero points and scales of groups.
         ("w4a8", Kind::F32, 4, 0, false, None, &whole[..], 4.0),
         ("w4a8 asym", Kind::F32, 4, 0, true, None, &whole, 4.0),
@@ -213,7 +213,7 @@ fn dequantization_of_other_schemes_takes_few_instructions() {
         let [few, many] = [8, 15].map(|tiles| count(&of(128 * tiles, kind, bits, group, zeros, activation)));
         let each = (many - few) as f64 * 32.0 * 8.0 / (N * 7 * 128) as f64;
         println!("{name}: {each:.2} instructions for 8 weights");
-        assert!(each <= most && each > most - 2.0, "{name}: {each}");
+        assert!(each <= max && each > max - 2.0, "{name}: {each}");
     }
 }
 
@@ -224,7 +224,7 @@ fn instructions_of_a_slot_are_few() {
     if !ready() {
         return;
     }
-    for (m, most) in [(1, 620.0), (16, 870.0)] {
+    for (m, max) in [(1, 620.0), (16, 870.0)] {
         for (name, problem, _) in problems(m) {
             let (plan, counters) = counted(&problem);
             let slots = (N / 128 * K / 128 * plan.launch.block as usize / 32) as u64;
@@ -232,7 +232,7 @@ fn instructions_of_a_slot_are_few() {
             println!(
                 "{name}, {m} tokens: {each:.0} instructions of PTX a warp and slot, ends of blocks included"
             );
-            assert!(each < most, "{name}, {m} tokens: {each}");
+            assert!(each < max, "{name}, {m} tokens: {each}");
         }
     }
 }

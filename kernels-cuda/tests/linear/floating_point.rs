@@ -271,7 +271,7 @@ fn what_they_cost() {
         return;
     }
     let (n, k) = (256, 1024);
-    for (format, group, kind, activation, most) in [
+    for (format, group, kind, activation, max) in [
         (E2M1, 16, Kind::E4m3, Activation::F16, 11),
         (E2M1, 32, Kind::E8m0, Activation::F16, 11),
         (E2M1, 16, Kind::E4m3, Activation::Bf16, 17),
@@ -291,7 +291,7 @@ fn what_they_cost() {
                     ["lop3.", "shf.", "fma.rn.bf16x2"].iter().map(|o| counters.opcode(o)).sum::<u64>();
                 let ands = counters.opcode("and.b32");
                 println!("{format:?} {kind:?} {activation:?}: {taken} and {ands} for {words} words");
-                assert!(taken <= most * words && taken + ands >= most * words, "{:?}", counters.by_opcode);
+                assert!(taken <= max * words && taken + ands >= max * words, "{:?}", counters.by_opcode);
             }
             let (reads, writes) = (counters.shared_reads, counters.shared_writes);
             assert_eq!((reads.taken, writes.taken), (reads.ideal, writes.ideal), "{format:?}, {m} tokens");

@@ -1,7 +1,7 @@
 //! Results do not depend on the other rows, their number, the shape of a block, or the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
-use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearScheme, LinearVariant, Output, Parts};
+use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -38,7 +38,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn variant(problem: &Problem, m: usize) -> LinearVariant {
-    let scheme = LinearScheme::new(&problem.layout, problem.activation, problem.output).unwrap();
+    let scheme = KernelScheme::new(&problem.layout, problem.activation, problem.output).unwrap();
     LinearVariant::choose(scheme, problem.case.shape, m, &DEVICE)
 }
 
@@ -102,7 +102,7 @@ fn orders_of_blocks_and_warps_change_nothing() {
         assert!(plan.launch.grid[1] > 1);
         let expected = bits(&launch(&problem, &plan));
         for (block_order, warp_order) in [
-            (BlockOrder::Reverse, WarpOrder::InTurn),
+            (BlockOrder::Reverse, WarpOrder::InOrder),
             (BlockOrder::Seeded(1), WarpOrder::Reverse),
             (BlockOrder::Seeded(2), WarpOrder::Seeded(3)),
             (BlockOrder::Forward, WarpOrder::RoundRobin),

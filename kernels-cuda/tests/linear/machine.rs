@@ -117,7 +117,7 @@ pub fn run(
                 Argument::U32(problem.x_stride as u32),
                 Argument::U32(n as u32),
                 Argument::U32(plan.chunks),
-                Argument::U32(u32::from(problem.layout.middle().unwrap_or(0))),
+                Argument::U32(u32::from(problem.layout.zero_point().unwrap_or(0))),
                 Argument::U32(problem.x_zero as u32),
             ],
         };

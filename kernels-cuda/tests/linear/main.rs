@@ -13,7 +13,7 @@ mod results;
 #[path = "../support/mod.rs"]
 mod support;
 
-use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::linear::PlanLimits;
 
 /// An A10: its small shared memory allows only a short ring, which wraps around early.
 const DEVICE: DeviceLimits =

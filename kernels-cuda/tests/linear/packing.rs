@@ -37,11 +37,11 @@ fn pack_by(case: &Case, layout: &WeightLayout, places: &[[&str; 2]]) -> Result<(
             |(i, &(_, bytes))| if bytes == 0 { 0 } else { memory.buffer(&format!("section {i}"), bytes, 16) },
         )
         .collect();
-    let most = u32::from(u8::MAX >> (8 - case.bits));
+    let max = u32::from(u8::MAX >> (8 - case.bits));
     let sizes = |with_group: bool| {
-        let middle = u32::from(layout.middle().unwrap_or(0));
+        let zero_point = u32::from(layout.zero_point().unwrap_or(0));
         let group = with_group.then_some(case.group as u32);
-        let sizes = [Some(n as u32), Some(k as u32), group, Some(middle), Some(most)];
+        let sizes = [Some(n as u32), Some(k as u32), group, Some(zero_point), Some(max)];
         sizes.into_iter().flatten().map(Argument::U32)
     };
     for launch in layout.device_packing().unwrap() {
@@ -186,12 +186,12 @@ fn faults_are_found() {
 
 /// Codes minus the layout's middle fit its bits, or a fault is reported.
 #[test]
-fn middles_that_do_not_fit_are_found() {
+fn zero_points_that_do_not_fit_are_found() {
     if !ready() {
         return;
     }
-    let of = |middle| {
-        WeightLayout::from_parts([16, 256], 4, 128, ScaleType::F16, Some(middle), Order::Int8, false)
+    let of = |zero_point| {
+        WeightLayout::from_parts([16, 256], 4, 128, ScaleType::F16, Some(zero_point), Order::Int8, false)
     };
     assert!(of(9).is_err() && of(15).is_err());
     // With 3 bits, and with 4.

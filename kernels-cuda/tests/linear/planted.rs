@@ -318,8 +318,8 @@ fn packers() {
         "    const u32 chunk",
     ]];
     assert_eq!(found(&case, Order::Float, &tiles), out("section 0"));
-    let beside = [["const bool there = row < n && first < k;", "const bool there = first < k;"]];
-    assert_eq!(found(&case, Order::Float, &beside), out("zeros"));
+    let outside = [["const bool there = row < n && first < k;", "const bool there = first < k;"]];
+    assert_eq!(found(&case, Order::Float, &outside), out("zeros"));
     let once = [["const bool there = row < n;", "const bool there = true;"]];
     assert_eq!(found(&rows, Order::Int8, &once), out("codes"));
     // A sum of rows that leaves out a step; a code at another position.

@@ -1,7 +1,7 @@
 //! Every scheme with ragged shapes, and with values at the ends of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+use quant_kernels_cuda::linear::{Activation, LinearPlan, Output, PlanLimits};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -190,7 +190,7 @@ fn a_deep_ring() {
     if !ready() {
         return;
     }
-    let device = DeviceLimits::of(Architecture::Sm90);
+    let device = PlanLimits::of(Architecture::Sm90);
     let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
     for problem in [
         Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Typical, 9),
@@ -220,10 +220,10 @@ fn extremes() {
         for bits in [4, 8] {
             for (group, zeros) in [(128, true), (128, false), (256, true), (256, false)] {
                 let mut case = Case::new([20, 256], bits, group, Kind::F32, zeros, 4);
-                let most = u8::MAX >> (8 - bits);
-                case.codes.fill(if high { most } else { 0 });
+                let max = u8::MAX >> (8 - bits);
+                case.codes.fill(if high { max } else { 0 });
                 if let Some(zeros) = &mut case.zeros {
-                    zeros.fill(if high { 0 } else { most });
+                    zeros.fill(if high { 0 } else { max });
                 }
                 let scales = [0.0, f32::from_bits(1), -f32::from_bits(77), 1e30, -1e-20];
                 for (i, scale) in case.scales.iter_mut().enumerate() {
@@ -237,10 +237,10 @@ fn extremes() {
         for bits in [4, 8] {
             for high in [true, false] {
                 let mut case = Case::new([20, 256], bits, 64, Kind::F32, true, 5);
-                let most = u8::MAX >> (8 - bits);
-                case.codes.fill(if high { most } else { 0 });
+                let max = u8::MAX >> (8 - bits);
+                case.codes.fill(if high { max } else { 0 });
                 if let Some(zeros) = &mut case.zeros {
-                    zeros.fill(if high { 0 } else { most });
+                    zeros.fill(if high { 0 } else { max });
                 }
                 let scales = [0.0, f32::from_bits(1), -f32::from_bits(77), 1e20, -1e-20];
                 for (i, scale) in case.scales.iter_mut().enumerate() {

@@ -26,7 +26,7 @@ pub fn launch(grid: u32, block: u32, dynamic_shared: u32, arguments: &[u64]) -> 
 /// The orders of warps under which a kernel must behave the same.
 pub fn orders() -> Vec<Options> {
     let orders = [
-        WarpOrder::InTurn,
+        WarpOrder::InOrder,
         WarpOrder::RoundRobin,
         WarpOrder::Reverse,
         WarpOrder::Seeded(1),

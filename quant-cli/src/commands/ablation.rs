@@ -49,7 +49,7 @@ const fn step(
 }
 
 /// Rows with fewer bits than the one above.
-const TAKE_AWAY: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
+const FEWER_BITS: [&str; 2] = ["W4A8, a scale per row", "+ KV4"];
 /// The steps before reordering.
 const SMOOTHED: &[&str] = &["rotate", "smooth-attention", "smooth-outputs", "clip"];
 /// All steps before rounding.
@@ -191,7 +191,7 @@ pub fn run(
             perplexity: scores.perplexity,
             kl: divergence.kl,
             kl_change: change,
-            takes_away: TAKE_AWAY.contains(&step.name),
+            takes_away: FEWER_BITS.contains(&step.name),
             seconds: begun.elapsed().as_secs_f64(),
         });
         reference.get_or_insert(divergence.reference.perplexity);
@@ -209,11 +209,11 @@ pub fn run(
 }
 
 fn sampling(options: &AblationOptions) -> Sampling {
-    let usual = Sampling::default();
+    let defaults = Sampling::default();
     Sampling {
-        samples: options.samples.unwrap_or(usual.samples),
-        length: options.seq_len.unwrap_or(usual.length),
-        ..usual
+        samples: options.samples.unwrap_or(defaults.samples),
+        length: options.seq_len.unwrap_or(defaults.length),
+        ..defaults
     }
 }
 
@@ -252,7 +252,7 @@ impl Step {
             method: whole.without(&left_out.map(str::to_owned).collect::<Vec<_>>())?,
             scheme: scheme.parse()?,
             settings: TransformSettings { kv, ..TransformSettings::default() },
-            gptq: whole.usual_gptq(),
+            gptq: whole.default_gptq(),
             sampling: sampling(options),
             ..Recipe::preset("rtn-w4a16")?
         })

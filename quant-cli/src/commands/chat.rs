@@ -18,7 +18,7 @@ use crate::output;
 /// Default context length, if the model has that many positions.
 const DEFAULT_CONTEXT: usize = 8192;
 /// Longer lines of standard input are rejected.
-const LONGEST_LINE: usize = 1 << 20;
+const MAX_LINE_BYTES: usize = 1 << 20;
 /// Default maximum of new tokens per answer, if neither the user nor the model sets one.
 const DEFAULT_ANSWER: usize = 1024;
 
@@ -45,11 +45,11 @@ pub struct Args {
 }
 
 /// The messages so far.
-struct Talk {
+struct Messages {
     messages: Vec<Value>,
 }
 
-impl Talk {
+impl Messages {
     fn new(system: Option<&str>) -> Self {
         let system = system.filter(|text| !text.is_empty());
         Self {
@@ -57,12 +57,12 @@ impl Talk {
         }
     }
 
-    fn say(&mut self, role: &str, content: &str) {
+    fn push(&mut self, role: &str, content: &str) {
         self.messages.push(json!({ "role": role, "content": content }));
     }
 
     /// Removes the last message if it has this role.
-    fn take_back(&mut self, role: &str) -> bool {
+    fn pop(&mut self, role: &str) -> bool {
         let is_last = self.messages.last().is_some_and(|message| message["role"] == role);
         if is_last {
             self.messages.pop();
@@ -91,7 +91,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let decoder = args.decoding.load(&opened, context, session)?;
     let mut generator = Generator::new(&decoder);
     let mut input = Input::new()?;
-    let mut talk = Talk::new(args.system.as_deref());
+    let mut talk = Messages::new(args.system.as_deref());
     session.progress.note("/help lists the commands");
     while let Some(line) = input.line()? {
         let line = line.trim();
@@ -104,25 +104,25 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 continue;
             }
             "/new" => {
-                talk = Talk::new(args.system.as_deref());
+                talk = Messages::new(args.system.as_deref());
                 continue;
             }
             "/system" => {
-                talk = Talk::new(Some(rest.trim()));
+                talk = Messages::new(Some(rest.trim()));
                 continue;
             }
             "/retry" => {
-                if !talk.take_back("assistant") {
-                    output::tell("there is no answer to retry");
+                if !talk.pop("assistant") {
+                    output::print_message("there is no answer to retry");
                     continue;
                 }
                 settings.seed = settings.seed.wrapping_add(1);
             }
             _ if command.starts_with('/') && !command[1..].contains('/') => {
-                output::tell(&format!("there is no command {command}; /help lists them"));
+                output::print_message(&format!("there is no command {command}; /help lists them"));
                 continue;
             }
-            _ => talk.say("user", line),
+            _ => talk.push("user", line),
         }
         let conversation = Conversation::of_messages(&talk.messages).map_err(|reason| {
             Error::usage(format!("the conversation {reason}"), "begin a new one with /new")
@@ -131,12 +131,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let tokens = tokenizer.encode_rendered(&prompt)?.into_iter().map(|(token, _)| token).collect();
         let tokens = generation::checked_tokens(&opened, tokens)?;
         if tokens.len() >= context {
-            output::tell(&format!(
+            output::print_message(&format!(
                 "the conversation has {} tokens, and the context {context}; begin a new one with /new, or start with a \
                  larger --context",
                 tokens.len()
             ));
-            talk.take_back("user");
+            talk.pop("user");
             continue;
         }
         let mut answer = String::new();
@@ -166,7 +166,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             }
             Err(error) => return Err(error),
         }
-        talk.say("assistant", answer.trim_end());
+        talk.push("assistant", answer.trim_end());
     }
     Ok(())
 }
@@ -206,7 +206,7 @@ impl Input {
                 *number += 1;
                 let path = || PathBuf::from("standard input");
                 let mut bytes = Vec::new();
-                let mut bounded = std::io::Read::take(std::io::stdin().lock(), LONGEST_LINE as u64 + 1);
+                let mut bounded = std::io::Read::take(std::io::stdin().lock(), MAX_LINE_BYTES as u64 + 1);
                 bounded.read_until(b'\n', &mut bytes).map_err(|e| Error::io("read", path(), e))?;
                 let fault = |reason: &str| Error::InputFile {
                     path: path(),
@@ -216,7 +216,7 @@ impl Input {
                 };
                 match bytes.len() {
                     0 => Ok(None),
-                    len if len > LONGEST_LINE => Err(fault("is too long")),
+                    len if len > MAX_LINE_BYTES => Err(fault("is too long")),
                     _ => String::from_utf8(bytes).map(Some).map_err(|_| fault("is not UTF-8")),
                 }
             }

@@ -308,7 +308,7 @@ fn compared(paths: &[PathBuf]) -> Result<Vec<(String, Evaluation)>> {
 
 /// The quantization report stored beside the model's weights.
 fn quantization(opened: &Opened, session: &Session) -> Option<QuantReport> {
-    QuantReport::beside(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
+    QuantReport::find(opened.directory.path(), &opened.model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}; the page will not show tensor errors"));
         None
     })
@@ -450,11 +450,12 @@ fn show(result: &Evaluation) -> String {
         text.push_str("\nTo compare models, look at mean KL: lower is better, 0 is equal.\n\n");
         text.push_str(&spread(comparison));
     }
-    let said = |before: &str, model: Option<&ModelIdentity>| {
+    let cache_of = |before: &str, model: Option<&ModelIdentity>| {
         let kv = model.and_then(|m| m.kv_cache);
         kv.map(|kv| format!("{before} keys and values in {kv}")).unwrap_or_default()
     };
-    let cache = said(",", Some(&result.model)) + &said("; the reference with", result.reference.as_ref());
+    let cache =
+        cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
     text.push_str(&format!(
         "\n{} on {}: {} tokens in {} windows, {:.0} tokens/s; weights of {}{cache}\n",
         result.profile,

@@ -93,10 +93,10 @@ fn judged(
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // The output was closed, which does not change the verdict.
         Err(error) if output::is_closed_pipe(&error) => {}
-        told => told?,
+        printed => printed?,
     }
     if let Err(error) = on_github(&outcome) {
-        output::tell(&format!("warning: {error}"));
+        output::print_message(&format!("warning: {error}"));
     }
     Ok(match outcome.verdict {
         Verdict::Pass => 0,
@@ -110,7 +110,7 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     if std::env::var_os("GITHUB_ACTIONS").is_some_and(|v| v == "true") {
         // The runner reads commands from either stream; stdout may be JSON.
         for line in annotations(outcome) {
-            output::tell(&line);
+            output::print_message(&line);
         }
     }
     let Some(path) = std::env::var_os("GITHUB_STEP_SUMMARY").filter(|p| !p.is_empty()).map(PathBuf::from)

@@ -16,7 +16,7 @@ use crate::inputs;
 use crate::output::{self, JsonOption};
 
 /// Longer prompts are rejected before they are tokenized.
-const LONGEST_PROMPT: u64 = 16 << 20;
+const MAX_PROMPT_BYTES: u64 = 16 << 20;
 
 /// The model and the prompt.
 #[derive(Debug, clap::Args)]
@@ -69,7 +69,7 @@ struct Token {
 /// Writes.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     let prompt_file = args.prompt_file.as_deref().filter(|file| *file != Path::new("-"));
-    args.json.check_beside(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;
+    args.json.check_distinct(&args.model, &prompt_file.into_iter().collect::<Vec<_>>())?;
     let (prompt, origin) = prompt(args)?;
     let opened = inputs::open(&args.model, session)?;
     let tokenizer = generation::tokenizer(&opened)?;
@@ -160,15 +160,15 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
 
 fn bounded(from: &mut dyn Read, path: &Path) -> Result<String> {
     let mut bytes = Vec::new();
-    from.take(LONGEST_PROMPT + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    from.take(MAX_PROMPT_BYTES + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     let fault = |reason| Error::InputFile {
         path: path.to_owned(),
         line: None,
         reason,
         remedy: "give a prompt of UTF-8 text".into(),
     };
-    if bytes.len() as u64 > LONGEST_PROMPT {
-        return Err(fault(format!("is longer than {LONGEST_PROMPT} bytes")));
+    if bytes.len() as u64 > MAX_PROMPT_BYTES {
+        return Err(fault(format!("is longer than {MAX_PROMPT_BYTES} bytes")));
     }
     String::from_utf8(bytes)
         .map_err(|e| fault(format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))

@@ -73,7 +73,7 @@ struct TensorReport {
 
 /// Prints the contents.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    args.json.check_beside(&args.model, &[])?;
+    args.json.check_distinct(&args.model, &[])?;
     let report = report(&args.model, session)?;
     args.json.emit(&report, || show(&report))
 }
@@ -151,7 +151,7 @@ fn losses<'a>(
 ) -> Result<Vec<String>> {
     let model = &opened.model;
     let Some(container) = model.quant_method().and_then(container_of) else { return Ok(Vec::new()) };
-    let report = QuantReport::beside(opened.directory.path(), model).unwrap_or_else(|error| {
+    let report = QuantReport::find(opened.directory.path(), model).unwrap_or_else(|error| {
         session.progress.note(&format!("warning: {error}"));
         None
     });
@@ -161,9 +161,9 @@ fn losses<'a>(
     for module in modules {
         let Some(stored) = model.module_scheme(module) else { continue };
         let scheme = asked.get(module).copied().unwrap_or(stored);
-        for said in container.loses(scheme, model.packed_scale_dtype(module)?) {
-            if !losses.contains(&said) {
-                losses.push(said);
+        for loss in container.loses(scheme, model.packed_scale_dtype(module)?) {
+            if !losses.contains(&loss) {
+                losses.push(loss);
             }
         }
     }
@@ -200,8 +200,8 @@ fn show(report: &Report) -> String {
     if report.keeps_levels {
         text.push_str("kept: both levels of scales\n");
     }
-    for said in &report.loses {
-        text.push_str(&format!("lost: {said}\n"));
+    for loss in &report.loses {
+        text.push_str(&format!("lost: {loss}\n"));
     }
     if let Some(kv) = report.kv_cache {
         text.push_str(&format!("KV cache: {kv}\n"));

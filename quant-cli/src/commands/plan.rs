@@ -133,7 +133,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .into_iter()
         .filter_map(|file| file.as_deref())
         .collect();
-    args.json.check_beside(model, &read)?;
+    args.json.check_distinct(model, &read)?;
     let settings = args.recipe.settings();
     if settings.writes_gguf()? {
         return super::gguf::plan(model, &settings, args.all, &args.json, session);
@@ -205,7 +205,7 @@ impl Planned {
 
 fn outcome(entry: &PlanEntry) -> String {
     match &entry.action {
-        Action::Copy if entry.turned => "float, folded or rotated".into(),
+        Action::Copy if entry.modified => "float, folded or rotated".into(),
         Action::Copy => "as it is".into(),
         Action::Rewrite { .. } => "float, may be rescaled".into(),
         Action::Quantize { scheme, .. } => scheme.to_string(),
@@ -240,7 +240,7 @@ fn json<'a>(planned: &'a Planned, wording: &dyn Wording) -> PlanJson<'a> {
 }
 
 fn format_json<'a>(plan: &'a Plan, outline: &Outline, wording: &dyn Wording) -> FormatJson<'a> {
-    let said = |texts: Vec<String>| texts.iter().map(|text| worded(text, wording).into_owned()).collect();
+    let reworded = |texts: Vec<String>| texts.iter().map(|text| worded(text, wording).into_owned()).collect();
     let tensors = plan.entries.iter().map(|e| TensorJson {
         tensor: &e.tensor,
         dtype: e.info.dtype.name(),
@@ -258,8 +258,8 @@ fn format_json<'a>(plan: &'a Plan, outline: &Outline, wording: &dyn Wording) -> 
         format: plan.container.name(),
         output_bytes: plan.output_bytes(),
         bits_per_quantized_weight: plan.bits_per_quantized_weight(),
-        warnings: said(plan.warnings()),
-        loses: said(plan.losses()),
+        warnings: reworded(plan.warnings()),
+        loses: reworded(plan.losses()),
         engines: ENGINES.iter().map(|engine| engine_json(engine, outline)).collect(),
         tensors: tensors.collect(),
     }
@@ -415,8 +415,8 @@ fn plan_text(plan: &Plan, all: bool) -> String {
         bytes(plan.output_bytes()),
         plan.bits_per_quantized_weight(),
     ));
-    for said in plan.losses() {
-        text.push_str(&format!("lost: {said}\n"));
+    for loss in plan.losses() {
+        text.push_str(&format!("lost: {loss}\n"));
     }
     for warning in plan.warnings() {
         text.push_str(&format!("note: {warning}\n"));

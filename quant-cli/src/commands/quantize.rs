@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use quant_core::run::{
-    Calibration, Done, FEW, Few, OnAll, QuantizeJob, QuantizeRequest, QuantizeSummary, Summary, Text,
+    Calibration, Done, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest, QuantizeSummary,
+    Summary, Text, UndersampledLinears,
 };
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
@@ -132,10 +133,10 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
 
 /// The time per stage, if the run was long enough for it to matter.
 fn breakdown(summary: &QuantizeSummary) -> String {
-    const WORTH_SAYING: f64 = 10.0;
+    const MIN_REPORTED: f64 = 10.0;
     let notable = summary.steps.iter().filter(|s| s.seconds >= 0.01 * summary.seconds);
     let parts: Vec<String> = notable.map(|s| format!("{} {}", s.step, duration(s.seconds))).collect();
-    match summary.seconds >= WORTH_SAYING && !parts.is_empty() {
+    match summary.seconds >= MIN_REPORTED && !parts.is_empty() {
         true => format!(": {}", parts.join(", ")),
         false => String::new(),
     }
@@ -151,12 +152,12 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
             0 => "\n".to_owned(),
             some => format!("; {some} positions stayed empty\n"),
         });
-        if let Some(Few { linears, least, .. }) = few {
+        if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {FEW} tokens, the fewest {least}; more text reaches more experts\n"
+                "{linears} linears of experts saw fewer than {MIN_EXPERT_TOKENS} tokens, the fewest {least}; more text reaches more experts\n"
             ));
         }
-        if let Some(OnAll { linears, least_routed, .. }) = all {
+        if let Some(FullBatchLinears { linears, least_routed, .. }) = all {
             text.push_str(&format!(
                 "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} are routed to one of them\n"
             ));

@@ -70,9 +70,9 @@ pub struct Announced {
 
 /// The result of a check.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum BlobCheck {
     /// The content matches what the hub announced.
-    Sound,
+    Matches,
     /// The hub announced nothing that could be checked.
     Unknown,
     /// The content differs from what the hub announced.
@@ -123,13 +123,13 @@ impl RepositoryCache {
     /// Compares a file of a snapshot with the hub's announcement and with its blob's tag.
     ///
     /// Hashing takes time, so it is done once per blob. A blob whose size or time has changed since is hashed again.
-    pub fn check(&self, link: &Path, announced: &Announced, cancel: &CancelToken) -> Result<Verdict> {
+    pub fn check(&self, link: &Path, announced: &Announced, cancel: &CancelToken) -> Result<BlobCheck> {
         let failed = |e| Error::io("open", link, e);
         let real = link.canonicalize().map_err(failed)?;
         let metadata = fs::metadata(&real).map_err(failed)?;
         let size = metadata.len();
         if let Some(expected) = announced.size.filter(|&s| s != size) {
-            return Ok(Verdict::Wrong {
+            return Ok(BlobCheck::Wrong {
                 announced: format!("{expected} bytes"),
                 found: format!("{size} bytes"),
             });
@@ -140,24 +140,24 @@ impl RepositoryCache {
             tag.as_deref().and_then(Digest::from_tag).filter(|d| Some(d) != announced.digest.as_ref()),
         );
         if digests.is_empty() {
-            return Ok(Verdict::Unknown);
+            return Ok(BlobCheck::Unknown);
         }
         let mark = tag.map(|tag| self.mark(&tag));
         let stamp = stamp(size, metadata.modified().ok(), &digests);
         if mark.as_ref().is_some_and(|m| fs::read_to_string(m).is_ok_and(|s| s == stamp)) {
-            return Ok(Verdict::Sound);
+            return Ok(BlobCheck::Matches);
         }
         for digest in &digests {
             let found = digest.of(&real, size, cancel)?;
             if found != *digest {
-                return Ok(Verdict::Wrong { announced: digest.describe(), found: found.describe() });
+                return Ok(BlobCheck::Wrong { announced: digest.describe(), found: found.describe() });
             }
         }
         if let Some(mark) = mark {
             // Someone else's cache may be read-only; the file is then hashed again next time.
             let _ = write_whole(&mark, &stamp);
         }
-        Ok(Verdict::Sound)
+        Ok(BlobCheck::Matches)
     }
 
     /// Removes a file from the cache, so that it is downloaded again.
@@ -289,32 +289,32 @@ mod tests {
 
     #[test]
     fn a_blob_is_held_to_its_tag_and_to_what_was_announced() {
-        let told = |size, digest| Announced { size, digest };
+        let announced = |size, digest| Announced { size, digest };
         let sha = || Some(Digest::Sha256(SHA256.into()));
         let none = Announced::default();
         for (tag, content, announced, wrong) in [
             (SHA256, "abc", none.clone(), ""),
             (GIT, "abc", none.clone(), ""),
-            (GIT, "abc", told(Some(3), sha()), ""),
-            ("odd", "abc", told(None, sha()), ""),
+            (GIT, "abc", announced(Some(3), sha()), ""),
+            ("odd", "abc", announced(None, sha()), ""),
             (SHA256, "abd", none.clone(), "SHA-256"),
             (GIT, "abd", none.clone(), "git hash"),
-            (GIT, "abc", told(Some(4), None), "4 bytes"),
-            ("odd", "abd", told(Some(3), sha()), "SHA-256"),
+            (GIT, "abc", announced(Some(4), None), "4 bytes"),
+            ("odd", "abd", announced(Some(3), sha()), "SHA-256"),
         ] {
             let scratch = tempfile::tempdir().unwrap();
             let (cache, link) = cached(scratch.path(), tag, content);
             match cache.check(&link, &announced, &CancelToken::new()).unwrap() {
-                Verdict::Sound => assert_eq!(wrong, "", "{tag} {content}"),
-                Verdict::Wrong { announced, .. } => {
+                BlobCheck::Matches => assert_eq!(wrong, "", "{tag} {content}"),
+                BlobCheck::Wrong { announced, .. } => {
                     assert!(announced.starts_with(wrong) && !wrong.is_empty())
                 }
-                Verdict::Unknown => panic!("{tag} {content}"),
+                BlobCheck::Unknown => panic!("{tag} {content}"),
             }
         }
         let scratch = tempfile::tempdir().unwrap();
         let (cache, link) = cached(scratch.path(), "odd", "abc");
-        assert_eq!(cache.check(&link, &none, &CancelToken::new()).unwrap(), Verdict::Unknown);
+        assert_eq!(cache.check(&link, &none, &CancelToken::new()).unwrap(), BlobCheck::Unknown);
     }
 
     #[test]
@@ -322,13 +322,13 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let (cache, link) = cached(scratch.path(), SHA256, "abc");
         let look = || cache.check(&link, &Announced::default(), &CancelToken::new());
-        assert_eq!(look().unwrap(), Verdict::Sound);
+        assert_eq!(look().unwrap(), BlobCheck::Matches);
         // It is not hashed again: if it were, the check would notice the cancelled token.
         let stopped = CancelToken::new();
         stopped.cancel();
-        assert_eq!(cache.check(&link, &Announced::default(), &stopped).unwrap(), Verdict::Sound);
+        assert_eq!(cache.check(&link, &Announced::default(), &stopped).unwrap(), BlobCheck::Matches);
         fs::write(&link, "abd").unwrap();
-        assert!(matches!(look().unwrap(), Verdict::Wrong { .. }));
+        assert!(matches!(look().unwrap(), BlobCheck::Wrong { .. }));
         cache.remove(&link).unwrap();
         assert!(link.symlink_metadata().is_err() && !cache.root.join("blobs").join(SHA256).exists());
     }

@@ -18,14 +18,14 @@ use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Maximum bytes of text taken from a set: whole documents, from its start.
-pub const LARGEST_TEXT: usize = 64 << 20;
+pub const MAX_TEXT_BYTES: usize = 64 << 20;
 /// JSON files may decompress to this many times the text that is taken from them, because they contain other fields.
 const OVERHEAD: u64 = 8;
 
 /// The documents of a data file. `name` is the file's name in its repository, which determines the format; `field` is
 /// the JSON field or the Parquet column that contains the text.
 pub fn documents(path: &Path, name: &str, field: &str) -> Result<Vec<String>> {
-    limited(path, name, field, LARGEST_TEXT)
+    limited(path, name, field, MAX_TEXT_BYTES)
 }
 
 fn limited(path: &Path, name: &str, field: &str, limit: usize) -> Result<Vec<String>> {
@@ -103,8 +103,8 @@ impl<R: BufRead> Read for Zstd<R> {
             }
             match self.decoder.read(target)? {
                 0 => {
-                    let told = self.decoder.get_checksum_from_data();
-                    if told.is_some() && told != self.decoder.get_calculated_checksum() {
+                    let expected = self.decoder.get_checksum_from_data();
+                    if expected.is_some() && expected != self.decoder.get_calculated_checksum() {
                         return Err(io::Error::other("the checksum of a zstd frame is wrong"));
                     }
                     self.in_frame = false;

@@ -67,7 +67,7 @@ impl Request<'_> {
                     format!(
                         "the server refuses access with {}{}",
                         context.status,
-                        said(context.server_message.as_deref())
+                        quoted(context.server_message.as_deref())
                     ),
                     format!(
                         "check the name; if the repository is private or gated, accept its licence on {page} and set \
@@ -81,7 +81,7 @@ impl Request<'_> {
             HFError::Http { context } if context.status.as_u16() == 404 => self.not_found(context.error_code),
             HFError::Http { context } | HFError::Conflict { context } | HFError::RateLimited { context, .. } => {
                 self.unavailable(
-                    format!("the server answers {}{}", context.status, said(context.server_message.as_deref())),
+                    format!("the server answers {}{}", context.status, quoted(context.server_message.as_deref())),
                     "wait a while and run the same command again; completed files are kept",
                 )
             }
@@ -155,7 +155,7 @@ fn causes(error: &dyn std::error::Error) -> String {
     printable(&text)
 }
 
-fn said(message: Option<&str>) -> String {
+fn quoted(message: Option<&str>) -> String {
     message.filter(|m| !m.is_empty()).map(|m| format!(" ({})", printable(m))).unwrap_or_default()
 }
 

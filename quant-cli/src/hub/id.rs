@@ -30,8 +30,8 @@ impl HubId {
             None => (text, None),
         };
         let (owner, name) = repository.split_once('/')?;
-        let sound = is_part(owner) && is_part(name) && revision.is_none_or(is_revision);
-        sound.then(|| Self {
+        let is_valid = is_part(owner) && is_part(name) && revision.is_none_or(is_revision);
+        is_valid.then(|| Self {
             owner: owner.to_owned(),
             name: name.to_owned(),
             revision: revision.map(str::to_owned),

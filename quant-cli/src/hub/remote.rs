@@ -14,7 +14,7 @@ use hf_hub::{
 };
 use quant_core::{Error, Event, Observer, Result};
 
-use super::cache::{Announced, Digest, RepositoryCache, Verdict, is_commit};
+use super::cache::{Announced, BlobCheck, Digest, RepositoryCache, is_commit};
 use super::fault::Request;
 use crate::commands::Session;
 use crate::output::bytes;
@@ -24,7 +24,7 @@ const ATTEMPTS: u32 = 3;
 /// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How quickly a cancellation is noticed.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
 /// Whether `HF_HUB_OFFLINE` forbids the network.
@@ -113,7 +113,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             endpoint,
             cache_root,
             session,
-            patience: seconds.map_or(PATIENCE, |s: u64| Duration::from_secs(s.max(1))),
+            patience: seconds.map_or(DEFAULT_TIMEOUT, |s: u64| Duration::from_secs(s.max(1))),
         })
     }
 
@@ -206,7 +206,7 @@ impl<'a, K: Kind> Remote<'a, K> {
         let until = Instant::now() + time;
         while Instant::now() < until {
             self.session.cancel.check()?;
-            std::thread::sleep(TICK.min(time));
+            std::thread::sleep(POLL_INTERVAL.min(time));
         }
         Ok(())
     }
@@ -231,7 +231,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             .map_err(|e| Error::Internal(format!("threads cannot be started: {e}")))?;
         let (mut last, mut since) = (0, Instant::now());
         loop {
-            match receiver.recv_timeout(TICK) {
+            match receiver.recv_timeout(POLL_INTERVAL) {
                 Ok(outcome) => return Ok(outcome),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
@@ -270,14 +270,14 @@ pub fn check(
     session: &Session,
 ) -> Result<()> {
     match cache.check(link, announced, &session.cancel)? {
-        Verdict::Sound => {}
-        Verdict::Unknown => {
+        BlobCheck::Matches => {}
+        BlobCheck::Unknown => {
             let file = request.file.unwrap_or_default();
             session
                 .progress
                 .note(&format!("warning: no checksum is known for {file}; it is used unverified"));
         }
-        Verdict::Wrong { announced, found } => {
+        BlobCheck::Wrong { announced, found } => {
             cache.remove(link)?;
             return Err(request.wrong_content(&announced, &found));
         }
@@ -335,7 +335,7 @@ impl Shown for Silence {
 struct Transfer<'a> {
     session: &'a Session,
     name: &'a str,
-    told: std::cell::Cell<u64>,
+    reported: std::cell::Cell<u64>,
     units: u64,
 }
 
@@ -343,17 +343,17 @@ impl<'a> Transfer<'a> {
     fn start(session: &'a Session, name: &'a str, size: Option<u64>) -> Self {
         let units = size.unwrap_or_default() / MIB;
         session.progress.event(&Event::StageStarted { stage: "download", unit: "MiB", units });
-        Self { session, name, told: std::cell::Cell::new(0), units }
+        Self { session, name, reported: std::cell::Cell::new(0), units }
     }
 }
 
 impl Shown for Transfer<'_> {
     fn update(&self, bytes: u64) {
         let done = (bytes / MIB).min(self.units);
-        for _ in self.told.get()..done {
+        for _ in self.reported.get()..done {
             self.session.progress.event(&Event::UnitDone { detail: self.name.to_owned() });
         }
-        self.told.set(done.max(self.told.get()));
+        self.reported.set(done.max(self.reported.get()));
     }
 }
 

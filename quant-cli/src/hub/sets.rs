@@ -16,7 +16,7 @@ use crate::commands::Session;
 /// The documents of a public set.
 pub fn documents(set: &PublicSet, session: &Session) -> Result<Vec<String>> {
     let (cache, path) = if is_offline() { cached(set, session)? } else { fetched(set, session)? };
-    hold_to_first_hash(set, &cache, &path, session)?;
+    check_first_hash(set, &cache, &path, session)?;
     decode::documents(&path, &set.file, &set.field)
 }
 
@@ -44,12 +44,7 @@ fn cached(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBu
 
 /// If a text changed unnoticed, every number measured on it would change. So its hash must match the one in the
 /// manifest, or else the one recorded at the first download.
-fn hold_to_first_hash(
-    set: &PublicSet,
-    cache: &RepositoryCache,
-    path: &Path,
-    session: &Session,
-) -> Result<()> {
+fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, session: &Session) -> Result<()> {
     let found = sha256_of(path, &session.cancel)?;
     let recorded = match set.sha256.as_str() {
         "" => cache.recorded_sum(&set.file)?,
@@ -95,7 +90,7 @@ mod tests {
         let mut hold = |content: &str, manifest: &str| {
             std::fs::write(&path, content).unwrap();
             manifest.clone_into(&mut set.sha256);
-            hold_to_first_hash(&set, &cache, &path, &session).map_err(|e| e.to_string())
+            check_first_hash(&set, &cache, &path, &session).map_err(|e| e.to_string())
         };
         let error = hold("abd", ABC).unwrap_err();
         assert!(error.contains(&format!("it was {ABC}")) && error.contains("a52d159f"), "{error}");

@@ -246,7 +246,7 @@ fn a_broken_connection_is_tried_again_and_what_is_complete_is_kept() {
 
 #[test]
 fn what_is_not_what_was_announced_is_refused_and_removed() {
-    for (file, silent, fault, says) in [
+    for (file, silent, fault, phrase) in [
         (WEIGHTS, false, Fault::Bend, "SHA-256"),
         (WEIGHTS, true, Fault::Bend, "SHA-256"),
         ("config.json", false, Fault::Bend, "git hash"),
@@ -263,7 +263,7 @@ fn what_is_not_what_was_announced_is_refused_and_removed() {
             file,
             &run,
             5,
-            &[file, "org/tiny", "the hub announced", says, "removed from the cache"],
+            &[file, "org/tiny", "the hub announced", phrase, "removed from the cache"],
         );
         assert!(!user.cached().contains(&file.to_owned()), "{run}");
         hub.set_fault(file, None);
@@ -295,15 +295,15 @@ fn closed_repositories_ask_for_a_token() {
     repository.token = Some("hf_secret".into());
     let hub = Hub::start([(MODEL, repository)]);
     let run = user.run(&hub, inspect("org/tiny"));
-    let says = ["org/tiny", "401", "Access to this repository is restricted", "HF_TOKEN", "licence"];
-    check_message("no token", &run, 5, &says);
+    let phrase = ["org/tiny", "401", "Access to this repository is restricted", "HF_TOKEN", "licence"];
+    check_message("no token", &run, 5, &phrase);
     let with = |name: &str, value: &str| {
         let mut command = user.command(&hub.endpoint(), inspect("org/tiny"));
         command.env(name, value);
         Running::start(command).wait()
     };
     let run = with("HF_TOKEN", "hf_wrong");
-    check_message("wrong token", &run, 5, &says);
+    check_message("wrong token", &run, 5, &phrase);
     assert!(!run.stderr.contains("hf_wrong"), "{run}");
     std::fs::write(user.at("token"), "hf_secret\n").unwrap();
     with("HF_TOKEN_PATH", user.at("token").to_str().unwrap()).succeeded();
@@ -315,11 +315,11 @@ fn closed_repositories_ask_for_a_token() {
 fn what_is_not_there_is_named() {
     let user = User::new();
     let hub = Hub::start([(MODEL, user.repository())]);
-    for (model, says) in [
+    for (model, phrase) in [
         ("org/other", ["org/other", "no such repository"]),
         ("org/tiny@v9", ["org/tiny (revision v9)", "no such branch, tag or commit"]),
     ] {
-        check_message(model, &user.run(&hub, inspect(model)), 5, &says);
+        check_message(model, &user.run(&hub, inspect(model)), 5, &phrase);
     }
     hub.change(MODEL, |r| drop(r.take("config.json")));
     let run = user.run(&hub, inspect("org/tiny"));
@@ -357,7 +357,7 @@ fn a_local_directory_is_never_looked_for_elsewhere() {
 }
 
 #[test]
-fn a_silent_server_is_left_and_so_is_a_user_who_stops() {
+fn a_silent_server_times_out_and_a_download_can_be_cancelled() {
     let user = User::new();
     let hub = Hub::start([(MODEL, user.repository())]);
     hub.set_fault(WEIGHTS, Some(Fault::Stall));
@@ -481,8 +481,8 @@ fn a_public_set_that_changed_is_refused() {
     hub.change("datasets/allenai/c4", |r| r.put(C4, after.clone()));
     let run = user.run(&hub, evaluate());
     let record = user.at("home/hub/datasets--allenai--c4/.quant/sha256sums");
-    let says = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
-    check_message("changed", &run, 5, &says);
+    let phrase = [C4, "allenai/c4", &sha256(&before), &sha256(&after), record.to_str().unwrap()];
+    check_message("changed", &run, 5, &phrase);
     assert_eq!(std::fs::read_to_string(&record).unwrap(), format!("{}  {C4}\n", sha256(&before)));
     // The user asked for it.
     std::fs::remove_file(&record).unwrap();

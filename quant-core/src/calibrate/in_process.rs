@@ -21,7 +21,8 @@ impl TextWorkers for InProcess {
         let Loadable { path, content } = loadable;
         match content {
             Content::Tokenizer(json) => {
-                let held = Held { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
+                let held =
+                    LoadedFile { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
                 let tokenizer = parse(&json).map_err(|reason| held.fault(reason))?;
                 Ok(Box::new(LocalTokenizer { held, tokenizer }))
             }
@@ -52,11 +53,11 @@ const PANICS: &str = "makes the tokenizer library panic";
 
 /// The file name, for messages.
 #[derive(Debug)]
-struct Held {
+struct LoadedFile {
     loadable: Loadable,
 }
 
-impl Held {
+impl LoadedFile {
     fn fault(&self, reason: String) -> Error {
         self.loadable.error(Fault { reason, ..Fault::default() })
     }
@@ -64,7 +65,7 @@ impl Held {
 
 #[derive(Debug)]
 struct LocalTokenizer {
-    held: Held,
+    held: LoadedFile,
     tokenizer: Tokenizer,
 }
 

@@ -152,8 +152,8 @@ mod tests {
             let mut maxima = some();
             maxima.insert("x".into(), vec![1.0, bad]);
             std::fs::write(&path, maxima.to_bytes().unwrap()).unwrap();
-            let said = ChannelMaxima::read(&path).unwrap_err().to_string();
-            assert!(said.contains("`x`"), "{said}");
+            let message = ChannelMaxima::read(&path).unwrap_err().to_string();
+            assert!(message.contains("`x`"), "{message}");
         }
         std::fs::write(&path, b"no safetensors").unwrap();
         assert!(ChannelMaxima::read(&path).is_err());

@@ -82,8 +82,8 @@ impl HiddenStates {
             if let Some(table) = &table {
                 table.add_to(&mut values, |token| layout.place(first + token))?;
             }
-            if let Some(inputs) = &beside {
-                values = inputs.beside(tokens, &values)?;
+            if let Some(inputs) = &per_layer {
+                values = inputs.append_inputs(tokens, &values)?;
             }
             Ok(values)
         };

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_seen() {
+    fn nan_is_detected() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut ranges = ChannelRanges::new(2);
             ranges.add(&[1.0, 2.0]);

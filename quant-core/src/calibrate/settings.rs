@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 pub(super) const CONFIG: &str = "tokenizer_config.json";
 /// Larger files are rejected. Files that list thousands of special tokens fit.
-const LARGEST: u64 = 64 << 20;
+const MAX_FILE_BYTES: u64 = 64 << 20;
 /// The names of the special tokens.
 const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
@@ -30,7 +30,7 @@ impl TokenizerSettings {
         let path = directory.path().join(CONFIG);
         let Some(sidecar) = directory.sidecar(CONFIG) else { return Ok(Self { fields: Map::new(), path }) };
         let fault = |reason| Error::Tokenizer { path: path.clone(), reason };
-        let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
+        let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
         match parse_strictly(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self { fields, path }),
             Ok(_) => Err(fault("must hold one JSON object".into())),

@@ -10,9 +10,9 @@ use super::Conversation;
 use crate::{Error, Result};
 
 /// Larger text files are rejected, because everything is tokenized in memory.
-const LARGEST_FILE: u64 = 1 << 30;
+const MAX_FILE_BYTES: u64 = 1 << 30;
 /// Longer lines of JSON are rejected.
-const LONGEST_LINE: u64 = 64 << 20;
+const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// The contents of a calibration file.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,7 +49,7 @@ pub fn read_corpus(path: &Path) -> Result<Corpus> {
     }
     let mut chats = Vec::new();
     let mut texts = false;
-    each_json_line(BufReader::new(open(path)?.take(LARGEST_FILE)), path, |line, value| {
+    each_json_line(BufReader::new(open(path)?.take(MAX_FILE_BYTES)), path, |line, value| {
         if chats.is_empty() && value.get("messages").is_none() {
             texts = true;
             return Ok(false);
@@ -109,8 +109,10 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
         if !chats.is_empty() && !texts.is_empty() {
             return Err(fault("is of another kind than the rows before it".into()));
         }
-        if bytes as u64 > LARGEST_FILE {
-            return Err(fault(format!("goes beyond {LARGEST_FILE} bytes of text, at most which are taken")));
+        if bytes as u64 > MAX_FILE_BYTES {
+            return Err(fault(format!(
+                "goes beyond {MAX_FILE_BYTES} bytes of text, at most which are taken"
+            )));
         }
     }
     match chats.is_empty() {
@@ -135,8 +137,8 @@ fn open(path: &Path) -> Result<File> {
     if !metadata.is_file() {
         return Err(fault("is not a regular file".into()));
     }
-    if metadata.len() > LARGEST_FILE {
-        return Err(fault(format!("has {} bytes; at most {LARGEST_FILE} are read", metadata.len())));
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(fault(format!("has {} bytes; at most {MAX_FILE_BYTES} are read", metadata.len())));
     }
     File::open(path).map_err(|e| Error::io("open", path, e))
 }
@@ -146,7 +148,7 @@ const BOM: &[u8] = b"\xef\xbb\xbf";
 
 fn read_plain(path: &Path, file: File) -> Result<String> {
     let mut bytes = Vec::new();
-    file.take(LARGEST_FILE).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
+    file.take(MAX_FILE_BYTES).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
     // A byte-order mark is not part of the text.
     if bytes.starts_with(BOM) {
         bytes.drain(..BOM.len());
@@ -159,7 +161,7 @@ fn read_plain(path: &Path, file: File) -> Result<String> {
 }
 
 fn read_jsonl(path: &Path, file: File) -> Result<Vec<String>> {
-    read_json_lines(BufReader::new(file.take(LARGEST_FILE)), "text", path, usize::MAX)
+    read_json_lines(BufReader::new(file.take(MAX_FILE_BYTES)), "text", path, usize::MAX)
 }
 
 /// Reads documents from JSON lines, one object with a string `field` each, until the input ends or the documents have
@@ -194,12 +196,12 @@ fn each_json_line(
         let fault = |reason: String| Error::Text { path: origin.to_owned(), line: Some(number), reason };
         line.clear();
         // Compressed inputs can encode a line of any length in a few bytes.
-        let read = (&mut input).take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
+        let read = (&mut input).take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
         if read.map_err(|e| Error::io("read", origin, e))? == 0 {
             break;
         }
-        if line.len() as u64 > LONGEST_LINE {
-            return Err(fault(format!("is longer than {LONGEST_LINE} bytes")));
+        if line.len() as u64 > MAX_LINE_BYTES {
+            return Err(fault(format!("is longer than {MAX_LINE_BYTES} bytes")));
         }
         let line = if number == 1 { line.strip_prefix(BOM).unwrap_or(&line) } else { &line };
         if line.iter().all(u8::is_ascii_whitespace) {
@@ -261,7 +263,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        for (rows, says) in [
+        for (rows, expected) in [
             (json!(["a", [message]]), "dataset:2: is of another kind"),
             (json!([3]), "dataset:1: is neither"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
@@ -270,12 +272,12 @@ mod tests {
             (json!([]), "dataset: holds no text"),
         ] {
             let error = of(rows).unwrap_err().to_string();
-            assert!(error.starts_with(says), "{error}");
+            assert!(error.starts_with(expected), "{error}");
         }
     }
 
     #[test]
-    fn conversations_are_told_from_texts_by_the_first_line() {
+    fn the_first_line_distinguishes_conversations_from_texts() {
         let read = |content: &str| {
             let directory = tempfile::tempdir().unwrap();
             let path = directory.path().join("a.jsonl");
@@ -290,14 +292,14 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
-        for (content, line, says) in [
+        for (content, line, expected) in [
             (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which others have"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
             (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),
             ("3".into(), 1, "no string field"),
         ] {
             let error = read(&content).unwrap_err().to_string();
-            assert!(error.contains(&format!(".jsonl:{line}: ")) && error.contains(says), "{error}");
+            assert!(error.contains(&format!(".jsonl:{line}: ")) && error.contains(expected), "{error}");
         }
         assert!(read("\n").unwrap_err().to_string().contains("holds no text"));
     }

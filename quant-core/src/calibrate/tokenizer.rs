@@ -12,10 +12,10 @@ use crate::worker::{Answer, Content, Encoded, Loadable, Question, TextWorker, Te
 use crate::{Error, Result};
 
 /// Larger tokenizer files are rejected before they are parsed.
-const LARGEST_FILE: u64 = 256 << 20;
+const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Texts are sent in batches of at most this many texts and bytes; a longer text is sent alone.
-const TEXTS_AT_ONCE: usize = 1024;
-const BYTES_AT_ONCE: usize = 8 << 20;
+const TEXTS_PER_BATCH: usize = 1024;
+const BYTES_PER_BATCH: usize = 8 << 20;
 
 thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
@@ -54,7 +54,7 @@ impl TextTokenizer {
     /// When the file is missing, larger than 256 MiB or malformed.
     pub fn open(path: &Path) -> Result<Self> {
         let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
-        let bytes = read_capped(&real, path, LARGEST_FILE)?;
+        let bytes = read_capped(&real, path, MAX_FILE_BYTES)?;
         Self::load(None, path, bytes.map_err(|reason| Self::fault(path, reason))?)
     }
 
@@ -72,7 +72,7 @@ impl TextTokenizer {
     /// When the file is missing, cannot be read, or is larger than 256 MiB.
     pub fn bytes_of(directory: &ModelDirectory) -> Result<Vec<u8>> {
         let sidecar = Self::file_of(directory)?;
-        sidecar.read(LARGEST_FILE)?.map_err(|reason| Self::fault(&sidecar.path, reason))
+        sidecar.read(MAX_FILE_BYTES)?.map_err(|reason| Self::fault(&sidecar.path, reason))
     }
 
     fn file_of(directory: &ModelDirectory) -> Result<&Sidecar> {
@@ -173,9 +173,9 @@ impl TextTokenizer {
             let mut bytes = 0;
             let fits = |text: &&&str| {
                 bytes += text.len();
-                bytes <= BYTES_AT_ONCE
+                bytes <= BYTES_PER_BATCH
             };
-            let some = rest.iter().take(TEXTS_AT_ONCE).take_while(fits).count().max(1);
+            let some = rest.iter().take(TEXTS_PER_BATCH).take_while(fits).count().max(1);
             let (batch, after) = rest.split_at(some);
             match self.worker.ask(&Question::Encode { texts: batch.to_vec(), special, places })? {
                 Answer::Encoded(encoded) => all.extend(encoded),

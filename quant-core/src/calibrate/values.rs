@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::{Error, Result};
 
 /// Bytes converted at a time.
-const PIECE: usize = 1 << 20;
+const CHUNK_BYTES: usize = 1 << 20;
 
 /// The storage for hidden states and samples of the calibration batch. The output of a run does not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,18 +91,18 @@ impl SpillFile {
 #[derive(Debug)]
 pub struct Values {
     len: usize,
-    place: Place,
+    place: ValueStore,
 }
 
 #[derive(Debug)]
-enum Place {
+enum ValueStore {
     Memory(Vec<f32>),
     File(Spill, SpillFile),
 }
 
 impl From<Vec<f32>> for Values {
     fn from(values: Vec<f32>) -> Self {
-        Self { len: values.len(), place: Place::Memory(values) }
+        Self { len: values.len(), place: ValueStore::Memory(values) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Values {
                     // Parts of a file that were never written read as zeros.
                     file.write(4 * last as u64, &[0; 4])?;
                 }
-                Place::File(spill.clone(), file)
+                ValueStore::File(spill.clone(), file)
             }
             None => {
                 let mut values = Vec::new();
@@ -128,7 +128,7 @@ impl Values {
                     bytes: Some(4 * len as u64),
                 })?;
                 values.resize(len, 0.0);
-                Place::Memory(values)
+                ValueStore::Memory(values)
             }
         };
         Ok(Self { len, place })
@@ -148,8 +148,8 @@ impl Values {
     /// As [`zeros`](Self::zeros).
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let mut copy = self.zeros_like(self.len)?;
-        for at in (0..self.len).step_by(PIECE) {
-            let piece = self.read(at..(at + PIECE).min(self.len))?;
+        for at in (0..self.len).step_by(CHUNK_BYTES) {
+            let piece = self.read(at..(at + CHUNK_BYTES).min(self.len))?;
             copy.write(at, &piece)?;
         }
         Ok(copy)
@@ -168,8 +168,8 @@ impl Values {
     /// The storage for values in files; `None` if these values are in memory.
     pub(crate) fn spill(&self) -> Option<&Spill> {
         match &self.place {
-            Place::Memory(_) => None,
-            Place::File(spill, _) => Some(spill),
+            ValueStore::Memory(_) => None,
+            ValueStore::File(spill, _) => Some(spill),
         }
     }
 
@@ -180,13 +180,13 @@ impl Values {
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
         self.check(&range)?;
         match &self.place {
-            Place::Memory(values) => Ok(Cow::Borrowed(&values[range])),
-            Place::File(_, file) => {
+            ValueStore::Memory(values) => Ok(Cow::Borrowed(&values[range])),
+            ValueStore::File(_, file) => {
                 let mut values = vec![0.0; range.len()];
-                let mut bytes = vec![0; PIECE.min(4 * range.len())];
-                for (i, piece) in values.chunks_mut(PIECE / 4).enumerate() {
+                let mut bytes = vec![0; CHUNK_BYTES.min(4 * range.len())];
+                for (i, piece) in values.chunks_mut(CHUNK_BYTES / 4).enumerate() {
                     let bytes = &mut bytes[..4 * piece.len()];
-                    file.read(4 * range.start as u64 + (i * PIECE) as u64, bytes)?;
+                    file.read(4 * range.start as u64 + (i * CHUNK_BYTES) as u64, bytes)?;
                     for (value, bytes) in piece.iter_mut().zip(bytes.chunks_exact(4)) {
                         *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
                     }
@@ -203,13 +203,13 @@ impl Values {
     pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
         self.check(&(at..at.saturating_add(values.len())))?;
         match &mut self.place {
-            Place::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
-            Place::File(_, file) => {
-                let mut bytes = Vec::with_capacity(PIECE.min(4 * values.len()));
-                for (i, piece) in values.chunks(PIECE / 4).enumerate() {
+            ValueStore::Memory(all) => all[at..at + values.len()].copy_from_slice(values),
+            ValueStore::File(_, file) => {
+                let mut bytes = Vec::with_capacity(CHUNK_BYTES.min(4 * values.len()));
+                for (i, piece) in values.chunks(CHUNK_BYTES / 4).enumerate() {
                     bytes.clear();
                     bytes.extend(piece.iter().flat_map(|value| value.to_le_bytes()));
-                    file.write(4 * at as u64 + (i * PIECE) as u64, &bytes)?;
+                    file.write(4 * at as u64 + (i * CHUNK_BYTES) as u64, &bytes)?;
                 }
             }
         }
@@ -231,7 +231,7 @@ impl Values {
         let rows = |first: u32, count: usize| first as usize * width..(first as usize + count) * width;
         let all = rows(first, (last - first) as usize + 1);
         self.check(&all)?;
-        if let Place::Memory(values) = &mut self.place {
+        if let ValueStore::Memory(values) = &mut self.place {
             return change(&mut values[all], &|row| first + row as u32);
         }
         let runs = || tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b));
@@ -266,7 +266,7 @@ mod tests {
     fn a_file_holds_what_memory_holds() {
         let directory = tempfile::tempdir().unwrap();
         let spill = Spill::new(directory.path(), 1 << 20);
-        let len = PIECE / 4 * 2 + 3;
+        let len = CHUNK_BYTES / 4 * 2 + 3;
         let (mut memory, mut file) =
             (Values::zeros(None, len).unwrap(), Values::zeros(Some(&spill), len).unwrap());
         let values: Vec<f32> = (0..len).map(|i| i as f32 - 0.5).collect();
@@ -279,7 +279,7 @@ mod tests {
             values.read(range).unwrap().iter().map(|v| v.to_bits()).collect()
         };
         let copy = file.try_clone().unwrap();
-        for range in [0..len, 0..0, 1..7, PIECE / 4 - 1..PIECE / 4 + 1, len - 1..len] {
+        for range in [0..len, 0..0, 1..7, CHUNK_BYTES / 4 - 1..CHUNK_BYTES / 4 + 1, len - 1..len] {
             assert_eq!(bits(&memory, range.clone()), bits(&file, range.clone()));
             assert_eq!(bits(&memory, range.clone()), bits(&copy, range));
         }

@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_has_a_hash_where_it_says_something() {
+    fn a_layout_has_a_hash_unless_it_is_trivial() {
         let documents = |uses| vec![Document { tokens: (1..9).collect(), uses }];
         let hash = |uses, packing| {
             let sampling = Sampling { samples: 2, length: 4, packing, ..Sampling::default() };

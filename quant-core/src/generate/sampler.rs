@@ -153,8 +153,8 @@ impl<'a> Sampler<'a> {
             kept = 1 + sums.take_while(|sum| *sum < enough).count();
         }
         if s.min_p > 0.0 {
-            let least = f64::from(s.min_p) * weights[0];
-            kept = weights[..kept].iter().take_while(|weight| **weight >= least).count();
+            let min = f64::from(s.min_p) * weights[0];
+            kept = weights[..kept].iter().take_while(|weight| **weight >= min).count();
         }
         // The most probable token is always kept.
         let kept = kept.clamp(1, weights.len());

@@ -149,9 +149,9 @@ proptest! {
         }
         let probabilities = softmax(&scores);
         for i in 0..scores.len() {
-            let least = f64::from(min_p) * probabilities[best];
-            near |= (probabilities[i] - least).abs() < 1e-12 && i != best;
-            if probabilities[i] < least && i != best {
+            let min = f64::from(min_p) * probabilities[best];
+            near |= (probabilities[i] - min).abs() < 1e-12 && i != best;
+            if probabilities[i] < min && i != best {
                 scores[i] = f64::NEG_INFINITY;
             }
         }

@@ -7,7 +7,7 @@ use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
 /// Larger files are rejected; real ones have a few hundred bytes.
-const LARGEST_FILE: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The maximum number of end-of-sequence or suppressed tokens.
 const MAX_TOKENS: usize = 65_536;
 
@@ -110,7 +110,7 @@ impl GenerationSettings {
                     reason,
                     remedy: "correct the file, or remove it: the defaults are greedy decoding".into(),
                 };
-                let bytes = read_capped(&sidecar.real, &sidecar.path, LARGEST_FILE)?.map_err(fault)?;
+                let bytes = read_capped(&sidecar.real, &sidecar.path, MAX_FILE_BYTES)?.map_err(fault)?;
                 match parse_strictly(&bytes) {
                     Ok(Value::Object(map)) => map,
                     Ok(_) => return Err(fault("must hold one JSON object".into())),
@@ -264,7 +264,7 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_named() {
-        for (value, says) in [
+        for (value, phrase) in [
             (json!({"temperature": -1}), "`temperature` is -1, and must be greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),
@@ -280,7 +280,7 @@ mod tests {
             (json!({"suppress_tokens": vec![0; MAX_TOKENS + 1]}), "`suppress_tokens` lists 65537 tokens"),
         ] {
             let message = from(value.clone()).unwrap_err().to_string();
-            assert!(message.contains(says), "{value}: {message}");
+            assert!(message.contains(phrase), "{value}: {message}");
         }
     }
 

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::model::{Architecture, AttentionShape, Op, Rope, RopeScaling};
 
 /// A divisor so large that a pair of channels is not rotated.
-const NEVER: f32 = 1e30;
+const UNROTATED_DIVISOR: f32 = 1e30;
 
 /// The attention shapes of blocks without and with a sliding window.
 fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> {
@@ -139,6 +139,6 @@ pub(super) fn rope(
     put("rope.dimension_count_swa", count(family, windowed.rotary_dim)?);
     put("rope.freq_base", Value::F32(full.theta as f32));
     put("rope.freq_base_swa", Value::F32(windowed.theta as f32));
-    let divisor = |pair: usize| if pair < pairs { factor as f32 } else { NEVER };
+    let divisor = |pair: usize| if pair < pairs { factor as f32 } else { UNROTATED_DIVISOR };
     Ok(vec![(ROPE_FACTORS, (0..full.head_dim / 2).map(divisor).collect())])
 }

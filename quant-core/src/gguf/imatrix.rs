@@ -18,7 +18,7 @@ use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// The largest file that is read, in bytes.
-const LARGEST: u64 = 4 << 30;
+const MAX_FILE_BYTES: u64 = 4 << 30;
 const SUMS: &str = ".in_sum2";
 const COUNTS: &str = ".counts";
 /// The maximum number of values per tensor of a legacy file.
@@ -225,7 +225,7 @@ impl Importance {
     /// [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
-        let bytes = read_capped(path, path, LARGEST)?.map_err(fault)?;
+        let bytes = read_capped(path, path, MAX_FILE_BYTES)?.map_err(fault)?;
         let mut found = match bytes.starts_with(&MAGIC) {
             true => Self::from_gguf(path)?,
             false => Self::from_dat(&bytes).map_err(fault)?,
@@ -377,11 +377,11 @@ impl<'a> Dat<'a> {
         Ok(part)
     }
 
-    fn count(&mut self, what: &str, most: usize) -> Result<usize, String> {
+    fn count(&mut self, what: &str, max: usize) -> Result<usize, String> {
         let at = self.at;
         let b = self.take(what, 4)?;
         let n = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-        let fits = usize::try_from(n).ok().filter(|n| *n <= most);
+        let fits = usize::try_from(n).ok().filter(|n| *n <= max);
         fits.ok_or_else(|| format!("{what} at byte {at} is {n}"))
     }
 
@@ -442,14 +442,14 @@ mod tests {
         };
         let found = of("up", &[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 0.0]).unwrap();
         assert_eq!(found.unwrap(), [2.0, 0.0, 1.0, 1.0]);
-        for (shape, sums, counts, says) in [
+        for (shape, sums, counts, expected) in [
             (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "holds zeros alone for matrix 0 of `up`"),
             (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "holds zeros alone for matrix 1 of `up`"),
             (&[3, 2], &[1e30, 1.0], &[1e-30], "holds a mean of inf for matrix 0 of `up`"),
         ] {
             let error = of("up", shape, sums, counts).unwrap_err();
             assert_eq!(error.category(), crate::Category::Input, "{error}");
-            assert_eq!(error.to_string(), format!("some.imatrix: {says}"));
+            assert_eq!(error.to_string(), format!("some.imatrix: {expected}"));
         }
     }
 

@@ -137,8 +137,8 @@ pub(super) fn of_parameter(
         ));
     };
     let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);
-    let turns = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
-    let order = if turns { RowOrder::Paired { head } } else { RowOrder::AsStored };
+    let pairs = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
+    let order = if pairs { RowOrder::Paired { head } } else { RowOrder::AsStored };
     let view = View::of(order).plus(op.weight_offset());
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }

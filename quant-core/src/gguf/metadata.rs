@@ -257,7 +257,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         for op in a.graph(layer).nodes().iter().map(|node| &node.op) {
             match op.computes() {
                 Computes::Linear { name, bias, .. } => {
-                    let (may, must) = (family.has_bias(name), family.biases_due && family.has_bias(name));
+                    let (may, must) =
+                        (family.has_bias(name), family.expected_biases && family.has_bias(name));
                     match bias {
                         true if !may => return Err(unfit(family, format!("`{name}` has a bias"))),
                         false if must => return Err(unfit(family, format!("`{name}` has no bias"))),
@@ -326,11 +327,11 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         }
     }
     for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
-        let turned =
+        let rotated =
             a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
-        let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
-        if turned != due {
-            let does = if turned { "turns" } else { "does not turn" };
+        let expected = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
+        if rotated != expected {
+            let does = if rotated { "turns" } else { "does not turn" };
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
     }
@@ -361,7 +362,7 @@ fn rope(
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it does not rotate queries and keys".into()));
     };
-    if first.rotary_dim != first.head_dim && !family.turns_parts {
+    if first.rotary_dim != first.head_dim && !family.partial_rotary {
         return Err(unfit(family, "it rotates only parts of heads".into()));
     }
     if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {

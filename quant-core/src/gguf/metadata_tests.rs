@@ -164,10 +164,10 @@ fn keys_of_single_families() {
 }
 
 #[test]
-fn what_llama_cpp_computes_otherwise_is_refused_or_said() {
+fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
     let yarn =
         |changes: Json| json!({ "rope_parameters": merged(serde_json::from_str(YARN).unwrap(), changes) });
-    for (name, changes, says) in [
+    for (name, changes, expected) in [
         ("gpt_oss", json!({ "swiglu_limit": 3.0 }), "clamped at 3"),
         ("gpt_oss", json!({ "attention_bias": false }), "has no bias"),
         ("gpt_oss", yarn(json!({ "beta_fast": 8.0 })), "between 8 and 1 turns"),
@@ -198,14 +198,17 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_said() {
     ] {
         match about(&config(name, changes.clone())) {
             Err(error @ Error::Usage { .. }) => {
-                assert!(error.to_string().contains(says), "{name}, {changes}: {error}");
+                assert!(error.to_string().contains(expected), "{name}, {changes}: {error}");
             }
             Err(other) => panic!("{name}, {changes}: {other:?}"),
             Ok(_) => panic!("{name}, {changes}: not refused"),
         }
     }
     let (.., warnings) = about(&config("gpt_oss", yarn(json!({ "truncate": false })))).unwrap();
-    assert!(warnings.iter().any(|said| said.contains("rounds the ends of YaRN's ramp")), "{warnings:?}");
+    assert!(
+        warnings.iter().any(|message| message.contains("rounds the ends of YaRN's ramp")),
+        "{warnings:?}"
+    );
     let (.., warnings) = about(&config("deepseek_v2", json!({ "rms_norm_eps": 1e-5 }))).unwrap();
-    assert!(warnings.iter().any(|said| said.contains("squares of all norms")), "{warnings:?}");
+    assert!(warnings.iter().any(|message| message.contains("squares of all norms")), "{warnings:?}");
 }

@@ -189,7 +189,7 @@ impl GgufPlan {
         }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
         let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
-        let file_type = most_codes(&tensors).unwrap_or(mixture.id);
+        let file_type = commonest_type(&tensors).unwrap_or(mixture.id);
         let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
         metadata.extend(about.entries);
         let vocabulary = tokenizer::metadata(directory, a.vocab, request.pre.as_deref())?;
@@ -218,7 +218,7 @@ impl GgufPlan {
 }
 
 /// `general.file_type` if codes are kept: that of the type of most weights.
-fn most_codes(tensors: &[PlannedTensor]) -> Option<u32> {
+fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
         *elements.entry(tensor.kind.name).or_default() += tensor.shape.iter().product::<usize>();

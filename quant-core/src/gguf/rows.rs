@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_of_a_bias_take_turns_as_rows_do() {
+    fn elements_of_a_bias_are_permuted_like_rows() {
         let view = View::of(RowOrder::Paired { head: 6 });
         assert_eq!(matrix(&[12], view).unwrap(), [12, 1]);
         assert_eq!(matrix(&[12], View::AS_STORED).unwrap(), [1, 12]);
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_halves_take_turns_and_go_back() {
+    fn rows_of_halves_are_interleaved_and_restored() {
         let order = RowOrder::Paired { head: 6 };
         let places: Vec<usize> = (0..12).map(|row| order.stored(row)).collect();
         assert_eq!(places, [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]);

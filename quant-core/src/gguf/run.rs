@@ -18,7 +18,7 @@ use crate::quantize::gptq::{Factor, encode_blocks};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// The number of values encoded at a time.
-const PIECE: usize = 1 << 22;
+const CHUNK_VALUES: usize = 1 << 22;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -157,7 +157,7 @@ impl Writer<'_> {
                     if stored != columns {
                         return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
                     }
-                    let step = (PIECE / columns.max(1)).max(1);
+                    let step = (CHUNK_VALUES / columns.max(1)).max(1);
                     for first in (0..rows).step_by(step) {
                         let some = first..(first + step).min(rows);
                         let values = read_rows(model, tensor, *view, some, columns)?;

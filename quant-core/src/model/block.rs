@@ -337,7 +337,9 @@ impl Run<'_> {
         let first = self.block.linears.get(&id)?;
         let goes = |other: &NodeId| {
             let linear = self.block.linears.get(other).filter(|_| *other > id);
-            needed[*other] && values[*other].is_none() && linear.is_some_and(|linear| first.goes_with(linear))
+            needed[*other]
+                && values[*other].is_none()
+                && linear.is_some_and(|linear| first.shares_input_with(linear))
         };
         let readers = self.block.graph.users(self.block.graph.nodes()[id].inputs[0]);
         let others: Vec<NodeId> = readers.map(|(reader, _)| reader).filter(goes).collect();

@@ -43,14 +43,14 @@ impl KvCache {
 #[derive(Debug, Clone)]
 pub struct LayerCache {
     capacity: usize,
-    pub(super) held: Held,
+    pub(super) held: CacheContents,
     /// The state of each recurrent operation, once it has run.
     states: BTreeMap<NodeId, State>,
 }
 
 /// The format of the cached values, which the first tokens determine.
 #[derive(Debug, Clone)]
-pub(super) enum Held {
+pub(super) enum CacheContents {
     Nothing,
     /// `[positions, kv_heads · head_dim]` and `[positions, kv_heads · value_dim]`.
     Floats {
@@ -63,7 +63,7 @@ pub(super) enum Held {
 impl LayerCache {
     /// Creates an empty cache for up to `capacity` positions.
     pub fn new(capacity: usize) -> Self {
-        Self { capacity: capacity.max(1), held: Held::Nothing, states: BTreeMap::new() }
+        Self { capacity: capacity.max(1), held: CacheContents::Nothing, states: BTreeMap::new() }
     }
 
     pub(super) fn capacity(&self) -> usize {
@@ -78,9 +78,9 @@ impl LayerCache {
     fn bytes(&self) -> usize {
         let states: usize = self.states.values().map(State::bytes).sum();
         let attended = match &self.held {
-            Held::Nothing => 0,
-            Held::Floats { keys, values } => 4 * (keys.capacity() + values.capacity()),
-            Held::Pages(pages) => pages.bytes(),
+            CacheContents::Nothing => 0,
+            CacheContents::Floats { keys, values } => 4 * (keys.capacity() + values.capacity()),
+            CacheContents::Pages(pages) => pages.bytes(),
         };
         attended + states
     }
@@ -91,10 +91,10 @@ impl LayerCache {
         [k, v]: [&[f32]; 2],
         [k_width, v_width]: [usize; 2],
     ) -> Result<(&[f32], &[f32])> {
-        if let Held::Nothing = self.held {
-            self.held = Held::Floats { keys: Vec::new(), values: Vec::new() };
+        if let CacheContents::Nothing = self.held {
+            self.held = CacheContents::Floats { keys: Vec::new(), values: Vec::new() };
         }
-        let Held::Floats { keys, values } = &mut self.held else {
+        let CacheContents::Floats { keys, values } = &mut self.held else {
             return Err(Error::Internal("a cache of pages was given to a model that caches floats".into()));
         };
         if keys.len() + k.len() > self.capacity * k_width || k.len() * v_width != v.len() * k_width {

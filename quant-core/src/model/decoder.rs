@@ -205,7 +205,7 @@ impl Decoder {
         let mut width = self.hidden;
         if let Some(inputs) = &self.per_layer_inputs {
             let tokens: Vec<u32> = windows.iter().flat_map(|window| window.iter().copied()).collect();
-            values = inputs.beside(&tokens, &values)?;
+            values = inputs.append_inputs(&tokens, &values)?;
             width = values.len().checked_div(tokens.len()).unwrap_or(width);
         }
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)

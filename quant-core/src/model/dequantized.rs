@@ -14,7 +14,7 @@ use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
 use crate::{Error, Result};
 
 /// Names of auxiliary tensors of quantized weights, relative to the module's name.
-const BESIDE: [&str; 12] = [
+const QUANTIZATION_SUFFIXES: [&str; 12] = [
     "input_scale",
     "input_zero_point",
     "input_global_scale",
@@ -53,11 +53,12 @@ impl Dequantized {
             hidden.extend(model.packed_tensors(&module, shape)?.into_iter().map(|spec| spec.name));
             modules.insert(format!("{module}.weight"), (module, shape));
         }
-        let is_beside = |name: &str| name.rsplit_once('.').is_some_and(|(_, last)| BESIDE.contains(&last));
+        let is_quantization =
+            |name: &str| name.rsplit_once('.').is_some_and(|(_, last)| QUANTIZATION_SUFFIXES.contains(&last));
         let source = model.source();
         let mut tensors = BTreeMap::new();
         for name in source.names() {
-            if !hidden.contains(name) && !is_beside(name) {
+            if !hidden.contains(name) && !is_quantization(name) {
                 tensors.insert(name.to_owned(), source.require(name)?.clone());
             }
         }

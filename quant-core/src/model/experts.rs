@@ -98,7 +98,7 @@ fn route_token(
     let divisor = match routing.normalized {
         true => {
             let sum = chosen.iter().map(|&e| score(e)).sum::<f32>();
-            (sum + routing.epsilon).max(routing.least_sum)
+            (sum + routing.epsilon).max(routing.min_sum)
         }
         false => 1.0,
     };
@@ -118,9 +118,9 @@ fn route_one_by_one(logits: &[f32], top_k: usize, tolerance: f32, weights: &mut 
         // The first of equal logits wins.
         let Some((expert, &largest)) = open().reduce(|a, b| if *b.1 > *a.1 { b } else { a }) else { return };
         let counts = |logit: f32| {
-            let apart = (largest - logit) / logit.abs().max(largest);
+            let gap = (largest - logit) / logit.abs().max(largest);
             // 0 / 0 if both are 0, which means that they are equal.
-            apart.is_nan() || apart <= tolerance
+            gap.is_nan() || gap <= tolerance
         };
         let all: f32 = open().map(|(_, &l)| l).filter(|&l| counts(l)).map(|l| (l - largest).exp()).sum();
         weights[expert] = 1.0 / all;

@@ -54,13 +54,13 @@ impl GroupedExperts {
                     numbers.push(expert as u32);
                     own.push(weight);
                 }
-                let (got, most) = (numbers.len() - before, self.top_k);
-                if got > most {
-                    return Err(Error::Internal(format!("a token goes to {got} experts of at most {most}")));
+                let (got, max) = (numbers.len() - before, self.top_k);
+                if got > max {
+                    return Err(Error::Internal(format!("a token goes to {got} experts of at most {max}")));
                 }
-                // A token may have fewer experts than `most`, because a weight may have underflowed to 0.
-                numbers.resize(before + most, NO_EXPERT);
-                own.resize(before + most, 0.0);
+                // A token may have fewer experts than `max`, because a weight may have underflowed to 0.
+                numbers.resize(before + max, NO_EXPERT);
+                own.resize(before + max, 0.0);
             }
             Ok(())
         })?;

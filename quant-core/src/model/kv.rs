@@ -9,7 +9,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use quant_kernels_cpu::attention::{KvLayout, KvType, LARGEST, dequantize_head, quantize_head};
+use quant_kernels_cpu::attention::{KvLayout, KvType, MAX_MAGNITUDE, dequantize_head, quantize_head};
 use quant_kernels_cpu::{Isa, KernelError};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -204,7 +204,7 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {
-            format!("a value is beyond ±{LARGEST}, and the cache's scales are f16")
+            format!("a value is beyond ±{MAX_MAGNITUDE}, and the cache's scales are f16")
         }
         KernelError::Scheme(NOT_FINITE) => "a value is NaN or infinite".to_owned(),
         KernelError::Memory(what) => {

@@ -105,10 +105,10 @@ proptest! {
 
 #[test]
 fn values_that_a_cache_cannot_hold_are_errors() {
-    for (value, says) in [(f32::NAN, "NaN"), (f32::INFINITY, "NaN or infinite"), (7e4, "65504")] {
+    for (value, phrase) in [(f32::NAN, "NaN"), (f32::INFINITY, "NaN or infinite"), (7e4, "65504")] {
         let error = KvScheme::Kv4.round(&mut [0.0, value], 2, 1.0).unwrap_err();
         assert_eq!(error.category().exit_code(), 6);
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(phrase), "{error}");
     }
     assert!(KvScheme::Kv4.round(&mut [0.0; 3], 2, 1.0).is_err());
     assert!(KvScheme::Kv4.round(&mut [0.0; 3], 0, 1.0).is_err());

@@ -8,13 +8,13 @@ use quant_kernels_cpu::{IsaToken, Parallel, Rayon, Serial};
 
 use super::Segments;
 use super::arch::AttentionShape;
-use super::cache::{Held, LayerCache};
+use super::cache::{CacheContents, LayerCache};
 use super::kv::cache_error;
 use super::tensor_values::with_slices;
 use crate::{Error, Result};
 
 /// Calls with fewer products run on one thread, because waking a second thread would take longer than its work.
-const WORTH_THREADS: usize = 1 << 19;
+const MIN_PARALLEL_PRODUCTS: usize = 1 << 19;
 
 /// The pages of one sequence in one block.
 #[derive(Debug, Clone)]
@@ -55,7 +55,7 @@ impl Paged {
         let (heads, d) = (self.cache.heads(), self.cache.layout().head_dim());
         let (past, m) = (self.cache.tokens(), k.len() / (heads.kv * d));
         let threads: &dyn Parallel =
-            if m * (past + m) * heads.query * d < WORTH_THREADS { &Serial } else { &Rayon };
+            if m * (past + m) * heads.query * d < MIN_PARALLEL_PRODUCTS { &Serial } else { &Rayon };
         self.cache.append(k, v, if m == 1 { &Serial } else { &Rayon }).map_err(cache_error)?;
         // Queries that the window does not restrict are computed together; every other query attends to a different
         // range.
@@ -121,10 +121,10 @@ pub(super) fn decode(
     if batch != 1 || k.dims() != v.dims() || k.dims3()? != (1, m, width / shape.repeat) {
         return Err(Error::Internal(format!("attention of {:?} with {:?}", q.dims(), k.dims())));
     }
-    if let Held::Nothing = cache.held {
-        cache.held = Held::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
+    if let CacheContents::Nothing = cache.held {
+        cache.held = CacheContents::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
     }
-    let Held::Pages(pages) = &mut cache.held else {
+    let CacheContents::Pages(pages) = &mut cache.held else {
         return Err(Error::Internal("a cache of floats was given to a model that caches pages".into()));
     };
     let mut out = vec![0.0; m * width];
@@ -247,7 +247,7 @@ mod tests {
                 let scale = f64::from(case.shape.scale());
                 let (step, _) = quantize_query(q, &mut vec![0; d]).unwrap();
                 let (mut total, mut delta) = (0.0, 0.0_f64);
-                let (mut sums, mut most) = (vec![0.0; d], vec![0.0_f64; d]);
+                let (mut sums, mut max) = (vec![0.0; d], vec![0.0_f64; d]);
                 for s in from..=t {
                     let (k, v) = (of(k, s), of(v, s));
                     let score: f64 = q.iter().zip(&k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * scale;
@@ -258,11 +258,11 @@ mod tests {
                     for i in 0..d {
                         sums[i] += p * v[i];
                         // A value is the midpoint plus a step times a code of at most half the range.
-                        most[i] = most[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
+                        max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }
                 let slack = (2.0 * delta).exp_m1() + 2.0_f64.powi(-8) + 1e-4;
-                out.extend(sums.iter().zip(most).map(|(sum, most)| (sum / total, 3.0 * most * slack)));
+                out.extend(sums.iter().zip(max).map(|(sum, max)| (sum / total, 3.0 * max * slack)));
             }
         }
         out

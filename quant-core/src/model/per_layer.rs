@@ -30,7 +30,7 @@ impl PerLayer {
     ///
     /// # Errors
     /// When a token has no row in the table, or a row cannot be read or is not finite.
-    pub(crate) fn beside(&self, tokens: &[u32], embeddings: &[f32]) -> Result<Vec<f32>> {
+    pub(crate) fn append_inputs(&self, tokens: &[u32], embeddings: &[f32]) -> Result<Vec<f32>> {
         let [features, hidden] = self.projection.weight().shape();
         let state = hidden + features;
         let mut states = vec![0.0; tokens.len() * state];

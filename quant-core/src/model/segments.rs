@@ -30,8 +30,8 @@ impl<'a> Segments<'a> {
         let Some(starts) = self.starts else { return true };
         let window = |starts: &[u32]| {
             // Each position either continues a segment or begins one.
-            let goes_on = |i: usize| i > 0 && starts[i] == starts[i - 1];
-            (0..positions).all(|i| starts[i] as usize == i || goes_on(i))
+            let continues = |i: usize| i > 0 && starts[i] == starts[i - 1];
+            (0..positions).all(|i| starts[i] as usize == i || continues(i))
         };
         starts.len() == batch * positions && starts.chunks_exact(positions.max(1)).all(window)
     }

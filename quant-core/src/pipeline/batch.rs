@@ -7,12 +7,12 @@ use std::sync::PoisonError;
 
 use serde_json::Value;
 
-use super::conveyor::{Conveyor, Work};
+use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
 use super::gptq::{GptqRun, GptqTask};
 use super::read_back::written_block;
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
-use super::source::{Hashes, Held};
+use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
 use super::{Job, Program, WRITE};
 use crate::calibrate::{
@@ -20,7 +20,7 @@ use crate::calibrate::{
 };
 use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
-use crate::transform::{Grid, Rewrite, Transform};
+use crate::transform::{LinearGrid, Rewrite, Transform};
 use crate::{Error, Event, Result};
 use quant_formats::timed;
 
@@ -191,7 +191,7 @@ impl Batch {
         &mut self,
         context: &Context<'_, '_>,
         [block, watched]: [&Block; 2],
-        grids: &[BTreeMap<NodeId, Grid>],
+        grids: &[BTreeMap<NodeId, LinearGrid>],
     ) -> Result<Vec<Rewrite>> {
         let job = context.job;
         let states = self.passes.search.and_then(|which| self.states.of(which));
@@ -286,7 +286,7 @@ impl Batch {
         &'a mut self,
         context: &Context<'a, '_>,
         block: &Block,
-        grids: &'a BTreeMap<NodeId, Grid>,
+        grids: &'a BTreeMap<NodeId, LinearGrid>,
         (decision, unrouted): (&'a Decision, &'a BTreeMap<NodeId, u64>),
         which: States,
         advance: bool,
@@ -348,7 +348,8 @@ fn round(
     let step = Rounding::Gptq.name();
     let hashes = Hashes::default();
     while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
-        let work = Work { rounded, ..Work::new(decision, Held::of(Some(block), false, &hashes)) };
+        let work =
+            SpanWork { rounded, ..SpanWork::new(decision, ReadWeights::of(Some(block), false, &hashes)) };
         timed(job.observer, WRITE, || conveyor.take_rounded(span, &work))?;
     }
     timed(job.observer, step, || run.finish())

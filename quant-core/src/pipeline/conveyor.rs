@@ -9,23 +9,23 @@ use serde_json::json;
 use super::Job;
 use super::decision::{Decision, Rounded, StageRounded};
 use super::report::{QuantReport, TensorReport};
-use super::source::{Held, Source, copy, recalled, remembered};
+use super::source::{ReadWeights, Source, copy, stored_report, unchanged_report};
 use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::{Event, Result, TensorSink};
 
 /// What the entries of a span are computed from, in addition to the plan.
-pub(super) struct Work<'a> {
+pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
     /// Linears that have already been rounded.
     pub(super) rounded: StageRounded,
     /// The weights of the block that have been read.
-    pub(super) held: Held<'a>,
+    pub(super) held: ReadWeights<'a>,
 }
 
-impl<'a> Work<'a> {
+impl<'a> SpanWork<'a> {
     /// Creates the work for a span in which nothing has been rounded yet.
-    pub(super) fn new(decision: &'a Decision, held: Held<'a>) -> Self {
+    pub(super) fn new(decision: &'a Decision, held: ReadWeights<'a>) -> Self {
         Self { decision, rounded: StageRounded::new(), held }
     }
 
@@ -47,20 +47,20 @@ pub(super) struct Conveyor<'a, 'j> {
     /// The entries before the blocks, those of each block, and those after the blocks.
     spans: Vec<Range<usize>>,
     /// Whether other conveyors process the same blocks.
-    among_others: bool,
+    is_shared: bool,
     report: QuantReport,
     /// The reports of the entries that have been written, by position.
     tensors: BTreeMap<usize, TensorReport>,
     /// The position of the next entry, and the source read for it.
-    ahead: Option<(usize, Result<Source>)>,
-    behind: Option<Behind>,
+    prefetched: Option<(usize, Result<Source>)>,
+    pending: Option<PendingWrite>,
     spare: Vec<u8>,
     /// The largest magnitudes of linears that share a scale, keyed by the first linear of each group.
     shared: BTreeMap<String, f32>,
 }
 
 /// A tensor that is still to be written, and the end of its span if it is the last one.
-struct Behind {
+struct PendingWrite {
     index: usize,
     tensor: Finished,
     end: Option<SpanEnd>,
@@ -73,12 +73,12 @@ struct SpanEnd {
 }
 
 impl<'a, 'j> Conveyor<'a, 'j> {
-    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, among_others: bool) -> Result<Self> {
+    pub(super) fn new(job: &'a Job<'j>, sink: &'a mut dyn TensorSink, is_shared: bool) -> Result<Self> {
         let report = QuantReport::new(job)?;
         let spans = spans(job.plan, job.model.architecture().layers);
         let tensors = BTreeMap::new();
-        let (ahead, behind, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
-        Ok(Self { job, sink, spans, among_others, report, tensors, ahead, behind, spare, shared })
+        let (prefetched, pending, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
+        Ok(Self { job, sink, spans, is_shared, report, tensors, prefetched, pending, spare, shared })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -97,7 +97,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     fn is_written(&self, entry: &PlanEntry) -> bool {
-        remembered(entry, self.sink).is_some() && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
+        stored_report(entry, self.sink).is_some()
+            && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
 
     /// Returns the bytes of a tensor that was written, if the sink can read them back.
@@ -111,7 +112,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         &mut self,
         span: usize,
         layer: Option<usize>,
-        work: &Work<'_>,
+        work: &SpanWork<'_>,
         horizon: usize,
     ) -> Result<()> {
         let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
@@ -128,32 +129,32 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     }
 
     /// Takes the entries of a span that have been rounded, ahead of the others.
-    pub(super) fn take_rounded(&mut self, span: usize, work: &Work<'_>) -> Result<()> {
+    pub(super) fn take_rounded(&mut self, span: usize, work: &SpanWork<'_>) -> Result<()> {
         let entries = &self.job.plan.entries;
-        let due = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
-        let due: Vec<usize> = self.spans[span].clone().filter(due).collect();
-        let nexts = due.iter().skip(1).copied().map(Some).chain([None]);
-        due.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
+        let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
+        let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
+        let nexts = ready.iter().skip(1).copied().map(Some).chain([None]);
+        ready.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
     }
 
     fn is_taken(&self, index: usize) -> bool {
-        self.tensors.contains_key(&index) || self.behind.as_ref().is_some_and(|b| b.index == index)
+        self.tensors.contains_key(&index) || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
     /// Takes an entry, and reads the one at `next` meanwhile.
-    fn entry(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<()> {
+    fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
-        self.behind = Some(Behind { index, tensor, end: None });
+        self.pending = Some(PendingWrite { index, tensor, end: None });
         Ok(())
     }
 
-    fn tensor(&mut self, index: usize, work: &Work<'_>, next: Option<usize>) -> Result<Finished> {
+    fn tensor(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<Finished> {
         let (job, entries) = (self.job, &self.job.plan.entries);
         let entry = &entries[index];
         if self.is_written(entry) {
             self.drain()?;
-            return Ok(Finished::written(recalled(job, entry, &work.held, self.sink)?));
+            return Ok(Finished::written(unchanged_report(job, entry, &work.held, self.sink)?));
         }
         if entry.action == Action::Copy {
             self.drain()?;
@@ -165,38 +166,38 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
         // Computed here, before the first of the linears that share a scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
-        let source = match self.ahead.take() {
-            Some((ahead, source)) if ahead == index => source?,
+        let source = match self.prefetched.take() {
+            Some((prefetched, source)) if prefetched == index => source?,
             _ => Source::read(job, entry, &work.held, std::mem::take(&mut self.spare))?,
         };
         let next = next.filter(|&i| entries[i].action != Action::Copy && !self.is_written(&entries[i]));
         if let Some(i) = next.filter(|&i| entries[i].layer == entry.layer) {
             self.shared_amax(&entries[i], work)?;
         }
-        let (behind, spare) = (self.behind.take(), std::mem::take(&mut self.spare));
-        let end = behind.as_ref().and_then(|b| b.end);
-        let (done, (ahead, flushed)) = rayon::join(
+        let (pending, spare) = (self.pending.take(), std::mem::take(&mut self.spare));
+        let end = pending.as_ref().and_then(|b| b.end);
+        let (done, (prefetched, flushed)) = rayon::join(
             || apply_rewrite(job, entry, source, (work.decision, amax), work.rounded(entry)),
             || {
                 rayon::join(
                     || next.map(|i| (i, Source::read(job, &entries[i], &work.held, spare))),
-                    || self.flush(behind),
+                    || self.flush(pending),
                 )
             },
         );
         flushed?;
-        self.tell(end);
+        self.report_progress(end);
         let mut done = done?;
         let scales = cache_scales(entry, work.decision, &mut done.report)?;
         done.outputs.extend(scales);
-        self.ahead = ahead;
+        self.prefetched = prefetched;
         self.spare = std::mem::take(&mut done.spare);
         Ok(done)
     }
 
     /// Returns the largest magnitude over all linears that share a scale with this one, or `None` if there are no
     /// others or this one is already rounded. All are read once, when the first is due.
-    fn shared_amax(&mut self, entry: &PlanEntry, work: &Work<'_>) -> Result<Option<f32>> {
+    fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {
             return Ok(None);
@@ -220,26 +221,26 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     /// Marks the end of a span: what was written is committed together with its last tensor.
     fn end_span(&mut self, end: SpanEnd) -> Result<()> {
-        if let Some(behind) = &mut self.behind {
-            behind.end = Some(end);
+        if let Some(pending) = &mut self.pending {
+            pending.end = Some(end);
             return Ok(());
         }
         self.sink.commit()?;
-        self.tell(Some(end));
+        self.report_progress(Some(end));
         Ok(())
     }
 
     /// Writes what is still pending, and commits it if it ends a span.
     pub(super) fn drain(&mut self) -> Result<()> {
-        let behind = self.behind.take();
-        let end = behind.as_ref().and_then(|b| b.end);
-        self.flush(behind)?;
-        self.tell(end);
+        let pending = self.pending.take();
+        let end = pending.as_ref().and_then(|b| b.end);
+        self.flush(pending)?;
+        self.report_progress(end);
         Ok(())
     }
 
-    fn flush(&mut self, behind: Option<Behind>) -> Result<()> {
-        let Some(Behind { index, tensor: Finished { report, outputs, .. }, end }) = behind else {
+    fn flush(&mut self, pending: Option<PendingWrite>) -> Result<()> {
+        let Some(PendingWrite { index, tensor: Finished { report, outputs, .. }, end }) = pending else {
             return Ok(());
         };
         for (name, bytes) in outputs {
@@ -250,10 +251,10 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         if end.is_some() { self.sink.commit() } else { Ok(()) }
     }
 
-    fn tell(&self, end: Option<SpanEnd>) {
+    fn report_progress(&self, end: Option<SpanEnd>) {
         if let Some(SpanEnd { layer: Some(layer) }) = end {
             let container = self.job.plan.container.name();
-            let detail = match self.among_others {
+            let detail = match self.is_shared {
                 true => format!("block {layer}, {container}"),
                 false => format!("block {layer}"),
             };

@@ -12,7 +12,7 @@ use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
 /// The limit in bytes on files copied next to the weights. Real models have some tens of megabytes.
-const MOST_SIDECAR_BYTES: u64 = 1 << 30;
+const MAX_SIDECAR_BYTES: u64 = 1 << 30;
 /// The file name of the report in a checkpoint.
 pub const REPORT: &str = "quant_report.json";
 
@@ -27,7 +27,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
     let text = config.get_mut(TEXT_CONFIG).and_then(Value::as_object_mut);
     if let Some(text) = text.filter(|_| plan.is_wrapped()) {
         text.shift_remove("quantization_config");
-        if plan.unties() {
+        if plan.unties_head() {
             text.insert("tie_word_embeddings".into(), Value::Bool(false));
         }
     }
@@ -41,7 +41,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         None if plan.method.name == REPACK.name => {}
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
-    if plan.unties() {
+    if plan.unties_head() {
         // Readers that tie the two would expect a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
@@ -61,12 +61,12 @@ fn pretty(value: &Value) -> Result<String> {
 /// # Errors
 /// When a file of the model cannot be inspected, or the files exceed 1 GiB in total.
 pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
-    const REPORT_OF_A_TENSOR: u64 = 4096;
-    let beside = plan.container.companion_files(&plan.module_schemes());
-    let beside = beside.iter().map(|(_, value)| pretty(value));
-    let beside = beside.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
-    let mut bytes = beside + quantized_config(directory, plan)?.len() as u64;
-    let mut room = MOST_SIDECAR_BYTES;
+    const REPORT_BYTES_PER_TENSOR: u64 = 4096;
+    let companions = plan.container.companion_files(&plan.module_schemes());
+    let companions = companions.iter().map(|(_, value)| pretty(value));
+    let companions = companions.map(|text| text.map(|t| t.len() as u64)).sum::<Result<u64>>()?;
+    let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
+    let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
         // Opened here so that an unreadable file is reported before the work and not after it.
         let len = sidecar.bytes()?;
@@ -74,14 +74,14 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes, but all files next to the weights may have at most {MOST_SIDECAR_BYTES} bytes \
+                "has {len} bytes, but all files next to the weights may have at most {MAX_SIDECAR_BYTES} bytes \
                  together"
             ),
             remedy: "download the model again, or remove files that do not belong to it".into(),
         })?;
         bytes += len;
     }
-    Ok(bytes + REPORT_OF_A_TENSOR * plan.entries.len() as u64)
+    Ok(bytes + REPORT_BYTES_PER_TENSOR * plan.entries.len() as u64)
 }
 
 /// Adds everything but the weights to the checkpoint that is being written.

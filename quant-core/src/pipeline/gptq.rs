@@ -19,7 +19,7 @@ use crate::model::{Block, BlockGraph, Linear, NodeId, WeightBody};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian, Solved, solve_within};
 use crate::quantize::{RowsError, ScaleContext, ScaleSearch, SharedExtents};
 use crate::recipe::States;
-use crate::transform::{Grid, Rewrite};
+use crate::transform::{LinearGrid, Rewrite};
 use crate::{CancelToken, Error, Result};
 
 /// A block that is to be rounded.
@@ -29,7 +29,7 @@ pub(super) struct GptqTask<'a> {
     /// The block with the rewrite applied.
     pub(super) block: Block,
     /// The grids of the linears to be quantized.
-    pub(super) grids: &'a BTreeMap<NodeId, Grid>,
+    pub(super) grids: &'a BTreeMap<NodeId, LinearGrid>,
     /// The decisions of the transforms. Its clip bounds limit the ranges of the grids.
     pub(super) rewrite: &'a Rewrite,
     /// The static input grids, which are the same for all tokens.
@@ -99,7 +99,7 @@ impl<'a> GptqRun<'a> {
                 if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
                     self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
                     *from = cut;
-                    task.let_go(&self.before, |node| node <= cut);
+                    task.release(&self.before, |node| node <= cut);
                 }
                 let mut hessian = task.hessian(&linears);
                 // Only if tokens are independent of each other from here to the end of the block.
@@ -173,13 +173,13 @@ impl GptqTask<'_> {
         let graph = self.block.graph().clone();
         for _ in experts.left_before(&graph, selects) {
             let passed = experts.add_next(states, &self.block, wanted, self.cancel)?;
-            self.let_go(before, |node| graph.expert_of(node) == Some(passed));
+            self.release(before, |node| graph.expert_of(node) == Some(passed));
         }
         Ok(())
     }
 
     /// Drops the rounded weights of linears that are not needed again.
-    fn let_go(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
+    fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
             self.block.replace_linear(node, before.linear(node).clone());
         }
@@ -265,7 +265,7 @@ impl GptqTask<'_> {
         for (i, &node) in linears.iter().enumerate() {
             self.cancel.check()?;
             let tensor = format!("{}{}.weight", self.prefix, self.block.graph().name(node));
-            let Grid { scheme, scale_dtype, .. } = self.grids[&node];
+            let LinearGrid { scheme, scale_dtype, .. } = self.grids[&node];
             let context = self.context(node)?;
             let weight = self.block.linear(node).weight().read()?;
             let shape = weight.shape();
@@ -307,7 +307,7 @@ impl GptqTask<'_> {
 }
 
 /// Groups the linears to be quantized by the value that they read, in order of evaluation.
-fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, Grid>) -> BTreeMap<NodeId, Vec<NodeId>> {
+fn stages(graph: &BlockGraph, grids: &BTreeMap<NodeId, LinearGrid>) -> BTreeMap<NodeId, Vec<NodeId>> {
     let mut stages: BTreeMap<NodeId, Vec<NodeId>> = BTreeMap::new();
     for &node in grids.keys() {
         stages.entry(graph.nodes()[node].inputs[0]).or_default().push(node);

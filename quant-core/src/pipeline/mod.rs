@@ -26,9 +26,9 @@ pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, Tens
 pub use states::{SavedStates, StateFiles};
 
 use self::batch::{Batch, BlockDone};
-use self::conveyor::{Conveyor, Work};
+use self::conveyor::{Conveyor, SpanWork};
 use self::decision::Decision;
-use self::source::{Hashes, Held};
+use self::source::{Hashes, ReadWeights};
 use self::states::Saver;
 use crate::calibrate::{ChannelMaxima, TokenWindows};
 use crate::model::Model;
@@ -101,7 +101,7 @@ pub fn quantize_each_with(
     states: &StateFiles,
 ) -> Result<Vec<QuantReport>> {
     let Some(job) = jobs.first() else { return Ok(Vec::new()) };
-    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.is_beside(job)) {
+    if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.shares_pass_with(job)) {
         return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
     if job.plan.method.rounding == Rounding::Gptq && jobs.len() > 1 {
@@ -151,7 +151,7 @@ pub fn quantize_each_with(
         let hashes = Hashes::default();
         let Some(batch) = &mut hidden else {
             let nothing = Decision::default();
-            let work = Work::new(&nothing, Held::of(None, false, &hashes));
+            let work = SpanWork::new(&nothing, ReadWeights::of(None, false, &hashes));
             timed(job.observer, WRITE, || {
                 conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &work, layers + 1))
             })?;
@@ -174,7 +174,7 @@ pub fn quantize_each_with(
             conveyors.iter_mut().enumerate().try_for_each(|(i, conveyor)| {
                 let decision = decisions.remove(&i).unwrap_or_default();
                 let is_last = i + 1 == jobs.len();
-                let work = Work::new(&decision, Held::of(block.as_ref(), !is_last, &hashes));
+                let work = SpanWork::new(&decision, ReadWeights::of(block.as_ref(), !is_last, &hashes));
                 conveyor.take(span, layer, &work, span)
             })
         })?;
@@ -191,7 +191,7 @@ pub fn quantize_each_with(
 
 impl Job<'_> {
     /// Returns whether two jobs can share one pass of the batch.
-    fn is_beside(&self, other: &Self) -> bool {
+    fn shares_pass_with(&self, other: &Self) -> bool {
         std::ptr::eq(self.model, other.model)
             && self.plan.method == other.plan.method
             && self.plan.settings == other.plan.settings

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// fields that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
 /// The maximum size of a report in bytes; larger files are rejected.
-const LARGEST: u64 = 64 << 20;
+const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The report of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -219,7 +219,7 @@ pub(super) struct Searched {
 
 /// Returns whether a linear that is read as `stored` matches the scheme `reported`: some containers store zero points
 /// for a symmetric grid.
-fn says_the_same(stored: LinearScheme, reported: LinearScheme) -> bool {
+fn is_equivalent(stored: LinearScheme, reported: LinearScheme) -> bool {
     stored == reported.with_symmetry(stored.is_symmetric() && reported.is_symmetric())
 }
 
@@ -338,7 +338,7 @@ impl QuantReport {
     /// # Errors
     /// [`Error::InputFile`] when the file exceeds 64 MiB, is not a report of this schema, or contradicts the model's
     /// linears.
-    pub fn beside(directory: &Path, model: &Model) -> Result<Option<Self>> {
+    pub fn find(directory: &Path, model: &Model) -> Result<Option<Self>> {
         let path = directory.join(REPORT);
         if !path.is_file() {
             return Ok(None);
@@ -349,7 +349,7 @@ impl QuantReport {
             reason,
             remedy: "remove it, or use the report that ‹quantize()› wrote with these weights".into(),
         };
-        let bytes = read_capped(&path, &path, LARGEST)?.map_err(broken)?;
+        let bytes = read_capped(&path, &path, MAX_FILE_BYTES)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;
         match value.get("schema") {
             Some(schema) if schema == SCHEMA => {}
@@ -360,7 +360,7 @@ impl QuantReport {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
             let stored = model.module_scheme(module);
             let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
-            if !stored.zip(reported).is_some_and(|(stored, reported)| says_the_same(stored, reported)) {
+            if !stored.zip(reported).is_some_and(|(stored, reported)| is_equivalent(stored, reported)) {
                 return Err(broken(format!("does not match the weights of {}", tensor.tensor)));
             }
         }

@@ -10,7 +10,7 @@ use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
-use crate::transform::{BlockTask, Grid, Rewrite, Transform};
+use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
 use quant_formats::timed;
 
 /// What the tasks of a block share.
@@ -25,7 +25,7 @@ pub(super) struct Context<'a, 'j> {
 }
 
 impl Context<'_, '_> {
-    fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, Grid>) -> BlockTask<'t> {
+    fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, LinearGrid>) -> BlockTask<'t> {
         BlockTask {
             prefix: self.prefix,
             block,
@@ -42,7 +42,7 @@ impl Context<'_, '_> {
     pub(super) fn input_grids(
         &self,
         block: &Block,
-        grids: &BTreeMap<NodeId, Grid>,
+        grids: &BTreeMap<NodeId, LinearGrid>,
         rewrite: &Rewrite,
     ) -> Result<BTreeMap<NodeId, StaticScale>> {
         let task = self.task(block, grids);
@@ -61,7 +61,7 @@ pub(super) fn search_rewrites(
     transforms: &[&dyn Transform],
     context: &Context<'_, '_>,
     block: &Block,
-    grids: &[BTreeMap<NodeId, Grid>],
+    grids: &[BTreeMap<NodeId, LinearGrid>],
     mut states: Option<&mut HiddenStates>,
     advance: bool,
 ) -> Result<Vec<Rewrite>> {
@@ -90,7 +90,7 @@ pub(super) fn search_rewrites(
 }
 
 /// Returns the grids of a block's linears that will be quantized.
-pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid> {
+pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, LinearGrid> {
     let node_of = |name: &String| {
         entries.iter().find_map(|entry| match &entry.action {
             Action::Quantize { node, module, .. } if module == name => *node,
@@ -101,7 +101,7 @@ pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, Grid
         Action::Quantize { node, module, scheme, scale_dtype } => {
             let fused = Some(module).filter(|_| scheme.shares_over_tensor()).and_then(|m| plan.fused_with(m));
             let fused = fused.and_then(|parts| parts.iter().find_map(node_of));
-            Some(((*node)?, Grid { scheme: *scheme, scale_dtype: *scale_dtype, fused }))
+            Some(((*node)?, LinearGrid { scheme: *scheme, scale_dtype: *scale_dtype, fused }))
         }
         _ => None,
     };

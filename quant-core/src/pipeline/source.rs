@@ -25,14 +25,14 @@ const COPY_BYTES: usize = 8 << 20;
 pub(super) struct Hashes(Mutex<BTreeMap<Vec<String>, String>>);
 
 /// The weights of a block that have been read, by tensor name.
-pub(super) struct Held<'b> {
+pub(super) struct ReadWeights<'b> {
     weights: BTreeMap<&'b str, &'b StoredWeight>,
     /// Whether they are needed again later.
     shared: bool,
     hashes: &'b Hashes,
 }
 
-impl<'b> Held<'b> {
+impl<'b> ReadWeights<'b> {
     /// Creates the set of weights read for a block; empty without a block. The hashes are those of the same span.
     pub(super) fn of(block: Option<&'b Block>, shared: bool, hashes: &'b Hashes) -> Self {
         let weights = block.into_iter().flat_map(Block::stored_weights);
@@ -112,7 +112,12 @@ enum Contents {
 impl Source {
     /// Reads an entry unless it is in memory. Float tensors are read into a reused buffer, whose pages are already
     /// mapped.
-    pub(super) fn read(job: &Job<'_>, entry: &PlanEntry, held: &Held<'_>, spare: Vec<u8>) -> Result<Self> {
+    pub(super) fn read(
+        job: &Job<'_>,
+        entry: &PlanEntry,
+        held: &ReadWeights<'_>,
+        spare: Vec<u8>,
+    ) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
             let contents = Contents::Packed(job.model.packed(module, shape)?);
@@ -152,19 +157,19 @@ pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) ->
 }
 
 /// Returns the report that an earlier run stored for a tensor, unless it has been damaged since.
-pub(super) fn remembered(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
+pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
     let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 
 /// Returns the report of a tensor that an earlier run finished, if the input is still the same.
-pub(super) fn recalled(
+pub(super) fn unchanged_report(
     job: &Job<'_>,
     entry: &PlanEntry,
-    held: &Held<'_>,
+    held: &ReadWeights<'_>,
     sink: &dyn TensorSink,
 ) -> Result<TensorReport> {
-    let tensor = remembered(entry, sink)
+    let tensor = stored_report(entry, sink)
         .ok_or_else(|| Error::Internal(format!("the record of `{}` is missing", entry.tensor)))?;
     if held.sha256(job, entry)? != tensor.source_sha256 {
         return Err(Error::usage(
@@ -217,7 +222,7 @@ fn each_piece(
 pub(super) fn copy(
     job: &Job<'_>,
     entry: &PlanEntry,
-    held: &Held<'_>,
+    held: &ReadWeights<'_>,
     sink: &mut dyn TensorSink,
 ) -> Result<TensorReport> {
     let (name, dtype) = (&entry.stored, entry.info.dtype);
@@ -259,7 +264,7 @@ pub(super) fn copy(
 
 /// Returns the report of a tensor that was copied.
 fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
-    match entry.turned {
+    match entry.modified {
         true => TensorReport::rewritten(entry, sha256),
         false => TensorReport::copied(entry, sha256),
     }

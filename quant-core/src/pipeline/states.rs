@@ -23,7 +23,7 @@ use crate::recipe::PassPlan;
 use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
-const PIECE: usize = 1 << 16;
+const CHUNK_VALUES: usize = 1 << 16;
 /// The streams that a file may hold, in order.
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
@@ -190,9 +190,9 @@ fn write(
     let mut bytes = Vec::new();
     for (_, states) in named {
         let values = states.values();
-        for at in (0..values.len()).step_by(PIECE) {
+        for at in (0..values.len()).step_by(CHUNK_VALUES) {
             bytes.clear();
-            let piece = values.read(at..(at + PIECE).min(values.len()))?;
+            let piece = values.read(at..(at + CHUNK_VALUES).min(values.len()))?;
             bytes.extend(piece.iter().flat_map(|v| v.to_le_bytes()));
             hash.update(&bytes);
             put(&bytes)?;
@@ -282,7 +282,7 @@ fn read(
     }
     // The header was checked against the file's length, so this allocation is bounded by the file's size.
     let mut values = Values::zeros(spill, layout.tokens() * hidden)?;
-    let (len, piece) = (info.byte_len(), 4 * PIECE as u64);
+    let (len, piece) = (info.byte_len(), 4 * CHUNK_VALUES as u64);
     let (mut bytes, mut floats) = (Vec::new(), Vec::new());
     let mut at = 0;
     while at < len {

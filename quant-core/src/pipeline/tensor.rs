@@ -5,7 +5,7 @@ use quant_kernels_cpu::StaticScale;
 use super::Job;
 use super::decision::{Decision, Rounded, stored};
 use super::report::{InputReport, Searched, TensorReport, WeightError};
-use super::source::{Bytes, Held, Source, read_into};
+use super::source::{Bytes, ReadWeights, Source, read_into};
 use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
@@ -101,7 +101,7 @@ pub(super) fn largest_magnitude(
     job: &Job<'_>,
     entry: &PlanEntry,
     decision: &Decision,
-    held: &Held<'_>,
+    held: &ReadWeights<'_>,
 ) -> Result<f32> {
     let bytes = match held.peek(&entry.stored) {
         Some(bytes) => bytes,

@@ -113,10 +113,10 @@ impl TransformEntry {
     /// Applies the keys that are set to the settings.
     fn add_to(&self, settings: &mut TransformSettings) -> Result<()> {
         let Self { kind, search, alpha, producers } = self;
-        let said = StepSettings { search: *search, alpha: *alpha, producers: *producers };
+        let given = StepSettings { search: *search, alpha: *alpha, producers: *producers };
         let transform = transform(kind);
         let takes = transform.map_or(&[][..], |t| t.recipe_keys());
-        if let Some((key, _)) = said.keys().into_iter().find(|(key, said)| *said && !takes.contains(key)) {
+        if let Some((key, _)) = given.keys().into_iter().find(|(key, given)| *given && !takes.contains(key)) {
             return Err(Error::usage(
                 format!(
                     "transform.{key} has no effect: it belongs to kind `{}`, but this is `{kind}`",
@@ -127,7 +127,7 @@ impl TransformEntry {
         }
         alpha.map_or(Ok(()), Alpha::check)?;
         if let Some(transform) = transform {
-            transform.configure(said, settings);
+            transform.configure(given, settings);
         }
         Ok(())
     }
@@ -188,12 +188,12 @@ impl From<GptqSettings> for GptqEntry {
 }
 
 impl GptqEntry {
-    fn settings(&self, usual: GptqSettings) -> GptqSettings {
+    fn settings(&self, defaults: GptqSettings) -> GptqSettings {
         GptqSettings {
-            damping: self.damping.unwrap_or(usual.damping),
-            block_size: self.block_size.unwrap_or(usual.block_size),
-            act_order: self.act_order.unwrap_or(usual.act_order),
-            inputs: self.inputs.unwrap_or(usual.inputs),
+            damping: self.damping.unwrap_or(defaults.damping),
+            block_size: self.block_size.unwrap_or(defaults.block_size),
+            act_order: self.act_order.unwrap_or(defaults.act_order),
+            inputs: self.inputs.unwrap_or(defaults.inputs),
         }
     }
 }
@@ -264,9 +264,9 @@ impl Recipe {
             other => other,
         })?;
         if let (Some(text), Some(folder)) = (&mut recipe.calibration, path.parent()) {
-            let beside = folder.join(&*text);
-            if beside.is_file() {
-                *text = beside.to_string_lossy().into_owned();
+            let in_folder = folder.join(&*text);
+            if in_folder.is_file() {
+                *text = in_folder.to_string_lossy().into_owned();
             }
         }
         Ok(recipe)
@@ -295,9 +295,9 @@ impl Recipe {
         settings.scale_search = file.quantize.scale_search.unwrap_or_default();
         let pattern = |text: &String| Pattern::new(text);
         let overrides = file.quantize.overrides.iter();
-        let usual = Sampling::default();
+        let defaults = Sampling::default();
         let calibration = file.calibration.as_ref();
-        let (gptq, usual_gptq) = (file.quantize.gptq.as_ref(), method.usual_gptq());
+        let (gptq, default_gptq) = (file.quantize.gptq.as_ref(), method.default_gptq());
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage(
                 "[quantize.gptq] has no effect: quantize.method is not gptq",
@@ -314,18 +314,18 @@ impl Recipe {
                 .map(|o| Ok((Pattern::new(&o.pattern)?, scheme.refine(&o.scheme)?)))
                 .collect::<Result<_>>()?,
             sampling: Sampling {
-                samples: calibration.and_then(|c| c.samples).unwrap_or(usual.samples),
-                length: calibration.and_then(|c| c.length).unwrap_or(usual.length),
-                seed: calibration.and_then(|c| c.seed).unwrap_or(usual.seed),
-                packing: calibration.and_then(|c| c.packing).unwrap_or(usual.packing),
-                mask: calibration.and_then(|c| c.mask).unwrap_or(usual.mask),
+                samples: calibration.and_then(|c| c.samples).unwrap_or(defaults.samples),
+                length: calibration.and_then(|c| c.length).unwrap_or(defaults.length),
+                seed: calibration.and_then(|c| c.seed).unwrap_or(defaults.seed),
+                packing: calibration.and_then(|c| c.packing).unwrap_or(defaults.packing),
+                mask: calibration.and_then(|c| c.mask).unwrap_or(defaults.mask),
                 experts: ExpertSampling {
-                    tokens: calibration.and_then(|c| c.expert_tokens).unwrap_or(usual.experts.tokens),
-                    floor: calibration.and_then(|c| c.expert_floor).unwrap_or(usual.experts.floor),
+                    tokens: calibration.and_then(|c| c.expert_tokens).unwrap_or(defaults.experts.tokens),
+                    floor: calibration.and_then(|c| c.expert_floor).unwrap_or(defaults.experts.floor),
                 },
             },
             settings,
-            gptq: gptq.map_or(usual_gptq, |entry| entry.settings(usual_gptq)),
+            gptq: gptq.map_or(default_gptq, |entry| entry.settings(default_gptq)),
             calibration: calibration.and_then(|c| c.text.clone()),
         };
         if calibration.is_some() && !recipe.needs_text() {
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_can_be_said() {
+    fn every_setting_of_a_recipe() {
         let recipe = Recipe::parse(
             r#"
             format = "awq"
@@ -486,7 +486,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_said_with_its_place() {
-        for (text, says) in [
+        for (text, expected) in [
             ("", "quantize"),
             ("[quantize]\nscheme = 4", "line 2: invalid type"),
             ("[quantize]\nscheme = \"w4a16\"\nscehme = 1", "line 3: unknown field `scehme`"),
@@ -537,7 +537,7 @@ mod tests {
             ),
         ] {
             let error = Recipe::parse(text).unwrap_err().to_string();
-            assert!(error.contains(says), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

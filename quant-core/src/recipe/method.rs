@@ -26,7 +26,7 @@ pub struct Method {
     /// How weights are rounded after the transforms.
     pub rounding: Rounding,
     /// The default for [`GptqSettings::inputs`].
-    pub usual_inputs: LayerInputs,
+    pub default_inputs: LayerInputs,
 }
 
 impl PartialEq for Method {
@@ -93,8 +93,8 @@ impl Method {
     }
 
     /// The default settings of GPTQ.
-    pub fn usual_gptq(&self) -> GptqSettings {
-        GptqSettings { inputs: self.usual_inputs, ..GptqSettings::default() }
+    pub fn default_gptq(&self) -> GptqSettings {
+        GptqSettings { inputs: self.default_inputs, ..GptqSettings::default() }
     }
 
     /// Returns the method without some of its steps.
@@ -114,7 +114,7 @@ impl Method {
         }
         let left: Vec<&str> =
             steps.into_iter().filter(|step| !names.iter().any(|name| name == step)).collect();
-        Ok(Self { usual_inputs: self.usual_inputs, ..Self::of(&left, self.rounding)? })
+        Ok(Self { default_inputs: self.default_inputs, ..Self::of(&left, self.rounding)? })
     }
 
     /// Builds a method from steps in this order and a rounding, or returns the equal one of [`METHODS`].
@@ -189,7 +189,7 @@ impl Method {
             preparation: steps.first().and_then(|step| prepares(step)),
             transforms: transforms.into(),
             rounding,
-            usual_inputs: LayerInputs::Quantized,
+            default_inputs: LayerInputs::Quantized,
         })
     }
 }
@@ -234,7 +234,7 @@ const fn plain(
         preparation: None,
         transforms: Cow::Borrowed(transforms),
         rounding,
-        usual_inputs: LayerInputs::Quantized,
+        default_inputs: LayerInputs::Quantized,
     }
 }
 
@@ -246,7 +246,7 @@ const fn qoq(name: &'static str, summary: &'static str, rounding: Rounding) -> M
         preparation: Some(Preparation::Rotate),
         transforms: Cow::Borrowed(QOQ),
         rounding,
-        usual_inputs: LayerInputs::Float,
+        default_inputs: LayerInputs::Float,
     }
 }
 
@@ -312,11 +312,11 @@ pub fn method(name: &str) -> Result<Method> {
             ),
         ));
     }
-    let said = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
-    if said.is_some() {
+    let named = Rounding::ALL.into_iter().find(|r| steps.last() == Some(&r.name()));
+    if named.is_some() {
         steps.pop();
     }
-    Method::of(&steps, said.unwrap_or(Rounding::Nearest))
+    Method::of(&steps, named.unwrap_or(Rounding::Nearest))
 }
 
 #[cfg(test)]
@@ -347,7 +347,7 @@ mod tests {
         let qoq = method("qoq").unwrap();
         let left = qoq.without(&names(&["rotate", "clip"])).unwrap();
         assert_eq!(left.name, "reorder,smooth-attention,smooth-outputs,gptq");
-        assert_eq!(left.usual_gptq().inputs, LayerInputs::Float, "QoQ's way, whatever is left of it");
+        assert_eq!(left.default_gptq().inputs, LayerInputs::Float, "QoQ's way, whatever is left of it");
         assert_eq!(qoq.without(&names(&qoq.steps())).unwrap().name, "gptq");
         let error = qoq.without(&names(&["awq"])).unwrap_err();
         assert!(error.to_string().contains("`awq` is not a step of method `qoq`"), "{error}");
@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     fn senseless_orders_are_refused_with_the_reason() {
-        for (name, says, remedy) in [
+        for (name, expected, remedy) in [
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
             ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
@@ -372,7 +372,7 @@ mod tests {
             ("rotate,", "step `` is not known", "the steps are"),
         ] {
             let error = method(name).unwrap_err();
-            assert!(error.to_string().contains(says), "{name}: {error}");
+            assert!(error.to_string().contains(expected), "{name}: {error}");
             assert!(error.remedy().contains(remedy), "{name}: {}", error.remedy());
         }
     }

@@ -129,7 +129,7 @@ impl Recipe {
             overrides: Vec::new(),
             sampling: Sampling::default(),
             settings: TransformSettings { kv, ..TransformSettings::default() },
-            gptq: method.usual_gptq(),
+            gptq: method.default_gptq(),
             method,
             calibration: None,
         })

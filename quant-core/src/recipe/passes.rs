@@ -89,31 +89,31 @@ impl PassPlan {
         // Cached values may come from rewritten weights.
         let cache = cache.then_some(if transforms == 0 { States::Float } else { States::Copy });
         let mut passes = Self { first: None, search, cache, gptq };
-        let advance = !passes.look_at(States::Float);
-        if ranges || advance && (passes.look_at(States::Copy) || cache.is_some()) {
+        let advance = !passes.uses(States::Float);
+        if ranges || advance && (passes.uses(States::Copy) || cache.is_some()) {
             passes.first = Some(FirstPass { ranges, advance });
         }
         passes
     }
 
     /// Whether a pass after the first uses these states.
-    fn look_at(&self, states: States) -> bool {
+    fn uses(&self, states: States) -> bool {
         self.search == Some(states) || self.gptq == Some(states)
     }
 
     /// Whether the states of the float model are carried from block to block.
     pub(crate) fn follow_float(&self) -> bool {
-        self.first.is_some() || self.look_at(States::Float)
+        self.first.is_some() || self.uses(States::Float)
     }
 
     /// Whether the states of the quantized model are carried from block to block.
     pub(crate) fn follow_quantized(&self) -> bool {
-        self.look_at(States::Quantized)
+        self.uses(States::Quantized)
     }
 
     /// Whether a pass uses a copy of the float model's states from before the block.
     pub(crate) fn copy_float(&self) -> bool {
-        self.look_at(States::Copy) || self.cache == Some(States::Copy)
+        self.uses(States::Copy) || self.cache == Some(States::Copy)
     }
 
     /// The maximum number of copies of the batch's hidden states that are in memory at the same time.

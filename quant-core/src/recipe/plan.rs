@@ -69,7 +69,7 @@ pub struct PlanEntry {
     /// The dtype and shape in the input; for a weight that is repacked, the dtype of its scales and its logical shape.
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
-    pub turned: bool,
+    pub modified: bool,
     /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
     pub by_columns: bool,
     /// The action for the tensor.
@@ -169,7 +169,7 @@ impl Draft {
                 stored,
                 layer,
                 info,
-                turned: false,
+                modified: false,
                 by_columns: false,
                 action: float,
                 outputs,
@@ -187,7 +187,7 @@ impl Draft {
         let cache = Vec::new();
         let by_columns = false;
         let entry =
-            PlanEntry { tensor, stored, layer, info, turned: false, by_columns, action, outputs, cache };
+            PlanEntry { tensor, stored, layer, info, modified: false, by_columns, action, outputs, cache };
         Ok(Drafted::Entry(Box::new(entry)))
     }
 }
@@ -216,7 +216,7 @@ pub struct Plan {
     /// Linears that stay float, in model order, including the head.
     pub float_modules: Vec<String>,
     /// Whether rotation unties the head from the embedding.
-    pub(super) parts_head: bool,
+    pub(super) untied_by_preparation: bool,
     /// The head's module.
     pub(super) head: String,
     /// Modules that engines may name differently, with these other names.
@@ -346,7 +346,7 @@ impl Plan {
             grids_sha256: String::new(),
             selectors,
             float_modules,
-            parts_head: model.parts_head(),
+            untied_by_preparation: model.untied_by_preparation(),
             head: architecture.head.clone(),
             aliases: architecture.aliases(),
             embedding: architecture.embedding_module(),
@@ -380,7 +380,7 @@ impl Plan {
         self.container.check(&self.module_schemes())?;
         self.add_float_tensors(model, folds)?;
         for entry in &mut self.entries {
-            entry.turned = model.is_turned(&entry.stored);
+            entry.modified = model.is_modified(&entry.stored);
             entry.by_columns = entry.quantized().is_none()
                 && entry.info.shape.len() == 2
                 && model.architecture().is_stored_by_columns(&entry.stored);
@@ -487,7 +487,7 @@ impl Plan {
                 stored,
                 layer,
                 info,
-                turned: false,
+                modified: false,
                 by_columns: false,
                 action,
                 outputs,
@@ -518,7 +518,8 @@ impl Plan {
     /// The size of all input tensors in bytes.
     pub fn input_bytes(&self) -> u64 {
         // A head that rotation unties from the embedding is not a tensor of the input.
-        let virtual_head = |e: &&PlanEntry| self.parts_head && e.stored == format!("{}.weight", self.head);
+        let virtual_head =
+            |e: &&PlanEntry| self.untied_by_preparation && e.stored == format!("{}.weight", self.head);
         let sources = self.entries.iter().filter(|e| !virtual_head(e)).flat_map(PlanEntry::sources);
         sources.collect::<std::collections::BTreeMap<_, _>>().values().sum()
     }
@@ -573,7 +574,7 @@ impl Plan {
                 continue;
             };
             let new = self.container.loses(*scheme, *scale_dtype);
-            losses.extend(new.into_iter().filter(|said| !losses.contains(said)).collect::<Vec<_>>());
+            losses.extend(new.into_iter().filter(|loss| !losses.contains(loss)).collect::<Vec<_>>());
         }
         losses
     }
@@ -590,8 +591,8 @@ impl Plan {
     }
 
     /// Whether the head is tied to the embedding in the input and written separately.
-    pub fn unties(&self) -> bool {
-        self.parts_head || self.quantizes(&self.head)
+    pub fn unties_head(&self) -> bool {
+        self.untied_by_preparation || self.quantizes(&self.head)
     }
 
     /// Whether the decoder is part of a larger model.

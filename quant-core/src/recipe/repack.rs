@@ -19,7 +19,7 @@ pub static REPACK: Method = Method {
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
-    usual_inputs: LayerInputs::Quantized,
+    default_inputs: LayerInputs::Quantized,
 };
 
 impl Plan {
@@ -40,7 +40,7 @@ impl Plan {
         }
         let mut entries = Vec::new();
         let mut float_modules = Vec::new();
-        let symmetric = has_only_middle_zeros(model)?;
+        let symmetric = has_only_default_zero_points(model)?;
         let architecture = model.architecture();
         let embedding = architecture.embedding_module();
         for (layer, module, shape) in model.weight_modules() {
@@ -65,7 +65,7 @@ impl Plan {
             };
             let outputs = container.layout(&module, shape, scheme, scale_dtype).map_err(unfit)?;
             entries.push(PlanEntry {
-                turned: false,
+                modified: false,
                 by_columns: false,
                 tensor: format!("{module}.weight"),
                 stored: sources.first().map(|s| s.name.clone()).unwrap_or_default(),
@@ -92,7 +92,7 @@ impl Plan {
             grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,
-            parts_head: false,
+            untied_by_preparation: false,
             head: architecture.head.clone(),
             aliases: architecture.aliases(),
             embedding,
@@ -118,14 +118,14 @@ fn unfit(error: Error) -> Error {
 }
 
 /// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
-fn has_only_middle_zeros(model: &Model) -> Result<bool> {
+fn has_only_default_zero_points(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {
         let Some(scheme) = model.module_scheme(&module) else { continue };
         let Some(zeros) = model.packed_zeros(&module, shape)? else { continue };
         any = true;
-        let middle = 1 << (scheme.bits() - 1);
-        if zeros.iter().any(|&z| z != middle) {
+        let zero_point = 1 << (scheme.bits() - 1);
+        if zeros.iter().any(|&z| z != zero_point) {
             return Ok(false);
         }
     }

@@ -79,8 +79,8 @@ impl<'r> Selection<'r> {
             let matching = |names: &[&str]| -> Vec<String> {
                 names.iter().filter(|n| pattern.matches(n)).map(|n| (*n).to_owned()).collect()
             };
-            let (mut modules, beside) = (matching(linears), matching(outside));
-            if modules.is_empty() && beside.is_empty() {
+            let (mut modules, others) = (matching(linears), matching(outside));
+            if modules.is_empty() && others.is_empty() {
                 return Err(Error::PatternMatchesNothing {
                     option,
                     pattern: pattern.text().to_owned(),
@@ -89,7 +89,7 @@ impl<'r> Selection<'r> {
             }
             let in_block = !modules.is_empty();
             if !in_block {
-                modules = beside;
+                modules = others;
             }
             let none_of_them_is = |module: &String| self.decisive(module, in_block) != Some(index);
             if modules.iter().all(none_of_them_is) {

@@ -53,8 +53,8 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
 /// Resolves a path, whether or not it exists.
 fn real(path: &Path) -> PathBuf {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let beside = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
-    path.canonicalize().ok().or_else(beside).unwrap_or_else(|| path.to_owned())
+    let through_parent = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
+    path.canonicalize().ok().or_else(through_parent).unwrap_or_else(|| path.to_owned())
 }
 
 /// Fails if a file to be written lies in the directory of a model that is read; `-` is standard output.

@@ -9,7 +9,7 @@ use crate::recipe::Plan;
 use crate::{Error, Result};
 
 /// The fraction of the available memory that a run uses by default.
-const SHARE: f64 = 0.8;
+const DEFAULT_FRACTION: f64 = 0.8;
 
 /// How much memory a run may use. It decides where hidden states are kept, never what is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -69,7 +69,7 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
     let (budget, limit) = match budget {
         MemoryBudget::Bytes(bytes) => (bytes, Limit::Budget(bytes)),
         MemoryBudget::Auto => match available_memory() {
-            Some(available) => ((available as f64 * SHARE) as u64, Limit::Available(available)),
+            Some(available) => ((available as f64 * DEFAULT_FRACTION) as u64, Limit::Available(available)),
             // The available memory of this machine is unknown.
             None => return Ok((Residence::Memory, None)),
         },

@@ -41,6 +41,7 @@ pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, quantize};
 pub use settings::RecipeSettings;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
-    Calibration, FEW, Few, GgufSummary, OnAll, Output, QuantizeSummary, Replaced, Summary, Worst, bytes,
+    Calibration, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary, Replaced,
+    Summary, UndersampledLinears, Worst, bytes,
 };
 pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};

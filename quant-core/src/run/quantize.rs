@@ -220,7 +220,7 @@ fn checkpoints(
             plan.sampling.length
         ));
     }
-    tell_of(&plans, &opened.model, host);
+    report_notes(&plans, &opened.model, host);
     let windows = match plan.needs_text() {
         true => {
             let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
@@ -274,9 +274,10 @@ fn checkpoints(
 }
 
 /// Reports what the formats cannot represent, and which common engines do not load them.
-fn tell_of(plans: &[Plan], model: &Model, host: &Host<'_>) {
-    let lost = |plan: &Plan| plan.losses().into_iter().map(|said| ("lost", said)).collect::<Vec<_>>();
-    let warnings = |plan: &Plan| plan.warnings().into_iter().map(|said| ("note", said)).collect::<Vec<_>>();
+fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
+    let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
+    let warnings =
+        |plan: &Plan| plan.warnings().into_iter().map(|message| ("note", message)).collect::<Vec<_>>();
     let mut notes: Vec<(&str, String)> =
         plans.iter().flat_map(|plan| [lost(plan), warnings(plan)].concat()).collect();
     for plan in plans {

@@ -14,7 +14,7 @@ use crate::recipe::{METHODS, Method, PRESETS, Pattern, Plan, Recipe, Rounding, k
 use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
-const LOOKS_AT_NO_TEXT: &str = "does not use a calibration text";
+const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
 
 /// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
@@ -102,7 +102,7 @@ impl RecipeSettings {
         };
         if let Some(name) = &self.method {
             recipe.method = method(name)?;
-            recipe.gptq = recipe.method.usual_gptq();
+            recipe.gptq = recipe.method.default_gptq();
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
@@ -172,7 +172,7 @@ impl RecipeSettings {
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
-                        "[calibration] of {} has no effect: method `{}` {LOOKS_AT_NO_TEXT}",
+                        "[calibration] of {} has no effect: method `{}` {SEARCHES_NO_TEXT}",
                         path.display(),
                         recipe.method.name
                     ),
@@ -258,7 +258,7 @@ impl RecipeSettings {
 
     /// Returns the error for a setting of the calibration text that has no effect.
     pub(super) fn needs_no_text(&self, method: &Method, option: &str) -> Error {
-        self.has_no_effect(method, option, LOOKS_AT_NO_TEXT)
+        self.has_no_effect(method, option, SEARCHES_NO_TEXT)
     }
 
     fn has_no_effect(&self, method: &Method, option: &str, why: &str) -> Error {

@@ -82,33 +82,33 @@ pub struct Calibration {
     pub padding: u64,
     /// Linears of experts that saw few of these tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub few: Option<Few>,
+    pub few: Option<UndersampledLinears>,
     /// Linears of experts that were calibrated on all tokens instead of those routed to them.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub all: Option<OnAll>,
+    pub all: Option<FullBatchLinears>,
 }
 
 /// Linears of experts that were calibrated on all tokens.
 #[derive(Debug, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct OnAll {
+pub struct FullBatchLinears {
     /// How many.
     pub linears: usize,
     /// The smallest number of tokens routed to one of them.
     pub least_routed: u64,
 }
 
-impl OnAll {
+impl FullBatchLinears {
     /// Summarizes the numbers of tokens routed to each of them.
     fn of(routed: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         Some(Self { least_routed: routed.clone().min()?, linears: routed.count() })
     }
 }
 
-/// Linears that saw fewer than [`FEW`] tokens.
+/// Linears that saw fewer than [`MIN_EXPERT_TOKENS`] tokens.
 #[derive(Debug, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct Few {
+pub struct UndersampledLinears {
     /// How many.
     pub linears: usize,
     /// The smallest number of tokens that one of them saw.
@@ -116,13 +116,13 @@ pub struct Few {
 }
 
 /// The number of tokens below which an expert is reported: so few tokens say little about its weights.
-pub const FEW: u64 = 128;
+pub const MIN_EXPERT_TOKENS: u64 = 128;
 
-impl Few {
+impl UndersampledLinears {
     /// Summarizes the numbers of tokens that each linear saw.
     fn of(tokens: impl Iterator<Item = u64> + Clone) -> Option<Self> {
         // Without experts all linears see the same number of tokens.
-        let enough = FEW.min(tokens.clone().max()?);
+        let enough = MIN_EXPERT_TOKENS.min(tokens.clone().max()?);
         let below = tokens.filter(|tokens| *tokens < enough);
         Some(Self { least: below.clone().min()?, linears: below.count() })
     }
@@ -246,8 +246,8 @@ fn calibration(report: &QuantReport) -> Option<Calibration> {
     // All linears see the same tokens, except in experts, which see fewer. A run that found everything done saw none.
     let seen = report.tensors.iter().filter_map(|t| t.calibration_tokens).max();
     let tokens_counted = seen.unwrap_or(batch.tokens_counted);
-    let few = Few::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
-    let all = OnAll::of(report.tensors.iter().filter_map(|t| t.routed_tokens));
+    let few = UndersampledLinears::of(report.tensors.iter().filter_map(|t| t.calibration_tokens));
+    let all = FullBatchLinears::of(report.tensors.iter().filter_map(|t| t.routed_tokens));
     let notable = tokens_counted < tokens || padding > 0 || few.is_some() || all.is_some();
     notable.then_some(Calibration { tokens, tokens_counted, padding, few, all })
 }
@@ -275,14 +275,14 @@ mod tests {
 
     #[test]
     fn experts_with_few_tokens_are_counted() {
-        let few = |tokens: &[u64]| Few::of(tokens.iter().copied());
+        let few = |tokens: &[u64]| UndersampledLinears::of(tokens.iter().copied());
         assert_eq!(few(&[]), None);
         // Few tokens are not reported if the whole text is short.
         assert_eq!(few(&[64, 64, 64]), None);
-        assert_eq!(few(&[64, 64, 8, 0]), Some(Few { linears: 2, least: 0 }));
+        assert_eq!(few(&[64, 64, 8, 0]), Some(UndersampledLinears { linears: 2, least: 0 }));
         assert_eq!(few(&[4096, 4096, 128]), None);
-        assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(Few { linears: 2, least: 100 }));
-        let all = |routed: &[u64]| OnAll::of(routed.iter().copied());
-        assert_eq!((all(&[]), all(&[7, 3])), (None, Some(OnAll { linears: 2, least_routed: 3 })));
+        assert_eq!(few(&[4096, 4096, 127, 100, 128]), Some(UndersampledLinears { linears: 2, least: 100 }));
+        let all = |routed: &[u64]| FullBatchLinears::of(routed.iter().copied());
+        assert_eq!((all(&[]), all(&[7, 3])), (None, Some(FullBatchLinears { linears: 2, least_routed: 3 })));
     }
 }

@@ -43,7 +43,7 @@ fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
 }
 
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
-const RACE_SHARE: f64 = 1.0 / 8.0;
+const RACE_FRACTION: f64 = 1.0 / 8.0;
 
 /// The memory in bytes of the scale search, and the part of it that is kept from the batch before the search starts.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
@@ -139,7 +139,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
             continue;
         }
         let share = match work.settings.search {
-            Search::Fast => RACE_SHARE,
+            Search::Fast => RACE_FRACTION,
             Search::Reference => 1.0,
         };
         let watched = if group.consumers.len() == 1 { 0.0 } else { work.weights(group.inspected) };
@@ -184,8 +184,8 @@ impl Transform for Awq {
         &["search"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.search = said.search.unwrap_or(settings.search);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.search = given.search.unwrap_or(settings.search);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {
@@ -225,11 +225,11 @@ impl Transform for Awq {
             .collect();
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
-        let looks_again = first.settings.search == Search::Reference;
-        let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !looks_again)?;
+        let searches_all = first.settings.search == Search::Reference;
+        let inputs = InputStatistics::gather(first, &wanted, hidden, advance && !searches_all)?;
         let searched = tasks.iter().map(|task| scaled(task, &groups, &inputs, hidden));
         let chosen = searched.collect::<Result<Vec<_>>>()?;
-        if looks_again && advance {
+        if searches_all && advance {
             hidden.advance(first.block, first.cancel)?;
         }
         let tasks = tasks.iter().zip(chosen);

@@ -9,7 +9,8 @@ use rayon::prelude::*;
 use super::objective::Input;
 use super::statistics::{InputStatistics, Wanted};
 use super::{
-    BlockTask, ClipRecord, Grid, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings, Workload,
+    BlockTask, ClipRecord, LinearGrid, Needs, Outline, Rewrite, SearchWork, Transform, TransformSettings,
+    Workload,
 };
 use crate::calibrate::{HiddenStates, SampledRows, gram};
 use crate::model::{BlockGraph, NodeId};
@@ -125,7 +126,7 @@ pub(super) fn clipped(
 fn search(
     task: &BlockTask<'_>,
     node: NodeId,
-    grid: Grid,
+    grid: LinearGrid,
     rewrite: &Rewrite,
     input: &SampledRows,
 ) -> Result<(Option<Vec<f32>>, ClipRecord)> {
@@ -204,7 +205,7 @@ fn search_group(
     rows: &[f32],
     k: usize,
     group: usize,
-    grid: Grid,
+    grid: LinearGrid,
     input: &Input,
     row_scales: Option<&[f32]>,
     module: &str,

@@ -10,12 +10,12 @@
 //! all, and the kept part of a batch takes half the memory.
 
 use candle_core::{Device, Shape, Tensor};
-use quant_kernels_cpu::bf16::{Avx512Bf16, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
+use quant_kernels_cpu::bf16::{Bf16Token, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightBf16, bf16_gemm};
 use rayon::prelude::*;
 
 use super::BlockTask;
 use super::objective::round_scaled;
-use super::rows::Rows;
+use super::rows::StoredValues;
 use super::shared::shared_scales;
 use crate::model::{BlockGraph, CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
@@ -23,10 +23,10 @@ use crate::{Error, Result};
 /// Strips of the left operand per task.
 const TASK_STRIPS: usize = 8;
 /// The minimum number of weights times tokens for which packing pays off.
-const ENOUGH_WORK: u64 = 1 << 28;
+const MIN_PRODUCTS: u64 = 1 << 28;
 
 /// The kernel, if the processor supports it, there is enough work, and the watched node is a linear.
-pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Avx512Bf16> {
+pub(super) fn kernel(task: &BlockTask<'_>, group: &FoldGroup, tokens: usize) -> Option<Bf16Token> {
     let weights = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape());
     let weights: u64 = weights.map(|[n, k]| n as u64 * k as u64).sum();
     kernel_for(task.block.graph(), group, weights, tokens)
@@ -38,14 +38,14 @@ pub(super) fn kernel_for(
     group: &FoldGroup,
     weights: u64,
     tokens: usize,
-) -> Option<Avx512Bf16> {
+) -> Option<Bf16Token> {
     graph.nodes()[group.inspected].op.linear_shape()?;
-    Avx512Bf16::detect().filter(|_| weights.saturating_mul(tokens as u64) >= ENOUGH_WORK)
+    Bf16Token::detect().filter(|_| weights.saturating_mul(tokens as u64) >= MIN_PRODUCTS)
 }
 
 /// The float module on some tokens, prepared for candidates.
 pub(super) struct Prepared {
-    token: Avx512Bf16,
+    token: Bf16Token,
     /// The input of the consumers.
     x: LeftBf16,
     /// `None` for a single linear, whose output is the watched one.
@@ -54,7 +54,7 @@ pub(super) struct Prepared {
 
 struct Module {
     /// The consumers' float outputs, rounded to bf16, with their shapes `[windows, length, n]`.
-    outputs: Vec<(Rows, Shape)>,
+    outputs: Vec<(StoredValues, Shape)>,
     /// The input of the watched linear, computed from these outputs.
     read: Vec<f32>,
     starts: Option<Vec<u32>>,
@@ -63,7 +63,7 @@ struct Module {
 impl Prepared {
     /// Prepares the inputs `[windows, length, k]` of a group's consumers.
     pub(super) fn new(
-        token: Avx512Bf16,
+        token: Bf16Token,
         task: &BlockTask<'_>,
         group: &FoldGroup,
         x: &Tensor,
@@ -86,7 +86,7 @@ impl Prepared {
             tap,
         )?) {
             let shape = output.shape().clone();
-            let rounded = Rows::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
+            let rounded = StoredValues::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
             known_outputs.push((node, Tensor::from_vec(rounded.to_vec()?, &shape, &Device::Cpu)?));
             outputs.push((rounded, shape));
         }
@@ -221,7 +221,7 @@ fn pack_right(
 }
 
 /// `out += left · rightᵀ`, `[rows, n]`.
-fn add_product(token: Avx512Bf16, left: &LeftBf16, right: &RightBf16, out: &mut [f32]) {
+fn add_product(token: Bf16Token, left: &LeftBf16, right: &RightBf16, out: &mut [f32]) {
     let piece = TASK_STRIPS * LEFT_ROWS * right.rows();
     out.par_chunks_mut(piece.max(1)).enumerate().for_each_init(Vec::new, |product, (i, out)| {
         product.resize(out.len(), 0.0);
@@ -231,7 +231,7 @@ fn add_product(token: Avx512Bf16, left: &LeftBf16, right: &RightBf16, out: &mut 
 }
 
 /// Appends `Σ (left · rightᵀ)²` of every row.
-fn row_sums(token: Avx512Bf16, left: &LeftBf16, right: &RightBf16, sums: &mut Vec<f64>) {
+fn row_sums(token: Bf16Token, left: &LeftBf16, right: &RightBf16, sums: &mut Vec<f64>) {
     let (rows, n) = (left.rows(), right.rows());
     let pieces: Vec<Vec<f64>> = (0..rows.div_ceil(TASK_STRIPS * LEFT_ROWS))
         .into_par_iter()

@@ -56,7 +56,7 @@ use crate::{CancelToken, Result};
 
 /// The grid to which a linear's weight will be rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Grid {
+pub struct LinearGrid {
     /// Bits, granularity, symmetry.
     pub scheme: LinearScheme,
     /// The dtype of stored scales.
@@ -66,7 +66,7 @@ pub struct Grid {
     pub fused: Option<NodeId>,
 }
 
-impl Grid {
+impl LinearGrid {
     /// Whether two linears have a common scale.
     pub(crate) fn shares_with(&self, other: &Self) -> bool {
         self.fused.is_some()
@@ -84,7 +84,7 @@ pub struct BlockTask<'a> {
     /// The float block.
     pub block: &'a Block,
     /// The grids of the linears that will be quantized.
-    pub grids: &'a BTreeMap<NodeId, Grid>,
+    pub grids: &'a BTreeMap<NodeId, LinearGrid>,
     /// The dtypes in which norms are stored.
     pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// Settings of transforms.

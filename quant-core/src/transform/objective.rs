@@ -14,7 +14,7 @@ use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
 use super::shared::shared_scales;
-use super::{BlockTask, Grid};
+use super::{BlockTask, LinearGrid};
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
 use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::quantize::{SharedScales, fake_quantize_within};
@@ -255,7 +255,7 @@ pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales
 pub(super) fn round_scaled(
     rows: &mut [f32],
     scales: &[f32],
-    grid: Grid,
+    grid: LinearGrid,
     shared: (&SharedScales, usize),
     module: &str,
 ) -> Result<()> {
@@ -277,13 +277,13 @@ pub(super) fn round_scaled(
 
 /// `Σ (a − b)²`, summed in fixed pieces and in order.
 fn squared_distance(a: &[f32], b: &[f32]) -> Result<f64> {
-    const PIECE: usize = 1 << 14;
+    const CHUNK_VALUES: usize = 1 << 14;
     if a.len() != b.len() {
         return Err(Error::Internal(format!("outputs of {} and {} values", a.len(), b.len())));
     }
     let pieces: Vec<f64> = a
-        .par_chunks(PIECE)
-        .zip(b.par_chunks(PIECE))
+        .par_chunks(CHUNK_VALUES)
+        .zip(b.par_chunks(CHUNK_VALUES))
         .map(|(a, b)| a.iter().zip(b).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum())
         .collect();
     Ok(pieces.into_iter().sum())

@@ -17,14 +17,14 @@
 //! If the processor supports it, candidates are compared by [differences in bfloat16](super::difference).
 
 use candle_core::{Device, Tensor};
-use quant_kernels_cpu::bf16::{Avx512Bf16, RightBf16};
+use quant_kernels_cpu::bf16::{Bf16Token, RightBf16};
 use rayon::prelude::*;
 
 use super::BlockTask;
 use super::candidates::{Candidate, Choice, TriedScales, not_finite};
 use super::difference::{self, Differences, Prepared};
 use super::objective::candidate_block;
-use super::sample::{FIRST_WINDOWS, Place, RaceShape, Sample, Share};
+use super::sample::{FIRST_WINDOWS, Place, RaceShape, Schedule, SearchSample};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
@@ -39,7 +39,7 @@ const CHUNK_TOKENS: usize = 2048;
 const PREPARED_TOKENS: usize = 512;
 
 /// The state of a candidate in the race.
-struct Lane {
+struct Contender {
     index: usize,
     /// Squared errors per unit, for tokens at the start of a window and for the others.
     heads: Vec<f64>,
@@ -49,13 +49,13 @@ struct Lane {
 }
 
 /// The tokens used so far.
-struct Seen {
+struct UsedTokens {
     units: Vec<bool>,
     heads: usize,
     tails: usize,
 }
 
-impl Seen {
+impl UsedTokens {
     /// The weight of a token that is not at the start of a window.
     fn weight(&self, tokens: usize) -> f64 {
         let tails = tokens.saturating_sub(self.heads);
@@ -70,7 +70,7 @@ impl Seen {
 pub(super) fn choose(
     task: &BlockTask<'_>,
     group: &FoldGroup,
-    sample: &Sample,
+    sample: &SearchSample,
     candidates: &[Candidate],
 ) -> Result<Choice> {
     let tokens = sample.counted();
@@ -79,11 +79,12 @@ pub(super) fn choose(
     }
     let width = task.block.graph().width(group.inspected);
     let units = sample.units();
-    let lane = |index| Lane { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
-    let mut running: Vec<Lane> = (0..candidates.len()).map(lane).collect();
-    let mut out: Vec<Lane> = Vec::new();
-    let mut seen = Seen { units: vec![false; units], heads: 0, tails: 0 };
-    let mut seen_tokens = Vec::new();
+    let contender =
+        |index| Contender { index, heads: vec![0.0; units], tails: vec![0.0; units], totals: Vec::new() };
+    let mut running: Vec<Contender> = (0..candidates.len()).map(contender).collect();
+    let mut out: Vec<Contender> = Vec::new();
+    let mut used = UsedTokens { units: vec![false; units], heads: 0, tails: 0 };
+    let mut used_tokens = Vec::new();
     let kernel = difference::kernel(task, group, sample.layout.counted());
     let watched = match kernel {
         Some(_) => difference::watched_weight(task, group)?,
@@ -96,11 +97,11 @@ pub(super) fn choose(
         let rows = sample.round(round);
         let counted = rows.iter().map(|&row| &sample.places[row]).filter(|p| p.counts);
         for place in counted {
-            seen.units[place.unit] = true;
-            *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
+            used.units[place.unit] = true;
+            *(if place.head { &mut used.heads } else { &mut used.tails }) += 1;
         }
-        seen_tokens.push((seen.heads + seen.tails) as u64);
-        let weight = seen.weight(tokens);
+        used_tokens.push((used.heads + used.tails) as u64);
+        let weight = used.weight(tokens);
         // The errors of a candidate are summed in token order, so they are bit-identical for any number of batches.
         let piece = piece_tokens(sample, kernel);
         let token_bytes = token_bytes(task, group, sample.channels, kernel.is_some());
@@ -108,60 +109,60 @@ pub(super) fn choose(
             let (values, places) = sample.rows(rows)?;
             let batch = Batch::new(task, group, sample, values, &places, kernel)?;
             let mut still = Vec::with_capacity(running.len());
-            for mut lane in running {
+            for mut contender in running {
                 task.cancel.check()?;
-                let candidate = &candidates[lane.index];
+                let candidate = &candidates[contender.index];
                 let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
                     // Scaled weights may need a scale that its dtype cannot hold; such a candidate is not better.
                     Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                     other => other?,
                 };
                 for (place, error) in places.iter().zip(errors).filter(|(p, _)| p.counts) {
-                    let sums = if place.head { &mut lane.heads } else { &mut lane.tails };
+                    let sums = if place.head { &mut contender.heads } else { &mut contender.tails };
                     sums[place.unit] += error;
                 }
-                still.push(lane);
+                still.push(contender);
             }
             running = still;
         }
         let mut still = Vec::with_capacity(running.len());
-        for mut lane in running {
-            let candidate = &candidates[lane.index];
-            let total = lane.total(weight);
+        for mut contender in running {
+            let candidate = &candidates[contender.index];
+            let total = contender.total(weight);
             if total.is_finite() {
-                lane.totals.push(total);
-                still.push(lane);
+                contender.totals.push(total);
+                still.push(contender);
             } else if candidate.ratio.is_none() {
                 return Err(not_finite());
             }
         }
-        (running, out) = eliminate(still, out, &seen, weight);
+        (running, out) = eliminate(still, out, &used, weight);
     }
     let mean = |total: f64| total / (tokens as f64 * width as f64);
     let best = running.iter().reduce(|a, b| if b.last() < a.last() { b } else { a });
     let index = best.ok_or_else(not_finite)?.index;
     out.extend(running);
-    out.sort_by_key(|lane| lane.index);
-    let of = |index: usize| out.iter().find(|lane| lane.index == index).ok_or_else(not_finite);
+    out.sort_by_key(|contender| contender.index);
+    let of = |index: usize| out.iter().find(|contender| contender.index == index).ok_or_else(not_finite);
     let (unscaled, best) = (of(0)?, of(index)?);
     let rounds = unscaled.totals.len().min(best.totals.len());
     Ok(Choice {
         best: index,
         error_before: mean(unscaled.totals[rounds - 1]),
         error_after: mean(best.totals[rounds - 1]),
-        tokens: seen_tokens[rounds - 1],
+        tokens: used_tokens[rounds - 1],
         tried: out
             .iter()
-            .map(|lane| TriedScales {
-                ratio: candidates[lane.index].ratio,
-                error: mean(lane.last()),
-                tokens: seen_tokens[lane.totals.len() - 1],
+            .map(|contender| TriedScales {
+                ratio: candidates[contender.index].ratio,
+                error: mean(contender.last()),
+                tokens: used_tokens[contender.totals.len() - 1],
             })
             .collect(),
     })
 }
 
-impl Lane {
+impl Contender {
     fn unit(&self, unit: usize, weight: f64) -> f64 {
         self.heads[unit] + weight * self.tails[unit]
     }
@@ -176,38 +177,43 @@ impl Lane {
 }
 
 /// Splits candidates into those that may still win and those that are eliminated.
-fn eliminate(lanes: Vec<Lane>, mut out: Vec<Lane>, seen: &Seen, weight: f64) -> (Vec<Lane>, Vec<Lane>) {
-    let units: Vec<usize> = (0..seen.units.len()).filter(|&u| seen.units[u]).collect();
+fn eliminate(
+    contenders: Vec<Contender>,
+    mut out: Vec<Contender>,
+    used: &UsedTokens,
+    weight: f64,
+) -> (Vec<Contender>, Vec<Contender>) {
+    let units: Vec<usize> = (0..used.units.len()).filter(|&u| used.units[u]).collect();
     let n = units.len() as f64;
-    let Some(best) = lanes.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
-        return (lanes, out);
+    let Some(best) = contenders.iter().reduce(|a, b| if b.last() < a.last() { b } else { a }) else {
+        return (contenders, out);
     };
     if units.len() < FIRST_WINDOWS {
-        return (lanes, out);
+        return (contenders, out);
     }
     let least = best.last();
     let reference: Vec<f64> = units.iter().map(|&u| best.unit(u, weight)).collect();
     let index = best.index;
-    let (keep, drop) = lanes.into_iter().partition(|lane| {
-        let differences = units.iter().zip(&reference).map(|(&u, r)| lane.unit(u, weight) - r);
+    let (keep, drop) = contenders.into_iter().partition(|contender| {
+        let differences = units.iter().zip(&reference).map(|(&u, r)| contender.unit(u, weight) - r);
         let sum: f64 = differences.clone().sum();
         let variance = differences.map(|d| (d - sum / n).powi(2)).sum::<f64>() / (n - 1.0);
         // With few units, the estimate of the variance is poor; the factor approximates Student's t.
         let margin = SIGMAS * (1.0 + 2.0 / (n - 1.0)) * (n * variance).sqrt();
         let worse = sum > margin;
         let no_better = margin - sum <= REGRET * least;
-        lane.index == index || !(worse || no_better)
+        contender.index == index || !(worse || no_better)
     });
-    let drop: Vec<Lane> = drop;
+    let drop: Vec<Contender> = drop;
     out.extend(drop);
     (keep, out)
 }
 
 /// Tokens that pass through the watched module at a time: whole windows, or independent tokens.
-fn piece_tokens(sample: &Sample, kernel: Option<Avx512Bf16>) -> usize {
-    match sample.share {
-        Share::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
-        Share::Tokens { .. } => piece(kernel.is_some(), 1),
+fn piece_tokens(sample: &SearchSample, kernel: Option<Bf16Token>) -> usize {
+    match sample.schedule {
+        Schedule::Windows { .. } => piece(kernel.is_some(), sample.layout.length()),
+        Schedule::Tokens { .. } => piece(kernel.is_some(), 1),
     }
 }
 
@@ -252,24 +258,24 @@ impl Batch {
     fn new(
         task: &BlockTask<'_>,
         group: &FoldGroup,
-        sample: &Sample,
+        sample: &SearchSample,
         rows: Vec<f32>,
         places: &[Place],
-        kernel: Option<Avx512Bf16>,
+        kernel: Option<Bf16Token>,
     ) -> Result<Self> {
         let k = sample.channels;
         let size = piece_tokens(sample, kernel);
-        let length = match sample.share {
-            Share::Windows { .. } => sample.layout.length(),
-            Share::Tokens { .. } => size,
+        let length = match sample.schedule {
+            Schedule::Windows { .. } => sample.layout.length(),
+            Schedule::Tokens { .. } => size,
         };
         let chunks = rows.chunks((size * k).max(1)).zip(places.chunks(size)).map(|(rows, places)| {
             task.cancel.check()?;
             let length = length.min(rows.len() / k);
             let x = Tensor::from_slice(rows, (rows.len() / (length * k), length, k), &Device::Cpu)?;
-            let starts: Option<Vec<u32>> = match sample.share {
-                Share::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
-                Share::Tokens { .. } => None,
+            let starts: Option<Vec<u32>> = match sample.schedule {
+                Schedule::Windows { .. } => places.iter().map(|p| sample.layout.start(p.token)).collect(),
+                Schedule::Tokens { .. } => None,
             };
             Ok((x, starts))
         });
@@ -348,42 +354,42 @@ mod tests {
     use crate::model::TokenRows;
 
     #[test]
-    fn every_token_counts_by_what_it_stands_for() {
+    fn tokens_are_weighted_by_what_they_represent() {
         let layout = BatchLayout::plain(32, 512);
-        let mut sample = Sample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
+        let mut sample = SearchSample::new(layout.clone(), 1, false, false, 1.0, None).unwrap();
         let values = vec![1.0; layout.tokens()];
         let tokens = TokenRows::range(0, layout.tokens());
         sample.take(&InputRows::new(&values, 1, tokens, &layout).unwrap()).unwrap();
-        let mut seen = Seen { units: vec![false; 32], heads: 0, tails: 0 };
+        let mut used = UsedTokens { units: vec![false; 32], heads: 0, tails: 0 };
         for place in &sample.places {
-            *(if place.head { &mut seen.heads } else { &mut seen.tails }) += 1;
+            *(if place.head { &mut used.heads } else { &mut used.tails }) += 1;
         }
-        let total = seen.heads as f64 + seen.tails as f64 * seen.weight(32 * 512);
+        let total = used.heads as f64 + used.tails as f64 * used.weight(32 * 512);
         assert_eq!(total, 32.0 * 512.0);
     }
 
-    fn lane(index: usize, units: &[f64]) -> Lane {
+    fn contender(index: usize, units: &[f64]) -> Contender {
         let total = units.iter().sum();
-        Lane { index, heads: units.to_vec(), tails: vec![0.0; units.len()], totals: vec![total] }
+        Contender { index, heads: units.to_vec(), tails: vec![0.0; units.len()], totals: vec![total] }
     }
 
     #[test]
     fn who_is_surely_worse_or_surely_no_better_is_out() {
-        let seen = Seen { units: vec![true; 8], heads: 8, tails: 0 };
+        let used = UsedTokens { units: vec![true; 8], heads: 8, tails: 0 };
         let base = [100.0, 300.0, 50.0, 80.0, 500.0, 120.0, 90.0, 60.0];
         let with = |f: fn(usize, f64) -> f64| -> Vec<f64> {
             base.iter().enumerate().map(|(i, b)| f(i, *b)).collect()
         };
-        let lanes = vec![
-            lane(0, &with(|_, b| b + 60.0)),
-            lane(1, &base),
+        let contenders = vec![
+            contender(0, &with(|_, b| b + 60.0)),
+            contender(1, &base),
             // Negligibly worse than the best candidate.
-            lane(2, &with(|_, b| b * 1.0001)),
+            contender(2, &with(|_, b| b * 1.0001)),
             // Better in some units, worse in others.
-            lane(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
+            contender(3, &with(|i, b| if i % 2 == 0 { b * 1.25 } else { b * 0.8 })),
         ];
-        let (keep, out) = eliminate(lanes, Vec::new(), &seen, 1.0);
-        let indices = |lanes: &[Lane]| lanes.iter().map(|l| l.index).collect::<Vec<_>>();
+        let (keep, out) = eliminate(contenders, Vec::new(), &used, 1.0);
+        let indices = |contenders: &[Contender]| contenders.iter().map(|l| l.index).collect::<Vec<_>>();
         assert_eq!((indices(&keep), indices(&out)), (vec![1, 3], vec![0, 2]));
     }
 }

@@ -76,9 +76,9 @@ pub struct ChannelOutlier {
 impl ChannelOutlier {
     /// The ratio for channels with these mean magnitudes, which are divided by `scales` if given.
     pub(super) fn new(means: &[f32], scales: Option<&[f32]>) -> Option<Self> {
-        let before = stands_out(means.to_vec())?;
+        let before = outlier_ratio(means.to_vec())?;
         let after = match scales {
-            Some(scales) => stands_out(means.iter().zip(scales).map(|(m, s)| m / s).collect())?,
+            Some(scales) => outlier_ratio(means.iter().zip(scales).map(|(m, s)| m / s).collect())?,
             None => before,
         };
         Some(Self { before, after })
@@ -90,7 +90,7 @@ pub(super) fn ordered<T: Copy>(values: &[T], order: &[u32]) -> Vec<T> {
     order.iter().map(|&from| values[from as usize]).collect()
 }
 
-fn stands_out(mut means: Vec<f32>) -> Option<f64> {
+fn outlier_ratio(mut means: Vec<f32>) -> Option<f64> {
     means.sort_unstable_by(f32::total_cmp);
     let (largest, median) = (f64::from(*means.last()?), f64::from(means[means.len() / 2]));
     (median > 0.0 && largest.is_finite()).then(|| largest / median)

@@ -69,9 +69,9 @@ fn prepared(model: &Model, by: Preparation, hadamard: Option<Result<Hadamard>>) 
         isa: IsaToken::detect(),
         last: Mutex::default(),
     };
-    let turned =
-        source.tensors.iter().filter(|(_, t)| t.turn.is_some()).map(|(name, _)| name.clone()).collect();
-    model.prepared(by, Arc::new(source), turned)
+    let modified =
+        source.tensors.iter().filter(|(_, t)| t.change.is_some()).map(|(name, _)| name.clone()).collect();
+    model.prepared(by, Arc::new(source), modified)
 }
 
 fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error {
@@ -170,7 +170,7 @@ const SUBTRACTS: &str = "its norms subtract the mean, which does not commute wit
 
 /// How a tensor is modified.
 #[derive(Debug, Clone)]
-enum Turn {
+enum Change {
     /// A norm's weight, which is folded into its readers and replaced by this value: 1, or 0 if it is stored as an
     /// offset from 1.
     Norm(f32),
@@ -181,23 +181,23 @@ enum Turn {
 }
 
 /// A tensor of the rotated model.
-struct Turned {
+struct PreparedTensor {
     /// The name in the checkpoint.
     stored: String,
     info: TensorInfo,
     /// `None` if it is not modified.
-    turn: Option<Turn>,
+    change: Option<Change>,
 }
 
 /// All tensors of the rotated model.
-fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
+fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, PreparedTensor>> {
     let (architecture, source) = (model.architecture(), model.source());
     check_outside(architecture, by)?;
-    let turns = by == Preparation::Rotate;
+    let rotates = by == Preparation::Rotate;
     let mut tensors = BTreeMap::new();
-    let mut add = |name: String, stored: String, turn: Option<Turn>| -> Result<()> {
+    let mut add = |name: String, stored: String, change: Option<Change>| -> Result<()> {
         let info = source.require(&stored)?.clone();
-        tensors.insert(name, Turned { stored, info, turn });
+        tensors.insert(name, PreparedTensor { stored, info, change });
         Ok(())
     };
     for name in source.names() {
@@ -217,18 +217,18 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
     };
     let last = last_norm.name();
     let last_gamma = gamma(last, last_norm)?;
-    let parts = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
-    if turns || parts {
-        add(architecture.embedding.clone(), embedding.clone(), turns.then_some(Turn::Rows(None)))?;
+    let unties_head = architecture.tied && last_gamma.iter().any(|&g| g != 1.0);
+    if rotates || unties_head {
+        add(architecture.embedding.clone(), embedding.clone(), rotates.then_some(Change::Rows(None)))?;
     }
-    if !architecture.tied || parts {
+    if !architecture.tied || unties_head {
         let stored = if architecture.tied { embedding } else { head.clone() };
-        add(head.clone(), stored, Some(Turn::Rows(Some(last_gamma))))?;
+        add(head.clone(), stored, Some(Change::Rows(Some(last_gamma))))?;
     }
     add(
         format!("{last}.weight"),
         format!("{last}.weight"),
-        Some(Turn::Norm(1.0 - last_norm.weight_offset())),
+        Some(Change::Norm(1.0 - last_norm.weight_offset())),
     )?;
     for layer in 0..architecture.layers {
         let graph = architecture.graph(layer);
@@ -240,23 +240,23 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
         for &norm in &stream.norms {
             let stored = 1.0 - graph.nodes()[norm].op.weight_offset();
             let name = format!("{}.weight", name(norm));
-            add(name.clone(), name, Some(Turn::Norm(stored)))?;
+            add(name.clone(), name, Some(Change::Norm(stored)))?;
         }
         for &(linear, norm) in &stream.reads {
             let gamma = gammas[&norm].clone();
             let name = format!("{}.weight", name(linear));
-            add(name.clone(), name, Some(Turn::Rows(Some(gamma))))?;
+            add(name.clone(), name, Some(Change::Rows(Some(gamma))))?;
         }
-        for &linear in stream.writes.iter().filter(|_| turns) {
+        for &linear in stream.writes.iter().filter(|_| rotates) {
             let biased = graph.has_bias(linear).then_some("bias");
             for parameter in std::iter::once("weight").chain(biased) {
                 let name = format!("{}.{parameter}", name(linear));
-                add(name.clone(), name, Some(Turn::Columns))?;
+                add(name.clone(), name, Some(Change::Columns))?;
             }
         }
     }
     // The checkpoint may contain a copy of the tied head, which would no longer match the rotated embedding.
-    if architecture.tied && !parts && turns {
+    if architecture.tied && !unties_head && rotates {
         tensors.remove(&head);
     }
     Ok(tensors)
@@ -265,7 +265,7 @@ fn tensors(model: &Model, by: Preparation) -> Result<BTreeMap<String, Turned>> {
 /// The checkpoint, rotated as it is read.
 struct Rotated {
     source: Arc<dyn TensorSource>,
-    tensors: BTreeMap<String, Turned>,
+    tensors: BTreeMap<String, PreparedTensor>,
     /// `None` if norms are only folded.
     hadamard: Option<Hadamard>,
     hidden: usize,
@@ -275,7 +275,7 @@ struct Rotated {
 }
 
 impl Rotated {
-    fn turned(&self, name: &str) -> Result<&Turned> {
+    fn tensor(&self, name: &str) -> Result<&PreparedTensor> {
         let missing = || Error::MissingTensor { path: self.location(name), tensor: name.to_owned() };
         self.tensors.get(name).ok_or_else(missing)
     }
@@ -288,7 +288,7 @@ impl Rotated {
     }
 
     /// Rotates rows of a matrix, from the file's bytes to those of the rotated tensor.
-    fn turn_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
+    fn rotate_rows(&self, gamma: Option<&[f32]>, dtype: Dtype, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut values = vec![0.0; bytes.len() / dtype.size()];
         dtype.widen(bytes, &mut values);
         if let Some(gamma) = gamma {
@@ -301,7 +301,7 @@ impl Rotated {
     }
 
     /// Rotates the columns of a matrix `[n, k]`, or a vector of `n` values.
-    fn turn_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
+    fn rotate_columns(&self, info: &TensorInfo, bytes: &[u8]) -> Result<Vec<u8>> {
         let (n, size) = (self.hidden, info.dtype.size());
         let k = info.elements() / n.max(1);
         let mut out = vec![0; bytes.len()];
@@ -327,7 +327,7 @@ impl Rotated {
     }
 
     /// A whole tensor with rotated columns, cached until another one is requested.
-    fn whole(&self, name: &str, turned: &Turned) -> Result<Arc<Vec<u8>>> {
+    fn whole(&self, name: &str, tensor: &PreparedTensor) -> Result<Arc<Vec<u8>>> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, bytes)) = &*last
             && known == name
@@ -335,17 +335,17 @@ impl Rotated {
             return Ok(bytes.clone());
         }
         *last = None;
-        let bytes = self.source.read(&turned.stored)?;
-        let bytes = Arc::new(self.turn_columns(&turned.info, &self.finite(turned, bytes)?)?);
+        let bytes = self.source.read(&tensor.stored)?;
+        let bytes = Arc::new(self.rotate_columns(&tensor.info, &self.finite(tensor, bytes)?)?);
         *last = Some((name.to_owned(), bytes.clone()));
         Ok(bytes)
     }
 
     /// A value that is not finite would spread over a whole row, so it is reported at its original position.
-    fn finite(&self, turned: &Turned, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        let path = self.source.location(&turned.stored);
-        require_finite_bytes(path, &turned.stored, turned.info.dtype, &bytes).map_err(|e| {
-            crate::checkpoint::non_finite_in_whole(self.source.as_ref(), turned.info.dtype, e)
+    fn finite(&self, tensor: &PreparedTensor, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let path = self.source.location(&tensor.stored);
+        require_finite_bytes(path, &tensor.stored, tensor.info.dtype, &bytes).map_err(|e| {
+            crate::checkpoint::non_finite_in_whole(self.source.as_ref(), tensor.info.dtype, e)
         })?;
         Ok(bytes)
     }
@@ -365,31 +365,33 @@ impl TensorSource for Rotated {
     }
 
     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let turned = self.turned(name)?;
-        let Some(turn) = &turned.turn else { return self.source.read_range(&turned.stored, offset, buffer) };
-        let len = turned.info.byte_len();
+        let tensor = self.tensor(name)?;
+        let Some(change) = &tensor.change else {
+            return self.source.read_range(&tensor.stored, offset, buffer);
+        };
+        let len = tensor.info.byte_len();
         if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > len) {
             return Err(Error::Internal(format!("{} bytes at {offset} leave `{name}`", buffer.len())));
         }
-        let dtype = turned.info.dtype;
-        match turn {
-            Turn::Norm(stored) => {
+        let dtype = tensor.info.dtype;
+        match change {
+            Change::Norm(stored) => {
                 let one = dtype.narrow(&[*stored]);
                 let from = (offset % one.len() as u64) as usize;
                 buffer.iter_mut().zip(one.iter().cycle().skip(from)).for_each(|(b, o)| *b = *o);
             }
-            Turn::Rows(gamma) => {
+            Change::Rows(gamma) => {
                 let row = (self.hidden * dtype.size()) as u64;
                 let (first, end) = (offset / row, (offset + buffer.len() as u64).div_ceil(row));
                 let mut bytes = vec![0; ((end - first) * row) as usize];
-                self.source.read_range(&turned.stored, first * row, &mut bytes)?;
+                self.source.read_range(&tensor.stored, first * row, &mut bytes)?;
                 let bytes =
-                    self.turn_rows(gamma.as_ref().map(|g| &g[..]), dtype, &self.finite(turned, bytes)?)?;
+                    self.rotate_rows(gamma.as_ref().map(|g| &g[..]), dtype, &self.finite(tensor, bytes)?)?;
                 let at = (offset - first * row) as usize;
                 buffer.copy_from_slice(&bytes[at..][..buffer.len()]);
             }
-            Turn::Columns => {
-                let bytes = self.whole(name, turned)?;
+            Change::Columns => {
+                let bytes = self.whole(name, tensor)?;
                 buffer.copy_from_slice(&bytes[offset as usize..][..buffer.len()]);
             }
         }

@@ -11,7 +11,7 @@ const BUFFER: usize = 1 << 20;
 
 /// A list of values, kept in `f32` or rounded to bfloat16 (half to even).
 #[derive(Debug)]
-pub(super) enum Rows {
+pub(super) enum StoredValues {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
     /// In a file, in either type.
@@ -27,7 +27,7 @@ pub(super) struct SpilledRows {
     rounded: bool,
 }
 
-impl Rows {
+impl StoredValues {
     /// An empty list, in a file if `spill` is given, otherwise in memory with capacity for `values`.
     ///
     /// # Errors
@@ -150,8 +150,8 @@ mod tests {
         let spill = Spill::new(directory.path(), 0);
         let width = 1000;
         for rounded in [false, true] {
-            let mut memory = Rows::new(rounded, 0, None).unwrap();
-            let mut file = Rows::new(rounded, 0, Some(&spill)).unwrap();
+            let mut memory = StoredValues::new(rounded, 0, None).unwrap();
+            let mut file = StoredValues::new(rounded, 0, Some(&spill)).unwrap();
             let count = BUFFER / 2 / width + 300;
             for row in 0..count {
                 let values: Vec<f32> = (0..width).map(|i| (row * width + i) as f32 * 0.37 - 1e4).collect();

@@ -2,21 +2,21 @@
 //!
 //! The rule is described in [`race`](super::race).
 
-use super::rows::Rows;
+use super::rows::StoredValues;
 use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch, but at least [`ENOUGH_TOKENS`].
-const SHARE: usize = 4;
+/// A race uses at most one in this many tokens of the batch, but at least [`MIN_TOKENS`].
+const TOKENS_PER_SAMPLE: usize = 4;
 /// The minimum number of tokens in a race.
-const ENOUGH_TOKENS: usize = 4096;
+const MIN_TOKENS: usize = 4096;
 /// The minimum number of tokens in the first round.
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
 /// The minimum number of windows used, if whole windows are used. A batch with no more is used at once.
-const ENOUGH_WINDOWS: usize = 8;
+const MIN_WINDOWS: usize = 8;
 /// Positions at the start of a window that are always used.
 const HEAD: usize = 4;
 /// The minimum number of units for estimating the variance.
@@ -29,7 +29,7 @@ pub(super) fn mixes_tokens(graph: &BlockGraph, group: &FoldGroup) -> bool {
 
 /// The assignment of tokens to rounds.
 #[derive(Debug, Clone)]
-pub(super) enum Share {
+pub(super) enum Schedule {
     /// The rank of every window, and the number of windows used after each round.
     Windows { ranks: Vec<usize>, until: Vec<usize> },
     /// Every `stride`-th token after the head in the first round; each further round halves the stride.
@@ -38,11 +38,11 @@ pub(super) enum Share {
 
 /// The part of a group's input that a race may use, `[tokens, channels]`, filled in order of tokens.
 #[derive(Debug)]
-pub(super) struct Sample {
+pub(super) struct SearchSample {
     pub(super) layout: BatchLayout,
     pub(super) channels: usize,
-    pub(super) share: Share,
-    rows: Rows,
+    pub(super) schedule: Schedule,
+    rows: StoredValues,
     pub(super) places: Vec<Place>,
     /// The memory in bytes that a round may use, if the rows are in a file.
     round_bytes: Option<u64>,
@@ -65,7 +65,7 @@ pub(super) struct Place {
     pub(super) counts: bool,
 }
 
-impl Sample {
+impl SearchSample {
     /// An empty sample of an input with `channels` features. It is `rounded` to bfloat16 if the race needs no more
     /// precision. About the fraction `of_tokens` of all tokens has a row in the input: less than 1 inside an expert.
     ///
@@ -79,12 +79,15 @@ impl Sample {
         of_tokens: f64,
         spill: Option<&Spill>,
     ) -> Result<Self> {
-        let share =
-            if mixes_tokens { Share::windows(layout.windows()) } else { Share::tokens(&layout, of_tokens) };
-        let (rows, places) = (Rows::new(rounded, 0, spill)?, Vec::new());
+        let schedule = if mixes_tokens {
+            Schedule::windows(layout.windows())
+        } else {
+            Schedule::tokens(&layout, of_tokens)
+        };
+        let (rows, places) = (StoredValues::new(rounded, 0, spill)?, Vec::new());
         let round_bytes = spill.map(Spill::round_bytes);
         let mut sample =
-            Self { layout, channels, share, rows, places, round_bytes, counted: 0, window: 0, tails: 0 };
+            Self { layout, channels, schedule, rows, places, round_bytes, counted: 0, window: 0, tails: 0 };
         if of_tokens < 1.0 {
             return Ok(sample);
         }
@@ -93,7 +96,7 @@ impl Sample {
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {
-            sample.rows = Rows::new(rounded, wanted * channels, None)?;
+            sample.rows = StoredValues::new(rounded, wanted * channels, None)?;
         }
         sample.places = Vec::with_capacity(wanted);
         Ok(sample)
@@ -101,17 +104,17 @@ impl Sample {
 
     /// The approximate number of tokens that a sample takes from a batch; an upper bound if windows are cut from a
     /// stream.
-    pub(super) fn most_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
+    pub(super) fn max_tokens(batch: Sampling, mixes_tokens: bool) -> u64 {
         let (windows, length) = (batch.samples as u64, batch.length as u64);
         if mixes_tokens {
             return windows
-                .div_ceil(SHARE as u64)
-                .max(ENOUGH_WINDOWS as u64)
+                .div_ceil(TOKENS_PER_SAMPLE as u64)
+                .max(MIN_WINDOWS as u64)
                 .min(windows)
                 .saturating_mul(length);
         }
         let tokens = windows.saturating_mul(length);
-        let wanted = (tokens / SHARE as u64).max(ENOUGH_TOKENS as u64);
+        let wanted = (tokens / TOKENS_PER_SAMPLE as u64).max(MIN_TOKENS as u64);
         let stride = 1 << (tokens / wanted).min(length).max(1).ilog2();
         let heads = match batch.packing {
             // Each document has its own head; documents are assumed to have at least 32 tokens.
@@ -128,11 +131,11 @@ impl Sample {
         let (window, position) = (token / length, token % length);
         let counts = self.layout.counts(token);
         let place = |round, unit, head| Some(Place { token, round, unit, head, counts });
-        match &self.share {
-            Share::Windows { ranks, until } => {
+        match &self.schedule {
+            Schedule::Windows { ranks, until } => {
                 place(until.iter().position(|&n| ranks[window] < n)?, window, false)
             }
-            Share::Tokens { stride, rounds, units_per_window } => {
+            Schedule::Tokens { stride, rounds, units_per_window } => {
                 if window != self.window {
                     (self.window, self.tails) = (window, 0);
                 }
@@ -157,16 +160,16 @@ impl Sample {
     }
 
     pub(super) fn rounds(&self) -> usize {
-        match &self.share {
-            Share::Windows { until, .. } => until.len(),
-            Share::Tokens { rounds, .. } => *rounds,
+        match &self.schedule {
+            Schedule::Windows { until, .. } => until.len(),
+            Schedule::Tokens { rounds, .. } => *rounds,
         }
     }
 
     pub(super) fn units(&self) -> usize {
-        match &self.share {
-            Share::Windows { .. } => self.layout.windows(),
-            Share::Tokens { units_per_window, .. } => self.layout.windows() * units_per_window,
+        match &self.schedule {
+            Schedule::Windows { .. } => self.layout.windows(),
+            Schedule::Tokens { units_per_window, .. } => self.layout.windows() * units_per_window,
         }
     }
 
@@ -194,7 +197,7 @@ impl Sample {
     }
 }
 
-impl Statistic for Sample {
+impl Statistic for SearchSample {
     fn take(&mut self, rows: &InputRows<'_>) -> Result<()> {
         self.counted += rows.count();
         for (token, row) in rows.all() {
@@ -234,7 +237,7 @@ impl RaceShape {
     }
 }
 
-impl Share {
+impl Schedule {
     fn windows(windows: usize) -> Self {
         // Bit-reversed counting, so that any prefix of the order spreads over the batch.
         let bits = windows.next_power_of_two().trailing_zeros();
@@ -244,11 +247,11 @@ impl Share {
         for (rank, window) in order.enumerate() {
             ranks[window] = rank;
         }
-        let most = windows.div_ceil(SHARE).max(ENOUGH_WINDOWS).min(windows);
-        let first = if windows <= ENOUGH_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
-        let mut until = vec![first.min(most)];
-        while let Some(&last) = until.last().filter(|l| **l < most) {
-            until.push((2 * last).min(most));
+        let max = windows.div_ceil(TOKENS_PER_SAMPLE).max(MIN_WINDOWS).min(windows);
+        let first = if windows <= MIN_WINDOWS { windows } else { FIRST_WINDOWS.max(windows / 16) };
+        let mut until = vec![first.min(max)];
+        while let Some(&last) = until.last().filter(|l| **l < max) {
+            until.push((2 * last).min(max));
         }
         Self::Windows { ranks, until }
     }
@@ -258,7 +261,7 @@ impl Share {
         let tokens = (layout.counted() as f64 * of_tokens) as usize;
         let power = |wanted: usize| (tokens / wanted.max(1)).max(1).min(length.max(1));
         let floor_power = |n: usize| 1_usize << n.ilog2();
-        let last = floor_power(power((tokens / SHARE).max(ENOUGH_TOKENS)));
+        let last = floor_power(power((tokens / TOKENS_PER_SAMPLE).max(MIN_TOKENS)));
         let stride = floor_power(power(FIRST_TOKENS)).max(last);
         let rounds = (stride / last).ilog2() as usize + 1;
         let units_per_window = UNITS.div_ceil(windows.max(1)).min(length.saturating_sub(HEAD).max(1));
@@ -272,15 +275,15 @@ mod tests {
     use crate::model::TokenRows;
 
     /// A sample of one channel with all tokens added.
-    fn sample(layout: BatchLayout, mixes_tokens: bool) -> Sample {
+    fn sample(layout: BatchLayout, mixes_tokens: bool) -> SearchSample {
         let tokens = layout.tokens();
-        let mut sample = Sample::new(layout.clone(), 1, mixes_tokens, false, 1.0, None).unwrap();
+        let mut sample = SearchSample::new(layout.clone(), 1, mixes_tokens, false, 1.0, None).unwrap();
         let values = vec![1.0; tokens];
         sample.take(&InputRows::new(&values, 1, TokenRows::range(0, tokens), &layout).unwrap()).unwrap();
         sample
     }
 
-    fn rounds(sample: &Sample) -> Vec<Vec<usize>> {
+    fn rounds(sample: &SearchSample) -> Vec<Vec<usize>> {
         let mut rounds: Vec<Vec<usize>> = Vec::new();
         for place in &sample.places {
             rounds.resize(rounds.len().max(place.round + 1), Vec::new());
@@ -299,8 +302,8 @@ mod tests {
         let counts: Vec<usize> = rounds.iter().map(Vec::len).collect();
         // The first round also contains the heads.
         assert_eq!(counts, [1024 + 128, 1024, 2048 - 32]);
-        let most = Sample::most_tokens(batch(32, 512, Packing::Stream), false) as usize;
-        assert!(counts.iter().sum::<usize>().abs_diff(most) < 64);
+        let max = SearchSample::max_tokens(batch(32, 512, Packing::Stream), false) as usize;
+        assert!(counts.iter().sum::<usize>().abs_diff(max) < 64);
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
@@ -317,7 +320,7 @@ mod tests {
         let some: Vec<u32> = all.iter().copied().filter(|t| t % 7 < 3).collect();
         for (mixes, tokens) in [(false, &all), (true, &all), (false, &some)] {
             let taken = |pieces: Vec<&[u32]>, ranges: bool| {
-                let mut sample = Sample::new(layout.clone(), 1, mixes, false, 1.0, None).unwrap();
+                let mut sample = SearchSample::new(layout.clone(), 1, mixes, false, 1.0, None).unwrap();
                 for piece in pieces {
                     for part in
                         if ranges { piece.chunk_by(|a, b| a + 1 == *b).collect() } else { vec![piece] }
@@ -358,7 +361,7 @@ mod tests {
     #[test]
     fn windows_spread_over_the_batch() {
         let spread = sample(BatchLayout::plain(32, 1), true);
-        let Share::Windows { until, .. } = &spread.share else { panic!() };
+        let Schedule::Windows { until, .. } = &spread.schedule else { panic!() };
         assert_eq!(until, &[4, 8]);
         assert_eq!(rounds(&spread), [vec![0, 8, 16, 24], vec![4, 12, 20, 28]]);
         let taken = rounds(&sample(BatchLayout::plain(13, 13), true));
@@ -385,8 +388,8 @@ mod tests {
             "{}",
             tokens.places.len()
         );
-        let most = Sample::most_tokens(batch(windows, length, Packing::Documents), false);
-        assert!(tokens.places.len() as u64 <= most);
+        let max = SearchSample::max_tokens(batch(windows, length, Packing::Documents), false);
+        assert!(tokens.places.len() as u64 <= max);
         assert!(tokens.places.iter().all(|p| p.unit < tokens.units()));
         // Attention also needs the preceding tokens.
         let whole = sample(layout, true);

@@ -36,7 +36,7 @@ const SEARCH_TOKENS: usize = 1024;
 /// The exponents that a search tries, in tenths.
 const TENTHS: std::ops::RangeInclusive<u8> = 0..=10;
 /// The default cache for plans that do not specify one.
-const USUAL: KvScheme = KvScheme::Kv4;
+const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -79,8 +79,8 @@ impl Transform for SmoothAttention {
         &["alpha"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.attention = said.alpha.or(settings.attention);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.attention = given.alpha.or(settings.attention);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {
@@ -111,7 +111,8 @@ impl Transform for SmoothAttention {
         let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
         let stride = hidden.layout().counted().div_ceil(SEARCH_TOKENS).max(1);
         let pairs = first.block.graph().query_keys();
-        let mut seen: Vec<Seen> = pairs.into_iter().map(|pair| Seen::new(pair, stride)).collect();
+        let mut seen: Vec<QueryKeyStatistics> =
+            pairs.into_iter().map(|pair| QueryKeyStatistics::new(pair, stride)).collect();
         let mut pass = StatisticsPass::new(first.block, hidden.layout(), first.cancel);
         for seen in &mut seen {
             pass.gather_attention(seen.pair.attention, seen);
@@ -122,7 +123,7 @@ impl Transform for SmoothAttention {
 }
 
 /// Queries and keys of one attention layer.
-struct Seen {
+struct QueryKeyStatistics {
     pair: QueryKey,
     /// Every `stride`-th counted token is in keys and sums.
     stride: usize,
@@ -136,7 +137,7 @@ struct Seen {
     queries: usize,
 }
 
-fn smoothed(task: &BlockTask<'_>, seen: &[Seen]) -> Result<Rewrite> {
+fn smoothed(task: &BlockTask<'_>, seen: &[QueryKeyStatistics]) -> Result<Rewrite> {
     let mut rewrite = Rewrite::default();
     for seen in seen {
         let keys = task.module(seen.pair.producers[1]);
@@ -156,7 +157,7 @@ fn smoothed(task: &BlockTask<'_>, seen: &[Seen]) -> Result<Rewrite> {
     Ok(rewrite)
 }
 
-impl Seen {
+impl QueryKeyStatistics {
     fn kv_heads(&self) -> usize {
         self.maxima.len() / self.pair.head_dim
     }
@@ -269,7 +270,7 @@ impl Seen {
 
     /// Tries all exponents. Ties go to the smallest, which moves least.
     fn search(&self, task: &BlockTask<'_>) -> Result<(f32, Vec<TriedScales>)> {
-        let bits = u32::from(task.settings.kv.unwrap_or(USUAL).bits());
+        let bits = u32::from(task.settings.kv.unwrap_or(DEFAULT_CACHE).bits());
         let mut tried = Vec::new();
         for tenth in TENTHS {
             task.cancel.check()?;
@@ -310,7 +311,7 @@ impl Seen {
     }
 }
 
-impl Seen {
+impl QueryKeyStatistics {
     /// The statistic of an attention layer before any token; every `stride`-th counted token is used for the search.
     fn new(pair: QueryKey, stride: usize) -> Self {
         Self { pair, stride, maxima: Vec::new(), keys: Vec::new(), grams: Vec::new(), queries: 0 }
@@ -330,7 +331,7 @@ impl Seen {
     }
 }
 
-impl AttentionStatistic for Seen {
+impl AttentionStatistic for QueryKeyStatistics {
     fn take(&mut self, queries: &InputRows<'_>, keys: &InputRows<'_>) -> Result<()> {
         self.maxima.resize(keys.channels(), 0.0);
         self.grams.resize(keys.channels() * self.pair.head_dim, 0.0);

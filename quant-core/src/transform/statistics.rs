@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::objective::Input;
-use super::sample::{Sample, mixes_tokens};
+use super::sample::{SearchSample, mixes_tokens};
 use super::{BlockTask, Search, difference};
 use crate::Result;
 use crate::calibrate::{
@@ -29,7 +29,7 @@ pub(super) struct InputStatistics {
     /// For the clip search.
     pub(super) sampled: BTreeMap<NodeId, SampledRows>,
     /// For races.
-    pub(super) samples: BTreeMap<NodeId, Sample>,
+    pub(super) samples: BTreeMap<NodeId, SearchSample>,
     /// For linears that are judged by their input's Gram matrix.
     pub(super) grams: BTreeMap<NodeId, Arc<Input>>,
     /// The number of counted tokens that went through each linear.
@@ -95,7 +95,7 @@ fn kept(
     wanted: &Wanted<'_>,
     layout: &BatchLayout,
     spill: Option<&Spill>,
-) -> Result<(BTreeMap<NodeId, Sample>, BTreeMap<NodeId, GramSum>)> {
+) -> Result<(BTreeMap<NodeId, SearchSample>, BTreeMap<NodeId, GramSum>)> {
     let graph = task.block.graph();
     let tokens = layout.counted();
     let (mut samples, mut grams) = (BTreeMap::new(), BTreeMap::new());
@@ -103,13 +103,13 @@ fn kept(
         let k = shape(task, group.consumers[0])[1];
         let share = task.block.share_of_tokens(group.input);
         let work =
-            Work { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
+            SearchSize { tokens: tokens as f64 * share, n: graph.width(group.inspected) as f64, k: k as f64 };
         if group.consumers.len() == 1 && work.gram_is_cheaper(wanted.candidates) {
             grams.insert(group.input, GramSum::new(k));
         } else {
             let rounded = difference::kernel(task, group, tokens).is_some();
             let mixes = mixes_tokens(graph, group);
-            let sample = Sample::new(layout.clone(), k, mixes, rounded, share, spill)?;
+            let sample = SearchSample::new(layout.clone(), k, mixes, rounded, share, spill)?;
             samples.insert(group.input, sample);
         }
     }
@@ -152,10 +152,10 @@ impl Kept {
         (candidates, share): (usize, f64),
     ) -> Self {
         let all = (batch.samples as u64).saturating_mul(batch.length as u64);
-        let most = Sample::most_tokens(batch, mixes_tokens(graph, group));
+        let max = SearchSample::max_tokens(batch, mixes_tokens(graph, group));
         // If there are few tokens, a sample contains all of them.
-        let tokens = most.min((2.0 * all as f64 * share) as u64);
-        let work = Work { tokens: all as f64 * share, n: n as f64, k: k as f64 };
+        let tokens = max.min((2.0 * all as f64 * share) as u64);
+        let work = SearchSize { tokens: all as f64 * share, n: n as f64, k: k as f64 };
         if group.consumers.len() > 1 || !work.gram_is_cheaper(candidates) {
             return Self { gram_bytes: 0, tokens };
         }
@@ -171,13 +171,13 @@ impl Kept {
 }
 
 /// The size of a search: a single linear `[n, k]`, and the number of tokens of its input.
-struct Work {
+struct SearchSize {
     tokens: f64,
     n: f64,
     k: f64,
 }
 
-impl Work {
+impl SearchSize {
     /// Whether judging candidates by the input's Gram matrix takes fewer operations than a race. Both are estimates:
     /// the matrix costs `t k²`, and then each candidate `2 n k²`; a race runs every candidate on about an eighth of the
     /// tokens, at `2 n k` each.

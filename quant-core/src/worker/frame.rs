@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 
 /// The number of bytes read at once.
-const PIECE: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 
 /// A message in parts; large parts are borrowed.
 #[derive(Debug, Default)]
@@ -54,8 +54,8 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Reads a frame of at most `most` bytes; `None` at the end of the input.
-pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<Vec<u8>>> {
+/// Reads a frame of at most `max` bytes; `None` at the end of the input.
+pub(super) fn read_frame(input: &mut dyn Read, max: u64) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; 8];
     let mut have = 0;
     while have < head.len() {
@@ -68,16 +68,16 @@ pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<V
         }
     }
     let len = u64::from_le_bytes(head);
-    if len > most {
+    if len > max {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
-            format!("a frame of {len} bytes, of at most {most}"),
+            format!("a frame of {len} bytes, of at most {max}"),
         ));
     }
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {
         let from = bytes.len();
-        let piece = usize::try_from(len - from as u64).unwrap_or(PIECE).min(PIECE);
+        let piece = usize::try_from(len - from as u64).unwrap_or(READ_BYTES).min(READ_BYTES);
         bytes.try_reserve(piece).map_err(|_| io::Error::from(ErrorKind::OutOfMemory))?;
         bytes.resize(from + piece, 0);
         input.read_exact(&mut bytes[from..])?;

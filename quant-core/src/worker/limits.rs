@@ -46,7 +46,7 @@ pub(super) struct Granted {
     longest: u64,
     time: Duration,
     /// A limit derived from the machine's memory, and the limit of this process.
-    most: Option<u64>,
+    max: Option<u64>,
     inherited: Option<u64>,
     set: Option<(u64, u64)>,
 }
@@ -62,7 +62,7 @@ impl Granted {
         let inherited = getrlimit(Resource::As).current;
         let machine = machine_memory().map(|bytes| (bytes / 4 * 3).max(limits.memory / 2));
         let time = limits.time.saturating_add(of_bytes(limits.time_of_byte, loaded));
-        Self { limits, loaded, longest: 0, time, most: machine, inherited, set: None }
+        Self { limits, loaded, longest: 0, time, max: machine, inherited, set: None }
     }
 
     /// Adds the limits for a question.
@@ -80,10 +80,10 @@ impl Granted {
                 (chats.iter().map(|c| of_chat(c)).sum(), 2 + messages / 8)
             }
         };
-        const OF_A_QUESTION: Duration = Duration::from_millis(10);
+        const PER_QUESTION: Duration = Duration::from_millis(10);
         self.longest = self.longest.max(bytes);
         let time = of_bytes(self.limits.time_of_byte, bytes.saturating_mul(repeated));
-        self.time = self.time.saturating_add(time).saturating_add(OF_A_QUESTION);
+        self.time = self.time.saturating_add(time).saturating_add(PER_QUESTION);
     }
 
     /// The limit on address space in bytes, and whether it is the configured one, not the machine's or an inherited
@@ -93,8 +93,8 @@ impl Granted {
         let loaded = self.loaded.saturating_mul(memory_of_loaded_byte);
         let asked = self.longest.saturating_mul(memory_of_asked_byte);
         let ours = memory.saturating_add(loaded).saturating_add(asked);
-        let least = [self.most, self.inherited].into_iter().flatten().min().unwrap_or(u64::MAX);
-        (ours.min(least), ours <= least)
+        let min = [self.max, self.inherited].into_iter().flatten().min().unwrap_or(u64::MAX);
+        (ours.min(min), ours <= min)
     }
 
     /// The limit on processor time in seconds.
@@ -114,9 +114,9 @@ impl Granted {
             lower(process, Resource::Core, none);
             lower(process, Resource::Fsize, none);
         }
-        for (resource, most) in [(Resource::As, wanted.0), (Resource::Cpu, wanted.1)] {
+        for (resource, max) in [(Resource::As, wanted.0), (Resource::Cpu, wanted.1)] {
             let Rlimit { current, maximum } = getrlimit(resource);
-            let current = [Some(most), current, maximum].into_iter().flatten().min();
+            let current = [Some(max), current, maximum].into_iter().flatten().min();
             lower(process, resource, Rlimit { current, maximum });
         }
         self.set = Some(wanted);

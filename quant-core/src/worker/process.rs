@@ -26,11 +26,11 @@ use crate::{CancelToken, Category, Error, Result};
 /// The first argument of a worker process.
 pub const WORKER_ARGUMENT: &str = "__text-worker";
 /// How often a wait checks whether the run was cancelled.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The time that a process may take to end after it has closed its socket.
-const ENDING: Duration = Duration::from_secs(2);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// More threads gain little on batches.
-const MOST_THREADS: usize = 16;
+const MAX_THREADS: usize = 16;
 
 /// Starts a process per file: a program with the argument [`WORKER_ARGUMENT`], which calls [`serve`](super::serve) on
 /// its standard output, a socket.
@@ -53,7 +53,7 @@ impl ProcessWorkers {
 
     /// Workers that run the given executable instead of this one.
     pub fn of(program: &Path, threads: usize, cancel: CancelToken) -> Self {
-        let threads = threads.clamp(1, MOST_THREADS);
+        let threads = threads.clamp(1, MAX_THREADS);
         Self {
             program: program.to_owned(),
             arguments: Vec::new(),
@@ -81,8 +81,8 @@ impl ProcessWorkers {
 
     fn spawn(&self) -> io::Result<Running> {
         let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(LOOK))?;
-        ours.set_write_timeout(Some(LOOK))?;
+        ours.set_read_timeout(Some(POLL_INTERVAL))?;
+        ours.set_write_timeout(Some(POLL_INTERVAL))?;
         let mut command = Command::new(&self.program);
         if self.arguments.is_empty() {
             // Skipped for programs with arguments: these may be interpreters, which find their installation by this
@@ -161,7 +161,7 @@ impl ProcessWorker {
     /// Waits until a process is ready, sets its limits, and makes it load the file.
     fn start(&self, mut running: Running) -> Result<Running> {
         let mut ready = [0];
-        let mut socket = Watched::new(&running.socket, &self.workers.cancel);
+        let mut socket = CancellableSocket::new(&running.socket, &self.workers.cancel);
         if socket.read_exact(&mut ready).is_err() || ready != [READY] {
             if socket.is_cancelled {
                 return Err(Error::Interrupted);
@@ -186,10 +186,10 @@ impl ProcessWorker {
         &self,
         running: &Running,
         frame: &Frame<'_>,
-        most: u64,
+        max: u64,
     ) -> Result<Result<Answer, Fault>, Failure> {
-        let mut socket = Watched::new(&running.socket, &self.workers.cancel);
-        let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, most));
+        let mut socket = CancellableSocket::new(&running.socket, &self.workers.cancel);
+        let answer = frame.write_to(&mut socket).and_then(|()| read_frame(&mut socket, max));
         match answer {
             Ok(Some(bytes)) => read_answer(&bytes).ok_or(Failure::Malformed),
             _ if socket.is_cancelled => Err(Failure::Cancelled),
@@ -293,7 +293,7 @@ impl Running {
         loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => return status,
-                Ok(None) if started.elapsed() < ENDING => std::thread::sleep(pause),
+                Ok(None) if started.elapsed() < EXIT_TIMEOUT => std::thread::sleep(pause),
                 _ => break,
             }
             pause = (pause * 2).min(Duration::from_millis(10));
@@ -311,14 +311,14 @@ impl Drop for Running {
 }
 
 /// A socket whose reads and writes end when the run is cancelled.
-struct Watched<'a> {
+struct CancellableSocket<'a> {
     socket: &'a UnixStream,
     cancel: &'a CancelToken,
     since: Option<Instant>,
     is_cancelled: bool,
 }
 
-impl<'a> Watched<'a> {
+impl<'a> CancellableSocket<'a> {
     fn new(socket: &'a UnixStream, cancel: &'a CancelToken) -> Self {
         Self { socket, cancel, since: None, is_cancelled: false }
     }
@@ -329,7 +329,7 @@ impl<'a> Watched<'a> {
         loop {
             if self.cancel.is_cancelled() {
                 let since = *self.since.get_or_insert_with(Instant::now);
-                self.is_cancelled = since.elapsed() >= LOOK;
+                self.is_cancelled = since.elapsed() >= POLL_INTERVAL;
             }
             if self.is_cancelled {
                 return Err(io::Error::other("cancelled"));
@@ -346,13 +346,13 @@ impl<'a> Watched<'a> {
     }
 }
 
-impl Read for Watched<'_> {
+impl Read for CancellableSocket<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         self.wait(|mut socket| socket.read(bytes))
     }
 }
 
-impl Write for Watched<'_> {
+impl Write for CancellableSocket<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.wait(|mut socket| socket.write(bytes))
     }

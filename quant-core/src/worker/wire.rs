@@ -14,13 +14,13 @@ use super::{Answer, Chat, ChatForm, Content, Encoded, Fault, Loadable, Question,
 const VERSION: u64 = 1;
 
 /// Adds values to a frame.
-trait Put<'a> {
+trait FrameWriter<'a> {
     fn number(&mut self, value: u64);
     fn text(&mut self, text: &str);
     fn large(&mut self, bytes: &'a [u8]);
 }
 
-impl<'a> Put<'a> for Frame<'a> {
+impl<'a> FrameWriter<'a> for Frame<'a> {
     fn number(&mut self, value: u64) {
         self.put(&value.to_le_bytes());
     }
@@ -37,9 +37,9 @@ impl<'a> Put<'a> for Frame<'a> {
 }
 
 /// Takes values from a message; `None` if the message does not contain one.
-struct Take<'a>(&'a [u8]);
+struct FrameReader<'a>(&'a [u8]);
 
-impl<'a> Take<'a> {
+impl<'a> FrameReader<'a> {
     fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
@@ -118,7 +118,7 @@ pub(super) fn write_load(loadable: &Loadable, threads: usize) -> Frame<'_> {
 
 /// Reads the message of [`write_load`].
 pub(super) fn read_load(bytes: &[u8]) -> Option<(Loadable, usize)> {
-    let mut take = Take(bytes);
+    let mut take = FrameReader(bytes);
     if take.number()? != VERSION {
         return None;
     }
@@ -176,11 +176,11 @@ pub(super) fn write_question<'a>(question: &'a Question<'_>) -> Frame<'a> {
 }
 
 pub(super) fn read_question(bytes: &[u8]) -> Option<Question<'_>> {
-    let mut take = Take(bytes);
+    let mut take = FrameReader(bytes);
     let question = match take.number()? {
         0 => {
             let (special, places) = (take.flag()?, take.flag()?);
-            Question::Encode { special, places, texts: take.list(Take::text)? }
+            Question::Encode { special, places, texts: take.list(FrameReader::text)? }
         }
         1 => Question::Decode { tokens: take.list(|t| t.words().map(Cow::Owned))? },
         2 => Question::LargestToken,
@@ -226,7 +226,7 @@ fn put_fault(frame: &mut Frame<'_>, fault: &Fault) {
     frame.text(&fault.remedy);
 }
 
-fn take_fault(take: &mut Take<'_>) -> Option<Fault> {
+fn take_fault(take: &mut FrameReader<'_>) -> Option<Fault> {
     let line = take.optional()?;
     let line = line.map(usize::try_from).transpose().ok()?;
     Some(Fault { line, reason: take.text()?.to_owned(), remedy: take.text()?.to_owned() })
@@ -287,7 +287,7 @@ pub(super) fn write_answer(answer: &Result<Answer, Fault>) -> Frame<'_> {
 }
 
 pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
-    let mut take = Take(bytes);
+    let mut take = FrameReader(bytes);
     let token = |value: Option<u64>| value.map(u32::try_from).transpose().ok();
     let answer = match take.number()? {
         0 => Ok(Answer::Encoded(take.list(|t| {
@@ -319,17 +319,17 @@ pub(super) fn read_answer(bytes: &[u8]) -> Option<Result<Answer, Fault>> {
 /// bytes. The output of a template is limited by the worker itself.
 pub(super) fn longest_answer(question: &Question<'_>) -> u64 {
     const SLACK: u64 = 1 << 20;
-    const TOKENS_OF_A_BYTE: u64 = 16;
-    const BYTES_OF_A_TOKEN: u64 = 4096;
-    const LONGEST_RENDERED: u64 = 17 << 20;
+    const TOKENS_PER_BYTE: u64 = 16;
+    const BYTES_PER_TOKEN: u64 = 4096;
+    const MAX_RENDERED_BYTES: u64 = 17 << 20;
     let each: u64 = match question {
         Question::Encode { texts, places, .. } => {
             let bytes: u64 = texts.iter().map(|t| t.len() as u64).sum();
-            bytes * TOKENS_OF_A_BYTE * if *places { 12 } else { 4 } + 64 * texts.len() as u64
+            bytes * TOKENS_PER_BYTE * if *places { 12 } else { 4 } + 64 * texts.len() as u64
         }
-        Question::Decode { tokens } => tokens.iter().map(|t| t.len() as u64 * BYTES_OF_A_TOKEN + 64).sum(),
+        Question::Decode { tokens } => tokens.iter().map(|t| t.len() as u64 * BYTES_PER_TOKEN + 64).sum(),
         Question::LargestToken | Question::TokenId(_) => 0,
-        Question::Render { chats, .. } => chats.len() as u64 * LONGEST_RENDERED,
+        Question::Render { chats, .. } => chats.len() as u64 * MAX_RENDERED_BYTES,
     };
     SLACK + each
 }

@@ -115,7 +115,7 @@ fn false_lengths_cost_nothing() {
 
 proptest! {
     #[test]
-    fn whatever_is_no_message_is_refused(cut in 0_usize..400, at in 0_usize..400, with: u8) {
+    fn invalid_messages_are_refused(cut in 0_usize..400, at in 0_usize..400, with: u8) {
         for question in questions() {
             let mut bytes = write_question(&question).concat();
             bytes.truncate(cut);

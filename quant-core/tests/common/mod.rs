@@ -459,7 +459,7 @@ pub fn run(
     let report = quantize(&job, &mut sink).expect("the model can be quantized");
     let mut config = config.clone();
     config.insert("quantization_config".into(), plan.container.quantization_config(&plan.module_schemes()));
-    if plan.unties() {
+    if plan.unties_head() {
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
     Quantized { source: sink.into_source().expect("complete tensors"), config, report }

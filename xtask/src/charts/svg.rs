@@ -160,10 +160,10 @@ impl Bars {
         for (title, bars) in &self.panels {
             text(&mut out, (24.0, y + 24.0), "font-weight=\"600\"", title);
             y += HEAD;
-            let most = bars.iter().map(|(_, value, _)| *value).fold(0.0, f64::max);
+            let max = bars.iter().map(|(_, value, _)| *value).fold(0.0, f64::max);
             for (label, value, stands_out) in bars {
                 let color = if *stands_out { COLORS[2] } else { "#9ca3af" };
-                let width = value / most * (right - left);
+                let width = value / max * (right - left);
                 text(&mut out, (left - 12.0, y + 19.0), "text-anchor=\"end\"", label);
                 let _ = writeln!(
                     out,

@@ -29,7 +29,7 @@ const ROTATED_TOKENS: usize = 16;
 /// Bytes of all copies of a matrix, or four times the last-level cache if that is larger and memory allows.
 const ROTATED: usize = 192 << 20;
 /// Idle time between two turns, after which threads that spin for more work have gone to sleep.
-const SETTLE: Duration = Duration::from_millis(8);
+const SETTLE_TIME: Duration = Duration::from_millis(8);
 /// Maximum error of a product, root mean square over root mean square, at 4 and at 8 bits.
 const ERRORS: [f64; 2] = [0.15, 0.03];
 
@@ -207,10 +207,10 @@ fn measure(
     for &tokens in &args.tokens {
         for (i, name, bytes) in &contestants {
             let error = workers[*i].tokens(name, tokens, tokens <= ROTATED_TOKENS).map_err(|e| (*i, e))?;
-            let most = ERRORS[usize::from(8 * bytes > 6 * n * k)];
-            if error > most {
+            let max = ERRORS[usize::from(8 * bytes > 6 * n * k)];
+            if error > max {
                 let text =
-                    format!("{name} at {n} × {k}, {tokens} token(s): the error is {error:.3} (limit {most})");
+                    format!("{name} at {n} × {k}, {tokens} token(s): the error is {error:.3} (limit {max})");
                 return Err((*i, anyhow::Error::msg(text)));
             }
         }
@@ -221,7 +221,7 @@ fn measure(
                 order.reverse();
             }
             for (i, name, bytes) in order {
-                std::thread::sleep(SETTLE);
+                std::thread::sleep(SETTLE_TIME);
                 let seconds = workers[*i].run(name, args.milliseconds).map_err(|e| (*i, e))?;
                 measured.turns.push(Turn {
                     threads,

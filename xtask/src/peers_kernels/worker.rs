@@ -158,11 +158,11 @@ impl Worker {
     }
 
     /// The end of its standard error.
-    fn said(&mut self) -> String {
-        const MOST: u64 = 2000;
+    fn errors_so_far(&mut self) -> String {
+        const MAX_BYTES: u64 = 2000;
         let mut end = Vec::new();
         let length = self.errors.seek(SeekFrom::End(0)).unwrap_or(0);
-        let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MOST)));
+        let read = self.errors.seek(SeekFrom::Start(length.saturating_sub(MAX_BYTES)));
         let _ = read.and_then(|_| self.errors.read_to_end(&mut end));
         match String::from_utf8_lossy(&end).trim() {
             "" => "its standard error is empty".into(),
@@ -174,14 +174,14 @@ impl Worker {
         let mut line = String::new();
         self.replies.read_line(&mut line)?;
         if line.is_empty() {
-            let (ended, said) = (self.ended(), self.said());
-            bail!("{} {ended} after `{request}`; {said}", self.name);
+            let (ended, errors_so_far) = (self.ended(), self.errors_so_far());
+            bail!("{} {ended} after `{request}`; {errors_so_far}", self.name);
         }
         let reply: Value = serde_json::from_str(&line)
             .with_context(|| format!("{} replied `{}`", self.name, line.trim()))?;
         if let Some(reason) = reply.get("failed") {
-            let said = self.said();
-            bail!("{} failed at `{request}`: {}; {said}", self.name, reason.as_str().unwrap_or("?"));
+            let errors_so_far = self.errors_so_far();
+            bail!("{} failed at `{request}`: {}; {errors_so_far}", self.name, reason.as_str().unwrap_or("?"));
         }
         Ok(reply)
     }
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_asked_and_its_failures_are_told() {
+    fn a_worker_is_asked_and_its_failures_are_reported() {
         let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'
             while read what name rest; do case $what in
                 prepare) echo '{"bytes":8,"note":"n"}';; run) echo '{"seconds":[0.5,0.25]}';;

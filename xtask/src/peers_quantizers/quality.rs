@@ -18,7 +18,7 @@ use crate::support::rows::{ROWS, Row, quantize, texts};
 use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Rows that are measured concurrently: nothing is timed here.
-const AT_ONCE: usize = 2;
+const PARALLEL_RUNS: usize = 2;
 /// On matrices this small, PyTorch's threads spend more time waiting for each other than working.
 const PEER_THREADS: usize = 1;
 /// Threads of `quant`, whose results do not depend on them.
@@ -115,7 +115,7 @@ pub fn run(args: &Args, quality: &Quality) -> Result<()> {
 }
 
 impl Session<'_> {
-    /// Measures all rows of a set, [`AT_ONCE`] at a time; results are in order.
+    /// Measures all rows of a set, [`PARALLEL_RUNS`] at a time; results are in order.
     fn measure_all(&self, set: &Set) -> Result<Vec<Scored>> {
         let rows: Vec<&Row> = if self.quality.grouped { ROWS.iter().collect() } else { texts() };
         // Copies with outliers are created on first use, which must not happen twice concurrently.
@@ -134,7 +134,7 @@ impl Session<'_> {
             }
         };
         let mut scored = std::thread::scope(|scope| -> Result<Vec<_>> {
-            let workers: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(worker)).collect();
+            let workers: Vec<_> = (0..PARALLEL_RUNS).map(|_| scope.spawn(worker)).collect();
             let mut all = Vec::new();
             for worker in workers {
                 all.extend(worker.join().map_err(|_| anyhow!("a worker panicked"))??);

@@ -220,7 +220,7 @@ fn difference(ours: &[f64], theirs: &[f64]) -> [f64; 2] {
 
 fn is_no_worse(ours: &[f64], theirs: &[f64]) -> bool {
     let [difference, error] = difference(ours, theirs);
-    difference <= (SHARE * mean(theirs)[0]).max(ERRORS * error)
+    difference <= (TOLERANCE * mean(theirs)[0]).max(ERRORS * error)
 }
 
 /// Both divergences, the difference, and the verdict.

@@ -288,7 +288,7 @@ Recipe:
     }
 
     #[test]
-    fn words_stand_for_options() {
+    fn words_are_replaced_by_options() {
         let dir = tempfile::tempdir().unwrap();
         let workspace = Workspace::create(dir.path(), dir.path()).unwrap();
         let case = workspace.case("a", MAIN, "--method awq TEXT=chats MAXIMA CAL");

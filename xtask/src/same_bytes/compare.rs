@@ -161,9 +161,9 @@ fn values_differ(path: &str, base: &Value, ours: &Value, grown: bool) -> Option<
 }
 
 fn shortened(value: &Value) -> String {
-    const LONGEST: usize = 60;
+    const MAX_CHARS: usize = 60;
     let text = value.to_string();
-    match text.char_indices().nth(LONGEST) {
+    match text.char_indices().nth(MAX_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     }
@@ -244,9 +244,9 @@ mod tests {
         }
 
         #[track_caller]
-        fn differs(&self, says: &[&str]) {
+        fn differs(&self, expected: &[&str]) {
             let difference = self.difference().unwrap();
-            assert!(says.iter().all(|part| difference.contains(part)), "{difference}");
+            assert!(expected.iter().all(|part| difference.contains(part)), "{difference}");
         }
     }
 
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_may_differ_in_what_they_say_of_engines_alone() {
+    fn plans_may_differ_only_in_their_engines() {
         let plan = |scheme: &str, engines: &str| {
             json!({ "formats": [{ "scheme": scheme, "engines": [engines] }], "engines": engines }).to_string()
         };

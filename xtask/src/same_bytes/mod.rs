@@ -83,8 +83,8 @@ fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
     for (case, directory) in workspace.preparations() {
         std::fs::create_dir_all(&directory)?;
         let output = execute(&programs.base, &directory, &quantize(&case))?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "the base cannot create {}:\n{said}", case.name);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "the base cannot create {}:\n{stderr}", case.name);
         let maxima = directory.join(cases::MAXIMA);
         if maxima.is_file() {
             std::fs::copy(&maxima, workspace.kept_maxima())?;
@@ -153,8 +153,8 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
         let (of_base, of_ours) = both(&arguments)?;
         let (was, is) = (of_base.status.code(), of_ours.status.code());
         if was != is {
-            let said = String::from_utf8_lossy(&of_ours.stderr);
-            let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+            let stderr = String::from_utf8_lossy(&of_ours.stderr);
+            let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
             return Ok(Outcome::Different(format!("{verb} exits with {is:?}, was {was:?}: {last}")));
         }
         if verb == "plan"
@@ -256,7 +256,7 @@ mod tests {
         assert_eq!(outcome_of(&base, &base), (Outcome::Equal, false));
         let refusing = program("", "", [2, 4]);
         assert_eq!(outcome_of(&refusing, &refusing), (Outcome::Refused(2), false));
-        for (ours, says) in [
+        for (ours, expected) in [
             (program("{\"a\": 2}", "{\"b\": 1}", [0, 0]), "plan: /a is 2, was 1"),
             (program("{\"a\": 1, \"formats\": []}", "{\"b\": 1}", [0, 0]), "plan: /formats is new"),
             (program("{\"a\": 1}", "{\"b\": 2}", [0, 0]), "out/config.json: /b is 2, was 1"),
@@ -266,7 +266,7 @@ mod tests {
         ] {
             let (outcome, kept) = outcome_of(&base, &ours);
             assert!(kept, "different outputs are kept for inspection");
-            assert!(matches!(&outcome, Outcome::Different(text) if text.contains(says)), "{outcome:?}");
+            assert!(matches!(&outcome, Outcome::Different(text) if text.contains(expected)), "{outcome:?}");
         }
         // Two crashes do not count as agreement.
         let crash = "#!/bin/sh\nkill -9 $$\n";

@@ -90,7 +90,7 @@ pub fn write_texts(dir: &Path) -> Result<[PathBuf; 3]> {
 }
 
 /// The sizes of most models.
-const USUAL: Shape = Shape {
+const DEFAULT: Shape = Shape {
     layers: 2,
     hidden: 128,
     intermediate: 256,
@@ -103,28 +103,28 @@ const USUAL: Shape = Shape {
 
 fn models() -> Vec<Tiny> {
     let (f16, bf16, f32) = (Float::F16, Float::Bf16, Float::F32);
-    let tied = Shape { tied: true, ..USUAL };
-    let ragged = Shape { hidden: 160, intermediate: 352, heads: 5, kv_heads: 1, ..USUAL };
+    let tied = Shape { tied: true, ..DEFAULT };
+    let ragged = Shape { hidden: 160, intermediate: 352, heads: 5, kv_heads: 1, ..DEFAULT };
     let plain_rope = json!({ "rope_scaling": null });
     let linear_rope = json!({ "rope_scaling": { "rope_type": "linear", "factor": 4.0 } });
     vec![
-        gated(MAIN, "Llama", USUAL, bf16, json!({})),
+        gated(MAIN, "Llama", DEFAULT, bf16, json!({})),
         gated(TIED, "Llama", Shape { kv_heads: 4, ..tied }, f16, plain_rope.clone()),
-        sharded(gated("llama-sharded", "Llama", Shape { layers: 3, ..USUAL }, f32, linear_rope)),
-        gated("llama-biases", "Llama", USUAL, bf16, json!({ "attention_bias": true, "mlp_bias": true })),
-        gated("llama-wide-heads", "Llama", Shape { head_dim: 64, ..USUAL }, f16, json!({})),
+        sharded(gated("llama-sharded", "Llama", Shape { layers: 3, ..DEFAULT }, f32, linear_rope)),
+        gated("llama-biases", "Llama", DEFAULT, bf16, json!({ "attention_bias": true, "mlp_bias": true })),
+        gated("llama-wide-heads", "Llama", Shape { head_dim: 64, ..DEFAULT }, f16, json!({})),
         gated(RAGGED, "Llama", ragged, bf16, plain_rope),
-        gated("mistral", "Mistral", USUAL, f16, json!({ "sliding_window": null })),
-        sharded(gated("mistral-window", "Mistral", USUAL, bf16, json!({ "sliding_window": 24 }))),
+        gated("mistral", "Mistral", DEFAULT, f16, json!({ "sliding_window": null })),
+        sharded(gated("mistral-window", "Mistral", DEFAULT, bf16, json!({ "sliding_window": 24 }))),
         gated("qwen2", "Qwen2", tied, bf16, json!({ "use_sliding_window": false })),
         gated(
             "qwen2-window",
             "Qwen2",
-            USUAL,
+            DEFAULT,
             f32,
             json!({ "use_sliding_window": true, "sliding_window": 24, "max_window_layers": 0 }),
         ),
-        gated("qwen3", "Qwen3", Shape { head_dim: 64, ..USUAL }, bf16, json!({})),
+        gated("qwen3", "Qwen3", Shape { head_dim: 64, ..DEFAULT }, bf16, json!({})),
         gated("qwen3-biases", "Qwen3", tied, f16, json!({ "attention_bias": true })),
         opt("opt", f16, json!({})),
         opt("opt-plain", bf16, opt_plain()),
@@ -196,7 +196,7 @@ fn gated(name: &'static str, family: &str, shape: Shape, float: Float, changes: 
 
 /// An OPT.
 fn opt(name: &'static str, float: Float, changes: Value) -> Tiny {
-    let Shape { layers, hidden, intermediate, heads, vocab, .. } = USUAL;
+    let Shape { layers, hidden, intermediate, heads, vocab, .. } = DEFAULT;
     let config = changed(
         json!({
             "architectures": ["OPTForCausalLM"],

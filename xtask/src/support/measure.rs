@@ -56,7 +56,7 @@ pub fn run_with_output(command: &mut Command) -> Result<(Usage, String)> {
         let watcher = scope.spawn(|| {
             let mut peak = 0;
             while !ended.load(Ordering::Relaxed) {
-                peak = high_water(&status_file).unwrap_or(0).max(peak);
+                peak = peak_rss(&status_file).unwrap_or(0).max(peak);
                 std::thread::sleep(POLL);
             }
             peak

@@ -36,7 +36,7 @@ impl Steps {
 
     /// Runs a command as a step in parallel with other steps, and prints its output after they have ended. Only its
     /// time beyond theirs is counted.
-    pub fn beside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
+    pub fn alongside(&mut self, name: &str, command: &mut Command, others: impl FnOnce(&mut Self)) {
         let started = self.is_chosen(name).then(|| Held::start(command));
         others(self);
         if let Some(started) = started {
@@ -124,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn a_step_beside_others_ends_after_them_and_fails_alone() {
+    fn a_parallel_step_ends_after_the_others_and_fails_alone() {
         let mut steps = Steps::new(&[]);
-        steps.beside("background", Command::new("false").arg("1"), |steps| steps.step("other", || Ok(())));
+        steps.alongside("background", Command::new("false").arg("1"), |steps| steps.step("other", || Ok(())));
         let names: Vec<_> = steps.rows.iter().map(|row| (&*row.name, row.failure.is_some())).collect();
         assert_eq!(names, [("other", false), ("background", true)]);
         let mut steps = Steps::new(&["other".into()]);
-        steps.beside("background", &mut Command::new("false"), |steps| steps.step("other", || Ok(())));
+        steps.alongside("background", &mut Command::new("false"), |steps| steps.step("other", || Ok(())));
         steps.finish().unwrap();
     }
 

@@ -1,12 +1,12 @@
 //! Grids without minimums: `d·factor·level`.
 
 use super::super::grid::{Fields, Grid, Levels, PARTS, Scales};
-use super::{LANES, TURNS, total};
+use super::{LANES, MAX_ITERATIONS, total};
 
 /// Number of starting scales of a part's search, for each sign.
 const STARTS: usize = 24;
 /// Number of block scales that are refined, out of all candidates.
-const CLOSELY: usize = 4;
+const REFINED: usize = 4;
 /// Number of candidates for a block's scale, and the step between them in the factor of the largest part scale.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
@@ -42,8 +42,8 @@ fn error<L: Levels>(levels: L, scale: f32, x: &[f32], w: &[f32]) -> f32 {
 /// Returns the best scale found for a part, and `Σ w·l²` there.
 #[inline(always)]
 fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
-    let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
-    if most == 0.0 {
+    let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
+    if max == 0.0 {
         return (0.0, 0.0);
     }
     let [low, step] = [levels.ends()[0], levels.step()];
@@ -54,7 +54,7 @@ fn fit<L: Levels>(levels: L, x: &[f32], w: &[f32]) -> (f32, f32) {
     for end in [low, -low] {
         for start in 0..STARTS {
             let beyond = first + (last - first) * start as f32 / (STARTS - 1) as f32;
-            let mut inverse = (end + end.signum() * beyond) / most;
+            let mut inverse = (end + end.signum() * beyond) / max;
             for _ in 0..3 {
                 let (xl, ll) = sums(levels, inverse, x, w);
                 if ll <= 0.0 || xl * xl <= best.0 * ll {
@@ -89,7 +89,7 @@ pub(super) fn fields<L: Levels>(
     for d in starts(&scales[..count], &curves[..count], grid.factors) {
         let mut d = half(d);
         let mut before = f32::INFINITY;
-        for _ in 0..TURNS {
+        for _ in 0..MAX_ITERATIONS {
             if d == 0.0 || !d.is_finite() {
                 break;
             }
@@ -130,9 +130,8 @@ pub(super) fn fields<L: Levels>(
     }
     if best.0 == f32::INFINITY {
         // No scale is both finite and nonzero: the check of the encoded bytes reports the overflow.
-        let d = half(
-            scales[..count].iter().fold(0.0_f32, |most, s| if s.abs() > most.abs() { *s } else { most }),
-        );
+        let d =
+            half(scales[..count].iter().fold(0.0_f32, |max, s| if s.abs() > max.abs() { *s } else { max }));
         let d = d / if low == high { 1.0 } else { high as f32 };
         return Fields { d: half(d), factors: [high; PARTS], ..Fields::ZERO };
     }
@@ -147,10 +146,10 @@ pub(super) fn own_scales<L: Levels>(levels: L, grid: &Grid, x: &[f32], w: &[f32]
     let [low, high] = grid.factors;
     let scale = |code: i32| scale(code as u8) / power;
     for (j, (x, w)) in x.chunks_exact(grid.part).zip(w.chunks_exact(grid.part)).enumerate() {
-        let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+        let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
         let mut best = (f32::INFINITY, low);
         // Search around the optimal scale, and around the one that maps the largest value to the last level.
-        for wanted in [fit(levels, x, w).0.abs(), most / levels.ends()[1]] {
+        for wanted in [fit(levels, x, w).0.abs(), max / levels.ends()[1]] {
             let (mut below, mut above) = (low, high);
             while below < above {
                 let middle = (below + above) / 2;
@@ -175,11 +174,11 @@ fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
     if low == high {
         return scales.to_vec();
     }
-    let most = scales.iter().fold(0.0_f32, |most, s| if s.abs() > most.abs() { *s } else { most });
+    let max = scales.iter().fold(0.0_f32, |max, s| if s.abs() > max.abs() { *s } else { max });
     let mut found: Vec<(f32, f32)> = Vec::with_capacity(2 * CANDIDATES);
     for end in [low as f32, high as f32] {
         for i in 0..CANDIDATES {
-            let d = most / (end - end.signum() * CANDIDATE * i as f32);
+            let d = max / (end - end.signum() * CANDIDATE * i as f32);
             let mut sum = 0.0;
             for (s, curve) in scales.iter().zip(curves) {
                 let off = s - d * (s / d).round().max(low as f32).min(high as f32);
@@ -191,5 +190,5 @@ fn starts(scales: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
         }
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.into_iter().take(CLOSELY).map(|(_, d)| d).collect()
+    found.into_iter().take(REFINED).map(|(_, d)| d).collect()
 }

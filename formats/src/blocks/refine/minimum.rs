@@ -1,14 +1,14 @@
 //! Grids with minimums: `d·factor·q − dmin·minimum`.
 
 use super::super::grid::{Fields, Grid, PARTS, code_above};
-use super::{LANES, TURNS, total};
+use super::{LANES, MAX_ITERATIONS, total};
 
 /// Starting points of a part's search: its range, shrunk at each end by these fractions.
 const DRAWN_IN: [f32; 6] = [-0.04, 0.0, 0.04, 0.09, 0.15, 0.23];
 /// Candidates for the scales of a block.
 const CANDIDATES: usize = 24;
 const CANDIDATE: f32 = 0.4;
-const CLOSELY: usize = 2;
+const REFINED: usize = 2;
 
 /// Sums over a part for one choice of codes.
 #[derive(Clone, Copy, Default)]
@@ -133,7 +133,7 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
     for (d, dmin) in of_scales.iter().flat_map(|d| of_minimums.iter().map(move |dmin| (*d, *dmin))) {
         let (mut d, mut dmin) = (half(d), half(dmin));
         let mut before = f32::INFINITY;
-        for _ in 0..TURNS {
+        for _ in 0..MAX_ITERATIONS {
             if !(d.is_finite() && dmin.is_finite()) {
                 break;
             }
@@ -194,16 +194,16 @@ pub(super) fn fields(top: i32, grid: &Grid, x: &[f32], w: &[f32], half: impl Fn(
 /// Candidate block scales for the values of its parts.
 #[inline(always)]
 fn starts(values: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
-    let most = values.iter().fold(0.0_f32, |most, v| most.max(*v));
+    let max = values.iter().fold(0.0_f32, |max, v| max.max(*v));
     if low == high {
         return values.to_vec();
     }
-    if most <= 0.0 {
+    if max <= 0.0 {
         return vec![0.0];
     }
     let mut found: Vec<(f32, f32)> = (0..CANDIDATES)
         .map(|i| {
-            let d = most / (high as f32 - CANDIDATE * i as f32 * high as f32 / 63.0);
+            let d = max / (high as f32 - CANDIDATE * i as f32 * high as f32 / 63.0);
             let mut sum = 0.0;
             for (v, curve) in values.iter().zip(curves) {
                 let off = v - d * (v / d).round().max(0.0).min(high as f32);
@@ -213,5 +213,5 @@ fn starts(values: &[f32], curves: &[f32], [low, high]: [i32; 2]) -> Vec<f32> {
         })
         .collect();
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.into_iter().take(CLOSELY).map(|(_, d)| d).collect()
+    found.into_iter().take(REFINED).map(|(_, d)| d).collect()
 }

@@ -14,14 +14,14 @@ mod tests;
 
 use half::f16;
 
-use super::grid::{Even, Fields, Fp4, Grid, MOST, Steps, Ternary, Uneven};
+use super::grid::{Even, Fields, Fp4, Grid, MAX_CODES, Steps, Ternary, Uneven};
 use super::search::mean_square;
 use crate::vector::vectorized;
 
 /// Number of lanes of a sum.
 pub(super) const LANES: usize = 8;
 /// Maximum number of iterations that alternate between a block's scale and its parts' factors.
-const TURNS: usize = 4;
+const MAX_ITERATIONS: usize = 4;
 
 /// The weight of elements in parts without importance, relative to a mean of 1.
 const UNIMPORTANT: f32 = 1e-6;
@@ -38,7 +38,7 @@ pub(super) fn row(
     mut take: impl FnMut(usize, &Fields),
 ) {
     let sigma2 = mean_square(row);
-    let mut weights = [0.0_f32; MOST];
+    let mut weights = [0.0_f32; MAX_CODES];
     let weights = &mut weights[..elements];
     for (b, x) in row.chunks_exact(elements).enumerate() {
         for (w, x) in weights.iter_mut().zip(x) {
@@ -55,7 +55,7 @@ pub(super) fn row(
 /// Finds the fields of one block of values. `weights` are nonnegative; if those of a part are all zero, its elements
 /// have equal weights.
 pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
-    let mut own = [0.0_f32; MOST];
+    let mut own = [0.0_f32; MAX_CODES];
     let own = &mut own[..x.len()];
     own.copy_from_slice(weights);
     // Normalize to a mean of 1, so that sums do not overflow.
@@ -70,13 +70,13 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
             part.fill(UNIMPORTANT);
         }
     }
-    let most = x.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
-    if most == 0.0 || !most.is_finite() {
-        return zero(grid, most);
+    let max = x.iter().fold(0.0_f32, |max, v| max.max(v.abs()));
+    if max == 0.0 || !max.is_finite() {
+        return zero(grid, max);
     }
     // Normalize values to a magnitude of about 1, by a power of two so that nothing is rounded.
-    let power = power_of_two_below(most);
-    let mut scaled = [0.0_f32; MOST];
+    let power = power_of_two_below(max);
+    let mut scaled = [0.0_f32; MAX_CODES];
     let scaled = &mut scaled[..x.len()];
     scaled.iter_mut().zip(x).for_each(|(s, v)| *s = v / power);
     let half = |d: f32| f16::from_f32(d * power).to_f32() / power;
@@ -99,8 +99,8 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
 }
 
 /// A block of zeros; if values are not finite, its scale is infinite.
-fn zero(grid: &Grid, most: f32) -> Fields {
-    let mut fields = Fields { d: if most == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
+fn zero(grid: &Grid, max: f32) -> Fields {
+    let mut fields = Fields { d: if max == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
     let (code, _) = grid.round([0.0, 0.0], 0.0);
     fields.codes.fill(code);
     let neutral = 0_i32.clamp(grid.factors[0], grid.factors[1]);

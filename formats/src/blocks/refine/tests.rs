@@ -5,7 +5,7 @@ use super::super::{BLOCK_TYPES, BlockType};
 use crate::random::SplitMix64;
 
 /// Types, with the maximum error relative to the reference's, on rows with heavy tails.
-const MOST_OF_THE_REFERENCE: [(&str, f64); 16] = [
+const MAX_SHARE_OF_REFERENCE: [(&str, f64); 16] = [
     ("Q8_0", 1.0),
     ("Q4_0", 0.97),
     ("Q4_1", 0.97),
@@ -66,8 +66,8 @@ fn errors(kind: &BlockType, row: &[f32], importance: Option<&[f32]>) -> [f64; 2]
 fn every_type_with_blocks_leaves_less_error_than_the_reference() {
     let blocks: Vec<&str> =
         BLOCK_TYPES.iter().filter(|kind| !kind.is_float()).map(|kind| kind.name).collect();
-    assert_eq!(blocks.len(), MOST_OF_THE_REFERENCE.len());
-    for (name, share) in MOST_OF_THE_REFERENCE {
+    assert_eq!(blocks.len(), MAX_SHARE_OF_REFERENCE.len());
+    for (name, share) in MAX_SHARE_OF_REFERENCE {
         let kind = super::super::block_type(name).unwrap();
         let mut random = SplitMix64(7);
         for weighted in [true, false] {
@@ -120,7 +120,7 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
 }
 
 #[test]
-fn bytes_of_any_fields_decode_to_what_rounding_says() {
+fn bytes_of_any_fields_decode_to_what_rounding_returns() {
     let mut random = SplitMix64(13);
     for kind in BLOCK_TYPES.iter().filter(|kind| !kind.is_float()) {
         let grid = kind.grid.unwrap();

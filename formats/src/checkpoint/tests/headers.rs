@@ -128,7 +128,7 @@ fn every_rule_has_its_error() {
 }
 
 #[test]
-fn truncation_is_told_with_lengths() {
+fn truncation_is_reported_with_lengths() {
     let whole = vectors(&[("a", 10), ("b", 20)]);
     let error = parse(&whole[..whole.len() - 5]).unwrap_err().to_string();
     let lengths = format!("have {}, need {} bytes", whole.len() - 5, whole.len());

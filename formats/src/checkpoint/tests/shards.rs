@@ -153,7 +153,7 @@ fn oddities_are_warnings() {
 }
 
 #[test]
-fn single_file_beside_an_index() {
+fn single_file_next_to_an_index() {
     let dir = sharded(&good());
     put(dir.path(), "model.safetensors", vectors(&[("a", 4), ("b", 6), ("c", 5)]));
     assert!(open(&dir).unwrap().warnings().iter().any(|w| w.contains("model.safetensors is ignored")));
@@ -260,7 +260,7 @@ fn hugging_face_cache_layout() {
 }
 
 #[test]
-fn what_is_no_file_is_refused_without_waiting() {
+fn special_files_are_refused_without_waiting() {
     let dir = sharded(&good());
     let shard = dir.path().join("s2.safetensors");
     fs::remove_file(&shard).unwrap();

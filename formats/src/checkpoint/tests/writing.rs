@@ -226,7 +226,7 @@ fn sink_contract_holds() {
 }
 
 #[test]
-fn second_writer_is_refused_and_told_who() {
+fn second_writer_is_refused_with_the_name_of_the_first() {
     let (_dir, target) = place();
     let first = create(&target, options()).unwrap();
     for options in [options(), resumed()] {
@@ -433,9 +433,9 @@ fn a_directory_without_our_lock_is_not_emptied() {
             WriteOptions::default(),
         )
     };
-    let refused = |says: &str| {
+    let refused = |phrase: &str| {
         let error = create().map(drop).unwrap_err();
-        assert!(matches!(&error, Error::Usage { .. }) && error.to_string().contains(says), "{error}");
+        assert!(matches!(&error, Error::Usage { .. }) && error.to_string().contains(phrase), "{error}");
     };
     fs::create_dir_all(job.join("out")).unwrap();
     fs::write(job.join("journal.jsonl"), "my diary").unwrap();

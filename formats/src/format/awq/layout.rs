@@ -10,7 +10,7 @@
 //!
 //! Nibble `j` (bits `4j` to `4j + 3`) of word `c` holds output `8c + ORDER[j]`.
 
-use super::{BITS, METHOD, ROWS_A_WORD};
+use super::{BITS, METHOD, ROWS_PER_WORD};
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::quantize::QuantizedTensor;
@@ -19,10 +19,10 @@ use crate::{Error, Result};
 
 /// Index of the output in each nibble of a word, lowest nibble first: the order in which the format's first kernels
 /// unpacked them.
-const ORDER: [usize; ROWS_A_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
+const ORDER: [usize; ROWS_PER_WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 /// The zero point of a symmetric 4-bit grid.
-const MIDDLE: u8 = 8;
+const ZERO_POINT: u8 = 8;
 
 pub(super) fn codes_name(module: &str) -> String {
     format!("{module}.qweight")
@@ -64,9 +64,9 @@ pub(super) fn layout(
     if n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
         return Err(unusable(format!("{n} × {k} weights exceed the address space")));
     }
-    if !n.is_multiple_of(ROWS_A_WORD) {
+    if !n.is_multiple_of(ROWS_PER_WORD) {
         return Err(unusable(format!(
-            "the {METHOD} format packs {ROWS_A_WORD} outputs a word, which does not divide its {n}"
+            "the {METHOD} format packs {ROWS_PER_WORD} outputs a word, which does not divide its {n}"
         )));
     }
     let group_size = scheme.granularity.group_size(k);
@@ -74,7 +74,7 @@ pub(super) fn layout(
         let tensor = format!("{module}.weight");
         return Err(Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns: k, group_size }]));
     }
-    let (groups, words) = (k / group_size, n / ROWS_A_WORD);
+    let (groups, words) = (k / group_size, n / ROWS_PER_WORD);
     Ok(vec![
         TensorSpec::new(codes_name(module), Dtype::I32, [k, words]),
         TensorSpec::new(zeros_name(module), Dtype::I32, [groups, words]),
@@ -90,7 +90,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let groups = tensor.scales.len() / n.max(1);
     let zeros = match &tensor.zeros {
         Some(zeros) => pack_transposed(zeros, n, groups),
-        None => pack_transposed(&vec![MIDDLE; n * groups], n, groups),
+        None => pack_transposed(&vec![ZERO_POINT; n * groups], n, groups),
     };
     let scales: Vec<f32> = (0..groups)
         .flat_map(|g| (0..n).map(move |o| (o, g)))
@@ -102,11 +102,11 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 
 /// Packs codes `[n, columns]` into the little-endian bytes of words `[columns, n/8]`.
 fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
-    let words = n / ROWS_A_WORD;
+    let words = n / ROWS_PER_WORD;
     let mut bytes = vec![0; columns * words * 4];
     // Eight rows at a time stay in the cache while they are traversed in parallel.
-    for (c, rows) in codes.chunks_exact((ROWS_A_WORD * columns).max(1)).enumerate() {
-        let row: [&[u8]; ROWS_A_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
+    for (c, rows) in codes.chunks_exact((ROWS_PER_WORD * columns).max(1)).enumerate() {
+        let row: [&[u8]; ROWS_PER_WORD] = ORDER.map(|o| &rows[o * columns..(o + 1) * columns]);
         for i in 0..columns {
             let word = row.iter().rev().fold(0_u32, |word, row| word << 4 | u32::from(row[i]));
             let at = (i * words + c) * 4;
@@ -118,9 +118,9 @@ fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
 
 /// Unpacks codes `[n, columns]` from the bytes of words `[columns, n/8]`.
 pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Vec<u8> {
-    let words = n / ROWS_A_WORD;
+    let words = n / ROWS_PER_WORD;
     let mut codes = vec![0; n * columns];
-    for (c, rows) in codes.chunks_exact_mut((ROWS_A_WORD * columns).max(1)).enumerate() {
+    for (c, rows) in codes.chunks_exact_mut((ROWS_PER_WORD * columns).max(1)).enumerate() {
         for i in 0..columns {
             let at = (i * words + c) * 4;
             let word = u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
@@ -178,14 +178,14 @@ mod tests {
 
     #[test]
     fn what_the_format_cannot_hold() {
-        let said = |shape, scheme: &str, dtype| {
+        let message = |shape, scheme: &str, dtype| {
             layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
         };
-        assert!(said([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
-        assert!(said([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
-        assert!(said([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
-        assert!(said([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
-        assert!(said([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
+        assert!(message([16, 64], "w3a16-g32", Dtype::F16).contains("packs 4 bits, not 3"));
+        assert!(message([16, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
+        assert!(message([12, 64], "w4a16-g32", Dtype::F16).contains("does not divide its 12"));
+        assert!(message([16, 60], "w4a16-g32", Dtype::F16).contains("does not divide"));
+        assert!(message([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
     }
 
     proptest! {

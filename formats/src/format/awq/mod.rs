@@ -24,7 +24,7 @@ const BITS: u8 = 4;
 /// The module that loaders always leave float.
 const HEAD: &str = "lm_head";
 /// Outputs whose codes share a word; the number of rows must be a multiple of it.
-const ROWS_A_WORD: usize = 8;
+const ROWS_PER_WORD: usize = 8;
 /// Group sizes that vLLM's kernels support.
 const MARLIN_GROUPS: [usize; 3] = [32, 64, 128];
 

@@ -206,8 +206,8 @@ mod tests {
             .collect();
         assert_eq!(back.scales, products);
         assert_ne!(back.scales, tensor.scales, "rounding changes some");
-        let said = AutoAwq.loses(scheme, Dtype::F16);
-        assert!(said[0].contains("in F16, with a relative error of up to 2^-11"), "{said:?}");
+        let message = AutoAwq.loses(scheme, Dtype::F16);
+        assert!(message[0].contains("in F16, with a relative error of up to 2^-11"), "{message:?}");
         assert!(AutoAwq.loses(stored, Dtype::F16).is_empty());
     }
 

@@ -31,8 +31,8 @@ fn groups<'a>(schemes: &ModuleSchemes<'a>) -> Vec<Group<'a>> {
             None => groups.push(Group { scheme, modules: vec![module] }),
         }
     }
-    let most = groups.iter().map(|g| g.modules.len()).max();
-    if let Some(main) = groups.iter().position(|g| Some(g.modules.len()) == most) {
+    let max = groups.iter().map(|g| g.modules.len()).max();
+    if let Some(main) = groups.iter().position(|g| Some(g.modules.len()) == max) {
         groups[..=main].rotate_right(1);
     }
     groups

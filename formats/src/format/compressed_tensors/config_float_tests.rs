@@ -14,7 +14,7 @@ fn group(scheme: &str) -> Value {
 /// Loaders identify MX groups by the dtype of their scales, and round the scales of NVFP4 activations only if it is
 /// stated; older versions reject the key, so it is not written in other cases.
 #[test]
-fn types_of_scales_are_said_where_readers_need_them() {
+fn types_of_scales_are_stated_where_readers_need_them() {
     for (scheme, weights, inputs) in [
         ("wf4a16-g16-nv", Value::Null, Value::Null),
         ("wf4af4-g16-nv", json!("torch.float8_e4m3fn"), json!("torch.float8_e4m3fn")),
@@ -43,7 +43,7 @@ fn w4afp8_says_that_it_is_packed() {
 }
 
 #[test]
-fn caches_of_fp8_are_said_and_explained() {
+fn fp8_caches_are_reported_and_explained() {
     let plain = of("wf8af8-channel");
     assert!(quantization_config(&plain).get("kv_cache_scheme").is_none());
     let cached = ModuleSchemes { fp8_cache: true, ..plain.clone() };
@@ -62,7 +62,7 @@ fn caches_of_fp8_are_said_and_explained() {
 
 #[test]
 fn notes_name_the_traps_of_each_format() {
-    for (scheme, says) in [
+    for (scheme, expected) in [
         ("wf8a16-channel", &["load in transformers", "it is not known whether"][..]),
         ("wf8af8-channel", &["compute capability 8.9"]),
         ("wf8af8-tensor", &["not per tensor"]),
@@ -75,7 +75,7 @@ fn notes_name_the_traps_of_each_format() {
         ("w4af8-g128-sym", &["compute capability 9.0 only"]),
     ] {
         let notes = warnings(&of(scheme)).join("\n");
-        says.iter().for_each(|said| assert!(notes.contains(said), "{scheme}: {notes}"));
+        expected.iter().for_each(|message| assert!(notes.contains(message), "{scheme}: {notes}"));
     }
     let narrow = ModuleSchemes { shapes: [("a", [64, 48])].into(), ..of("wf4a16-g16-nv") };
     assert!(warnings(&narrow).join("\n").contains("`a` has 48 inputs, which is not a multiple of 64"));

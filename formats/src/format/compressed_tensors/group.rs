@@ -215,8 +215,8 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         None => None,
     };
     match (weights.get("scale_dtype").and_then(Value::as_str), implied) {
-        (Some(said), Some(implied)) if said != implied => {
-            Err(weights.refuse("scale_dtype", &format!("is {said}, not {implied}")))
+        (Some(stated), Some(implied)) if stated != implied => {
+            Err(weights.refuse("scale_dtype", &format!("is {stated}, not {implied}")))
         }
         _ => Ok(scheme),
     }

@@ -211,7 +211,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let scales = tensor.scale_dtype.narrow(&tensor.scales);
     let bytes = match Storage::of(tensor.scheme) {
         Storage::Int8 => {
-            let codes = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
+            let codes = tensor.codes.iter().map(|code| code ^ CODE_OFFSET).collect();
             let input = tensor.input.into_iter();
             let input =
                 input.flat_map(|by| [by.scale.to_le_bytes().to_vec(), by.zero.to_le_bytes().to_vec()]);
@@ -231,7 +231,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 }
 
 /// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
-pub(super) const MIDDLE: u8 = 128;
+pub(super) const CODE_OFFSET: u8 = 128;
 
 /// Packs zero points `[n, groups]` along `n`: word `w` of group `g` is at `[w, g]`.
 fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::group::{activations, fp8_cache, kind_of, reject_padded_words, scheme, storage};
 use super::layout::{
-    self, MIDDLE, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
+    self, CODE_OFFSET, Storage, group_index_name, input_scale_name, input_zero_point_name, packed_name,
     scale_name, shape_name, unpack_zeros, weight_name, zero_point_name,
 };
 use super::object::Object;
@@ -189,9 +189,9 @@ impl Reader {
 
     /// The storage of a weight with that scheme: that of the linear, or else the embedding, with this name.
     fn storage(&self, weight: PackedWeight<'_>) -> Storage {
-        let said = [self.linear(weight.module), self.embedding(weight.module)];
-        let said = said.into_iter().flatten().find(|target| target.scheme == weight.scheme);
-        said.map_or_else(|| Storage::of(weight.scheme), |target| target.storage)
+        let configured = [self.linear(weight.module), self.embedding(weight.module)];
+        let configured = configured.into_iter().flatten().find(|target| target.scheme == weight.scheme);
+        configured.map_or_else(|| Storage::of(weight.scheme), |target| target.storage)
     }
 }
 
@@ -252,7 +252,7 @@ impl PackedReader for Reader {
             check_spec(source, spec, module)?;
         }
         let mut foreign = vec![group_index_name(module)];
-        if scheme.is_symmetric() && !has_zeros_of_nothing(source, storage, module)? {
+        if scheme.is_symmetric() && !has_null_zero_points(source, storage, module)? {
             foreign.push(zero_point_name(module));
         }
         if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
@@ -293,7 +293,7 @@ impl PackedReader for Reader {
         let codes = match self.storage(weight) {
             Storage::Int8 => {
                 let mut codes = source.read(&weight_name(module))?;
-                codes.iter_mut().for_each(|code| *code ^= MIDDLE);
+                codes.iter_mut().for_each(|code| *code ^= CODE_OFFSET);
                 codes
             }
             _ => read_codes(source, &packed_name(module), shape, scheme.bits())?,
@@ -316,7 +316,7 @@ impl PackedReader for Reader {
 }
 
 /// Whether a symmetric weight has zero points that are all 0, as some versions write them in byte storage.
-fn has_zeros_of_nothing(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
+fn has_null_zero_points(source: &dyn TensorSource, storage: Storage, module: &str) -> Result<bool> {
     let name = zero_point_name(module);
     match source.info(&name) {
         Some(info) if storage == Storage::Int8 && info.dtype == Dtype::I8 => {

@@ -332,8 +332,8 @@ fn static_scales_of_others_are_read_and_bad_ones_refused() {
     };
     assert!(with(Dtype::Bf16, 0.5).unwrap() == tensor);
     for bad in [0.0, -1.0, 1e-40] {
-        let said = with(Dtype::F32, bad).unwrap_err().to_string();
-        assert!(said.contains("m.input_scale") && said.contains("not a scale of inputs"), "{said}");
+        let message = with(Dtype::F32, bad).unwrap_err().to_string();
+        assert!(message.contains("m.input_scale") && message.contains("not a scale of inputs"), "{message}");
     }
     assert!(with(Dtype::F32, f32::NAN).is_err());
     // Some files have redundant zero points with byte storage; other values contradict the scheme.

@@ -109,7 +109,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     }
     let groups = tensor.scales.len() / n;
     let (codes, zeros) = match &tensor.zeros {
-        Some(zeros) => with_room(tensor, zeros, k / groups),
+        Some(zeros) => avoid_zero_points_of_0(tensor, zeros, k / groups),
         None => (Cow::Borrowed(&tensor.codes[..]), vec![1 << (bits - 1); n * groups]),
     };
     let codes = pack_rows(&codes, k, bits);
@@ -281,14 +281,14 @@ mod tests {
 
     #[test]
     fn what_the_format_cannot_hold() {
-        let said = |shape, scheme: &str, dtype| {
+        let message = |shape, scheme: &str, dtype| {
             layout("x", shape, scheme.parse().unwrap(), dtype).unwrap_err().to_string()
         };
-        assert!(said([32, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
-        assert!(said([12, 64], "w4a16-g32", Dtype::F16).contains("12 outputs of 4 bits"));
-        assert!(said([32, 80], "w3a16-g16", Dtype::F16).contains("80 inputs of 3 bits"));
-        assert!(said([32, 64], "w4a16-g48", Dtype::F16).contains("does not divide"));
-        assert!(said([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
+        assert!(message([32, 64], "w4a16-g32", Dtype::Bf16).contains("scales as F16, not BF16"));
+        assert!(message([12, 64], "w4a16-g32", Dtype::F16).contains("12 outputs of 4 bits"));
+        assert!(message([32, 80], "w3a16-g16", Dtype::F16).contains("80 inputs of 3 bits"));
+        assert!(message([32, 64], "w4a16-g48", Dtype::F16).contains("does not divide"));
+        assert!(message([usize::MAX / 2, 64], "w4a16-g32", Dtype::F16).contains("address space"));
     }
 
     #[test]

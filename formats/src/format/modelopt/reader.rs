@@ -80,8 +80,8 @@ impl Reader {
         if let Some(key) = map.keys().find(|key| !KEYS.contains(&key.as_str())) {
             return Err(format!("`{path}.{key}` is not known to this version"));
         }
-        let said = |key: &str| map.get(key).filter(|value| !value.is_null());
-        let algorithm = match said("quant_algo").map(Value::as_str) {
+        let field = |key: &str| map.get(key).filter(|value| !value.is_null());
+        let algorithm = match field("quant_algo").map(Value::as_str) {
             Some(Some(name)) => name.to_uppercase(),
             _ => return Err(format!("`{path}.quant_algo` is not a string")),
         };
@@ -89,11 +89,11 @@ impl Reader {
             let known = ALGORITHMS.join(", ");
             return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} can be read"));
         }
-        let algorithm_of_cache = said("kv_cache_quant_algo");
-        if let Some(other) = algorithm_of_cache.filter(|said| !said.as_str().is_some_and(is_fp8)) {
+        let algorithm_of_cache = field("kv_cache_quant_algo");
+        if let Some(other) = algorithm_of_cache.filter(|field| !field.as_str().is_some_and(is_fp8)) {
             return Err(format!("`{path}.kv_cache_quant_algo` is {other}; only FP8 can be read"));
         }
-        let scheme_of_cache = said("kv_cache_scheme");
+        let scheme_of_cache = field("kv_cache_scheme");
         if scheme_of_cache.is_some_and(|scheme| !is_fp8_scheme(scheme)) {
             return Err(format!(
                 "`{path}.kv_cache_scheme` is not {}, and nothing else can be read",
@@ -101,12 +101,12 @@ impl Reader {
             ));
         }
         for key in ["has_zero_point", "pre_quant_scale"] {
-            if said(key).is_some_and(|value| *value != Value::Bool(false)) {
+            if field(key).is_some_and(|value| *value != Value::Bool(false)) {
                 return Err(format!("`{path}.{key}` is not false"));
             }
         }
         let is_nvfp4 = matches!(algorithm.as_str(), "NVFP4" | "W4A16_NVFP4");
-        if let Some(size) = said("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
+        if let Some(size) = field("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
             return Err(format!("`{path}.group_size` is {size}; groups of NVFP4 have {NV_GROUP}"));
         }
         Ok(Some(Self {

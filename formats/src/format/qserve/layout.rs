@@ -27,7 +27,7 @@ use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
 
 /// The difference between an 8-bit code and its signed value; the two differ in the highest bit.
-pub(super) const MIDDLE: u8 = 128;
+pub(super) const CODE_OFFSET: u8 = 128;
 
 /// The three kinds of weights that QServe supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -253,7 +253,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
             ]
         }
         (_, None) => {
-            let signed = tensor.codes.iter().map(|code| code ^ MIDDLE).collect();
+            let signed = tensor.codes.iter().map(|code| code ^ CODE_OFFSET).collect();
             vec![signed, Dtype::F16.narrow(&tensor.scales)]
         }
     };
@@ -272,9 +272,9 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
         if !(1..=16).contains(&scale) {
             return Some(format!("{} has a scale of {scale}, not 1 to 16", place()));
         }
-        let (least, most) = codes.iter().fold((u8::MAX, 0), |(l, m), &c| (c.min(l), c.max(m)));
+        let (min, max) = codes.iter().fold((u8::MAX, 0), |(l, m), &c| (c.min(l), c.max(m)));
         let integer = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(scale);
-        let wide = [least, most].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
+        let wide = [min, max].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
         wide.map(|c| format!("{} has a code of {c}, which stands for {}", place(), integer(c)))
     })
 }

@@ -26,7 +26,7 @@ fn place_of(row: usize, column: usize, n: usize, k: usize) -> (usize, bool) {
 
 /// Positions according to the published kernels and converters, for k = 4096.
 #[test]
-fn codes_stand_where_the_kernels_read_them() {
+fn codes_are_where_the_kernels_read_them() {
     for (row, column, at, high) in [
         (0, 0, 0, false),
         (16, 0, 0, true),
@@ -178,7 +178,7 @@ fn bytes_are_signed() {
 fn what_the_format_cannot_hold() {
     let refused =
         |shape, scheme: &str, dtype| layout("m.up", shape, scheme.parse().unwrap(), dtype).unwrap_err();
-    let said = |shape, scheme: &str, dtype| refused(shape, scheme, dtype).to_string();
+    let message = |shape, scheme: &str, dtype| refused(shape, scheme, dtype).to_string();
     for scheme in [
         "w4a8-g128-asym",
         "w4a8-g64-asym-progressive",
@@ -202,14 +202,14 @@ fn what_the_format_cannot_hold() {
         );
         assert!(error.remedy().contains("‹scheme=w4a8-g128-asym-progressive›"), "{}", error.remedy());
     }
-    assert!(said([64, 256], GROUPS, Dtype::Bf16).contains("scales as F16, not BF16"));
-    assert!(said([40, 256], GROUPS, Dtype::F16).contains("its 40 outputs are not a multiple of 32"));
-    assert!(said([64, 192], GROUPS, Dtype::F16).contains("its 192 inputs are not a multiple of 128"));
+    assert!(message([64, 256], GROUPS, Dtype::Bf16).contains("scales as F16, not BF16"));
+    assert!(message([40, 256], GROUPS, Dtype::F16).contains("its 40 outputs are not a multiple of 32"));
+    assert!(message([64, 192], GROUPS, Dtype::F16).contains("its 192 inputs are not a multiple of 128"));
     assert!(
-        said([64, 48], "w4a8-channel-asym", Dtype::F16).contains("its 48 inputs are not a multiple of 32")
+        message([64, 48], "w4a8-channel-asym", Dtype::F16).contains("its 48 inputs are not a multiple of 32")
     );
-    assert!(said([0, 256], GROUPS, Dtype::F16).contains("its 0 outputs"));
-    assert!(said([usize::MAX / 2, 256], GROUPS, Dtype::F16).contains("address space"));
+    assert!(message([0, 256], GROUPS, Dtype::F16).contains("its 0 outputs"));
+    assert!(message([usize::MAX / 2, 256], GROUPS, Dtype::F16).contains("address space"));
     assert!(refused([40, 256], GROUPS, Dtype::F16).remedy().contains("‹ignore›"));
 }
 

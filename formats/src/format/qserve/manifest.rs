@@ -138,10 +138,10 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
             "{float} linear(s) of blocks stay float; QServe's loaders treat all of them as quantized"
         ));
     }
-    if let Some((name, [n, k], [rows, columns, least])) = narrow(schemes) {
+    if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
         notes.push(format!(
             "`{name}`: QServe's kernels take outputs in multiples of {rows} and inputs in multiples of {columns}, from \
-             {least}, not {n} × {k}"
+             {min}, not {n} × {k}"
         ));
     }
     notes
@@ -152,7 +152,7 @@ fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [u
     let shape = |module: &str| schemes.shapes.get(module).copied();
     let kind_of = |scheme: &LinearScheme| Kind::of(*scheme);
     schemes.quantized.iter().find_map(|(module, scheme)| {
-        let [rows, columns, least] = tiles(kind_of(scheme)?);
+        let [rows, columns, min] = tiles(kind_of(scheme)?);
         let [n, k] = shape(module)?;
         let fused = schemes.fused.iter().find(|fused| fused.parts.iter().any(|part| part == module));
         let (name, n) = match fused {
@@ -162,8 +162,8 @@ fn narrow<'a>(schemes: &'a ModuleSchemes<'_>) -> Option<(&'a str, [usize; 2], [u
             }
             None => (*module, n),
         };
-        let fits = n.is_multiple_of(rows) && k.is_multiple_of(columns) && k >= least;
-        (!fits).then_some((name, [n, k], [rows, columns, least]))
+        let fits = n.is_multiple_of(rows) && k.is_multiple_of(columns) && k >= min;
+        (!fits).then_some((name, [n, k], [rows, columns, min]))
     })
 }
 
@@ -227,8 +227,11 @@ mod tests {
         assert!(warnings(&these)[1].starts_with("`l.k`: QServe's kernels take outputs in multiples of 64"));
         these.float_dtypes.push(Dtype::Bf16);
         these.float.push("l.o");
-        let said = warnings(&these);
-        assert!(said[1].contains("BF16 among them") && said[2].starts_with("1 linear(s)"), "{said:?}");
+        let message = warnings(&these);
+        assert!(
+            message[1].contains("BF16 among them") && message[2].starts_with("1 linear(s)"),
+            "{message:?}"
+        );
         let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
         assert!(warnings(&short)[1].contains("from 320, not 256 × 256"));
     }

@@ -7,7 +7,7 @@
 use serde_json::{Map, Value};
 
 use super::layout::{
-    self, Kind, MIDDLE, S2Order, byte_scales_name, bytes_name, codes_name, group_scales_name,
+    self, CODE_OFFSET, Kind, S2Order, byte_scales_name, bytes_name, codes_name, group_scales_name,
     group_zeros_name, outlier, row_scales_name, row_zeros_name, unpack_nibbles,
 };
 use super::manifest::LAYOUT_VERSION;
@@ -276,7 +276,7 @@ impl PackedReader for Reader {
             Kind::Bytes => {
                 let signed = source.read(&bytes_name(module))?;
                 let scales = Self::row_scales(source, &byte_scales_name(module), n)?;
-                (signed.into_iter().map(|byte| byte ^ MIDDLE).collect(), scales, None, None)
+                (signed.into_iter().map(|byte| byte ^ CODE_OFFSET).collect(), scales, None, None)
             }
         };
         let scale_dtype = Dtype::F16;

@@ -200,12 +200,12 @@ fn with_group(scale: u8, zero: u8, code: Option<u8>) -> Result<QuantizedTensor> 
 
 #[test]
 fn groups_that_no_kernel_could_run_are_refused() {
-    let refused = |result: Result<QuantizedTensor>, tensor: &str, says: &str| {
+    let refused = |result: Result<QuantizedTensor>, tensor: &str, phrase: &str| {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::InputFile { .. }), "{error:?}");
-        let said = error.to_string();
-        assert!(said.contains(&format!("`m.{tensor}`")) && said.contains(says), "{said}");
-        assert!(said.contains("output 9, group 1") && !error.remedy().is_empty(), "{said}");
+        let message = error.to_string();
+        assert!(message.contains(&format!("`m.{tensor}`")) && message.contains(phrase), "{message}");
+        assert!(message.contains("output 9, group 1") && !error.remedy().is_empty(), "{message}");
     };
     for scale in [0, 17, 128, 255] {
         refused(with_group(scale, 0, None), "s2_scales", "scales of groups are 1 to 16");
@@ -236,8 +236,8 @@ fn scales_of_rows_are_finite_and_positive() {
             assert!(matches!(with(value), Error::NonFinite { first_index: 5, .. }), "{scheme}");
         }
         for value in [0.0, -1.0] {
-            let said = with(value).to_string();
-            assert!(said.contains(&format!("`m.{name}` has a scale of {value} at 5")), "{said}");
+            let message = with(value).to_string();
+            assert!(message.contains(&format!("`m.{name}` has a scale of {value} at 5")), "{message}");
         }
     }
 }

@@ -137,8 +137,8 @@ fn is(layout: &qz1_layout, of: &Layout) {
     let l = layout;
     assert_eq!(l.struct_size as usize, size_of::<qz1_layout>());
     assert_eq!((l.code_bits as usize, l.scales), (of.code_bits(), scales));
-    assert_eq!((l.zeros == 1, l.sums == 1), (of.middle().is_none(), of.has_sums()));
-    assert_eq!(l.middle, of.middle().map_or(0, u32::from));
+    assert_eq!((l.zeros == 1, l.sums == 1), (of.zero_point().is_none(), of.has_sums()));
+    assert_eq!(l.middle, of.zero_point().map_or(0, u32::from));
     let sizes = [of.n(), of.k(), of.group_size(), of.panels(), of.panel_bytes(), of.bytes()];
     assert_eq!([l.n, l.k, l.group_size, l.panels, l.panel_bytes, l.bytes], sizes.map(|s| s as u64));
     assert_eq!(l.id, of.id());

@@ -1,7 +1,7 @@
 //! Products on a tile unit: 16 rows of activations times 16 output features, for as many input features as a tile
 //! holds.
 //!
-//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`most_tiles`]) times some panels. Its input features are divided
+//! A piece of work is up to [`SLOTS`] / 2 row tiles ([`max_tiles`]) times some panels. Its input features are divided
 //! into
 //!
 //! - stretches, whose activations stay in the L2 cache while all panels pass. Between stretches the totals are kept in
@@ -45,7 +45,7 @@ pub(super) const CHUNK: usize = 64;
 /// Tiles of expanded codes.
 const RIGHT: usize = 16;
 /// Bytes of activations per stretch.
-const STRETCH: usize = 1 << 20;
+const STRETCH_BYTES: usize = 1 << 20;
 /// How many bytes ahead within a panel codes are prefetched.
 const AHEAD: usize = 4096;
 
@@ -118,7 +118,7 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
     tiles: Range<usize>,
     panels: Range<usize>,
 ) {
-    debug_assert!(tiles.len() <= most_tiles(t.tiling));
+    debug_assert!(tiles.len() <= max_tiles(t.tiling));
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
     let tiling = t.tiling;
@@ -150,12 +150,12 @@ pub(super) unsafe fn multiply<U: TileUnit, const OF: usize>(
 
 /// Maximum number of row tiles per piece of work: as many as there are slots for. If rows are wide, no more than fit in
 /// two stretches, down to half of that. Floats take more bytes, and use half as many rows.
-pub(super) fn most_tiles(tiling: Tiling) -> usize {
+pub(super) fn max_tiles(tiling: Tiling) -> usize {
     if tiling.step_bytes > STEP {
         return SLOTS / 4;
     }
     let across = tiling.bytes_across().unwrap_or(usize::MAX).max(1);
-    (2 * STRETCH / across).clamp(SLOTS / 4, SLOTS / 2)
+    (2 * STRETCH_BYTES / across).clamp(SLOTS / 4, SLOTS / 2)
 }
 
 /// The blocks of all groups, divided so that the activations of a stretch fit in the L2 cache. A group is divided only
@@ -163,8 +163,8 @@ pub(super) fn most_tiles(tiling: Tiling) -> usize {
 fn stretches(tiling: Tiling, tiles: usize) -> impl Iterator<Item = Range<usize>> {
     let all = tiling.groups * tiling.blocks;
     let block_bytes = tiles * tiling.parts * tiling.rows * tiling.row_bytes();
-    let most = (STRETCH / block_bytes.max(1)).max(1);
-    let each = if tiling.groups == 1 { most } else { (most / tiling.blocks).max(1) * tiling.blocks };
+    let max = (STRETCH_BYTES / block_bytes.max(1)).max(1);
+    let each = if tiling.groups == 1 { max } else { (max / tiling.blocks).max(1) * tiling.blocks };
     // Stretches of similar size.
     let count = all.div_ceil(each);
     let unit = if tiling.groups == 1 { 1 } else { tiling.blocks };
@@ -296,7 +296,7 @@ impl Next {
     /// # Safety
     /// The processor must have the instructions of `L`. Addresses need not be valid.
     #[inline(always)]
-    unsafe fn ask<L: Lanes, const NP: usize>(&mut self) {
+    unsafe fn prefetch<L: Lanes, const NP: usize>(&mut self) {
         let count = self.each.min(self.lines);
         self.lines -= count;
         for _ in 0..count {
@@ -384,7 +384,7 @@ unsafe fn products<U: TileUnit, const OF: usize, const NP: usize, const MT: usiz
                 );
                 left = left.add(parts * left_bytes);
                 right_at = right_at.wrapping_add(ROW * row_bytes / 4);
-                next.ask::<U::Lanes, NP>();
+                next.prefetch::<U::Lanes, NP>();
             }
             if let Some(g) = complete.take() {
                 each_sum!(|i, p, T| {

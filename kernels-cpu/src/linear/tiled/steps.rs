@@ -5,8 +5,8 @@ use core::ops::Range;
 
 use super::{AHEAD, Tiled};
 use crate::layout::{LINE, PANEL_ROWS, ScaleType};
-use crate::linear::ahead::Ahead;
 use crate::linear::dispatch::{FLOAT, PROGRESSIVE};
+use crate::linear::prefetcher::Prefetcher;
 use crate::linear::tile::{self, Tile, scales_of};
 use crate::simd::tiles::{ROW, TileUnit};
 use crate::simd::{Lanes, codes};
@@ -43,8 +43,8 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
                 let panel = weights.add(p * layout.panel_bytes());
                 let byte = (g * steps + first) * step_bytes;
                 let to = to.add(p * to_panel + i * tiling.steps * expanded);
-                let minus = match layout.middle() {
-                    Some(middle) => U::Lanes::splat(i32::from(middle)),
+                let minus = match layout.zero_point() {
+                    Some(zero_point) => U::Lanes::splat(i32::from(zero_point)),
                     None => {
                         let zeros = panel.add(layout.zeros_at() + g * PANEL_ROWS * codes::bits(CODES) / 8);
                         if codes::bits(CODES) == 4 {
@@ -140,8 +140,8 @@ unsafe fn join_integers<
             let sums = L::load_i32(panel.add(layout.sums_at() + 4 * g * PANEL_ROWS));
             shift = L::mul(sums, L::splat(t.zero));
         }
-        let zeros = match layout.middle() {
-            Some(middle) => L::splat(i32::from(middle)),
+        let zeros = match layout.zero_point() {
+            Some(zero_point) => L::splat(i32::from(zero_point)),
             None if codes::bits(CODES) == 8 => L::load_u8(panel.add(layout.zeros_at() + g * PANEL_ROWS)),
             // Codes of 4 bits were expanded with their zero points subtracted.
             None => L::splat(0),
@@ -188,7 +188,7 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
         let progressive = layout.scales() == ScaleType::Progressive;
         let scales = if progressive { L::to_f32(L::as_i32(scales)) } else { scales };
         let mut zeros = L::zero();
-        if layout.middle().is_none() {
+        if layout.zero_point().is_none() {
             let at = panel.add(layout.zeros_at() + g * PANEL_ROWS * codes::bits(CODES) / 8);
             let stored = if codes::bits(CODES) == 4 { L::load_u4(at) } else { L::load_u8(at) };
             zeros = L::to_f32(L::sub(L::splat(1 << (codes::bits(CODES) - 1)), stored));
@@ -196,7 +196,7 @@ unsafe fn join_floats<L: Lanes, const CODES: usize, const FIRST: bool>(
         let row_sums = t.sums.cast::<f32>().add((tile * t.tiling.groups + g) * t.tiling.rows);
         for r in 0..t.rows_of(tile) {
             let mut sum = L::load_f32(sums.add(r * ROW));
-            if layout.middle().is_none() {
+            if layout.zero_point().is_none() {
                 sum = L::fma(zeros, L::splat_f32(*row_sums.add(r)), sum);
             }
             let at = totals.add(r * PANEL_ROWS);

@@ -78,7 +78,7 @@ impl Rate {
 
 /// Measures.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
-    args.json.check_beside(&args.model, &[])?;
+    args.json.check_distinct(&args.model, &[])?;
     if args.model == Path::new("kernels") {
         return kernels::run(args.only.as_deref(), args.device, &args.json, session);
     }

@@ -21,9 +21,9 @@ use crate::{CancelToken, Error, Result};
 
 /// Conversations with more messages are rejected: finding the assistant's text renders the conversation once per
 /// message.
-const MOST_MESSAGES: usize = 1024;
+const MAX_MESSAGES: usize = 1024;
 /// The number of conversations rendered between two checks of the cancel token.
-const AT_ONCE: usize = 64;
+const CONVERSATIONS_PER_BATCH: usize = 64;
 
 /// One line of a file of conversations: `{"messages": [{"role": …, "content": …}, …]}`, optionally with the `tools`
 /// that are passed to the template.
@@ -45,8 +45,8 @@ impl Conversation {
             Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
             None => return Err("has no field `messages`, which others have".into()),
         };
-        if messages.len() > MOST_MESSAGES {
-            return Err(format!("has {} messages; at most {MOST_MESSAGES} are read", messages.len()));
+        if messages.len() > MAX_MESSAGES {
+            return Err(format!("has {} messages; at most {MAX_MESSAGES} are read", messages.len()));
         }
         let no_role = |m: &Value| m.get("role").and_then(Value::as_str).is_none();
         if let Some(at) = messages.iter().position(no_role) {
@@ -104,7 +104,7 @@ impl TokenWindows {
         sampling.check()?;
         let mut documents = Vec::with_capacity(conversations.len());
         let mut answered = false;
-        for some in conversations.chunks(AT_ONCE) {
+        for some in conversations.chunks(CONVERSATIONS_PER_BATCH) {
             cancel.check()?;
             let rendered = template.render_all(some, sampling.mask, origin)?;
             let texts: Vec<&str> = rendered.iter().map(|chat| chat.text.as_str()).collect();
@@ -178,7 +178,7 @@ mod tests {
     fn a_line_must_be_a_conversation() {
         let ok = json!({"messages": [{"role": "user", "content": "x"}], "tools": [], "id": 3});
         assert_eq!(Conversation::new(7, ok).unwrap().line(), 7);
-        for (line, says) in [
+        for (line, expected) in [
             (json!([1]), "not a JSON object"),
             (json!({"text": "x"}), "no field `messages`"),
             (json!({"messages": []}), "not a non-empty list"),
@@ -189,7 +189,7 @@ mod tests {
             (json!({"messages": vec![json!({"role": "user"}); 1025]}), "1025 messages"),
         ] {
             let error = Conversation::new(1, line).unwrap_err();
-            assert!(error.contains(says), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::calibrate::guard_panics;
 use crate::worker::{Chat, ChatForm, Fault, RenderedText};
 
 /// Conversations whose text is longer are rejected.
-const LONGEST_TEXT: usize = 16 << 20;
+const MAX_TEXT_BYTES: usize = 16 << 20;
 /// The role whose messages a model learns to write.
 const ASSISTANT: &str = "assistant";
 
@@ -74,7 +74,7 @@ impl One<'_> {
         match rendered {
             None => Err(self.fault("makes the template library panic on it", REMEDY)),
             Some(Err(_)) if output.full => {
-                Err(self.fault(format_args!("writes more than {LONGEST_TEXT} bytes for it"), other))
+                Err(self.fault(format_args!("writes more than {MAX_TEXT_BYTES} bytes for it"), other))
             }
             Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
                 Err(self.fault("takes more steps for it than any template should", REMEDY))
@@ -165,7 +165,7 @@ struct Bounded {
 
 impl Write for Bounded {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + bytes.len() > LONGEST_TEXT {
+        if self.bytes.len() + bytes.len() > MAX_TEXT_BYTES {
             self.full = true;
             return Err(io::Error::other("too long"));
         }

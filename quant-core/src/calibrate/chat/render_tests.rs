@@ -122,12 +122,12 @@ fn tools_reach_the_template() {
 
 /// An error names the file of conversations and its line, the template, the fault, and the remedy.
 #[track_caller]
-fn refused(source: &str, conversation: &Conversation, mask: Mask, says: &[&str]) {
+fn refused(source: &str, conversation: &Conversation, mask: Mask, expected: &[&str]) {
     let error = render(source, conversation, mask).unwrap_err();
     assert_eq!(error.category(), crate::Category::Input);
     let text = format!("{error}\n{}", error.remedy());
     assert!(text.starts_with("chats.jsonl:3: chat_template.jinja "), "{text}");
-    for part in says {
+    for part in expected {
         assert!(text.contains(part), "no `{part}` in {text}");
     }
 }
@@ -170,18 +170,18 @@ fn hostile_templates_end() {
 }
 
 #[test]
-fn answers_that_cannot_be_told_are_refused() {
-    let says = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
+fn indistinguishable_answers_are_refused() {
+    let expected = ["does not separate prompts from answers", "‹mask=none›", "{% generation %}"];
     // A template that renders only the last turn in full.
     let last = "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}\
                 {% if add_generation_prompt %}assistant:{% endif %}";
-    refused(last, &chat(&TURNS), Mask::Prompts, &[&says[..], &["message 2"]].concat());
+    refused(last, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["message 2"]].concat());
     // A template that reverses the order of turns.
     let reversed = "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}";
-    refused(reversed, &chat(&TURNS), Mask::Prompts, &[&says[..], &["changes with"]].concat());
+    refused(reversed, &chat(&TURNS), Mask::Prompts, &[&expected[..], &["changes with"]].concat());
     // A conversation that begins with an answer.
     let first = chat(&[("assistant", "x")]);
-    refused("{{ messages[0].content.strip() }}", &first, Mask::Prompts, &says);
+    refused("{{ messages[0].content.strip() }}", &first, Mask::Prompts, &expected);
     // Marks in the conversation, nested blocks, and blocks whose text is used otherwise.
     let marked = chat(&[("user", "\u{fdd0}"), ("assistant", "x")]);
     refused(GENERATION, &marked, Mask::Prompts, &["noncharacter"]);

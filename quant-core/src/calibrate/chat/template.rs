@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
 /// Longer templates are rejected; real ones have a few kilobytes.
-const LARGEST_TEMPLATE: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// The remedy for a template that cannot be used.
 pub(super) const REMEDY: &str = "correct the model's chat template, or put another one as \
                                  chat_template.jinja beside it, which is taken first";
@@ -39,7 +39,7 @@ impl ChatTemplate {
         let config_path = settings.path().to_owned();
         let path = directory.path().join(TEMPLATE);
         if let Some(sidecar) = directory.sidecar(TEMPLATE) {
-            let bytes = sidecar.read(LARGEST_TEMPLATE)?;
+            let bytes = sidecar.read(MAX_TEMPLATE_BYTES)?;
             let bytes = bytes.map_err(|reason| fault(&sidecar.path, reason))?;
             let source = String::from_utf8(bytes).map_err(|e| {
                 fault(&path, format!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to()))
@@ -48,12 +48,12 @@ impl ChatTemplate {
         }
         let source = configured(settings.fields()).map_err(|reason| fault(&config_path, reason))?;
         match source {
-            Some(source) if source.len() as u64 <= LARGEST_TEMPLATE => {
+            Some(source) if source.len() as u64 <= MAX_TEMPLATE_BYTES => {
                 Self::load(directory.text_workers(), source, tokens, config_path)
             }
             Some(source) => {
                 let reason = format!(
-                    "`chat_template` has {} bytes; at most {LARGEST_TEMPLATE} are read",
+                    "`chat_template` has {} bytes; at most {MAX_TEMPLATE_BYTES} are read",
                     source.len()
                 );
                 Err(fault(&config_path, reason))
@@ -150,7 +150,7 @@ impl ChatTemplate {
         let Answer::Rendered(rendered) = self.worker.ask(&Question::Render { chats, form })? else {
             return Err(self.unexpected());
         };
-        let told = conversations.iter().zip(rendered).map(|(conversation, rendered)| match rendered {
+        let chats = conversations.iter().zip(rendered).map(|(conversation, rendered)| match rendered {
             Ok(RenderedText { text, assistant }) => Ok(RenderedChat { text, assistant }),
             Err(fault) => Err(Error::InputFile {
                 path: origin.to_owned(),
@@ -159,7 +159,7 @@ impl ChatTemplate {
                 remedy: fault.remedy,
             }),
         });
-        told.collect()
+        chats.collect()
     }
 
     fn only(&self, rendered: Vec<RenderedChat>) -> Result<RenderedChat> {

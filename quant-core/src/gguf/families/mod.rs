@@ -42,13 +42,13 @@ pub(super) struct GgufFamily {
     /// Whether norms subtract the mean.
     pub(super) layer_norms: bool,
     /// Whether all linears in `biases` must have a bias.
-    pub(super) biases_due: bool,
+    pub(super) expected_biases: bool,
     /// Which multipliers of embeddings, scores, residuals and logits the file has.
     pub(super) multipliers: Multipliers,
     /// The last layer of each period of this length does not rotate queries and keys.
-    pub(super) unturned: Option<usize>,
+    pub(super) unrotated: Option<usize>,
     /// Whether only a part of each head may be rotated.
-    pub(super) turns_parts: bool,
+    pub(super) partial_rotary: bool,
     /// Whether the weights of a token's experts are divided by their sum.
     pub(super) normalizes_experts: bool,
     /// The number of blocks of the one model whose scores are scaled differently, if there is one.

@@ -64,12 +64,12 @@ fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
     Ok(PlacedTensor { name: tensor.name, info, offset: tensor.offset })
 }
 
-/// Splits tensors into files in order. A file with more than one tensor has at most `most` bytes of tensor data.
-fn divided(tensors: &[TensorSpec], most: u64) -> Vec<&[TensorSpec]> {
+/// Splits tensors into files in order. A file with more than one tensor has at most `max` bytes of tensor data.
+fn divided(tensors: &[TensorSpec], max: u64) -> Vec<&[TensorSpec]> {
     let (mut groups, mut first, mut bytes) = (Vec::new(), 0, 0_u64);
     for (i, tensor) in tensors.iter().enumerate() {
         let more = bytes.saturating_add(tensor.info.byte_len());
-        if i > first && more > most {
+        if i > first && more > max {
             groups.push(&tensors[first..i]);
             (first, bytes) = (i, tensor.info.byte_len());
         } else {
@@ -139,9 +139,9 @@ impl Archive for GgufArchive {
             false => vec![tensors],
         };
         let count = groups.len();
-        if count > parts::MOST {
+        if count > parts::MAX_FILES {
             return Err(Error::usage(
-                format!("the model would be in {count} files; at most {} are written", parts::MOST),
+                format!("the model would be in {count} files; at most {} are written", parts::MAX_FILES),
                 "allow larger files",
             ));
         }

@@ -64,10 +64,14 @@ impl GgufFile {
                 }
                 opened => opened?,
             };
-            let due = Part { number: number + 1, ..part };
-            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(due) {
-                let reason =
-                    format!("is not file {} of the {} of {}", due.number + 1, part.count, path.display());
+            let expected = Part { number: number + 1, ..part };
+            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(expected) {
+                let reason = format!(
+                    "is not file {} of the {} of {}",
+                    expected.number + 1,
+                    part.count,
+                    path.display()
+                );
                 return Err(Self::broken(other, reason));
             }
             first.join(file)?;

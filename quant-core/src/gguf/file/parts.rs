@@ -13,7 +13,7 @@ pub(super) const COUNT: &str = "split.count";
 /// The number of tensors in all parts.
 pub(super) const TENSORS: &str = "split.tensors.count";
 /// The maximum number of parts: their numbers have 16 bits.
-pub(super) const MOST: usize = u16::MAX as usize;
+pub(super) const MAX_FILES: usize = u16::MAX as usize;
 
 /// The name of part `number`, counted from 0, of `count`, as in llama.cpp.
 pub(super) fn file_name(stem: &str, number: usize, count: usize) -> String {
@@ -45,7 +45,7 @@ impl Part {
             count,
             tensors: number(TENSORS)?.ok_or_else(|| missing(TENSORS))?,
         };
-        if count > MOST || part.number >= count {
+        if count > MAX_FILES || part.number >= count {
             return Err(format!("`{NUMBER}` is {}, of {count} files", part.number).into());
         }
         Ok(Some(part))
@@ -53,7 +53,7 @@ impl Part {
 
     /// The metadata entries of the part.
     pub(super) fn entries(self) -> [(String, Value); 3] {
-        // The casts are lossless: there are at most `MOST` files, and fewer tensors than a header may describe.
+        // The casts are lossless: there are at most `MAX_FILES` files, and fewer tensors than a header may describe.
         [
             (NUMBER.to_owned(), Value::U16(self.number as u16)),
             (COUNT.to_owned(), Value::U16(self.count as u16)),

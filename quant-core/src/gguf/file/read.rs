@@ -151,15 +151,15 @@ impl<R: Read> Cursor<R> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// Reads a number of items that have at least `least` bytes each.
-    fn count(&mut self, what: &str, most: u64, least: u64) -> Result<u64, String> {
+    /// Reads a number of items that have at least `min` bytes each.
+    fn count(&mut self, what: &str, max: u64, min: u64) -> Result<u64, String> {
         let at = self.at;
         let count = self.u64(what)?;
         let left = self.len.saturating_sub(self.at);
-        if count > most || count.checked_mul(least).is_none_or(|bytes| bytes > left) {
+        if count > max || count.checked_mul(min).is_none_or(|bytes| bytes > left) {
             let what = printable(what);
             return Err(format!(
-                "`{what}` at byte {at} is {count}; at most {most} are read, and {left} bytes are left"
+                "`{what}` at byte {at} is {count}; at most {max} are read, and {left} bytes are left"
             ));
         }
         Ok(count)
@@ -208,7 +208,7 @@ impl<R: Read> Cursor<R> {
     fn list(&mut self, key: &str) -> Result<Array, GgufFault> {
         let at = self.at;
         let kind = u32::from_le_bytes(self.array(key)?);
-        let least = match kind {
+        let min = match kind {
             kinds::U8 | kinds::I8 | kinds::BOOL => 1,
             kinds::U16 | kinds::I16 => 2,
             kinds::U32 | kinds::I32 | kinds::F32 => 4,
@@ -227,7 +227,7 @@ impl<R: Read> Cursor<R> {
                 .into());
             }
         };
-        let count = self.count(key, MAX_ELEMENTS - self.elements, least)?;
+        let count = self.count(key, MAX_ELEMENTS - self.elements, min)?;
         self.elements += count;
         Ok(match kind {
             kinds::U8 => Array::U8(self.elements(key, count, u8::from_le_bytes)?),
@@ -318,23 +318,26 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
 /// Checks that tensors follow each other in the order of their descriptions, each at a multiple of the alignment, and
 /// that all are within the file. Makes their offsets relative to the start of the file.
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
-    let mut due = 0_u64;
+    let mut expected = 0_u64;
     for tensor in tensors {
-        if tensor.offset != due {
-            return Err(format!("the offset of tensor `{}` is {}, {due} is due", tensor.name, tensor.offset));
+        if tensor.offset != expected {
+            return Err(format!(
+                "the offset of tensor `{}` is {}, {expected} is due",
+                tensor.name, tensor.offset
+            ));
         }
-        let end = due.checked_add(tensor.bytes);
+        let end = expected.checked_add(tensor.bytes);
         let placed = end.and_then(|end| start.checked_add(end)).filter(|end| *end <= len);
         let (Some(end), Some(_)) = (end, placed) else {
             return Err(format!(
                 "tensor `{}` has {} bytes from byte {} on, and the file has {len}",
                 tensor.name,
                 tensor.bytes,
-                start.saturating_add(due)
+                start.saturating_add(expected)
             ));
         };
-        tensor.offset = start + due;
-        due = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
+        tensor.offset = start + expected;
+        expected = end.checked_next_multiple_of(alignment).ok_or("its data is too long")?;
     }
     Ok(())
 }

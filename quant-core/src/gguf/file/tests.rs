@@ -97,7 +97,7 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
     let list = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
     let one = |entry: Vec<u8>| crafted(0, 1, &entry);
     let two = tensor("t", &[4], 0, 0);
-    for (bytes, says) in [
+    for (bytes, expected) in [
         (b"GGML\x03\0\0\0".to_vec(), "does not begin with `GGUF`"),
         (b"GGUF\x01\0\0\0".to_vec(), "`version` at byte 4 is 1"),
         (b"GGUF\0\0\0\x03".to_vec(), "big-endian"),
@@ -134,12 +134,12 @@ fn headers_that_mislead_are_refused_with_field_and_offset() {
         (crafted(2, 0, &[two, tensor("u", &[4], 0, 0)].concat()), "is 0, 32 is due"),
     ] {
         let message = parse(&bytes).unwrap_err().to_string();
-        assert!(message.contains(says), "{message} does not say {says}");
+        assert!(message.contains(expected), "{message} does not say {expected}");
     }
 }
 
 #[test]
-fn what_is_not_read_is_told_from_damage() {
+fn unsupported_files_are_distinguished_from_damaged_ones() {
     let is_unread = |bytes: &[u8]| matches!(parse(bytes).unwrap_err(), GgufFault::Unread(_));
     assert!(is_unread(b"GGUF\0\0\0\x03"));
     assert!(is_unread(b"GGUF\x01\0\0\0"));

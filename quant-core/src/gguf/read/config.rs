@@ -9,7 +9,7 @@ use crate::gguf::file::{GgufFile, GgufTensor};
 use crate::gguf::metadata::eps_key;
 
 /// The maximum number of channels per head for which divisors are read.
-const WIDEST: u64 = 8192;
+const MAX_HEAD_DIM: u64 = 8192;
 
 /// The configuration implied by a file's metadata and tensors.
 pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
@@ -67,7 +67,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
         None if family.has_two_kinds => {}
         None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
     }
-    if let Some(every) = family.unturned {
+    if let Some(every) = family.unrotated {
         set("no_rope_layer_interval", json!(every));
     }
     let logits = match family.multipliers {
@@ -122,11 +122,11 @@ pub(super) fn shortest(value: f64) -> f64 {
 }
 
 /// Reads a tensor of frequency divisors, one per pair of rotated channels.
-pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
+pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
-    if turned > WIDEST || count as u64 != turned / 2 {
+    if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
         let reason =
-            format!("tensor `{}` has {count} values, but heads rotate {turned} channels", tensor.name);
+            format!("tensor `{}` has {count} values, but heads rotate {rotary_dim} channels", tensor.name);
         return Err(GgufFile::broken(about.file.path(), reason));
     }
     let mut bytes = vec![0; tensor.bytes as usize];
@@ -137,15 +137,15 @@ pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> R
 }
 
 fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
-    let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
-    if turned != head_dim {
-        if !about.family.turns_parts || turned > head_dim {
+    let rotary_dim = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
+    if rotary_dim != head_dim {
+        if !about.family.partial_rotary || rotary_dim > head_dim {
             return Err(
                 about.unread("rope.dimension_count", "is not the width of a head, which is not supported")
             );
         }
-        set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
-    } else if about.family.turns_parts {
+        set("partial_rotary_factor", json!(rotary_dim as f64 / head_dim as f64));
+    } else if about.family.partial_rotary {
         set("partial_rotary_factor", json!(1.0));
     }
     set("rope_theta", json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
@@ -174,8 +174,8 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
                 let positions = about.require("rope.scaling.original_context_length")?;
                 set("original_max_position_embeddings", json!(positions));
                 json!({
-                    "rope_type": "longrope", "short_factor": divisors(about, short, turned)?,
-                    "long_factor": divisors(about, long, turned)?,
+                    "rope_type": "longrope", "short_factor": divisors(about, short, rotary_dim)?,
+                    "long_factor": divisors(about, long, rotary_dim)?,
                     "attention_factor": about.float("rope.scaling.attn_factor")?.unwrap_or(1.0),
                 })
             }
@@ -183,7 +183,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             _ => return Err(missing(about.file, ROPE_LONG)),
         },
         ("none", Some(tensor)) => {
-            let divisors = divisors(about, tensor, turned)?;
+            let divisors = divisors(about, tensor, rotary_dim)?;
             let positions = about.require("context_length")?;
             // The file does not have the parameters of the divisors, but the divisors are sufficient.
             json!({

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::gguf::families::ROPE_FACTORS;
 
 /// Pairs with divisors from this value on are not rotated.
-const NEVER: f32 = 1e29;
+const UNROTATED_DIVISOR: f32 = 1e29;
 
 /// Sets the fields that only this family has.
 pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
@@ -57,10 +57,10 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
         None => (full / 2, 1.0),
         Some(tensor) => {
             let divisors = divisors(about, tensor, full)?;
-            let pairs = divisors.iter().take_while(|divisor| **divisor < NEVER).count();
+            let pairs = divisors.iter().take_while(|divisor| **divisor < UNROTATED_DIVISOR).count();
             let factor = divisors.first().copied().filter(|_| pairs > 0).unwrap_or(1.0);
             if divisors[..pairs].iter().any(|divisor| *divisor != factor)
-                || divisors[pairs..].iter().any(|divisor| *divisor < NEVER)
+                || divisors[pairs..].iter().any(|divisor| *divisor < UNROTATED_DIVISOR)
             {
                 return Err(about.unread("rope.dimension_count", "rotates channels with several divisors"));
             }

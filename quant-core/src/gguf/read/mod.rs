@@ -108,11 +108,11 @@ impl<'a> About<'a> {
     fn integers(&self, key: &str, blocks: u64) -> Result<Vec<u64>> {
         let Some(list) = self.get(key).and_then(Value::as_integers) else {
             // Every block has tensors, so the number of tensors bounds the allocation.
-            let most = self.file.header().tensors.len() as u64;
-            return match blocks <= most && blocks > 0 {
+            let max = self.file.header().tensors.len() as u64;
+            return match blocks <= max && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
                 false => {
-                    Err(self.broken("block_count", &format!("is {blocks}, and there are {most} tensors")))
+                    Err(self.broken("block_count", &format!("is {blocks}, and there are {max} tensors")))
                 }
             };
         };

@@ -27,7 +27,7 @@ const MAX_EXPERTS: u64 = 4096;
 #[derive(Debug)]
 pub struct GgufSource {
     file: Arc<GgufFile>,
-    tensors: BTreeMap<String, Place>,
+    tensors: BTreeMap<String, CheckpointTensor>,
     /// The most recently read transposed matrix.
     last: Mutex<Option<Transposed>>,
 }
@@ -37,7 +37,7 @@ type Transposed = (String, usize, Arc<Vec<f32>>);
 
 /// A matrix or vector of the checkpoint.
 #[derive(Debug)]
-struct Place {
+struct CheckpointTensor {
     info: TensorInfo,
     /// The tensors of the file that contain its rows.
     pieces: Vec<Piece>,
@@ -142,25 +142,25 @@ impl GgufSource {
         let Some(tensor) = self.file.tensor(stored).cloned() else {
             return Err(broken(format!("tensor `{stored}` is missing")));
         };
-        let mut due = placed.stored_shape.clone();
+        let mut expected = placed.stored_shape.clone();
         if placed.expert.is_some() {
             let experts = about.require("expert_count")?;
-            if tensor.shape.len() != due.len() + 1 {
-                let (found, due) = (tensor.shape.len(), due.len() + 1);
-                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {due} are due")));
+            if tensor.shape.len() != expected.len() + 1 {
+                let (found, expected) = (tensor.shape.len(), expected.len() + 1);
+                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {expected} are due")));
             }
             if tensor.shape[0] as u64 != experts {
                 let found = tensor.shape[0];
                 let key = format!("{}.expert_count", about.family.arch);
                 return Err(broken(format!("tensor `{stored}` has {found} experts, `{key}` is {experts}")));
             }
-            due.insert(0, tensor.shape[0]);
+            expected.insert(0, tensor.shape[0]);
         }
         // Leading dimensions of size 1 may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
-        if plain(&tensor.shape) != plain(&due) {
+        if plain(&tensor.shape) != plain(&expected) {
             return Err(broken(format!(
-                "tensor `{stored}` has the shape {:?}, {due:?} is due",
+                "tensor `{stored}` has the shape {:?}, {expected:?} is due",
                 tensor.shape
             )));
         }
@@ -190,7 +190,7 @@ impl GgufSource {
                 place.pieces.push(piece);
             }
             None => {
-                let place = Place { info: TensorInfo { dtype, shape }, pieces: vec![piece] };
+                let place = CheckpointTensor { info: TensorInfo { dtype, shape }, pieces: vec![piece] };
                 self.tensors.insert(name.to_owned(), place);
             }
         }
@@ -251,7 +251,7 @@ impl GgufSource {
     }
 
     /// Appends the bytes of one row of the checkpoint.
-    fn row(&self, place: &Place, row: usize, out: &mut Vec<u8>) -> Result<()> {
+    fn row(&self, place: &CheckpointTensor, row: usize, out: &mut Vec<u8>) -> Result<()> {
         for piece in &place.pieces {
             let values = match self.column(piece, row)? {
                 Some(values) => values,
@@ -278,7 +278,7 @@ impl GgufSource {
     }
 }
 
-impl Place {
+impl CheckpointTensor {
     /// The number of elements per row; 1 for a vector whose elements are reordered.
     fn columns(&self) -> usize {
         let ordered = self.pieces.iter().any(|piece| piece.view.order != RowOrder::AsStored);

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// The maximum length in bytes of a token for which merges are reconstructed, since all its splits are tried. Tokens of
 /// published vocabularies have at most a few hundred bytes.
-const LONGEST: usize = 1024;
+const MAX_TOKEN_BYTES: usize = 1024;
 /// The maximum number of merges per token, on average. Published vocabularies have two or three.
 const MERGES_PER_TOKEN: usize = 32;
 
@@ -211,15 +211,16 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
 /// All pairs of tokens whose concatenation is a token, in descending order of its score.
 fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Result<Vec<Json>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
-    let most = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
+    let max = MERGES_PER_TOKEN.saturating_mul(vocabulary.tokens.len());
     let ids: HashMap<&str, usize> =
         vocabulary.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
     let mut merges: Vec<(f32, usize, usize, usize)> = Vec::new();
     for (id, token) in
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
-        if token.len() > LONGEST {
-            let reason = format!("has {} bytes for token {id}; at most {LONGEST} are read", token.len());
+        if token.len() > MAX_TOKEN_BYTES {
+            let reason =
+                format!("has {} bytes for token {id}; at most {MAX_TOKEN_BYTES} are read", token.len());
             return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {
@@ -227,8 +228,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
                 merges.push((scores[id], id, left, right));
             }
         }
-        if merges.len() > most {
-            return Err(broken(about, TOKENS, &format!("has over {most} pairs that make a token")));
+        if merges.len() > max {
+            return Err(broken(about, TOKENS, &format!("has over {max} pairs that make a token")));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -24,7 +24,7 @@ use crate::checkpoint::{ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
 /// The largest file that is read, in bytes.
-const LARGEST: u64 = 256 << 20;
+const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
 /// Given instead of the name of a pre-tokenizer, if the file should have no vocabulary.
 const NO_VOCABULARY: &str = "none";
@@ -83,7 +83,7 @@ pub(super) fn metadata(
     }
     let path = sidecar.path.clone();
     let fault = |reason: String| Error::Tokenizer { path: path.clone(), reason };
-    let bytes = sidecar.read(LARGEST)?.map_err(fault)?;
+    let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
     let json = parse_strictly(&bytes).map_err(|reason| fault(format!("is not acceptable JSON: {reason}")))?;
     let tokenizer = TextTokenizer::load(directory.text_workers(), &path, bytes)?;
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 
 use super::added::added;
 use super::bpe::merges;
-use super::{LARGEST, Vocabulary, kinds, protobuf};
+use super::{MAX_FILE_BYTES, Vocabulary, kinds, protobuf};
 use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
@@ -29,7 +29,7 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
     match directory.sidecar(MODEL) {
         Some(sidecar) => {
             let broken = |reason| fault(&sidecar.path, reason);
-            let bytes = sidecar.read(LARGEST)?.map_err(broken)?;
+            let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(broken)?;
             from_model(&bytes, &mut vocabulary).map_err(broken)?;
         }
         None => from_json(json, &mut vocabulary).map_err(|reason| fault(&json_path, reason))?,

@@ -19,7 +19,7 @@ const NAMES: [(&str, &str); 6] = [
 ];
 const TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
-const LARGEST_TEMPLATE: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
 /// The IDs of special tokens, and which of them are added at the start and end of texts.
 pub(super) fn read(
@@ -85,7 +85,7 @@ pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, 
     let text = |name: &str| -> Result<Option<String>> {
         let Some(sidecar) = directory.sidecar(name) else { return Ok(None) };
         let fault = |reason| Error::Tokenizer { path: sidecar.path.clone(), reason };
-        let bytes = sidecar.read(LARGEST_TEMPLATE)?.map_err(fault)?;
+        let bytes = sidecar.read(MAX_TEMPLATE_BYTES)?.map_err(fault)?;
         String::from_utf8(bytes).map(Some).map_err(|_| fault("is not UTF-8".into()))
     };
     let settings = TokenizerSettings::open(directory)?;

@@ -114,8 +114,8 @@ mod tests {
             ("n_layer", json!(1 << 20)),
             ("apply_residual_connection_post_layernorm", json!(true)),
         ] {
-            let said = describe(&json!({ field: value })).unwrap_err().to_string();
-            assert!(said.contains(field), "{said}");
+            let message = describe(&json!({ field: value })).unwrap_err().to_string();
+            assert!(message.contains(field), "{message}");
         }
         assert!(describe(&json!({ "n_inner": 256 })).is_ok());
     }

@@ -35,7 +35,7 @@ impl Family for Cohere {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = read(config, self.name(), 5e5)?;
         let norms =
-            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::OF_HEADS });
+            d.flag("use_qk_norm", false)?.then_some(HeadNorms { by_head: true, ..HeadNorms::DEFAULT });
         describe(&d, &Windows::Never, norms, true)
     }
 }
@@ -148,22 +148,22 @@ fn read<'a>(config: &'a ConfigFields<'a>, family: &'static str, theta: f64) -> R
     Decoder::read(config, defaults)
 }
 
-/// `all_turn`: whether layers without a window are rotated too.
+/// `rotates_all`: whether layers without a window are rotated too.
 fn describe(
     d: &Decoder<'_>,
     windows: &Windows,
     head_norms: Option<HeadNorms>,
-    all_turn: bool,
+    rotates_all: bool,
 ) -> Result<Architecture> {
-    describe_with(d, windows, head_norms, |_, window| all_turn || window, |_| d.mlp(false))
+    describe_with(d, windows, head_norms, |_, window| rotates_all || window, |_| d.mlp(false))
 }
 
-/// `turns`: whether a layer is rotated, given its index and whether it has a window.
+/// `rotates`: whether a layer is rotated, given its index and whether it has a window.
 fn describe_with(
     d: &Decoder<'_>,
     windows: &Windows,
     head_norms: Option<HeadNorms>,
-    turns: impl Fn(usize, bool) -> bool,
+    rotates: impl Fn(usize, bool) -> bool,
     mlp: impl Fn(usize) -> Mlp,
 ) -> Result<Architecture> {
     let mut request = d.rope_request();
@@ -172,7 +172,7 @@ fn describe_with(
     let bias = d.flag("attention_bias", false)?;
     let mut architecture = d.architecture(|layer| {
         let window = windows.of(layer);
-        let rope = turns(layer, window.is_some()).then(|| rope.clone());
+        let rope = rotates(layer, window.is_some()).then(|| rope.clone());
         let mut attention = d.attention(rope, [bias; 2]);
         attention.shape = AttentionShape { window, ..d.shape };
         attention.head_norms = head_norms;

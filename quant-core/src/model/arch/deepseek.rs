@@ -124,7 +124,7 @@ impl Family for Glm4Moe {
         let experts = with_shared(config, by_sigmoid(&d, 1.0, [1, 1])?, 1)?;
         let rope = RopeRequest { partial: Some(0.5), ..d.rope_request() }.read(config)?;
         let mut attention = d.attention(Some(rope), [d.flag("attention_bias", false)?, false]);
-        attention.head_norms = d.flag("use_qk_norm", false)?.then_some(HeadNorms::OF_HEADS);
+        attention.head_norms = d.flag("use_qk_norm", false)?.then_some(HeadNorms::DEFAULT);
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(1);
         architecture(&d, &attention, experts, |layer| layer < dense)
     }
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn latents_are_told_from_heads() {
+    fn latents_are_distinguished_from_heads() {
         let architecture = read("DeepseekV3ForCausalLM", &json!({ "first_k_dense_replace": 1 })).unwrap();
         let graph = architecture.graph(1);
         let shape = graph.attentions().next().unwrap();

@@ -68,7 +68,7 @@ impl Family for MiniMaxM2 {
         let share = config.optional_positive("rotary_dim")?.map_or(1.0, |dim| dim as f64 / head_dim as f64);
         let rope = RopeRequest { partial: Some(share), ..d.rope_request() }.read(config)?;
         let mut attention = d.attention(Some(rope), [false; 2]);
-        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS });
+        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::DEFAULT });
         let experts = GatedExperts {
             router: "block_sparse_moe.gate",
             prefix: "block_sparse_moe.experts",
@@ -107,7 +107,7 @@ impl Family for Ernie45Moe {
                 is_row: true,
             }),
             normalized: true,
-            least_sum: d.factor("moe_norm_min")?.unwrap_or(1e-12) as f32,
+            min_sum: d.factor("moe_norm_min")?.unwrap_or(1e-12) as f32,
             ..routing_by(
                 config,
                 &["num_experts", "num_local_experts", "moe_num_experts"],
@@ -243,7 +243,7 @@ impl Family for HyV3 {
             }
         };
         let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
-        attention.head_norms = Some(HeadNorms::OF_HEADS);
+        attention.head_norms = Some(HeadNorms::DEFAULT);
         let block = d.block(attention, d.mlp(false));
         let architecture =
             d.with_experts(|_| block.clone(), |layer| (dense.get(layer) == Some(&false)).then_some(experts))?;

@@ -138,8 +138,8 @@ fn graph(d: &Decoder<'_>, mamba: &Mamba2, rope: &Rope, by: Multipliers) -> Block
     let attended = scaled(&mut g, attended, by.attention_out);
     // The two outputs are added before they join the residual stream, so that a search can observe their sum.
     let both = g.add(Op::Add, &[mixed, attended]);
-    let middle = g.add(Op::Add, &[input, both]);
-    let x = g.add(d.norm.op("pre_ff_layernorm", hidden), &[middle]);
+    let attended_stream = g.add(Op::Add, &[input, both]);
+    let x = g.add(d.norm.op("pre_ff_layernorm", hidden), &[attended_stream]);
     let [gate, up] = ["gate", "up"].map(|name| {
         g.add(linear(&format!("feed_forward.{name}_proj"), [d.intermediate, hidden], false), &[x])
     });
@@ -147,7 +147,7 @@ fn graph(d: &Decoder<'_>, mamba: &Mamba2, rope: &Rope, by: Multipliers) -> Block
     let product = g.add(Op::Gated(Activation::Silu), &[gate, up]);
     let out = g.add(linear("feed_forward.down_proj", [hidden, d.intermediate], false), &[product]);
     let out = scaled(&mut g, out, by.down);
-    g.add(Op::Add, &[middle, out]);
+    g.add(Op::Add, &[attended_stream, out]);
     g.finish()
 }
 

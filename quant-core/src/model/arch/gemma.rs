@@ -68,7 +68,7 @@ impl Family for Gemma3Text {
         (request.theta_key, request.is_scaled) = ("rope_local_base_freq", false);
         let sliding = request.read(config)?;
         let rope = |slides: bool| if slides { sliding.clone() } else { full.clone() };
-        let mut architecture = describe(&d, &windows, rope, Some(HeadNorms::OF_HEADS), None)?;
+        let mut architecture = describe(&d, &windows, rope, Some(HeadNorms::DEFAULT), None)?;
         architecture.logits.softcap = softcap(&d, "final_logit_softcapping", None)?;
         Ok(architecture)
     }

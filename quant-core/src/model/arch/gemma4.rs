@@ -5,11 +5,11 @@
 //! The small models have a separate input for each block, and their last blocks read keys and values that an earlier
 //! block computed. The MoE models have experts in addition to the MLP, with norms of their own.
 
-use super::beside::{Beside, OwnInput, SharedKeys, Sharing};
 use super::decoder::{Decoder, Defaults, GELU_TANH};
 use super::gemma::{SANDWICH, softcap};
-use super::gemma4_experts::ExpertsBeside;
+use super::gemma4_experts::ParallelExperts;
 use super::parts::{Attention, DecoderBlock, HeadNorms, Mlp, Projections};
+use super::side_values::{OwnInput, SharedKeys, Sharing, SideValues};
 use super::windows::Windows;
 use super::{Activation, Architecture, AttentionShape, EmbeddingScale, Family, PerLayerInputs, Unread};
 use crate::Result;
@@ -21,7 +21,8 @@ const MAX_LAYERS: usize = 1024;
 /// Module names that process a block's own input.
 const OWN: [&str; 3] = ["per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"];
 /// Modules that are unused in blocks that read another block's keys and values, though files may contain them.
-const UNREAD: &[&str] = &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
+const UNUSED_MODULES: &[&str] =
+    &["self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm"];
 
 /// The family of `Gemma4ForCausalLM`.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +66,7 @@ impl Family for Gemma4Text {
                 };
                 let mut attention = d.attention(Some(request.read(config)?), [bias; 2]);
                 attention.shape = shape;
-                attention.head_norms = Some(HeadNorms::OF_HEADS);
+                attention.head_norms = Some(HeadNorms::DEFAULT);
                 attention.norms_values = true;
                 if same && window.is_none() {
                     attention.projections = Projections::SharedKeysAndValues;
@@ -81,14 +82,14 @@ impl Family for Gemma4Text {
             bias: false,
         };
         let experts = match d.flag("enable_moe_block", false)? {
-            true => Some(ExpertsBeside::read(config)?),
+            true => Some(ParallelExperts::read(config)?),
             false => None,
         };
         let mut architecture = d.architecture(|layer| DecoderBlock {
             placement: SANDWICH,
             output_scale: Some("layer_scalar"),
-            experts_beside: experts,
-            beside: beside(layer, &attentions, own),
+            parallel_experts: experts,
+            side_values: side_values(layer, &attentions, own),
             ..d.block(attentions[layer].clone(), mlp(layer))
         })?;
         architecture.embedding_scale = Some(EmbeddingScale::Rounded((d.hidden as f64).sqrt()));
@@ -109,7 +110,7 @@ impl Family for Gemma4Text {
             });
         }
         architecture.unread =
-            (first_reader < d.layers).then_some(Unread { first: first_reader, modules: UNREAD });
+            (first_reader < d.layers).then_some(Unread { first: first_reader, modules: UNUSED_MODULES });
         Ok(architecture)
     }
 }
@@ -167,7 +168,7 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
 }
 
 /// The values that follow the residual stream in the input and output of a block.
-fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
+fn side_values(layer: usize, attentions: &[Attention], own: usize) -> SideValues {
     let shared = [0, 1].map(|pair| {
         let place = |sharing: Sharing| attentions.iter().rposition(|a| a.sharing == Some(sharing));
         match (place(Sharing::Makes(pair)), place(Sharing::Reads(pair))) {
@@ -182,7 +183,7 @@ fn beside(layer: usize, attentions: &[Attention], own: usize) -> Beside {
     // Blocks that neither receive nor pass on shared keys are identical.
     let shared = shared.map(|keys| if keys.enter || keys.leave { keys } else { SharedKeys::default() });
     let input = OwnInput { width: own, activation: Activation::GeluTanh, names: OWN };
-    Beside { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
+    SideValues { own: (own > 0).then_some(input), later: own * (attentions.len() - layer - 1), shared }
 }
 
 /// Returns an error for unsupported settings.

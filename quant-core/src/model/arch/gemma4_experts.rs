@@ -9,9 +9,9 @@ use crate::checkpoint::ConfigFields;
 
 /// The experts of Gemma 4.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct ExpertsBeside(pub(super) GatedExperts);
+pub(super) struct ParallelExperts(pub(super) GatedExperts);
 
-impl ExpertsBeside {
+impl ParallelExperts {
     /// Reads their sizes.
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
         let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;

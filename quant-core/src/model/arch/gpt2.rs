@@ -149,8 +149,8 @@ mod tests {
             ("add_cross_attention", json!(true)),
             ("layer_norm_epsilon", json!(2.0)),
         ] {
-            let said = describe(&json!({ field: value })).unwrap_err().to_string();
-            assert!(said.contains(field), "{said}");
+            let message = describe(&json!({ field: value })).unwrap_err().to_string();
+            assert!(message.contains(field), "{message}");
         }
     }
 }

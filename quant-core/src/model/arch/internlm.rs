@@ -122,7 +122,7 @@ mod tests {
 
     /// transformers saves InternLM3 as Llama's class; Llama itself must stay unaffected.
     #[test]
-    fn the_model_type_tells_whose_class_it_is() {
+    fn the_model_type_distinguishes_families_of_one_class() {
         let of = |kind: &str| {
             read(&json!({ "architectures": ["LlamaForCausalLM"], "model_type": kind })).map(|a| a.family)
         };

@@ -86,7 +86,7 @@ fn architecture(
     let mut attention = d.attention(Some(d.rope()?), [false; 2]);
     attention.output = "self_attn.out_proj";
     attention.head_norms =
-        Some(HeadNorms { names: ["self_attn.q_layernorm", "self_attn.k_layernorm"], ..HeadNorms::OF_HEADS });
+        Some(HeadNorms { names: ["self_attn.q_layernorm", "self_attn.k_layernorm"], ..HeadNorms::DEFAULT });
     let mlp = Mlp::GatedAs {
         names: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
         activation: Activation::Silu,

@@ -87,7 +87,7 @@ impl Family for Qwen3 {
         let d = Decoder::read(config, Defaults { kv_heads, head_dim, ..Defaults::new(self.name()) })?;
         let bias = d.flag("attention_bias", false)?;
         let windows = Windows::read(config, d.flag("use_sliding_window", false)?)?;
-        d.with_windows(&windows, [bias; 2], Some(HeadNorms::OF_HEADS))
+        d.with_windows(&windows, [bias; 2], Some(HeadNorms::DEFAULT))
     }
 }
 

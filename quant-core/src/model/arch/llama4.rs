@@ -65,7 +65,7 @@ impl Family for Llama4 {
         let norms = d.flag("use_qk_norm", true)?.then_some(HeadNorms {
             after_rope: true,
             weightless: true,
-            ..HeadNorms::OF_HEADS
+            ..HeadNorms::DEFAULT
         });
         let bias = d.flag("attention_bias", false)?;
         let scale = match d.flag("attn_temperature_tuning", true)? {

@@ -248,7 +248,7 @@ impl Decoder<'_> {
         attention.head_norms = Some(HeadNorms {
             names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
             after_rope: true,
-            ..HeadNorms::OF_HEADS
+            ..HeadNorms::DEFAULT
         });
         Ok(attention)
     }

@@ -90,7 +90,7 @@ pub(super) fn scaled(g: &mut GraphBuilder, value: NodeId, scale: f32) -> NodeId 
 
 /// Maximum for heads, groups and channels per head. Real models have less than a hundredth of it; a larger number means
 /// that the configuration is damaged.
-const MOST: usize = 1 << 16;
+const MAX_DIM: usize = 1 << 16;
 
 /// Reads the sizes of a state-space operation. `keys` are the keys of heads, channels per head, groups and channels per
 /// state, each with its default.
@@ -98,8 +98,8 @@ pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>
     let number = |(key, default): (&str, Option<usize>)| {
         let found = config.optional_positive(key)?.or(default);
         match found {
-            Some(number) if number <= MOST => Ok(number),
-            Some(number) => Err(config.error(key, format!("is {number}; at most {MOST} are supported"))),
+            Some(number) if number <= MAX_DIM => Ok(number),
+            Some(number) => Err(config.error(key, format!("is {number}; at most {MAX_DIM} are supported"))),
             None => Err(config.error(key, "is missing")),
         }
     };
@@ -117,10 +117,10 @@ fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };
     let wrong = || config.error(KEY, "is not a list of two numbers, the first the smaller");
-    let [least, most] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
-    let infinite = most.as_str() == Some("Infinity")
-        || most.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");
-    let least = least.as_f64().map(|v| v as f32).ok_or_else(wrong)?;
-    let most = if infinite { f32::INFINITY } else { most.as_f64().map(|v| v as f32).ok_or_else(wrong)? };
-    if least >= 0.0 && least <= most { Ok([least, most]) } else { Err(wrong()) }
+    let [min, max] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
+    let infinite = max.as_str() == Some("Infinity")
+        || max.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");
+    let min = min.as_f64().map(|v| v as f32).ok_or_else(wrong)?;
+    let max = if infinite { f32::INFINITY } else { max.as_f64().map(|v| v as f32).ok_or_else(wrong)? };
+    if min >= 0.0 && min <= max { Ok([min, max]) } else { Err(wrong()) }
 }

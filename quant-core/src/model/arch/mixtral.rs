@@ -73,7 +73,7 @@ impl Family for Qwen3Moe {
         let experts = GatedExperts::new(routing, config.require_positive("moe_intermediate_size")?);
         let d = Decoder::read(config, Defaults { kv_heads: Some(4), ..Defaults::new(self.name()) })?;
         let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
-        attention.head_norms = Some(HeadNorms::OF_HEADS);
+        attention.head_norms = Some(HeadNorms::DEFAULT);
         // Unlike in Qwen3, all blocks have a window; `max_window_layers` is not read.
         let windows = Windows::uniform(config, Some(4096), d.flag("use_sliding_window", false)?)?;
         let sparse = sparse_layers(config)?;
@@ -134,7 +134,7 @@ impl Family for Olmoe {
         let experts = GatedExperts::new(routing, config.require_positive("intermediate_size")?);
         let d = Decoder::read(config, Defaults { norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
         let mut attention = d.attention(Some(d.rope()?), [d.flag("attention_bias", false)?; 2]);
-        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS });
+        attention.head_norms = Some(HeadNorms { whole_width: true, ..HeadNorms::DEFAULT });
         let block = d.block(attention, Mlp::Experts(experts));
         d.architecture(|_| block.clone())
     }

@@ -1,7 +1,6 @@
 //! Model families as data. All tensor names of an architecture are in this folder.
 
 mod attention_shape;
-mod beside;
 mod blocks;
 mod bloom;
 mod cohere;
@@ -41,6 +40,7 @@ mod phimoe;
 mod qwen3_next;
 mod recurrent;
 mod routing;
+mod side_values;
 mod starcoder2;
 mod unknown;
 mod windows;

@@ -24,7 +24,7 @@ pub(super) struct Exaone4;
 const POST: Placement = Placement::Post(["post_attention_layernorm", "post_feedforward_layernorm"]);
 
 /// One norm over all queries, one over all keys.
-const WHOLE_WIDTH: HeadNorms = HeadNorms { whole_width: true, ..HeadNorms::OF_HEADS };
+const WHOLE_WIDTH: HeadNorms = HeadNorms { whole_width: true, ..HeadNorms::DEFAULT };
 
 impl Family for Olmo2 {
     fn name(&self) -> &'static str {
@@ -101,7 +101,7 @@ impl Family for Exaone4 {
             let window = windows.of(layer);
             // If some layers have sliding windows, the layers with full attention are not rotated.
             let rope = (window.is_some() || !has_windows).then(|| rope.clone());
-            post_normed(&d, HeadNorms::OF_HEADS, rope, window, false)
+            post_normed(&d, HeadNorms::DEFAULT, rope, window, false)
         })
     }
 }

@@ -132,13 +132,13 @@ fn block(&Sizes { hidden, ffn, heads, bias, parameters }: &Sizes) -> BlockGraph 
     let shape = AttentionShape::new(heads, 1, hidden / heads);
     let attended = g.add(Op::Attention(shape), &[q, k, v]);
     let out = g.add(linear("self_attn.out_proj", [hidden, hidden]), &[attended]);
-    let middle = g.add(Op::Add, &[input, out]);
+    let attended_stream = g.add(Op::Add, &[input, out]);
 
-    let x = g.add(norm("final_layer_norm"), &[middle]);
+    let x = g.add(norm("final_layer_norm"), &[attended_stream]);
     let fc1 = g.add(linear("fc1", [ffn, hidden]), &[x]);
     let rectified = g.add(Op::Activation(Activation::Relu), &[fc1]);
     let fc2 = g.add(linear("fc2", [hidden, ffn]), &[rectified]);
-    g.add(Op::Add, &[middle, fc2]);
+    g.add(Op::Add, &[attended_stream, fc2]);
     g.finish()
 }
 
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn what_is_not_supported_is_refused_by_its_field() {
-        for (field, value, says) in [
+        for (field, value, phrase) in [
             ("do_layer_norm_before", json!(false), "opt-350m"),
             ("word_embed_proj_dim", json!(32), "projected embeddings"),
             ("activation_function", json!("gelu"), "`gelu`"),
@@ -209,8 +209,8 @@ mod tests {
             ("enable_bias", json!("yes"), "true or false"),
             ("ffn_dim", json!(0), "is 0"),
         ] {
-            let said = describe(json!({ field: value })).unwrap_err().to_string();
-            assert!(said.contains(field) && said.contains(says), "{said}");
+            let message = describe(json!({ field: value })).unwrap_err().to_string();
+            assert!(message.contains(field) && message.contains(phrase), "{message}");
         }
         assert!(describe(json!({ "word_embed_proj_dim": 64, "activation_function": "relu" })).is_ok());
     }

@@ -3,11 +3,11 @@
 //! Families differ in only a few ways, and each difference is a field here. A family sets the fields, per layer if
 //! layers differ; the graph follows.
 
-use super::beside::{Beside, Parts, Sharing};
 use super::experts::GatedExperts;
-use super::gemma4_experts::ExpertsBeside;
+use super::gemma4_experts::ParallelExperts;
 use super::latent::Latent;
 use super::mixers::Mixer;
+use super::side_values::{Parts, Sharing, SideValues};
 use super::{
     Activation, AttentionShape, BlockGraph, GraphBuilder, LayerNormParameters, NodeId, Op, PositionScale,
 };
@@ -31,9 +31,9 @@ pub(super) struct DecoderBlock {
     /// The tensor with a scalar factor of the whole output, if there is one.
     pub(super) output_scale: Option<&'static str>,
     /// Experts in addition to the MLP, if there are any.
-    pub(super) experts_beside: Option<ExpertsBeside>,
+    pub(super) parallel_experts: Option<ParallelExperts>,
     /// Values that travel with the residual stream.
-    pub(super) beside: Beside,
+    pub(super) side_values: SideValues,
 }
 
 /// Norms of one kind.
@@ -151,7 +151,7 @@ pub(super) struct HeadNorms {
 
 impl HeadNorms {
     /// Head norms before the rotation, with the names of most families.
-    pub(super) const OF_HEADS: Self = Self {
+    pub(super) const DEFAULT: Self = Self {
         names: ["self_attn.q_norm", "self_attn.k_norm"],
         whole_width: false,
         by_head: false,
@@ -191,15 +191,15 @@ impl DecoderBlock {
             mlp,
             residual_scale: None,
             output_scale: None,
-            experts_beside: None,
-            beside: Beside::default(),
+            parallel_experts: None,
+            side_values: SideValues::default(),
         }
     }
 
     /// Builds the block's graph.
     pub(super) fn graph(&self) -> BlockGraph {
         let mut g = GraphBuilder::default();
-        let mut parts = self.beside.enter(&mut g, self.hidden);
+        let mut parts = self.side_values.enter(&mut g, self.hidden);
         let input = parts.stream;
         let side_by_side = match self.placement {
             Placement::Shared(norm) => Some((norm, None)),
@@ -229,24 +229,24 @@ impl DecoderBlock {
         let x = norm(&mut g, before[0], input);
         let attended = self.mix(&mut g, x, &mut parts);
         let attended = norm(&mut g, after[0], attended);
-        let middle = self.add_to(&mut g, input, attended);
-        let x = norm(&mut g, before[1], middle);
+        let attended_stream = self.add_to(&mut g, input, attended);
+        let x = norm(&mut g, before[1], attended_stream);
         let mut out = self.mlp.add(&mut g, x, self.hidden);
-        if let Some(experts) = &self.experts_beside {
-            out = experts.add(&mut g, middle, out, self);
+        if let Some(experts) = &self.parallel_experts {
+            out = experts.add(&mut g, attended_stream, out, self);
         }
         let out = norm(&mut g, after[1], out);
-        let output = self.add_to(&mut g, middle, out);
+        let output = self.add_to(&mut g, attended_stream, out);
         self.finish(g, output, &parts)
     }
 
     /// Adds the steps after the MLP and finishes the graph.
     fn finish(&self, mut g: GraphBuilder, output: NodeId, parts: &Parts) -> BlockGraph {
-        let mut output = self.beside.add_own(&mut g, output, parts, self);
+        let mut output = self.side_values.add_own(&mut g, output, parts, self);
         if let Some(tensor) = self.output_scale {
             output = g.add(Op::ScaleBy { tensor, width: 1, heads: None }, &[output]);
         }
-        self.beside.leave(&mut g, output, parts);
+        self.side_values.leave(&mut g, output, parts);
         g.finish()
     }
 

@@ -64,7 +64,7 @@ impl Family for Phi {
         attention.output = "self_attn.dense";
         if d.flag("qk_layernorm", false)? {
             let names = ["self_attn.q_layernorm", "self_attn.k_layernorm"];
-            attention.head_norms = Some(HeadNorms { names, ..HeadNorms::OF_HEADS });
+            attention.head_norms = Some(HeadNorms { names, ..HeadNorms::DEFAULT });
         }
         let mlp = Mlp::Plain {
             names: ["mlp.fc1", "mlp.fc2"],

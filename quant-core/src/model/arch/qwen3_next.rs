@@ -120,7 +120,7 @@ fn architecture(
     request.partial = Some(0.25);
     let mut attention = d.attention(Some(request.read(config)?), [d.flag("attention_bias", false)?; 2]);
     attention.projections = Projections::WithOutputGate;
-    attention.head_norms = Some(HeadNorms::OF_HEADS);
+    attention.head_norms = Some(HeadNorms::DEFAULT);
     let full = d.block(attention, d.mlp(false));
     let linear = DecoderBlock { mixer: Some(mixer), ..full.clone() };
     let is_full = full_attention(config, d.layers)?;
@@ -144,12 +144,12 @@ const FUSED: &[(&str, &[&str])] = &[
 
 /// Maximum for heads and channels per head. Real models have less than a hundredth of it; a larger number means that
 /// the configuration is damaged.
-const MOST: usize = 1 << 16;
+const MAX_DIM: usize = 1 << 16;
 
 fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     let number = |key: &str, default: usize| match config.optional_positive(key)?.unwrap_or(default) {
-        number if number <= MOST => Ok(number),
-        number => Err(config.error(key, format!("is {number}; at most {MOST} are supported"))),
+        number if number <= MAX_DIM => Ok(number),
+        number => Err(config.error(key, format!("is {number}; at most {MAX_DIM} are supported"))),
     };
     let (keys, values) = ("linear_num_key_heads", "linear_num_value_heads");
     let (key_heads, value_heads) = (number(keys, 16)?, number(values, 32)?);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_stand_where_the_configuration_leaves_them() {
+    fn experts_are_where_the_configuration_leaves_them() {
         let sparse = |family: &dyn Family, changes: Value| -> Vec<bool> {
             let architecture = read(family, &changes).unwrap();
             let has =

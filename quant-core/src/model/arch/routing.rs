@@ -22,7 +22,7 @@ pub struct Routing {
     /// Added to that sum.
     pub epsilon: f32,
     /// Lower bound of that sum.
-    pub least_sum: f32,
+    pub min_sum: f32,
     /// The final factor of the weights.
     pub scale: f32,
     /// Whether scores multiply the experts' inputs, and their outputs are added unweighted (Llama 4).
@@ -40,7 +40,7 @@ impl Routing {
             groups: None,
             normalized: false,
             epsilon: 0.0,
-            least_sum: 0.0,
+            min_sum: 0.0,
             scale: 1.0,
             on_inputs: false,
         }

@@ -2,7 +2,7 @@
 //!
 //! Every supported family is asked to describe the configuration, and the keys that it reads are recorded. The nearest
 //! family is the one that reads most of the configuration and rejects least of it. Fields that only other families read
-//! indicate a difference; for some fields the meaning is known ([`MARKS`]). For published families, [`FACTS`] lists
+//! indicate a difference; for some fields the meaning is known ([`MARKERS`]). For published families, [`FACTS`] lists
 //! differences that no field shows.
 
 use std::collections::BTreeSet;
@@ -14,16 +14,16 @@ use crate::Error;
 use crate::checkpoint::{Asked, ConfigFields, printable};
 
 /// A field that indicates a difference from most families.
-struct Mark {
+struct Marker {
     key: &'static str,
     /// Returns whether the value enables the feature. `null` and absent fields never do.
-    asks: fn(&Value) -> bool,
+    applies: fn(&Value) -> bool,
     /// The meaning, which completes the sentence that the field begins.
     means: &'static str,
 }
 
-const fn mark(key: &'static str, asks: fn(&Value) -> bool, means: &'static str) -> Mark {
-    Mark { key, asks, means }
+const fn marker(key: &'static str, applies: fn(&Value) -> bool, means: &'static str) -> Marker {
+    Marker { key, applies, means }
 }
 
 fn any(_: &Value) -> bool {
@@ -48,38 +48,38 @@ fn is_true(value: &Value) -> bool {
 
 const EXPERTS: &str = "layers are mixtures of experts";
 
-static MARKS: &[Mark] = &[
-    mark("num_experts", several, EXPERTS),
-    mark("num_local_experts", several, EXPERTS),
-    mark("n_routed_experts", several, EXPERTS),
-    mark("n_shared_experts", positive, "shared experts see every token"),
-    mark("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
-    mark("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
-    mark("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
-    mark("index_topk", positive, "queries see the keys that an indexer selects"),
-    mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
-    mark("swiglu_limit", positive, "gate and up projections are clamped"),
-    mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
-    mark("final_logit_softcapping", positive, "logits are bounded by a tanh"),
-    mark("query_pre_attn_scalar", positive, "attention scores have their own scale"),
-    mark("partial_rotary_factor", not_one, "only a part of each head is rotated"),
-    mark("rotary_pct", not_one, "only a part of each head is rotated"),
-    mark("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
-    mark("no_rope_layers", any, "some layers have no RoPE"),
-    mark("no_rope_layer_interval", positive, "some layers have no RoPE"),
-    mark("num_kv_shared_layers", positive, "layers share keys and values"),
-    mark("hidden_size_per_layer_input", positive, "layers read embeddings of their own"),
-    mark("embedding_multiplier", not_one, "embeddings are scaled"),
-    mark("residual_multiplier", not_one, "updates of the residual stream are scaled"),
-    mark("attention_multiplier", not_one, "attention scores have their own scale"),
-    mark("logits_scaling", not_one, "logits are scaled"),
-    mark("logit_scale", not_one, "logits are scaled"),
-    mark("use_parallel_residual", is_true, "attention and MLP read the same hidden states"),
-    mark("mamba_d_state", positive, "some layers are state-space layers (Mamba)"),
-    mark("ssm_state_size", positive, "some layers are state-space layers (Mamba)"),
-    mark("conv_L_cache", positive, "some layers are short convolutions"),
-    mark("clip_qkv", positive, "queries, keys and values are clamped"),
-    mark("alibi", is_true, "positions bias the scores (ALiBi)"),
+static MARKERS: &[Marker] = &[
+    marker("num_experts", several, EXPERTS),
+    marker("num_local_experts", several, EXPERTS),
+    marker("n_routed_experts", several, EXPERTS),
+    marker("n_shared_experts", positive, "shared experts see every token"),
+    marker("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
+    marker("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
+    marker("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
+    marker("index_topk", positive, "queries see the keys that an indexer selects"),
+    marker("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
+    marker("swiglu_limit", positive, "gate and up projections are clamped"),
+    marker("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
+    marker("final_logit_softcapping", positive, "logits are bounded by a tanh"),
+    marker("query_pre_attn_scalar", positive, "attention scores have their own scale"),
+    marker("partial_rotary_factor", not_one, "only a part of each head is rotated"),
+    marker("rotary_pct", not_one, "only a part of each head is rotated"),
+    marker("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
+    marker("no_rope_layers", any, "some layers have no RoPE"),
+    marker("no_rope_layer_interval", positive, "some layers have no RoPE"),
+    marker("num_kv_shared_layers", positive, "layers share keys and values"),
+    marker("hidden_size_per_layer_input", positive, "layers read embeddings of their own"),
+    marker("embedding_multiplier", not_one, "embeddings are scaled"),
+    marker("residual_multiplier", not_one, "updates of the residual stream are scaled"),
+    marker("attention_multiplier", not_one, "attention scores have their own scale"),
+    marker("logits_scaling", not_one, "logits are scaled"),
+    marker("logit_scale", not_one, "logits are scaled"),
+    marker("use_parallel_residual", is_true, "attention and MLP read the same hidden states"),
+    marker("mamba_d_state", positive, "some layers are state-space layers (Mamba)"),
+    marker("ssm_state_size", positive, "some layers are state-space layers (Mamba)"),
+    marker("conv_L_cache", positive, "some layers are short convolutions"),
+    marker("clip_qkv", positive, "queries, keys and values are clamped"),
+    marker("alibi", is_true, "positions bias the scores (ALiBi)"),
 ];
 
 /// Properties of published families that no field of their configuration shows.
@@ -146,7 +146,7 @@ fn is_bookkeeping(key: &str) -> bool {
 
 /// Returns whether a value disables a feature. Most configurations contain such fields for features that the family
 /// lacks.
-fn is_nothing(value: &Value) -> bool {
+fn is_unset(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Number(number) => number.as_f64() == Some(0.0),
@@ -201,12 +201,12 @@ impl Reading {
 
     /// Scores how closely the family resembles a configuration with these relevant keys: by the common prefix of the
     /// names, the fields that both have, and the fields that the family lacks or rejects.
-    fn resemblance(&self, found: &str, telling: &[Telling<'_>]) -> i64 {
+    fn resemblance(&self, found: &str, relevant: &[RelevantField<'_>]) -> i64 {
         let names = self.family.architectures().iter();
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
         // Shorter common prefixes are likely to be coincidence.
         let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
-        let by_fields = telling.iter().map(|field| match self.asked.contains(field.key) {
+        let by_fields = relevant.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
             false => -field.weight,
         });
@@ -216,28 +216,29 @@ impl Reading {
 }
 
 /// A field that affects what a model computes.
-struct Telling<'a> {
+struct RelevantField<'a> {
     key: &'a str,
     value: &'a Value,
-    mark: Option<&'static Mark>,
+    marker: Option<&'static Marker>,
     /// The weight in the score.
     weight: i64,
 }
 
-impl<'a> Telling<'a> {
+impl<'a> RelevantField<'a> {
     fn of(fields: &ConfigFields<'a>) -> Vec<Self> {
-        let telling = |(key, value): (&'a String, &'a Value)| {
-            let mark = MARKS.iter().find(|mark| mark.key == *key);
-            let tells =
-                !is_bookkeeping(key) && !is_nothing(value) && mark.is_none_or(|mark| (mark.asks)(value));
-            let weight = if mark.is_some() { 3 } else { 1 };
-            tells.then_some(Self { key, value, mark, weight })
+        let relevant = |(key, value): (&'a String, &'a Value)| {
+            let marker = MARKERS.iter().find(|marker| marker.key == *key);
+            let is_relevant = !is_bookkeeping(key)
+                && !is_unset(value)
+                && marker.is_none_or(|marker| (marker.applies)(value));
+            let weight = if marker.is_some() { 3 } else { 1 };
+            is_relevant.then_some(Self { key, value, marker, weight })
         };
-        fields.map().iter().filter_map(telling).collect()
+        fields.map().iter().filter_map(relevant).collect()
     }
 
     /// The field and its value, as shown in a message.
-    fn says(&self, fields: &ConfigFields<'_>) -> String {
+    fn shown(&self, fields: &ConfigFields<'_>) -> String {
         let value = match self.value {
             Value::Array(_) | Value::Object(_) => "set".to_owned(),
             Value::String(text) => format!("`{}`", printable(text)),
@@ -248,28 +249,28 @@ impl<'a> Telling<'a> {
 }
 
 /// Minimum score at which a family is named.
-const LEAST: i64 = 4;
+const MIN_SCORE: i64 = 4;
 /// Maximum number of unexplained fields that are listed.
-const LISTED: usize = 8;
+const MAX_LISTED: usize = 8;
 
 /// Returns [`Error::UnknownArchitecture`] for the class `found`.
 pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     let nested = config.optional_object(multimodal::TEXT).ok().flatten();
     let fields = nested.as_ref().unwrap_or(config);
-    let telling = Telling::of(fields);
+    let relevant = RelevantField::of(fields);
     let readings = FAMILIES.iter().map(|family| Reading::of(*family, fields));
     let mut ranked: Vec<(i64, Reading)> =
-        readings.map(|reading| (reading.resemblance(found, &telling), reading)).collect();
+        readings.map(|reading| (reading.resemblance(found, &relevant), reading)).collect();
     // The sort is stable: among equal scores, the first in the registry wins.
     ranked.sort_by_key(|(score, _)| std::cmp::Reverse(*score));
-    let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= LEAST);
+    let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= MIN_SCORE);
     let ranked: Vec<Reading> = ranked.into_iter().map(|(_, reading)| reading).collect();
     let nearest = ranked.first().filter(|_| has_nearest);
     Error::UnknownArchitecture {
         path: config.path().to_owned(),
         found: found.to_owned(),
         nearest: nearest.map(|reading| reading.family.architectures()[0]),
-        differences: differences(config, fields, nested.is_some(), &telling, nearest, &ranked),
+        differences: differences(config, fields, nested.is_some(), &relevant, nearest, &ranked),
         known: known(),
     }
 }
@@ -278,27 +279,28 @@ fn differences(
     config: &ConfigFields<'_>,
     fields: &ConfigFields<'_>,
     is_nested: bool,
-    telling: &[Telling<'_>],
+    relevant: &[RelevantField<'_>],
     nearest: Option<&Reading>,
     ranked: &[Reading],
 ) -> Vec<String> {
-    let mut said = Vec::new();
+    let mut reasons = Vec::new();
     if is_nested {
         let classes: Vec<_> = multimodal::classes().map(|(name, _)| name).collect();
-        said.push(format!(
+        reasons.push(format!(
             "it has a text model and other parts (`text_config`), which is supported only for {}",
             classes.join(", ")
         ));
     }
-    let of_nearest = |field: &&Telling<'_>| nearest.is_some_and(|reading| reading.asked.contains(field.key));
+    let of_nearest =
+        |field: &&RelevantField<'_>| nearest.is_some_and(|reading| reading.asked.contains(field.key));
     let mut unknown = Vec::new();
-    for field in telling.iter().filter(|field| !of_nearest(field)) {
+    for field in relevant.iter().filter(|field| !of_nearest(field)) {
         let other = ranked.iter().find(|reading| reading.asked.contains(field.key));
-        match (field.mark, other, nearest) {
-            (Some(mark), ..) => said.push(format!("{}: {}", field.says(fields), mark.means)),
+        match (field.marker, other, nearest) {
+            (Some(marker), ..) => reasons.push(format!("{}: {}", field.shown(fields), marker.means)),
             (None, Some(other), Some(nearest)) => {
                 let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
-                said.push(format!("{}, which {other} has and {nearest} has not", field.says(fields)));
+                reasons.push(format!("{}, which {other} has and {nearest} has not", field.shown(fields)));
             }
             (None, Some(_), None) => {}
             (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
@@ -311,36 +313,36 @@ fn differences(
         of.max_by_key(|(family, _)| family.len()).map_or(&[][..], |(_, facts)| *facts)
     };
     for fact in kinds.into_iter().flat_map(facts).map(|fact| (*fact).to_owned()) {
-        if !said.contains(&fact) {
-            said.push(fact);
+        if !reasons.contains(&fact) {
+            reasons.push(fact);
         }
     }
     // A missing field that only the nearest family needs says nothing about this family.
     let refused = nearest.iter().flat_map(|reading| &reading.refused);
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
-        said.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
+        reasons.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
     }
     if !unknown.is_empty() && nearest.is_some() {
-        let more = unknown.len().saturating_sub(LISTED);
+        let more = unknown.len().saturating_sub(MAX_LISTED);
         let listed = unknown[..unknown.len() - more].join(", ");
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        said.push(format!("no supported family has {listed}{more}"));
+        reasons.push(format!("no supported family has {listed}{more}"));
     }
-    if said.is_empty() && nearest.is_some() {
-        said.push(
+    if reasons.is_empty() && nearest.is_some() {
+        reasons.push(
             "no field of its configuration shows how it differs; its class may compute something else".into(),
         );
     }
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();
         if crate::format::container_of(method).is_none() {
-            said.push(format!(
+            reasons.push(format!(
                 "its weights are quantized by `{}`, which is not supported",
                 printable(method)
             ));
         }
     }
-    said
+    reasons
 }
 
 #[cfg(test)]

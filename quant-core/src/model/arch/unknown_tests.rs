@@ -42,7 +42,7 @@ fn names_and_fields_find_the_nearest_family() {
         "embedding_multiplier": 3.0, "attention_sinks": 4, "use_qk_norm": true, "torch_dtype": "bfloat16",
         "initializer_range": 0.02, "mlp_bias": false,
     });
-    for (config, near, says) in [
+    for (config, near, expected) in [
         (
             dense("DeepseekV32ForCausalLM", &deepseek),
             "DeepseekV3ForCausalLM",
@@ -67,7 +67,7 @@ fn names_and_fields_find_the_nearest_family() {
     ] {
         let (nearest, message) = of(&config);
         assert_eq!(nearest, Some(near), "{message}");
-        assert!(message.contains(near) && says.iter().all(|part| message.contains(part)), "{message}");
+        assert!(message.contains(near) && expected.iter().all(|part| message.contains(part)), "{message}");
     }
 }
 

@@ -94,16 +94,16 @@ impl Linear {
     }
 
     /// Returns whether [`forward_each`](Self::forward_each) can multiply the same input by both linears in one call.
-    pub fn goes_with(&self, other: &Self) -> bool {
+    pub fn shares_input_with(&self, other: &Self) -> bool {
         match (&*self.weight, &*other.weight) {
             (WeightBody::Packed { linear: a, grid }, WeightBody::Packed { linear: b, grid: other }) => {
-                grid == other && a.goes_with(b)
+                grid == other && a.shares_input_with(b)
             }
             _ => false,
         }
     }
 
-    /// Multiplies the same `x` `[batch, positions, k]` by linears that can run [in one call](Self::goes_with).
+    /// Multiplies the same `x` `[batch, positions, k]` by linears that can run [in one call](Self::shares_input_with).
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and when the linears cannot run in one call.

@@ -28,7 +28,7 @@ pub struct Model {
     quantization: Option<Quantization>,
     /// The preparation of the model, and the tensors that it changed.
     prepared: Option<(Preparation, BTreeSet<String>)>,
-    parts_head: bool,
+    untied_by_preparation: bool,
     kv: Option<KvScheme>,
     /// The `quant_method` of the checkpoint, if its codes are shown as floats.
     source_method: Option<String>,
@@ -87,29 +87,45 @@ impl Model {
             }
         };
         let path = path.to_owned();
-        let (prepared, parts_head, source_method) = (None, false, None);
-        let mut model =
-            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        let (prepared, untied_by_preparation, source_method) = (None, false, None);
+        let mut model = Self {
+            architecture,
+            source,
+            path,
+            quantization,
+            prepared,
+            untied_by_preparation,
+            kv,
+            source_method,
+        };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
     }
 
     /// Returns this float model with the tensors of its prepared equivalent. If these contain both a head and an
-    /// embedding, the head is tied only if both are equal. `turned` are the names of the modified tensors.
+    /// embedding, the head is tied only if both are equal. `modified` are the names of the modified tensors.
     pub(crate) fn prepared(
         &self,
         by: Preparation,
         source: Arc<dyn TensorSource>,
-        turned: BTreeSet<String>,
+        modified: BTreeSet<String>,
     ) -> Result<Self> {
         let (architecture, path) = (self.architecture.clone(), self.path.clone());
-        let (prepared, parts_head, kv) = (Some((by, turned)), false, self.kv);
+        let (prepared, untied_by_preparation, kv) = (Some((by, modified)), false, self.kv);
         let (quantization, source_method) = (None, self.source_method.clone());
-        let mut model =
-            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        let mut model = Self {
+            architecture,
+            source,
+            path,
+            quantization,
+            prepared,
+            untied_by_preparation,
+            kv,
+            source_method,
+        };
         model.architecture.tied = model.shares_head()?;
-        model.parts_head = self.architecture.tied && !model.architecture.tied;
+        model.untied_by_preparation = self.architecture.tied && !model.architecture.tied;
         model.check()?;
         Ok(model)
     }
@@ -125,9 +141,18 @@ impl Model {
         let kv = self.kv.filter(|kv| *kv != KvScheme::Kvf8);
         let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
-        let (quantization, prepared, parts_head, source_method) = (None, None, false, Some(method));
-        let mut model =
-            Self { architecture, source, path, quantization, prepared, parts_head, kv, source_method };
+        let (quantization, prepared, untied_by_preparation, source_method) =
+            (None, None, false, Some(method));
+        let mut model = Self {
+            architecture,
+            source,
+            path,
+            quantization,
+            prepared,
+            untied_by_preparation,
+            kv,
+            source_method,
+        };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
@@ -139,13 +164,13 @@ impl Model {
     }
 
     /// Returns whether a tensor differs from the one in the checkpoint.
-    pub fn is_turned(&self, name: &str) -> bool {
-        self.prepared.as_ref().is_some_and(|(_, turned)| turned.contains(name))
+    pub fn is_modified(&self, name: &str) -> bool {
+        self.prepared.as_ref().is_some_and(|(_, modified)| modified.contains(name))
     }
 
     /// Returns whether the preparation untied a head that is tied to the embedding in the checkpoint.
-    pub fn parts_head(&self) -> bool {
-        self.parts_head
+    pub fn untied_by_preparation(&self) -> bool {
+        self.untied_by_preparation
     }
 
     /// Returns the preparation of the model, if any.

@@ -67,7 +67,7 @@ impl Case {
     }
 }
 
-fn apart(found: &[f32], exact: &[f64]) -> f64 {
+fn relative_distance(found: &[f32], exact: &[f64]) -> f64 {
     assert_eq!(found.len(), exact.len());
     let largest = exact.iter().fold(0.0_f64, |m, v| m.max(v.abs()));
     found.iter().zip(exact).map(|(f, e)| (f64::from(*f) - e).abs()).fold(0.0, f64::max) / largest
@@ -92,7 +92,7 @@ fn steps_and_chunks_are_the_definition() {
                     Run { begin: begin - length, length }
                 })
                 .collect();
-            let error = apart(&case.apply(0..200, &runs, None), &case.naive(&runs));
+            let error = relative_distance(&case.apply(0..200, &runs, None), &case.naive(&runs));
             assert!(error < 3e-6, "{space:?} {lengths:?}: {error:e}");
         }
     }
@@ -108,6 +108,6 @@ fn a_state_continues_a_sequence() {
         let run = Run { begin: 0, length: part.len() };
         found.extend(case.apply(part, &[run], Some(&mut state)));
     }
-    let error = apart(&found, &exact);
+    let error = relative_distance(&found, &exact);
     assert!(error < 3e-6, "{error:e}");
 }

@@ -198,15 +198,15 @@ impl Reader<'_, '_, '_> {
     /// positions.
     fn original_positions(&self, fields: &ConfigFields<'_>) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
-        let beside = match self.request.layer_type {
+        let outer = match self.request.layer_type {
             Some(_) => None,
             None => self.config.optional_positive(KEY)?.or(self.request.original_positions),
         };
-        let inside = match beside {
+        let inner = match outer {
             Some(_) => None,
             None => fields.optional_f64(KEY)?,
         };
-        match (beside, inside) {
+        match (outer, inner) {
             (Some(positions), _) => Ok(positions),
             // Some configurations store an integer as a float: 8192.0.
             (None, Some(found)) if (1.0..=f64::from(u32::MAX)).contains(&found) && found.fract() == 0.0 => {

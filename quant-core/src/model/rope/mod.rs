@@ -1,10 +1,10 @@
 //! Rotary position embedding: the rotated channels of a head, their angles, and the tables of a run.
 
 mod config;
+mod rotate;
 mod scaling;
 #[cfg(test)]
 mod tests;
-mod turn;
 
 use std::sync::Arc;
 
@@ -170,7 +170,7 @@ impl RopeTable {
     /// When the tables are too short.
     pub fn apply(&self, x: &Tensor, start: usize) -> Result<Tensor> {
         let angles = self.angles(start, x.dims3()?.1)?;
-        turn::turn(x, &self.rope, &angles.cos, &angles.sin)
+        rotate::rotate(x, &self.rope, &angles.cos, &angles.sin)
     }
 
     /// Rotates every head of `x`, with positions counted from the start of each segment.
@@ -198,6 +198,6 @@ impl RopeTable {
         let shape = (batch, positions, self.rope.rotary_dim / 2);
         let (cos, sin) =
             (Tensor::cat(&parts.0, 0)?.reshape(shape)?, Tensor::cat(&parts.1, 0)?.reshape(shape)?);
-        turn::turn(x, &self.rope, &cos, &sin)
+        rotate::rotate(x, &self.rope, &cos, &sin)
     }
 }

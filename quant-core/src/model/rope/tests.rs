@@ -70,8 +70,11 @@ fn types_of_layers_turn_differently() {
     assert_eq!(read_as(&sliding, &json!({})).unwrap().theta, 6.0);
     let flat = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}});
     assert!(read_as(&full, &flat).unwrap_err().to_string().contains("types of layers"));
-    let said = read(nested.clone()).unwrap_err().to_string();
-    assert!(said.contains("rope_parameters.full_attention") && said.contains("rotated alike"), "{said}");
+    let message = read(nested.clone()).unwrap_err().to_string();
+    assert!(
+        message.contains("rope_parameters.full_attention") && message.contains("rotated alike"),
+        "{message}"
+    );
     let older = json!({"rope_scaling": nested["rope_parameters"]});
     assert!(read(older).unwrap_err().to_string().contains("rope_scaling.full_attention"));
 }
@@ -122,8 +125,8 @@ fn hostile_values_are_refused_by_their_field() {
         (long(json!({"long_factor": [1, 1, 1, 1, 1, 1, 1, "1"]})), "long_factor"),
         (long(json!({"original_max_position_embeddings": 1})), "attention_factor"),
     ] {
-        let said = read(config.clone()).unwrap_err().to_string();
-        assert!(said.contains(field), "{config}: {said}");
+        let message = read(config.clone()).unwrap_err().to_string();
+        assert!(message.contains(field), "{config}: {message}");
     }
     let alpha = RopeRequest { has_alpha: true, ..request() };
     let config = json!({"rope_scaling": {"rope_type": "dynamic", "factor": 1.0, "alpha": -2.0}});
@@ -136,7 +139,7 @@ fn hostile_values_are_refused_by_their_field() {
 
 /// The rotation by definition: channel by channel, in double precision.
 #[test]
-fn heads_are_turned_as_defined() {
+fn heads_are_rotated_as_defined() {
     for (layout, rotary_dim) in [
         (RopeLayout::Halves, 8),
         (RopeLayout::Halves, 6),
@@ -149,8 +152,8 @@ fn heads_are_turned_as_defined() {
         let values: Vec<f32> = (0..batch * positions * heads * 8).map(value).collect();
         let x = Tensor::from_slice(&values, (batch, positions, heads * 8), &Device::Cpu).unwrap();
         let table = RopeTable::new(rope.clone(), start + positions).unwrap();
-        let turned = table.apply(&x, start).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for (at, found) in turned.iter().enumerate() {
+        let rotated = table.apply(&x, start).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for (at, found) in rotated.iter().enumerate() {
             let (channel, position) = (at % 8, start + at / (heads * 8) % positions);
             let partner = rope.partner(channel);
             assert_eq!(rope.partner(partner), channel);

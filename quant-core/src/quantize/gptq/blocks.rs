@@ -58,7 +58,7 @@ fn tile(rows: &[f32], k: usize, kind: &BlockType, importance: &[f32], ratios: &R
                 let at = b * kind.elements;
                 let part = at..at + kind.elements;
                 let importance = &importance[first..][part.clone()];
-                let Some(mut block) = kind.settle(&row[part.clone()], importance) else {
+                let Some(mut block) = kind.fit_scales(&row[part.clone()], importance) else {
                     kind.encode(&row[part.clone()], Some(importance), out);
                     continue;
                 };

@@ -95,7 +95,7 @@ fn inputs_that_know_nothing_of_each_other_leave_the_search_as_it_is() {
         let mut expected = Vec::new();
         for (b, x) in rows.chunks_exact(kind.elements).enumerate() {
             let first = b * kind.elements % 512;
-            let mut block = kind.settle(x, &importance[first..][..kind.elements]).unwrap();
+            let mut block = kind.fit_scales(x, &importance[first..][..kind.elements]).unwrap();
             x.iter().enumerate().for_each(|(e, v)| {
                 block.choose(e, *v);
             });
@@ -109,7 +109,7 @@ fn inputs_that_know_nothing_of_each_other_leave_the_search_as_it_is() {
 
 /// Errors are propagated here as in the definition, in double precision; every code must then be the nearest one.
 #[test]
-fn codes_are_the_nearest_to_what_the_columns_before_have_made_of_the_weights() {
+fn codes_are_nearest_to_the_weights_updated_for_earlier_columns() {
     let mut random = SplitMix64(9);
     let hessian = correlated(&mut random, COLUMNS);
     let (factor, importance) = (factor(&hessian), importance(&hessian));

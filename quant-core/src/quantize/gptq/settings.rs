@@ -98,7 +98,7 @@ pub struct GptqSettings {
 
 impl GptqSettings {
     /// Larger blocks would only take more time.
-    const LARGEST_BLOCK: usize = 4096;
+    const MAX_BLOCK_SIZE: usize = 4096;
 
     /// Checks the ranges of settings.
     ///
@@ -111,12 +111,12 @@ impl GptqSettings {
                 "0.01 is common: one hundredth of the mean of the Hessian's diagonal",
             ));
         }
-        if !(1..=Self::LARGEST_BLOCK).contains(&self.block_size) {
+        if !(1..=Self::MAX_BLOCK_SIZE).contains(&self.block_size) {
             return Err(Error::usage(
                 format!(
                     "a block of {} columns is not between 1 and {}",
                     self.block_size,
-                    Self::LARGEST_BLOCK
+                    Self::MAX_BLOCK_SIZE
                 ),
                 "128 is common; it changes the speed, and the result only by rounding",
             ));

@@ -93,7 +93,7 @@ pub fn solve_within(
         Some(_) => Some(quantize_within(rows, shape, (scheme, scale_dtype), clip, context)?.0),
         None => None,
     };
-    let work = Work {
+    let work = SolveArguments {
         rows,
         k,
         group_size,
@@ -146,7 +146,7 @@ pub fn solve_within(
 }
 
 /// The validated arguments.
-struct Work<'a> {
+struct SolveArguments<'a> {
     rows: Rows<'a>,
     k: usize,
     group_size: usize,
@@ -160,7 +160,7 @@ struct Work<'a> {
     settled: Option<&'a [f32]>,
 }
 
-impl Work<'_> {
+impl SolveArguments<'_> {
     fn groups(&self) -> usize {
         self.k / self.group_size
     }
@@ -179,13 +179,13 @@ impl Work<'_> {
         self.rule.row_scale(abs_max).map_err(|source| RowsError::Grid { row: at, group: 0, source })
     }
 
-    /// The end of the run or block that starts at `at` and has at most `most` columns. If grids are computed when
+    /// The end of the run or block that starts at `at` and has at most `max` columns. If grids are computed when
     /// groups are reached, it consists of whole groups, or is part of one group.
-    fn step(&self, at: usize, most: usize, end: usize) -> usize {
+    fn step(&self, at: usize, max: usize, end: usize) -> usize {
         let step = match self.is_static {
-            true => most,
-            false if self.group_size <= most => most / self.group_size * self.group_size,
-            false => most.min(self.group_size - at % self.group_size),
+            true => max,
+            false if self.group_size <= max => max / self.group_size * self.group_size,
+            false => max.min(self.group_size - at % self.group_size),
         };
         end.min(at + step)
     }
@@ -217,7 +217,7 @@ struct Tile {
 
 impl Tile {
     /// Loads rows.
-    fn start(&mut self, work: &Work<'_>, first: usize, r: usize) -> Result<(), RowsError> {
+    fn start(&mut self, work: &SolveArguments<'_>, first: usize, r: usize) -> Result<(), RowsError> {
         let (k, groups) = (work.k, work.groups());
         (self.first, self.r) = (first, r);
         self.weights.resize(k * r, 0.0);
@@ -241,7 +241,7 @@ impl Tile {
         Ok(())
     }
 
-    fn solve(&mut self, work: &Work<'_>) -> Result<(), RowsError> {
+    fn solve(&mut self, work: &SolveArguments<'_>) -> Result<(), RowsError> {
         let k = work.k;
         if let Some(scales) = work.settled {
             let (r, groups) = (self.r, work.groups());
@@ -279,7 +279,7 @@ impl Tile {
     /// Computes the grids of a group from the weights at these places.
     fn find_grids(
         &mut self,
-        work: &Work<'_>,
+        work: &SolveArguments<'_>,
         group: usize,
         places: impl Iterator<Item = usize>,
     ) -> Result<(), RowsError> {
@@ -321,7 +321,12 @@ impl Tile {
     }
 
     /// Rounds a run of columns of the block that starts at `block`, and propagates each column's errors within the run.
-    fn round(&mut self, work: &Work<'_>, block: usize, run: std::ops::Range<usize>) -> Result<(), RowsError> {
+    fn round(
+        &mut self,
+        work: &SolveArguments<'_>,
+        block: usize,
+        run: std::ops::Range<usize>,
+    ) -> Result<(), RowsError> {
         let (r, size) = (self.r, work.group_size);
         let factor = work.factor;
         for c in run.clone() {
@@ -373,7 +378,13 @@ impl Tile {
 
     /// Propagates the errors of `columns`, which are in the block that starts at `block`, to the columns after them, up
     /// to `end`.
-    fn update(&mut self, work: &Work<'_>, columns: std::ops::Range<usize>, block: usize, end: usize) {
+    fn update(
+        &mut self,
+        work: &SolveArguments<'_>,
+        columns: std::ops::Range<usize>,
+        block: usize,
+        end: usize,
+    ) {
         let r = self.r;
         let (depth, width) = (columns.len(), end - columns.end);
         if width == 0 {
@@ -390,7 +401,7 @@ impl Tile {
     }
 
     /// Writes codes and scales in their original order, and returns the zero points.
-    fn store(&self, work: &Work<'_>, codes: &mut [u8], scales: &mut [f32]) -> Vec<u8> {
+    fn store(&self, work: &SolveArguments<'_>, codes: &mut [u8], scales: &mut [f32]) -> Vec<u8> {
         let (k, r, groups) = (work.k, self.r, work.groups());
         for (i, row) in codes.chunks_exact_mut(k).enumerate() {
             for (at, &column) in work.factor.columns().iter().enumerate() {

@@ -64,11 +64,11 @@ fn held(n: usize, k: usize, scheme: &str, settings: GptqSettings, seed: u64, dea
     tensor.require_storable("m").unwrap();
     let upper = chain(&damped(&h, factor.columns(), factor.damping()), k);
     let rule = GridRule::new(scheme, ScaleFormat::F32).unwrap();
-    let middle = vec![1 << (scheme.bits() - 1); k / group_size];
+    let zero_points = vec![1 << (scheme.bits() - 1); k / group_size];
     let mut exact = 0.0;
     for (r, row) in w.chunks_exact(k).enumerate() {
         let groups = r * (k / group_size)..(r + 1) * (k / group_size);
-        let zeros = tensor.zeros.as_ref().map_or(&middle[..], |z| &z[groups.clone()]);
+        let zeros = tensor.zeros.as_ref().map_or(&zero_points[..], |z| &z[groups.clone()]);
         let prescribed = (&tensor.codes[r * k..(r + 1) * k], &tensor.scales[groups], zeros);
         let (order, columns) = (settings.act_order, factor.columns());
         let row = Row { weights: row, rule, group_size, order, columns, upper: &upper };
@@ -364,13 +364,13 @@ fn bounds_narrow_the_range_of_grids() {
 
 #[test]
 fn settings_that_cannot_be_are_refused() {
-    let usual = GptqSettings::default();
-    usual.check().unwrap();
+    let defaults = GptqSettings::default();
+    defaults.check().unwrap();
     for damping in [0.0, -0.01, f64::NAN, 1e3] {
-        assert!(GptqSettings { damping, ..usual }.check().is_err());
+        assert!(GptqSettings { damping, ..defaults }.check().is_err());
     }
     for block_size in [0, 5000] {
-        assert!(GptqSettings { block_size, ..usual }.check().is_err());
+        assert!(GptqSettings { block_size, ..defaults }.check().is_err());
     }
     for order in ORDERS {
         assert_eq!(order.name().parse::<ActOrder>().unwrap(), order);
@@ -381,7 +381,7 @@ fn settings_that_cannot_be_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
     #[test]
-    fn any_shape_is_held_to_the_definition(
+    fn any_shape_equals_the_definition(
         n in 1_usize..140, groups in 1_usize..6, size in 1_usize..70, bits in 2_u8..=8, seed: u64,
         symmetric: bool, order in 0_usize..3, block_size in 1_usize..200,
     ) {

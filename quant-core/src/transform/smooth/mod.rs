@@ -44,13 +44,13 @@ use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
 
 /// The lower bound of maxima.
-const LEAST: f32 = 1e-5;
+const MIN_MAXIMUM: f32 = 1e-5;
 /// The exponents that a search tries, in twentieths.
 const TWENTIETHS: std::ops::RangeInclusive<u8> = 8..=19;
 /// The exponents that a search of outputs tries, in twentieths.
 const TWENTIETHS_OF_OUTPUTS: std::ops::RangeInclusive<u8> = 0..=11;
 /// The default exponents for outputs that are read by weights in groups, and by weights with a scale per row.
-const USUAL_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
+const DEFAULT_OF_OUTPUTS: [f32; 2] = [0.3, 0.1];
 /// The number of candidates per producer: the exponents, and no smoothing.
 const CANDIDATES: usize = 13;
 /// The approximate number of tokens that a search uses.
@@ -141,12 +141,12 @@ impl Smoothing {
     }
 
     /// The default exponent.
-    fn usual(self, task: &BlockTask<'_>) -> f32 {
+    fn default_alpha(self, task: &BlockTask<'_>) -> f32 {
         match self.producers {
             Smoothed::Linears => {
                 let grouped =
                     task.grids.values().any(|grid| matches!(grid.scheme.granularity, Granularity::Group(_)));
-                USUAL_OF_OUTPUTS[usize::from(!grouped)]
+                DEFAULT_OF_OUTPUTS[usize::from(!grouped)]
             }
             _ => task.smoothing,
         }
@@ -209,10 +209,10 @@ impl Transform for SmoothQuant {
         &["alpha", "producers"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
         let SmoothSettings { alpha, producers, .. } = &mut settings.smooth;
-        *alpha = said.alpha.or(*alpha);
-        *producers = said.producers.unwrap_or(*producers);
+        *alpha = given.alpha.or(*alpha);
+        *producers = given.producers.unwrap_or(*producers);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {
@@ -275,8 +275,8 @@ impl Transform for SmoothOutputs {
         &["alpha"]
     }
 
-    fn configure(&self, said: StepSettings, settings: &mut TransformSettings) {
-        settings.outputs = said.alpha.or(settings.outputs);
+    fn configure(&self, given: StepSettings, settings: &mut TransformSettings) {
+        settings.outputs = given.alpha.or(settings.outputs);
     }
 
     fn described(&self, settings: &TransformSettings) -> StepSettings {
@@ -342,7 +342,8 @@ impl Migration {
         let scale = |(&x, &w): (&f32, &f32)| match x > 0.0 {
             false => 1.0,
             true => {
-                let scale = (x.max(LEAST).powf(alpha) / w.max(LEAST).powf(1.0 - alpha)).max(LEAST);
+                let scale =
+                    (x.max(MIN_MAXIMUM).powf(alpha) / w.max(MIN_MAXIMUM).powf(1.0 - alpha)).max(MIN_MAXIMUM);
                 if scale.is_normal() { scale } else { 1.0 }
             }
         };
@@ -383,11 +384,11 @@ fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenSt
     let gains = |g: &FoldGroup| g.consumers.iter().any(|&c| smoothing.is_for(task, c));
     let groups = smoothing.groups(task.block.graph()).into_iter().filter(gains);
     let migrations = groups.map(|group| Migration::new(task, group)).collect::<Result<Vec<_>>>()?;
-    let usual = match smoothing.alpha {
+    let alpha = match smoothing.alpha {
         Some(Alpha::Fixed(alpha)) => alpha,
-        _ => smoothing.usual(task),
+        _ => smoothing.default_alpha(task),
     };
-    let mut alphas = vec![Some(usual); migrations.len()];
+    let mut alphas = vec![Some(alpha); migrations.len()];
     let mut records = Vec::with_capacity(migrations.len());
     if let (true, Some(hidden)) = (smoothing.is_searched(), hidden) {
         let mut search = BlockSearch::new(task, hidden, &migrations)?;
@@ -396,7 +397,7 @@ fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenSt
             records.push(migration.record(task, alphas[i], Some(found)));
         }
     } else {
-        records.extend(migrations.iter().map(|m| m.record(task, Some(usual), None)));
+        records.extend(migrations.iter().map(|m| m.record(task, Some(alpha), None)));
     }
     for record in &records {
         tracing::debug!(producer = record.producer, alpha = record.alpha, "smoothed");

@@ -54,13 +54,13 @@ pub(super) struct Case {
     prefill_gflops: f64,
     append_seconds_per_token: f64,
     #[serde(skip)]
-    looks: RangeInclusive<usize>,
+    probes: RangeInclusive<usize>,
 }
 
 impl Case {
     /// Sets the share of the measured memory bandwidth.
     pub(super) fn judge(&mut self, limits: &Limits) {
-        let [gb_per_second, ..] = limits.during(&self.looks);
+        let [gb_per_second, ..] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
     }
 }
@@ -97,7 +97,7 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
             prefill_seconds: Vec::new(),
             prefill_gflops: 0.0,
             append_seconds_per_token: 0.0,
-            looks: 0..=0,
+            probes: 0..=0,
         };
         let mut of_kind = Vec::new();
         let mut appended = 0.0;
@@ -121,7 +121,7 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
     }
     let mut workspace = Workspace::default();
     let (mut out, mut lse) = (vec![1.0; query * HEAD_DIM], vec![1.0; query]);
-    let first = limits.look();
+    let first = limits.probe();
     let mut last = first;
     for _ in 0..ROUNDS {
         for (case, layers) in cases.iter_mut().zip(&layers) {
@@ -134,14 +134,14 @@ pub(super) fn measure(limits: &mut Limits, session: &Session) -> Result<Vec<Case
             }
             case.decode_seconds.push(started.elapsed().as_secs_f64() / LAYERS as f64);
         }
-        last = limits.look();
+        last = limits.probe();
     }
     let f16 = cases.last().map_or(0.0, |case| median(&case.decode_seconds));
     for case in &mut cases {
-        case.looks = first..=last;
-        let usual = median(&case.decode_seconds);
-        case.gb_per_second = case.bytes_per_token * TOKENS as f64 / usual / 1e9;
-        case.over_f16 = f16 / usual;
+        case.probes = first..=last;
+        let seconds = median(&case.decode_seconds);
+        case.gb_per_second = case.bytes_per_token * TOKENS as f64 / seconds / 1e9;
+        case.over_f16 = f16 / seconds;
     }
     Ok(cases)
 }

@@ -2,7 +2,7 @@
 
 use quant_core::model::CudaRunner;
 use quant_core::{Error, Result};
-use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::linear::PlanLimits;
 use quant_kernels_cuda::measure::{Bound, Case, Ceilings, Meter, Times, cases};
 use serde::Serialize;
 
@@ -77,7 +77,7 @@ struct Measured {
 impl Measured {
     fn new(case: &Case, ceilings: &Ceilings, times: Times) -> Self {
         let (floor_seconds, bound) = case.floor(ceilings);
-        let seconds = times.usual();
+        let seconds = times.median();
         Self {
             kernel: case.name.clone(),
             shape: case.shape.clone(),
@@ -110,7 +110,7 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     CudaRunner::new()?;
     let meter = Meter::new().map_err(|e| unavailable(&e))?;
     let gpu = meter.gpu();
-    let mut cases = cases(&DeviceLimits::from(&gpu.limits)).map_err(refused)?;
+    let mut cases = cases(&PlanLimits::from(&gpu.limits)).map_err(refused)?;
     cases.retain(|case| only.takes(&format!("{} {} {}", case.name, case.shape, case.tokens)));
     only.check(cases.len())?;
     session.progress.note("measuring the limits of the device");
@@ -169,7 +169,7 @@ fn show(report: &Report) -> String {
         .map(|m| {
             // Half the distance from the fastest to the slowest, shown next to the median.
             let ends = m.all_seconds.first().zip(m.all_seconds.last());
-            let spread = ends.map_or(0.0, |(least, most)| 50.0 * (most - least) / m.seconds);
+            let spread = ends.map_or(0.0, |(min, max)| 50.0 * (max - min) / m.seconds);
             let rate = match m.bound {
                 "bytes" => format!("{:.0} GB/s", m.gb_per_second),
                 _ => format!("{:.1} TOPS", m.tops),

@@ -95,13 +95,13 @@ pub(super) struct Case {
     #[serde(skip)]
     products: Option<f64>,
     #[serde(skip)]
-    looks: RangeInclusive<usize>,
+    probes: RangeInclusive<usize>,
 }
 
 impl Case {
     /// Sets the shares of the machine's limits.
     pub(super) fn judge(&mut self, limits: &Limits) {
-        let [gb_per_second, integers, floats] = limits.during(&self.looks);
+        let [gb_per_second, integers, floats] = limits.during(&self.probes);
         self.memory_share = self.gb_per_second / gb_per_second;
         self.dot_share = match self.products {
             None => self.tops / integers,
@@ -139,12 +139,12 @@ pub(super) fn measure(
         let packed = pack(scheme, shape).map_err(refused)?;
         let copies =
             vec![packed; ROTATED.div_ceil(shape[0] * shape[1] * usize::from(scheme.codes.bits()) / 8)];
-        let mut before = limits.look();
+        let mut before = limits.probe();
         for tokens in TOKENS {
             session.cancel.check()?;
             let mut case = time(scheme, &copies, tokens, token).map_err(refused)?;
-            let after = limits.look();
-            case.looks = before..=after;
+            let after = limits.probe();
+            case.probes = before..=after;
             cases.push(case);
             before = after;
         }
@@ -210,7 +210,7 @@ fn time(
             seconds.push(started.elapsed().as_secs_f64());
         }
     }
-    let usual = median(&seconds);
+    let median_seconds = median(&seconds);
     let (bytes, operations) = (layout.bytes() as f64, 2.0 * (n * k * tokens) as f64);
     Ok(Case {
         kernel: scheme.name,
@@ -218,12 +218,12 @@ fn time(
         k,
         tokens,
         bits_per_weight: layout.bits_per_weight(),
-        gb_per_second: bytes / usual / 1e9,
+        gb_per_second: bytes / median_seconds / 1e9,
         memory_share: 0.0,
-        tops: operations / usual / 1e12,
+        tops: operations / median_seconds / 1e12,
         dot_share: 0.0,
         products: (!scheme.int8).then(|| if token.isa().splits_floats() { 2.0 } else { 1.0 }),
-        looks: 0..=0,
+        probes: 0..=0,
         seconds,
     })
 }

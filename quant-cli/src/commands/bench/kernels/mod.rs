@@ -57,7 +57,7 @@ impl From<&limits::Peak> for Peak {
 /// Warns about paths that multiply faster than this processor's default.
 fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     /// A smaller ratio is noise: machines are shared.
-    const MORE: f64 = 1.3;
+    const MIN_RATIO: f64 = 1.3;
     type Rate = fn(&limits::Peak) -> f64;
     let Some(own) = peaks.iter().find(|peak| peak.isa == default) else { return Vec::new() };
     let rates: [(&str, Rate); 2] =
@@ -65,7 +65,7 @@ fn warnings(peaks: &[limits::Peak], default: Isa) -> Vec<String> {
     let mut warnings = Vec::new();
     for (what, rate) in rates {
         let fastest = peaks.iter().max_by(|a, b| rate(a).total_cmp(&rate(b)));
-        if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MORE * rate(own)) {
+        if let Some(fastest) = fastest.filter(|fastest| rate(fastest) > MIN_RATIO * rate(own)) {
             warnings.push(format!(
                 "{} multiplies {what} at {:.2} TOPS in registers, {}, the default of this processor, at {:.2}: the default is wrong for this processor; please report it, and set QUANT_ISA={} in the meantime",
                 fastest.isa.name(),
@@ -124,7 +124,7 @@ pub fn run(only: Option<&str>, device: Device, json: &JsonOption, session: &Sess
     };
     linear.iter_mut().for_each(|case| case.judge(&limits));
     attention.iter_mut().for_each(|case| case.judge(&limits));
-    let (memory, [dot_tops, float_tops]) = limits.usual();
+    let (memory, [dot_tops, float_tops]) = limits.median();
     let report = Report {
         schema: "quant-bench-kernels/4",
         isa: token.isa().name(),
@@ -145,11 +145,11 @@ struct Limits {
     token: IsaToken,
     /// Read by each probe: more than any last-level cache holds.
     words: Vec<u64>,
-    looks: Vec<Look>,
+    probes: Vec<Probe>,
 }
 
 /// The limits at one time, each with its best access pattern.
-struct Look {
+struct Probe {
     memory: MemoryLimit,
     dot: f64,
     float: f64,
@@ -157,35 +157,35 @@ struct Look {
 
 impl Limits {
     fn new(token: IsaToken) -> Self {
-        Self { token, words: vec![1; 32 << 20], looks: Vec::new() }
+        Self { token, words: vec![1; 32 << 20], probes: Vec::new() }
     }
 
     /// Probes the limits and returns the index of the probe.
-    fn look(&mut self) -> usize {
+    fn probe(&mut self) -> usize {
         let memory = read_limit(self.token, &self.words, 1, &Rayon);
         let (dot, float) = (dot_limit(self.token, 1, &Rayon), float_limit(self.token, 1, &Rayon));
-        self.looks.push(Look { memory, dot, float });
-        self.looks.len() - 1
+        self.probes.push(Probe { memory, dot, float });
+        self.probes.len() - 1
     }
 
     /// The medians over these probes: memory bandwidth in GB/s, and products of integers and of floats in TOPS.
-    fn during(&self, looks: &RangeInclusive<usize>) -> [f64; 3] {
-        let looks = self.looks.get(looks.clone()).unwrap_or_default();
-        let middle = |of: fn(&Look) -> f64| median(&looks.iter().map(of).collect::<Vec<_>>());
-        let [dot, float] = [middle(|look| look.dot), middle(|look| look.float)];
-        [middle(|look| look.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
+    fn during(&self, probes: &RangeInclusive<usize>) -> [f64; 3] {
+        let probes = self.probes.get(probes.clone()).unwrap_or_default();
+        let median_of = |of: fn(&Probe) -> f64| median(&probes.iter().map(of).collect::<Vec<_>>());
+        let [dot, float] = [median_of(|probe| probe.dot), median_of(|probe| probe.float)];
+        [median_of(|probe| probe.memory.bytes_per_second) / 1e9, dot / 1e12, float / 1e12]
     }
 
     /// The median probe.
-    fn usual(mut self) -> (Memory, [f64; 2]) {
-        let [_, dot, float] = self.during(&(0..=self.looks.len() - 1));
-        self.looks.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
-        let (usual, best) =
-            (self.looks[self.looks.len() / 2].memory, self.looks[self.looks.len() - 1].memory);
+    fn median(mut self) -> (Memory, [f64; 2]) {
+        let [_, dot, float] = self.during(&(0..=self.probes.len() - 1));
+        self.probes.sort_by(|a, b| a.memory.bytes_per_second.total_cmp(&b.memory.bytes_per_second));
+        let (median, best) =
+            (self.probes[self.probes.len() / 2].memory, self.probes[self.probes.len() - 1].memory);
         let memory = Memory {
-            gb_per_second: usual.bytes_per_second / 1e9,
+            gb_per_second: median.bytes_per_second / 1e9,
             best_gb_per_second: best.bytes_per_second / 1e9,
-            streams: usual.streams,
+            streams: median.streams,
         };
         (memory, [dot, float])
     }
@@ -195,8 +195,8 @@ impl Limits {
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+    let median_of = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[median_of] } else { (sorted[median_of - 1] + sorted[median_of]) / 2.0 }
 }
 
 fn refused(error: KernelError) -> Error {

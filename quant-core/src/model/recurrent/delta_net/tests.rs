@@ -120,7 +120,7 @@ fn chunks_and_steps_give_the_same_outputs_and_states() {
 }
 
 #[test]
-fn a_state_goes_on_where_it_ended() {
+fn a_state_continues_where_it_ended() {
     let net = shapes()[1];
     let case = Case::new(net, 130, true);
     let whole = case.naive(&[Run { begin: 0, length: 130 }]);

@@ -48,8 +48,8 @@ fn keys_that_nothing_reads_are_left_away() {
     let times = ignored.iter().filter(|name| **name == json!("model.per_layer_model_projection")).count();
     assert_eq!(times, 1, "{ignored:?}");
     let batch = windows(case.vocab(), 1, LENGTH, 16);
-    let apart = relative_difference(&logits(&written.model(), &batch), &logits(&model, &batch));
-    assert!(apart > 0.0 && apart < case.rounding, "{apart}");
+    let distance = relative_difference(&logits(&written.model(), &batch), &logits(&model, &batch));
+    assert!(distance > 0.0 && distance < case.rounding, "{distance}");
 }
 
 fn values(states: &HiddenStates) -> Vec<f32> {

@@ -11,11 +11,11 @@ pub(super) const SCORE_LINES: [usize; 3] = [8, 16, 8];
 /// Lines to prefetch while a step of the values of sixty-four features is multiplied.
 pub(super) const VALUE_LINES: [usize; 3] = [5, 10, 18];
 /// Pages of keys that were prefetched before a chunk begins.
-const LEAD: usize = 7;
+const PREFETCHED_PAGES: usize = 7;
 
 /// Prefetches lines at an even pace, independent of the uneven pace at which the passes read them: the keys of a chunk,
 /// its values, and the first keys of the next.
-pub(super) struct Ahead<'a> {
+pub(super) struct Prefetcher<'a> {
     tile: &'a Tile<'a>,
     pages: &'a [u32],
     /// The index of the next half page.
@@ -25,10 +25,10 @@ pub(super) struct Ahead<'a> {
     left: usize,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a> Prefetcher<'a> {
     #[inline(always)]
     pub(super) fn new(tile: &'a Tile<'a>, pages: &'a [u32]) -> Self {
-        let half = if tile.is_first { LEAD.min(pages.len()) } else { usize::MAX };
+        let half = if tile.is_first { PREFETCHED_PAGES.min(pages.len()) } else { usize::MAX };
         let mut ahead = Self { tile, pages, half, at: core::ptr::null(), left: 0 };
         ahead.turn();
         ahead
@@ -39,7 +39,7 @@ impl<'a> Ahead<'a> {
     /// # Safety
     /// The processor must have the instructions of `L`.
     #[inline(always)]
-    pub(super) unsafe fn ask<L: Lanes>(&mut self, lines: usize) {
+    pub(super) unsafe fn prefetch<L: Lanes>(&mut self, lines: usize) {
         let now = lines.min(self.left);
         for line in 0..lines {
             if line < now {
@@ -62,7 +62,7 @@ impl<'a> Ahead<'a> {
         let (page, part) = match self.half {
             half if half < count => (self.pages.get(half), 0..keys),
             half if half < 2 * count => (self.pages.get(half - count), keys..all),
-            half if half < 2 * count + LEAD => (self.tile.next.get(half - 2 * count), 0..keys),
+            half if half < 2 * count + PREFETCHED_PAGES => (self.tile.next.get(half - 2 * count), 0..keys),
             // Nothing is left; each call then costs two comparisons.
             _ => (None, 0..0),
         };

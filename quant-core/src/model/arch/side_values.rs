@@ -10,7 +10,7 @@ use super::{Activation, GraphBuilder, NodeId, Op};
 
 /// The parts of a block's input and output that follow the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(super) struct Beside {
+pub(super) struct SideValues {
     /// The input that only this block reads.
     pub(super) own: Option<OwnInput>,
     /// Total features of the inputs of all later blocks.
@@ -39,7 +39,8 @@ pub(super) struct SharedKeys {
     pub(super) leave: bool,
 }
 
-/// The role of an attention with respect to shared keys and values, with the index of the pair in [`Beside::shared`].
+/// The role of an attention with respect to shared keys and values, with the index of the pair in
+/// [`SideValues::shared`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sharing {
     /// The attention computes the shared keys and values.
@@ -58,15 +59,15 @@ pub(super) struct Parts {
     pub(super) shared: [Option<[NodeId; 2]>; 2],
 }
 
-impl Beside {
+impl SideValues {
     /// Whether a block exchanges only the residual stream.
-    fn is_nothing(&self) -> bool {
+    fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
     /// Adds the block's input and slices it into its parts.
     pub(super) fn enter(&self, g: &mut GraphBuilder, hidden: usize) -> Parts {
-        if self.is_nothing() {
+        if self.is_empty() {
             let stream = g.add(Op::Input { width: hidden }, &[]);
             return Parts { stream, own: None, later: None, shared: [None; 2] };
         }

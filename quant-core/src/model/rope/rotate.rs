@@ -9,25 +9,25 @@ use crate::model::attention::slice;
 
 /// Rotates every head of `x` `[batch, positions, heads · head_dim]` by `cos` and `sin`, `[positions, rotary_dim / 2]`
 /// for all windows or `[batch, positions, rotary_dim / 2]`.
-pub(super) fn turn(x: &Tensor, rope: &Rope, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+pub(super) fn rotate(x: &Tensor, rope: &Rope, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, positions, width) = x.dims3()?;
     if rope.rotary_dim == rope.head_dim && rope.layout == RopeLayout::Halves {
         let heads = x.reshape((batch, positions, width / rope.head_dim, rope.head_dim))?;
-        let turned = candle_nn::rotary_emb::rope_thd(&heads.contiguous()?, cos, sin)?;
-        return Ok(turned.reshape((batch, positions, width))?);
+        let rotated = candle_nn::rotary_emb::rope_thd(&heads.contiguous()?, cos, sin)?;
+        return Ok(rotated.reshape((batch, positions, width))?);
     }
-    let turn = Turn { head_dim: rope.head_dim, rotary_dim: rope.rotary_dim, layout: rope.layout };
-    Ok(x.contiguous()?.apply_op3_no_bwd(&cos.contiguous()?, &sin.contiguous()?, &turn)?)
+    let rotate = Rotation { head_dim: rope.head_dim, rotary_dim: rope.rotary_dim, layout: rope.layout };
+    Ok(x.contiguous()?.apply_op3_no_bwd(&cos.contiguous()?, &sin.contiguous()?, &rotate)?)
 }
 
 /// A rotation of part of each head, or of interleaved channels.
-struct Turn {
+struct Rotation {
     head_dim: usize,
     rotary_dim: usize,
     layout: RopeLayout,
 }
 
-impl CustomOp3 for Turn {
+impl CustomOp3 for Rotation {
     fn name(&self) -> &'static str {
         "rope"
     }

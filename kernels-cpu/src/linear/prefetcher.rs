@@ -23,7 +23,7 @@ pub(super) const fn distance(rows: usize, bits: usize) -> usize {
 
 /// How far ahead the codes of a tile's panels are prefetched, all panels in parallel.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct Prefetcher {
     /// Bytes ahead, within a panel.
     distance: usize,
     /// From this byte of a panel's codes on, the prefetch distance leads beyond the codes of the panel.
@@ -32,7 +32,7 @@ pub(super) struct Ahead {
     hop: usize,
 }
 
-impl Ahead {
+impl Prefetcher {
     /// A distance of `distance` bytes in panels of this layout, for tiles of `panels` panels.
     #[inline(always)]
     pub(super) fn new(layout: &Layout, panels: usize, distance: usize) -> Self {
@@ -70,7 +70,7 @@ pub(super) unsafe fn next_parameters<L: Lanes, const NP: usize>(
         // whatever the address.
         unsafe { L::prefetch(weights.wrapping_add(p * panel + scales)) };
     }
-    if layout.middle().is_none() {
+    if layout.zero_point().is_none() {
         let zeros = layout.zeros_at() + group * PANEL_ROWS * layout.code_bits() / 8;
         for p in NP..2 * NP {
             // SAFETY: the caller guarantees that the processor has the instructions of `L`; a prefetch has no other
