@@ -15,7 +15,7 @@ macro_rules! empty {
 }
 
 /// Whether a call succeeded. Panics on a status that indicates a bug in the library.
-pub(crate) fn fair(status: qz1_status) -> bool {
+pub(crate) fn is_valid_status(status: qz1_status) -> bool {
     assert!(!matches!(status, qz1_status::Internal | qz1_status::ForEach), "{status:?}");
     status == qz1_status::Ok
 }

@@ -176,8 +176,8 @@ impl WeightLayout {
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
-        // With a larger middle, `q − middle` would not fit a signed number of this many bits.
-        if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
+        // With a larger middle, `q − zero_point` would not fit a signed number of this many bits.
+        if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
@@ -359,7 +359,7 @@ impl WeightLayout {
             _ => 0,
         });
         let words =
-            [TAG, VERSION].into_iter().chain(sizes).chain([scales, middle, order, u64::from(self.sums)]);
+            [TAG, VERSION].into_iter().chain(sizes).chain([scales, zero_point, order, u64::from(self.sums)]);
         // Integer formats are not hashed.
         let words = words.chain(float);
         // FNV-1a.

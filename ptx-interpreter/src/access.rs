@@ -375,8 +375,14 @@ impl Machine<'_> {
 
     /// Reads a row on behalf of the lane that provides its address. Other lanes receive it, so bytes that were copied
     /// asynchronously need a warp barrier first.
-    fn read_row(&mut self, w: usize, lane: usize, spot: Spot, out: &mut [u8]) -> Result<(), Wrong> {
-        self.read(w, lane, spot, out, false)
+    fn read_row(
+        &mut self,
+        w: usize,
+        lane: usize,
+        location: Location,
+        out: &mut [u8],
+    ) -> Result<(), AccessError> {
+        self.read(w, lane, location, out, false)
     }
 
     fn store_matrix(

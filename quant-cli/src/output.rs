@@ -39,7 +39,7 @@ pub fn print_raw(text: &str) -> Result<()> {
 
 /// Prints a message to stderr, with settings named as options. Write errors are ignored: stderr may be closed, and that
 /// must not stop the work.
-pub fn tell(text: &str) {
+pub fn print_message(text: &str) {
     let text = worded(text, &CommandLine);
     let text = printable_lines(&text);
     let text = if colors::shows(&std::io::stderr()) { colors::message(&text) } else { text.as_ref().into() };

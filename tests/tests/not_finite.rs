@@ -61,7 +61,7 @@ fn values_that_are_not_finite() {
             "--windows",
             "1"
         ]);
-        check_message(name, &run, 6, &says);
+        check_message(name, &run, 6, &expected);
         // Headers alone do not reveal it.
         quant(args!["plan", model.path(), "--group-size", "32"]).succeeded();
     }

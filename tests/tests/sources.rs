@@ -466,7 +466,7 @@ fn every_container_can_be_rounded_once_more() {
     TinyLlama { hidden: 128, intermediate: 256, heads: 4, kv_heads: 2, ..TinyLlama::default() }
         .write(&at("model"));
     // Power-of-two scales are found again exactly; a different global scale changes all values slightly.
-    for (scheme, format, most) in [
+    for (scheme, format, max) in [
         ("nvfp4a16", "compressed-tensors", 0.09),
         ("mxfp4a16", "compressed-tensors", 0.0),
         ("fp8-block", "compressed-tensors", 0.03),

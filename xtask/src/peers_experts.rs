@@ -23,7 +23,7 @@ const HIDDEN: usize = 2048;
 const HOT: usize = EXPERTS / 10;
 /// Maximum error of an output, root mean square over root mean square, after three products at 4 bits.
 const ERROR: f64 = 0.35;
-const SETTLE: Duration = Duration::from_millis(8);
+const SETTLE_TIME: Duration = Duration::from_millis(8);
 /// quant's contestants that are compared with peers.
 const OURS: [&str; 3] = ["w4a8-g128", "w4a8-g32", "w4a16-g128"];
 

@@ -130,8 +130,8 @@ fn pack_mx(fields: &Fields, block: &mut [u8]) {
 /// The exponent that scales the largest magnitude to between 4 and 8.
 fn exponent(max: f32) -> u8 {
     // Rounded to single precision: just below a large power of two, the logarithm rounds up to that of the power.
-    let below = f64::from(most).log2() as f32;
-    match most > 0.0 {
+    let below = f64::from(max).log2() as f32;
+    match max > 0.0 {
         // A negative exponent wraps around in the reference: then all codes are 0.
         true if below.is_finite() => match (below.floor() as i32 - 2 + 127) as u8 {
             255 => 0,

@@ -319,7 +319,11 @@ fn match_index(
 }
 
 /// Checks that a single file next to the shards describes the same tensors.
-fn compare_single(root: &Root, real: &Path, tensors: &BTreeMap<String, Place>) -> Result<(), ShardFault> {
+fn compare_single(
+    root: &Root,
+    real: &Path,
+    tensors: &BTreeMap<String, ShardTensor>,
+) -> Result<(), ShardFault> {
     let (_, header) = Shard::open(root.join(SINGLE), real)?;
     let mut differing: Vec<&str> = header
         .tensors

@@ -51,7 +51,7 @@ pub fn silu_mul<E: Element>(
 }
 
 /// Values per piece of work when results are rounded.
-const PIECE: usize = 1 << 14;
+const TASK_VALUES: usize = 1 << 14;
 
 /// Rounds `f32` values to the type of `out`, ties to even; values out of range become infinite, and NaN stays NaN.
 ///

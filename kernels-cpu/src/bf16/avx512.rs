@@ -13,7 +13,7 @@ use super::{Bf16Token, LEFT_ROWS, RIGHT_ROWS, Tile};
 const LANES: usize = 16;
 
 /// The product of a strip `[pairs, LEFT_ROWS]` and a panel `[pairs, RIGHT_ROWS]`.
-pub(super) fn multiply(_: Avx512Bf16, strip: &[u32], panel: &[u32]) -> Tile {
+pub(super) fn multiply(_: Bf16Token, strip: &[u32], panel: &[u32]) -> Tile {
     // SAFETY: the `IsaToken` proves that the processor has the features that the function is compiled for.
     unsafe { tile(strip, panel) }
 }

@@ -28,7 +28,7 @@ pub const RIGHT_ROWS: usize = 32;
 #[derive(Debug, Clone, Copy)]
 pub struct Bf16Token(());
 
-impl Avx512Bf16 {
+impl Bf16Token {
     /// Returns the proof if the processor has the instructions and `QUANT_ISA`, if set, does not name a path without
     /// them.
     pub fn detect() -> Option<Self> {
@@ -141,7 +141,7 @@ operand!(RightBf16, RIGHT_ROWS, "a right operand");
 ///
 /// # Panics
 /// When the operands have different widths, or `out` is not whole rows that `left` has, starting at strip `first`.
-pub fn bf16_gemm(token: Avx512Bf16, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
+pub fn bf16_gemm(token: Bf16Token, left: &LeftBf16, first: usize, right: &RightBf16, out: &mut [f32]) {
     check(left, first, right, out.len());
     let (left, right) = (&left.0, &right.0);
     let n = right.rows;
@@ -173,7 +173,7 @@ fn multiply(token: Bf16Token, strip: &[u32], panel: &[u32]) -> Tile {
     avx512::multiply(token, strip, panel)
 }
 
-/// Never called: `Avx512Bf16` cannot be created on this architecture.
+/// Never called: `Bf16Token` cannot be created on this architecture.
 #[cfg(not(target_arch = "x86_64"))]
 fn multiply(_: Bf16Token, _: &[u32], _: &[u32]) -> Tile {
     [[0.0; RIGHT_ROWS]; LEFT_ROWS]

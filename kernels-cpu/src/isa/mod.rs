@@ -179,7 +179,7 @@ impl Isa {
             found => {
                 let names: Vec<_> = Self::available().map(Self::name).collect();
                 let (value, known) = (name.to_owned(), names.join(", "));
-                let narrower = |most: Self| Self::available().filter(|isa| *isa <= most).last();
+                let narrower = |max: Self| Self::available().filter(|isa| *isa <= max).last();
                 // A name of another architecture says nothing about the width on this one.
                 let instead = found.and_then(narrower).filter(|isa| *isa != Self::Scalar).unwrap_or(fastest);
                 Err((instead, KernelError::IsaName { value, known }))

@@ -1,6 +1,6 @@
 //! Which of a processor's paths is its fastest.
 //!
-//! Usually it is the widest. The table [`KNOWN`] lists processors on which an instruction exists but is slow, with the
+//! Usually it is the widest. The table [`SLOW_PATHS`] lists processors on which an instruction exists but is slow, with the
 //! evidence; `quant bench kernels` measures every path and warns if a row is wrong. Only the default path depends on
 //! this: `QUANT_ISA` and [`Isa::token`](super::Isa::token) accept any path that the processor has.
 
@@ -22,7 +22,7 @@ const SLOW_PATHS: [SlowPath; 1] = [
     // Intel's server cores since Sapphire Rapids, identified by AVX512-FP16: `vdpbf16ps` on 512 bits reaches half the
     // operations per second of f32 FMA (0.11 against 0.21 TFLOP/s per core, benchmarks/record/kernels, 2026-11-24).
     // Where tiles are available they are preferred to both, so this row matters only if they are not permitted.
-    Known {
+    SlowPath {
         vendor: "GenuineIntel",
         applies: || is_x86_feature_detected!("avx512fp16"),
         slow: Isa::Avx512Bf16,

@@ -384,7 +384,7 @@ impl Layout {
         });
         let zero_point = self.zero_point.map_or(0, |m| 1 + u64::from(m));
         let sizes = [self.n, self.k, self.code_bits, self.group_size].map(|s| s as u64);
-        let words = [VERSION].into_iter().chain(sizes).chain([scales, middle, u64::from(self.sums)]);
+        let words = [VERSION].into_iter().chain(sizes).chain([scales, zero_point, u64::from(self.sums)]);
         // Integer formats are not hashed, so that their ids remain those from before other formats existed.
         let words = words.chain(float);
         // FNV-1a.

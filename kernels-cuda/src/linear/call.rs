@@ -104,7 +104,7 @@ impl LinearCall {
     /// When weights and activations do not match: `f32` or `fixed` with weights for floats; rows that are not exactly
     /// `k` elements apart with integers, or closer than that with floats; a scale that is not positive; a zero point
     /// without sums in the layout. Also when planning the product or the quantization fails.
-    pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
+    pub fn new(layout: &WeightLayout, shape: &CallShape, device: &PlanLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let CallShape { m, element, stride, output, fixed } = *shape;
         let refuse = |why| Err(KernelError::Scheme(why));

@@ -102,12 +102,12 @@ impl LinearPlan {
         };
         // The kernel uses 32-bit indices of features, tokens and bytes of a row, which go up to one block beyond the
         // end.
-        let most = i32::MAX as usize / 2 - 1024;
-        small(k, most, "the input features")?;
-        small(m, most, "the tokens")?;
+        let max = i32::MAX as usize / 2 - 1024;
+        small(k, max, "the input features")?;
+        small(m, max, "the tokens")?;
         // The kernel numbers blocks in bands of eight token tiles per row tile, so an index can reach eight times the
         // number of output features.
-        small(n, most / 8, "the output features")?;
+        small(n, max / 8, "the output features")?;
         let Parts { chunks, halved } = Parts::of([n, k]);
         // Two sets of warps compute the halves concurrently; in a `serial` variant, parts run one after another.
         let ways = usize::from(variant.serial) + variant.shape.sets;

@@ -129,10 +129,10 @@ impl Judge {
                     difference <= max
                 }
                 Self::Sum(magnitude) => {
-                    let apart = (float(a) - float(b)).abs();
-                    worst = worst.max(apart / magnitude);
+                    let difference = (float(a) - float(b)).abs();
+                    worst = worst.max(difference / magnitude);
                     // A tensor core may truncate where the interpreter rounds, and adds in a different order.
-                    apart <= magnitude * 2_f64.powi(-20)
+                    difference <= magnitude * 2_f64.powi(-20)
                 }
             };
             if !is_fine {

@@ -16,5 +16,5 @@ mod support;
 use quant_kernels_cuda::linear::PlanLimits;
 
 /// An A10: its small shared memory allows only a short ring, which wraps around early.
-const DEVICE: DeviceLimits =
-    DeviceLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };
+const DEVICE: PlanLimits =
+    PlanLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };

@@ -22,7 +22,7 @@ use crate::output::bytes;
 /// How often a broken transfer is retried.
 const ATTEMPTS: u32 = 3;
 /// Timeout for a silent server, unless `HF_HUB_DOWNLOAD_TIMEOUT` sets a different one.
-const PATIENCE: Duration = Duration::from_secs(60);
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How quickly a cancellation is noticed.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;

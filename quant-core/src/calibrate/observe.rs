@@ -76,7 +76,7 @@ impl HiddenStates {
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let layout = windows.layout();
         let width = model.architecture().state_width(0);
-        let (table, beside) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
+        let (table, per_layer) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
         let embedded = |first: usize, tokens: &[u32]| -> Result<Vec<f32>> {
             let mut values = model.embed_streamed(tokens)?;
             if let Some(table) = &table {

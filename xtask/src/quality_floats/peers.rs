@@ -20,7 +20,7 @@ use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 /// The models to compare on.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];
 /// Maximum excess of quant, as a share of the peer's divergence.
-const SHARE: f64 = 0.005;
+const TOLERANCE: f64 = 0.005;
 /// Maximum excess of quant, in standard errors of the difference.
 const ERRORS: f64 = 2.0;
 const THREADS: usize = 2;

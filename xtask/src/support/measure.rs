@@ -116,7 +116,7 @@ fn contents(mut log: File) -> Result<String> {
 }
 
 /// `VmHWM` of a process in bytes; `None` once its memory has been freed.
-fn high_water(status_file: &str) -> Option<u64> {
+fn peak_rss(status_file: &str) -> Option<u64> {
     let status = std::fs::read_to_string(status_file).ok()?;
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

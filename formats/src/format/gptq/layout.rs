@@ -125,7 +125,11 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 }
 
 /// Returns codes and zero points in which groups with a zero point of 0 are raised by one, if their codes allow it.
-fn with_room<'t>(tensor: &'t QuantizedTensor, zeros: &[u8], group_size: usize) -> (Cow<'t, [u8]>, Vec<u8>) {
+fn avoid_zero_points_of_0<'t>(
+    tensor: &'t QuantizedTensor,
+    zeros: &[u8],
+    group_size: usize,
+) -> (Cow<'t, [u8]>, Vec<u8>) {
     let mut codes = Cow::Borrowed(&tensor.codes[..]);
     let mut raised = zeros.to_vec();
     for (group, zero) in raised.iter_mut().enumerate().filter(|(_, zero)| **zero == 0) {

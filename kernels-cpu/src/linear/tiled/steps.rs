@@ -30,8 +30,8 @@ pub(in crate::linear) unsafe fn expand<U: TileUnit, const CODES: usize, const KI
     let expanded = if KIND == FLOAT { 256 } else { 128 };
     // With up to two panels, `products` prefetches the next codes.
     let (panels, waits) = (count, count > 2);
-    let ahead = Ahead::new(layout, panels, AHEAD);
-    let centre = layout.middle().map_or(1 << (codes::bits(CODES) - 1), i32::from);
+    let ahead = Prefetcher::new(layout, panels, AHEAD);
+    let centre = layout.zero_point().map_or(1 << (codes::bits(CODES) - 1), i32::from);
     // SAFETY: the caller guarantees the contract above; every step is less than the steps of a group, and every group
     // is less than their count.
     unsafe {
