@@ -141,7 +141,7 @@ fn settings_come_from_the_model_and_the_command_line() {
     assert_eq!((ids(&longer), longer["end"].as_str()), (greedy[..5].to_vec(), Some("length")));
     bench.configure(&json!({ "do_sample": true, "temperature": 0.7, "top_p": 0.9, "num_beams": 4 }));
     let run = bench.generate(&["--json", "--max-new-tokens", "3"]).succeeded();
-    assert!(run.stderr.contains("`num_beams` is not implemented"), "{}", run.stderr);
+    assert!(run.stderr.contains("`num_beams` is not supported"), "{}", run.stderr);
     let settings = run.json()["settings"].clone();
     assert_eq!((&settings["do_sample"], &settings["top_k"]), (&json!(true), &json!(50)));
     let settings = bench.report(&["--greedy", "--max-new-tokens", "3"])["settings"].clone();

@@ -100,7 +100,7 @@ fn templates_that_overflow_the_stack() {
         ("a chain of elif", format!("{{% if 0 %}}{}{{% endif %}}", times(80_000, "{% elif 0 %}x"))),
     ] {
         bench.write(TEMPLATE, &template);
-        check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put another one"]);
+        check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "overflows the stack", "put a different one"]);
     }
     // The same in calibration on conversations.
     bench.write(TEMPLATE, "{% set n = namespace() %}{% set n.a = n %}{{ n }}");
@@ -135,7 +135,7 @@ fn templates_that_take_memory_or_time() {
         ("a width", "{{ '%999999999999d'|format(3) }}".into()),
     ] {
         bench.write(TEMPLATE, &template);
-        check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "MiB of memory", "put another one"]);
+        check_message(case, &run(bench.chat()), 4, &[TEMPLATE, "MiB of memory", "put a different one"]);
     }
     let copied = "{% set x = '%90000000d'|format(1) %}{% for i in range(99999) %}{% set t %}{{ x }}{% endset %}{% endfor %}";
     bench.write(TEMPLATE, copied);

@@ -109,7 +109,7 @@ impl<'a> Generator<'a> {
         }
         if prompt.len() > positions {
             return Err(Error::usage(
-                format!("the prompt has {} tokens and the context {positions}", prompt.len()),
+                format!("the prompt has {} tokens, but the context has only {positions}", prompt.len()),
                 "shorten the prompt, or load the model for a longer context",
             ));
         }

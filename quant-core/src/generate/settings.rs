@@ -124,7 +124,7 @@ impl GenerationSettings {
         }
         let notes = IGNORED.iter().filter(|(key, neutral)| is_set(&map, key, *neutral));
         let notes =
-            notes.map(|(key, _)| format!("{FILE}: `{key}` is not implemented and was left out")).collect();
+            notes.map(|(key, _)| format!("{FILE}: `{key}` is not supported and was ignored")).collect();
         Ok((settings, notes))
     }
 
@@ -162,7 +162,7 @@ impl GenerationSettings {
     pub fn check(&self) -> Result<()> {
         match self.fault() {
             Some((name, reason)) => {
-                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or leave it out"))
+                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or omit it"))
             }
             None => Ok(()),
         }
@@ -196,16 +196,14 @@ fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     let found = match fields.get(key) {
         None => return Ok(Vec::new()),
         Some(Value::Array(list)) if list.len() > MAX_TOKENS => {
-            return Err(
-                fields.error(key, format!("lists {} tokens; at most {MAX_TOKENS} are read", list.len()))
-            );
+            return Err(fields.error(key, format!("lists {} tokens; the limit is {MAX_TOKENS}", list.len())));
         }
         Some(Value::Array(list)) => list.iter().map(one).collect::<std::result::Result<Vec<_>, _>>(),
         Some(value) => one(value).map(|token| vec![token]),
     };
     match found {
         Ok(tokens) => Ok(tokens.into_iter().flatten().collect()),
-        Err(()) => Err(fields.error(key, "is neither a token's number nor a list of such")),
+        Err(()) => Err(fields.error(key, "is neither a token ID nor a list of token IDs")),
     }
 }
 

@@ -239,8 +239,8 @@ impl ProcessWorker {
                  documents (.jsonl)"
             }
             Content::Template { .. } => {
-                "correct the model's chat template, or put another one as chat_template.jinja beside it, which is taken \
-                 first"
+                "correct the model's chat template, or put a different one next to it as \
+                chat_template.jinja, which takes precedence"
             }
         };
         Error::InputFile { path: self.loadable.path.clone(), line: None, reason, remedy: remedy.into() }
