@@ -353,7 +353,7 @@ fn models_are_written_in_parts_and_read_again() {
         let run = quant(args!["inspect", path]);
         check_message("a part", &run, 4, says);
     };
-    refused(&part(1), &[&names[1], "is file 2 of", "give the first of them"]);
+    refused(&part(1), &[&names[1], "is file 2 of", "give the first file"]);
     let bytes = std::fs::read(part(1)).unwrap();
     let key = bytes.windows(8).position(|w| w == b"split.no").unwrap() + 8 + 4;
     let mut wrong = bytes.clone();

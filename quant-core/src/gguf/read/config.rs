@@ -125,8 +125,10 @@ pub(super) fn shortest(value: f64) -> f64 {
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, turned: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
     if turned > WIDEST || count as u64 != turned / 2 {
-        let reason =
-            format!("tensor `{}` has {count} values, but heads rotate {turned} channels", tensor.name);
+        let reason = format!(
+            "tensor `{}` has {count} values, but {turned} channels per head are rotated",
+            tensor.name
+        );
         return Err(GgufFile::broken(about.file.path(), reason));
     }
     let mut bytes = vec![0; tensor.bytes as usize];
@@ -140,9 +142,11 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
     if turned != head_dim {
         if !about.family.turns_parts || turned > head_dim {
-            return Err(
-                about.unread("rope.dimension_count", "is not the width of a head, which is not supported")
-            );
+            return Err(about.unread(
+                "rope.dimension_count",
+                "differs from the width of a head, which is not \
+                    supported",
+            ));
         }
         set("partial_rotary_factor", json!(turned as f64 / head_dim as f64));
     } else if about.family.turns_parts {
@@ -198,7 +202,13 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             }
             json!({ "rope_type": "linear", "factor": factor })
         }
-        ("linear", _) => return Err(about.unread("rope.scaling.type", "is `linear` beside divisors")),
+        ("linear", _) => {
+            return Err(about.unread(
+                "rope.scaling.type",
+                "is `linear` together with frequency \
+            divisors, which is not supported",
+            ));
+        }
         _ => {
             let reason = format!("is `{}`, which is not supported", crate::checkpoint::printable(kind));
             return Err(about.unread("rope.scaling.type", &reason));

@@ -128,10 +128,7 @@ fn a_tensor_has_one_name() {
     {
         let mut model = model();
         model.1.push(tensor(name, &[8, 8], 9.0));
-        says(
-            &refusal(&model),
-            &[name, "does not belong to the supported tensors of llama", "Hugging Face directory"],
-        );
+        says(&refusal(&model), &[name, "is not supported for llama", "Hugging Face directory"]);
     }
 }
 
@@ -271,9 +268,9 @@ fn remedies_fit_what_is_wrong() {
         ("split.no", Value::U16(1)),
         ("split.tensors.count", Value::I32(11)),
     ];
-    says(&refused(&second), &["is file 2 of 2 of a model", "give the first of them"]);
+    says(&refused(&second), &["is file 2 of a model in 2 files", "give the first file"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
-    says(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
+    says(&unknown, &["`gpt9`; supported architectures:", "Hugging Face directory"]);
     assert_eq!(unknown.matches(" llama,").count(), 1, "{unknown}");
     let dense = refused(&[("general.architecture", Value::string("qwen3moe"))]);
     says(&dense, &["`qwen3moe.expert_count` is missing or 0"]);
@@ -335,10 +332,13 @@ fn models_in_parts_are_read_as_one() {
     };
     let as_it_is = |_: &mut Tensors, _: &mut Tensors| {};
     for wrong in [second(0, 2, 11), second(1, 3, 11), second(1, 2, 12)] {
-        says(&refused(&wrong, NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
+        says(&refused(&wrong, NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
     }
-    says(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
-    says(&refused(&second(2, 2, 11), NAMES, &as_it_is), &[NAMES[1], "`split.no` is 2, of 2 files"]);
+    says(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
+    says(
+        &refused(&second(2, 2, 11), NAMES, &as_it_is),
+        &[NAMES[1], "`split.no` is 2, but there are 2 files"],
+    );
     says(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
         &[NAMES[1], "`split.tensors.count` is not an integer"],
@@ -346,7 +346,7 @@ fn models_in_parts_are_read_as_one() {
     says(&refused(&good, ["x.gguf", NAMES[1]], &as_it_is), &["does not end in `-00001-of-00002.gguf`"]);
     says(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
-    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "an earlier file holds"]);
+    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "also in an earlier file"]);
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
     says(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
 }
@@ -441,15 +441,25 @@ fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
         set(&mut model.0, &format!("qwen35.{key}"), value);
         says(&refusal(&model), parts);
     };
-    says_of("ssm.inner_size", Value::U32(9), &["`qwen35.ssm.inner_size` is 9, of 4 heads of 2"]);
+    says_of(
+        "ssm.inner_size",
+        Value::U32(9),
+        &["`qwen35.ssm.inner_size` is 9, but there are 4 heads of width \
+        2"],
+    );
     let flags = Value::Array(Array::Bool(vec![true]));
     says_of("attention.recurrent_layers", flags, &["is not a list of flags for 2 blocks"]);
-    says_of("nextn_predict_layers", Value::U32(2), &["`qwen35.nextn_predict_layers` is 2, of 2 blocks"]);
+    says_of(
+        "nextn_predict_layers",
+        Value::U32(2),
+        &["`qwen35.nextn_predict_layers` is 2, but there are only \
+        2 blocks"],
+    );
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
     says_of(
         "full_attention_interval",
         Value::U32(1),
-        &["tensor `blk.0.attn_qkv.weight` does not belong to the supported tensors of qwen35"],
+        &["tensor `blk.0.attn_qkv.weight` is not supported for qwen35"],
     );
     // Blocks for multi-token prediction are ignored.
     let mut further = hybrid();
@@ -460,7 +470,7 @@ fn numbers_of_delta_nets_and_blocks_are_held_against_each_other() {
     let mut narrow = hybrid();
     narrow.1.retain(|(name, ..)| name != "blk.0.ssm_conv1d.weight");
     narrow.1.push(tensor("blk.0.ssm_conv1d.weight", &[16, 3], 0.0));
-    says(&refusal(&narrow), &["blk.0.ssm_conv1d.weight", "[16, 3]", "[16, 4] is due"]);
+    says(&refusal(&narrow), &["blk.0.ssm_conv1d.weight", "[16, 3]", "expected [16, 4]"]);
 }
 
 #[test]
@@ -481,7 +491,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
     assert_eq!(plain["original_max_position_embeddings"], 64);
     assert!((plain["attention_factor"].as_f64().unwrap() - recommended).abs() < 1e-12);
     for (more, says_so) in [
-        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, and llama.cpp takes 32"),
+        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, but llama.cpp uses 32"),
         (("yarn_ext_factor", Value::F32(0.5)), "yarn_ext_factor` is 0.5"),
         (("yarn_log_multiplier", Value::F32(0.1)), "yarn_log_multiplier"),
         (("factor", Value::F32(-4.0)), "factor` is -4"),
