@@ -296,7 +296,7 @@ impl Decoder {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {
             return Err(Error::Internal(format!(
-                "{} tokens after {start} do not fit {} positions",
+                "{} tokens after {start} do not fit in {} positions",
                 tokens.len(),
                 self.positions
             )));

@@ -56,7 +56,10 @@ impl GroupedExperts {
                 }
                 let (got, most) = (numbers.len() - before, self.top_k);
                 if got > most {
-                    return Err(Error::Internal(format!("a token goes to {got} experts of at most {most}")));
+                    return Err(Error::Internal(format!(
+                        "a token is routed to {got} experts; the limit is \
+                        {most}"
+                    )));
                 }
                 // A weight may have underflowed to 0.
                 numbers.resize(before + most, NO_EXPERT);

@@ -116,7 +116,7 @@ pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>
 fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };
-    let wrong = || config.error(KEY, "is not a list of two numbers, the first the smaller");
+    let wrong = || config.error(KEY, "must be a list of two numbers in increasing order");
     let [least, most] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
     let infinite = most.as_str() == Some("Infinity")
         || most.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");

@@ -56,7 +56,7 @@ static MARKS: &[Mark] = &[
     mark("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
     mark("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
     mark("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
-    mark("index_topk", positive, "queries see the keys that an indexer selects"),
+    mark("index_topk", positive, "queries attend only to the keys that an indexer selects"),
     mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
     mark("swiglu_limit", positive, "gate and up projections are clamped"),
     mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
@@ -68,18 +68,18 @@ static MARKS: &[Mark] = &[
     mark("no_rope_layers", any, "some layers have no RoPE"),
     mark("no_rope_layer_interval", positive, "some layers have no RoPE"),
     mark("num_kv_shared_layers", positive, "layers share keys and values"),
-    mark("hidden_size_per_layer_input", positive, "layers read embeddings of their own"),
+    mark("hidden_size_per_layer_input", positive, "layers have their own embeddings"),
     mark("embedding_multiplier", not_one, "embeddings are scaled"),
     mark("residual_multiplier", not_one, "updates of the residual stream are scaled"),
     mark("attention_multiplier", not_one, "attention scores have their own scale"),
     mark("logits_scaling", not_one, "logits are scaled"),
     mark("logit_scale", not_one, "logits are scaled"),
-    mark("use_parallel_residual", is_true, "attention and MLP read the same hidden states"),
+    mark("use_parallel_residual", is_true, "attention and MLP run in parallel on the same hidden states"),
     mark("mamba_d_state", positive, "some layers are state-space layers (Mamba)"),
     mark("ssm_state_size", positive, "some layers are state-space layers (Mamba)"),
     mark("conv_L_cache", positive, "some layers are short convolutions"),
     mark("clip_qkv", positive, "queries, keys and values are clamped"),
-    mark("alibi", is_true, "positions bias the scores (ALiBi)"),
+    mark("alibi", is_true, "attention scores are biased by position (ALiBi)"),
 ];
 
 /// Properties of published families that no field of their configuration shows.
@@ -87,8 +87,8 @@ static FACTS: &[(&str, &[&str])] = &[(
     "muse_glimmer",
     &[
         "queries and keys are normalized without a weight",
-        "the output of attention is multiplied by a gate of its own",
-        "windows are counted from the last block",
+        "the output of attention is gated",
+        "the pattern of windows is counted from the last block",
     ],
 )];
 
@@ -298,7 +298,7 @@ fn differences(
             (Some(mark), ..) => said.push(format!("{}: {}", field.says(fields), mark.means)),
             (None, Some(other), Some(nearest)) => {
                 let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
-                said.push(format!("{}, which {other} has and {nearest} has not", field.says(fields)));
+                said.push(format!("{}, which {other} has, but {nearest} does not", field.says(fields)));
             }
             (None, Some(_), None) => {}
             (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
@@ -328,7 +328,8 @@ fn differences(
     }
     if said.is_empty() && nearest.is_some() {
         said.push(
-            "no field of its configuration shows how it differs; its class may compute something else".into(),
+            "its configuration does not show how it differs, but its class may compute different results"
+                .into(),
         );
     }
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
