@@ -31,14 +31,14 @@ fn recipes() {
         ),
         (&["--scheme", "w4a8-g32-static"], &["w8a8-channel-sym only"]),
         (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
-        (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha 1.5 is outside 0 to 1"]),
+        (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha is 1.5; it must be from 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
         (&["--alpha", "0.5"], &["--alpha has no effect"]),
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["no step of method `rtn`", "no steps that can be left out"],
+            &["no step of method `rtn`", "none of its steps can be skipped"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],
@@ -52,8 +52,8 @@ fn recipes() {
             &["--method", "qoq", "--skip", "smooth-attention", "--attention-alpha", "0.5"],
             &["--attention-alpha has no effect"],
         ),
-        (&["--method", "qoq", "--output-alpha", "2"], &["alpha 2 is outside 0 to 1"]),
-        (&["--scheme", "w4a8kv5"], &["`kv5` is not known", "kv4, kv8, kvf8 or kv16"]),
+        (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
+        (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
         (&["--scheme", "w4a8-channel-progressive"], &["one scale per row has one level"]),
         (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
@@ -97,7 +97,7 @@ fn recipes() {
         (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens"]),
         (
             &["--group-size", "32", "--ignore", "*.mlp.*", "--override", "down_proj=w8a16"],
-            &["--override down_proj has no effect", "--ignore wins"],
+            &["--override down_proj has no effect", "--ignore takes precedence"],
         ),
         (&["--method", "rtn", "--samples", "4"], &["--samples has no effect", "searches nothing"]),
         (
@@ -114,7 +114,7 @@ fn recipes() {
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
         (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
-        (&["--method", "reorder,rotate"], &["makes another model", "put `rotate` first"]),
+        (&["--method", "reorder,rotate"], &["modifies the whole model", "put `rotate` first"]),
         (
             &["--method", "rotate,magic"],
             &["step `magic` is not known", "the steps are awq, clip, fold-norms"],

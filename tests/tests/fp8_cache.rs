@@ -334,12 +334,12 @@ fn requests_that_make_no_sense_are_refused() {
     for (options, says) in [
         (["--scheme", "w4a16kvf8-g32", "--format", "awq"], "the awq format cannot store the scales"),
         (["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format cannot store the scales"),
-        (["--scheme", "w4a16kvf4", "--group-size", "32"], "a cache of `kvf4` is not known"),
+        (["--scheme", "w4a16kvf4", "--group-size", "32"], "unknown cache `kvf4`"),
     ] {
         check_message(says, &quantize(&at("model"), &at("out"), &[&rtn[..], &options].concat()), 2, &[says]);
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let says = ["`smooth-attention` helps caches of integers", "--skip smooth-attention"];
+    let says = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
     check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &says);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();

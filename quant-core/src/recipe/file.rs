@@ -82,7 +82,7 @@ pub(super) struct RecipeFile {
 
 /// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "format is the name of a container, or an array of such names")]
+#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of names")]
 enum Formats {
     /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
@@ -300,8 +300,8 @@ impl Recipe {
         let (gptq, usual_gptq) = (file.quantize.gptq.as_ref(), method.usual_gptq());
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage(
-                "[quantize.gptq] has no effect: quantize.method is not gptq",
-                "leave it out, or say method = \"gptq\" in [quantize]",
+                "[quantize.gptq] has no effect, because quantize.method is not gptq",
+                "remove it, or set method = \"gptq\" in [quantize]",
             ));
         }
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
@@ -330,8 +330,8 @@ impl Recipe {
         };
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
-                "[calibration] has no effect: nothing uses a text",
-                "leave it out, or add a [[transform]] that uses one",
+                "[calibration] has no effect, because no step uses a text",
+                "remove it, or add a [[transform]] that uses one",
             ));
         }
         Ok(recipe)
@@ -386,7 +386,7 @@ impl RecipeFile {
                 let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
                 Error::usage(
                     format!("quantize.method `{name}` is not known"),
-                    format!("it is {}; what comes before it is a [[transform]]", names.join(" or ")),
+                    format!("it must be {}; earlier steps are [[transform]] entries", names.join(" or ")),
                 )
             })?,
         };
@@ -505,7 +505,7 @@ mod tests {
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
             ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is named twice"),
-            ("format = 4\n[quantize]\nscheme = \"w4a16\"", "an array of such names"),
+            ("format = 4\n[quantize]\nscheme = \"w4a16\"", "or an array of names"),
             (
                 "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
                 "line 6: unknown variant `users`",

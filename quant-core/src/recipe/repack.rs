@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// The method in reports of a run that repacks, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the numbers of a quantized checkpoint in another format",
+    summary: "the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,

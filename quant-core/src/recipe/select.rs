@@ -95,10 +95,11 @@ impl<'r> Selection<'r> {
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
                     format!(
-                        "‹{option}={pattern}› has no effect: other patterns decide for everything \
-                     that it matches"
+                        "‹{option}={pattern}› has no effect: other patterns take precedence for everything \
+                        that it matches"
                     ),
-                    "remove it; ‹ignore› wins over ‹override›, and a later ‹override› over an earlier one",
+                    "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an \
+                    earlier one",
                 ));
             }
             modules.retain(|module| !none_of_them_is(module));

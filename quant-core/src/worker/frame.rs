@@ -71,7 +71,7 @@ pub(super) fn read_frame(input: &mut dyn Read, most: u64) -> io::Result<Option<V
     if len > most {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
-            format!("a frame of {len} bytes, of at most {most}"),
+            format!("a frame of {len} bytes; the limit is {most}"),
         ));
     }
     let mut bytes = Vec::new();

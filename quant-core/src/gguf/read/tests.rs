@@ -153,7 +153,7 @@ fn counts_are_checked_before_anything_is_made_of_them() {
     says(&refusal(&experts(3)), &["blk.0.ffn_gate_exps.weight", "3 experts", "`llama.expert_count` is 2"]);
     let mut many = experts(2);
     set(&mut many.0, "llama.expert_count", Value::U32(1 << 30));
-    says(&refusal(&many), &["llama.expert_count", "at most 4096"]);
+    says(&refusal(&many), &["llama.expert_count", "the limit is 4096"]);
 
     let with_divisors = |count: usize| {
         let mut model = model();
@@ -177,7 +177,7 @@ fn tokens_that_are_too_long_or_too_alike_are_refused() {
         ]
     };
     let long = tokens(vec!["a".into(), "b".repeat(1024), "c".repeat(1025)]);
-    says(&refused(&long), &["tokenizer.ggml.tokens", "1025 bytes for token 2", "at most 1024"]);
+    says(&refused(&long), &["tokenizer.ggml.tokens", "1025 bytes for token 2", "the limit is 1024"]);
     let runs = tokens((1..200).map(|count| "a".repeat(count)).collect());
     says(&refused(&runs), &["tokenizer.ggml.tokens", "over 6368 pairs"]);
     let (_scratch, read) = read(&model());
