@@ -29,7 +29,7 @@ fn recipes() {
             &["--method", "smoothquant", "--scheme", "w4a16-g32"],
             &["all activations stay float", "such as w8a8"],
         ),
-        (&["--scheme", "w4a8-g32-static"], &["w8a8-channel-sym only"]),
+        (&["--scheme", "w4a8-g32-static"], &["only with w8a8-channel-sym"]),
         (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha is 1.5; it must be from 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
@@ -55,7 +55,7 @@ fn recipes() {
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
         (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
-        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row has one level"]),
+        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row cannot be progressive"]),
         (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
@@ -92,7 +92,7 @@ fn recipes() {
         (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL`"]),
         (
             &["--group-size", "32", "--format", "awq", "--override", "lm_head=w4a16"],
-            &["`lm_head` is to be quantized", "keep it float"],
+            &["`lm_head` cannot be quantized", "keep it float"],
         ),
         (&["--group-size", "32", "--samples", "0"], &["0 windows of 512 tokens"]),
         (
@@ -109,7 +109,7 @@ fn recipes() {
         ),
         (
             &["--format", "awq", "--group-size", "32", "--override", "down_proj=w4a16-channel"],
-            &["down_proj` is to be w4a16-channel-asym", "one scheme for all"],
+            &["down_proj` has the scheme w4a16-channel-asym", "one scheme for all"],
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
@@ -328,7 +328,10 @@ fn texts() {
         ("empty.jsonl", &["empty.jsonl: holds no text"]),
         ("pipe.txt", &["pipe.txt: is not a regular file"]),
         (".", &["is not a regular file"]),
-        ("nowhere.txt", &["nowhere.txt is neither a file nor a set", "one of builtin, builtin-heldout, "]),
+        (
+            "nowhere.txt",
+            &["nowhere.txt is neither a file nor a known text set", "one of builtin, builtin-heldout, "],
+        ),
     ];
     for (name, says) in cases {
         let path = folder.path().join(name);
@@ -393,7 +396,7 @@ fn outputs() {
         ("models/tiny", false, 2, &["overlaps the input"]),
         ("models/tiny", true, 2, &["overlaps the input"]),
         ("models/../models/./tiny/", true, 2, &["overlaps the input"]),
-        ("models/tiny/out", true, 2, &["overlaps the input", "a directory of its own"]),
+        ("models/tiny/out", true, 2, &["overlaps the input", "a separate directory"]),
         ("models", true, 2, &["overlaps the input"]),
         ("link", true, 2, &["overlaps the input"]),
         ("link/out", true, 2, &["overlaps the input"]),
@@ -405,7 +408,7 @@ fn outputs() {
         ("home", true, 2, &["was not written by quant", "--force does not replace it"]),
         ("models/other", true, 2, &["was not written by quant", "--force does not replace it"]),
         ("visited", true, 2, &["visited holds `notes.txt`, which quant did not write"]),
-        ("dangling", true, 2, &["dangling", "a symbolic link that leads nowhere"]),
+        ("dangling", true, 2, &["dangling", "a broken symbolic link"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
     for (output, force, code, says) in cases {

@@ -112,7 +112,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     check_message("3 bits", &run, 2, &["the awq format packs 4 bits, not 3"]);
     assert!(!other.exists());
     for (case, formats, says) in [
-        ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is named twice"),
+        ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is listed twice"),
         ("unknown", &["--format", "awq", "--format", "gguf9"], "unknown format `gguf9`"),
     ] {
         check_message(case, &quant(quantize(&model, &other, formats)), 2, &[says]);
@@ -179,7 +179,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
     let run = quant(quantize(&at("head"), &at("no"), &["--format", "awq"]));
-    check_message("the head", &run, 2, &["`lm_head` is to be quantized", "keep it float"]);
+    check_message("the head", &run, 2, &["`lm_head` cannot be quantized", "keep it float"]);
     edit_config(&at("mixed"), &json!({ "quantization_config": { "quant_method": "gguf" } }));
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
     check_message("unknown", &run, 4, &["`quantization_config.quant_method` is gguf"]);

@@ -301,11 +301,11 @@ fn what_is_damaged_or_not_known_is_refused() {
         (
             "strategy",
             json!("attn_head"),
-            "kv_cache_scheme.strategy` is \"attn_head\"; only tensor can be read",
+            "kv_cache_scheme.strategy` is \"attn_head\"; only tensor is supported",
         ),
         ("dynamic", json!(true), "kv_cache_scheme.strategy`"),
         ("num_bits", json!(4), "kv_cache_scheme.strategy`"),
-        ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float can be read"),
+        ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float is supported"),
         ("symmetric", json!(false), "kv_cache_scheme.symmetric`"),
         ("unknown", json!(1), "kv_cache_scheme.unknown` is not known"),
     ] {
@@ -345,7 +345,7 @@ fn requests_that_make_no_sense_are_refused() {
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
     let said = format!("{}{}", plan.stdout, plan.stderr);
     assert!(
-        said.contains("--kv-cache-dtype fp8") && said.contains("stops at FP8 scales of keys and values"),
+        said.contains("--kv-cache-dtype fp8") && said.contains("rejects FP8 scales of keys and values"),
         "{plan}"
     );
 }

@@ -189,7 +189,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
             &["--method", "gptq", "--format", "gptq", "--override", "down_proj=w8a16"],
             "one scheme for all",
         ),
-        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all readers"),
+        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all implementations"),
     ] {
         check_message(case, &quant(quantize(&model, &out, options)), 2, &[says]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");

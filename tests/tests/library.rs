@@ -180,7 +180,7 @@ fn messages_name_settings_and_no_options() {
     }
     let (category, said) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
     assert!(
-        category == Category::Input && said.contains("none is neither a file nor a set of texts"),
+        category == Category::Input && said.contains("none is neither a file nor a known text set"),
         "{said}"
     );
 }

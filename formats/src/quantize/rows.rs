@@ -28,7 +28,7 @@ impl Rows<'_> {
     pub fn count(&self, columns: usize) -> Result<usize, RowsError> {
         let (len, row) = match self {
             Self::Bytes(_, dtype) if !dtype.is_weight_float() => {
-                return Err(RowsError::Layout(format!("weights of type {dtype} do not widen to F32")));
+                return Err(RowsError::Layout(format!("weights of type {dtype} cannot be converted to F32")));
             }
             Self::Bytes(bytes, dtype) => (bytes.len(), columns * dtype.size()),
             Self::Floats(values) => (values.len(), columns),

@@ -504,7 +504,7 @@ mod tests {
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
-            ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is named twice"),
+            ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is listed twice"),
             ("format = 4\n[quantize]\nscheme = \"w4a16\"", "or an array of names"),
             (
                 "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
