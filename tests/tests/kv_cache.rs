@@ -99,7 +99,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     };
     gate("eight.json").succeeded();
     std::fs::rename(at("four.json"), at("eight.json")).unwrap();
-    let says = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
+    let says = ["kv8 in the baseline, kv4 now", "--kv"];
     check_message("another cache", &gate("eight.json"), 4, &says);
 
     // A result with an edited cache is rejected.

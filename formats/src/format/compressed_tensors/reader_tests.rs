@@ -472,7 +472,11 @@ fn floating_point_weights_that_cannot_be_read() {
             json!("pack-quantized"),
             "group_0.format` is pack-quantized, which does not match float weights",
         ),
-        ("format", json!("mxfp8-quantized"), "group_0.format` is mxfp8-quantized, which float weights"),
+        (
+            "format",
+            json!("mxfp8-quantized"),
+            "group_0.format` is mxfp8-quantized, which does not match float weights",
+        ),
         (
             "input_activations",
             json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true}),
