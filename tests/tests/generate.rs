@@ -246,11 +246,11 @@ fn a_conversation_goes_on() {
     let run = bench.with_input(&options, b"Once\n/new\nOnce\n/retry\n/nonsense\n/exit\nnever\n").succeeded();
     let rates = run.stderr.lines().filter(|line| line.starts_with("[16 prompt tokens")).count();
     assert_eq!(rates, 3, "{}", run.stderr);
-    assert!(run.stderr.contains("no command /nonsense"), "{}", run.stderr);
+    assert!(run.stderr.contains("unknown command /nonsense"), "{}", run.stderr);
     // A message that does not fit is reported, and the next conversation works.
     let long = [b"x".repeat(300), b"\n/new\nOnce\n".to_vec()].concat();
     let run = bench.with_input(&[&options[..], &["--context", "64"]].concat(), &long).succeeded();
-    assert!(run.stderr.contains("the context 64"), "{}", run.stderr);
+    assert!(run.stderr.contains("the context has only 64"), "{}", run.stderr);
     assert!(run.stdout.starts_with(answer), "{run:?}");
     let run = bench.with_input(&options, b"Once\n\xff\n");
     assert_eq!(run.code(), Some(4), "{run}");

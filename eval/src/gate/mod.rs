@@ -291,7 +291,7 @@ fn bind(
         ] {
             if now != then {
                 let reason = format!(
-                    "the {what} of `{}` differs: {then} in the baseline, {now} now",
+                    "`{}` differs in its {what}: {then} in the baseline, {now} now",
                     name.escape_default()
                 );
                 return Err(fault(reason, update));
