@@ -70,7 +70,7 @@ pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
 
 /// The error for a plan of another family than the function's.
 pub(super) fn another_family() -> Fault {
-    Fault::new(qz1_status::Mismatch, "a plan of another family")
+    Fault::new(qz1_status::Mismatch, "a plan for a different kernel family")
 }
 
 /// Makes a plan; writes null on an error.

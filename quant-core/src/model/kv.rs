@@ -200,7 +200,7 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
         return Some("the kernels cannot use vector instructions on this processor".into());
     }
     let error = KvLayout::new(kind, head_dim).err()?;
-    Some(format!("the kernels' cache does not support heads of width {head_dim}: {error}"))
+    Some(format!("the kernels' cache cannot hold heads of width {head_dim}: {error}"))
 }
 
 /// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
