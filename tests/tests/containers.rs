@@ -100,7 +100,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     std::fs::create_dir(&out).unwrap();
     std::fs::write(out.join("letter.txt"), "dear").unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--force"]].concat()));
-    check_message("a letter", &run, 2, &["letter.txt", "choose another output"]);
+    check_message("a letter", &run, 2, &["letter.txt", "choose a different output"]);
     assert_eq!(names(&out), ["letter.txt"]);
     std::fs::remove_file(out.join("letter.txt")).unwrap();
     quant(quantize(&model, &out, &options)).succeeded();

@@ -159,7 +159,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     assert!(!out.exists());
     // Other types make it a different job.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
-    check_message("other types", &run, 2, &["other inputs or settings"]);
+    check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
     assert!(run.stderr.contains("resumed: "), "{run}");
     assert_eq!(digest(&out), digest(&at("whole.gguf")));

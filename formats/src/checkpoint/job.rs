@@ -237,7 +237,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(
             format!("{} is needed for preparing the output, but {reason}", path.display()),
-            "move it away, or choose another output",
+            "move it away, or choose a different output",
         )),
     }
 }

@@ -71,7 +71,7 @@ pub(crate) fn check_target(target: &Path, place: &Place) -> Result<bool> {
     let Some(reason) = reason else { return Ok(true) };
     Err(Error::usage(
         format!("{} {reason}", target.display()),
-        "choose another output, or remove it yourself",
+        "choose a different output, or remove it yourself",
     ))
 }
 

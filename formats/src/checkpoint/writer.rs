@@ -302,7 +302,7 @@ impl CheckpointWriter {
 
     fn refuse_beside_single_file(&self, name: &str) -> Result<()> {
         match self.options.single_file {
-            true => Err(Error::Internal(format!("`{}` would be beside a single file", printable(name)))),
+            true => Err(Error::Internal(format!("`{}` would be next to a single file", printable(name)))),
             false => Ok(()),
         }
     }

@@ -23,7 +23,7 @@ impl Error {
                  for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
-            Self::OutputExists { .. } => "choose another output, or replace it with ‹force›".into(),
+            Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
             Self::OutputIsInput { .. } => "write to a separate directory".into(),
             Self::NoCheckpoint { .. } => {
                 "give a Hugging Face model directory with config.json and model.safetensors, or its \
@@ -63,8 +63,8 @@ impl Error {
             }
             Self::AlreadyQuantized { .. } => {
                 "quantize from the original float checkpoint, or give only ‹format› to write the same \
-                numbers in another format; ‹requantize› rounds the dequantized weights a second time, with \
-                additional loss"
+                numbers in a different format; ‹requantize› rounds the dequantized weights a second time, \
+                with additional loss"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
@@ -119,14 +119,14 @@ impl Error {
                 "the checkpoint is broken: fetch it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "exclude this tensor with ‹ignore›, or choose another scheme for it with ‹override›".into()
+                "exclude this tensor with ‹ignore›, or choose a different scheme for it with ‹override›".into()
             }
             Self::Logits { .. } => {
                 "check whether the original model gives finite numbers on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model itself overflows there: check whether ‹eval()› gives it a finite \
-                 perplexity on this text, use another ‹calibration›, or use ‹method=rtn›, which needs none"
+                "the float model itself overflows there: check whether ‹eval()› gives it a finite perplexity \
+                on this text, use a different ‹calibration›, or use ‹method=rtn›, which needs none"
                     .into()
             }
             Self::Cache { .. } => {
@@ -138,8 +138,8 @@ impl Error {
                 "this is a bug: please report it with the command that led here".into()
             }
             Self::Interrupted => {
-                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, ‹eval()› \
-                 where it was given a ‹journal›"
+                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, and so \
+                does ‹eval()› with ‹journal›"
                     .into()
             }
         }

@@ -122,7 +122,7 @@ impl RowsError {
                 Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns, group_size }])
             }
             (e @ Self::Scheme(_), _) => {
-                Error::usage(format!("tensor `{tensor}`: {e}"), "choose another ‹scheme›")
+                Error::usage(format!("tensor `{tensor}`: {e}"), "choose a different ‹scheme›")
             }
             (e @ Self::Layout(_), _) => Error::Internal(format!("tensor `{tensor}`: {e}")),
         }

@@ -296,7 +296,7 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
             "‹device=cuda› requires kernels, but this evaluation does not use them",
-            "add ‹execution=kernels›, or leave ‹device› out; an ablation runs on the processor",
+            "add ‹execution=kernels›, or omit ‹device›; an ablation runs on the CPU",
         )),
     }
 }

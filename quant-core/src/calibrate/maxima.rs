@@ -65,7 +65,7 @@ impl ChannelMaxima {
             path: path(),
             line: None,
             reason,
-            remedy: "give maxima of the same model, or leave ‹channel_maxima› out to gather them".into(),
+            remedy: "give maxima of the same model, or omit ‹channel_maxima› to collect them".into(),
         };
         let values =
             self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima for `{linear}`")))?;

@@ -214,7 +214,7 @@ impl Importance {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "give an importance matrix of the same model, or leave it out to gather one".into(),
+            remedy: "give an importance matrix of the same model, or omit it to compute one".into(),
         }
     }
 

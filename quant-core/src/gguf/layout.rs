@@ -133,7 +133,7 @@ pub(super) fn of_parameter(
     let Some(stored) = family.module(op.name()) else {
         return Err(Error::usage(
             format!("GGUF files of {} cannot store `{tensor}`", family.arch),
-            "write another format",
+            "write a different format",
         ));
     };
     let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);

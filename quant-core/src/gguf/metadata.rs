@@ -169,7 +169,7 @@ fn has_experts(a: &Architecture, layer: usize) -> bool {
 pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
         format!("GGUF files of {} cannot represent this model: {what}", family.arch),
-        "write another format, such as compressed-tensors",
+        "write a different format, such as compressed-tensors",
     )
 }
 

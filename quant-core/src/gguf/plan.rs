@@ -135,7 +135,7 @@ impl GgufPlan {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
                 format!("models of the family {} cannot be written as GGUF", a.family),
-                format!("write another format; GGUF supports {}", known.join(", ")),
+                format!("write a different format; GGUF supports {}", known.join(", ")),
             )
         })?;
         let mixture = request.mixture;
@@ -273,7 +273,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
         drafts.push(outer(&name, &a.head, format!("{}.weight", a.head), Role::Head));
     }
     if a.head_bias {
-        return Err(Error::usage("GGUF cannot store a head with a bias", "write another format"));
+        return Err(Error::usage("GGUF cannot store a head with a bias", "write a different format"));
     }
     Ok(drafts)
 }

@@ -224,7 +224,7 @@ impl Decoder {
     /// When there is no such block, the states are longer than the decoder supports, or `tap` fails.
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
         let block =
-            self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
+            self.blocks.get(index).ok_or_else(|| Error::Internal(format!("block {index} does not exist")))?;
         block.forward(hidden, 0, None, tap).map_err(|e| e.in_block(index))
     }
 

@@ -122,7 +122,7 @@ impl TransformEntry {
                     "transform.{key} has no effect: it is a setting of kind `{}`, but this is `{kind}`",
                     transforms_with(key).join("`, `"),
                 ),
-                "leave it out",
+                "remove it",
             ));
         }
         alpha.map_or(Ok(()), Alpha::check)?;

@@ -40,7 +40,7 @@ pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
     let hadamard = Hadamard::new(hidden).map_err(|_| {
         let reason = format!(
-            "there is no construction of a Hadamard matrix of order {hidden}, the width of its hidden states"
+            "no Hadamard matrix of order {hidden}, the width of its hidden states, can be constructed"
         );
         refused(architecture, Preparation::Rotate, &reason)
     });

@@ -198,7 +198,7 @@ fn typed<'a, T>(
     read: impl Fn(&'a Value) -> Option<T>,
 ) -> Result<Option<T>> {
     let Some(value) = file.header().get(key) else { return Ok(None) };
-    let fault = || GgufFile::broken(file.path(), format!("`{}` is no {what}", printable(key)));
+    let fault = || GgufFile::broken(file.path(), format!("`{}` is not a valid {what}", printable(key)));
     read(value).map(Some).ok_or_else(fault)
 }
 

@@ -206,7 +206,7 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is no "), "fetch it again"]);
+        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a valid "), "fetch it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
     says(&refused(&byte_level), &["`tokenizer.ggml.pre` is no text"]);
