@@ -91,7 +91,7 @@ pub fn quantize(
     session: &Session,
 ) -> Result<(Done, Summary)> {
     if report.is_some() && request.settings.writes_gguf()? {
-        return Err(Error::usage("‹report› has no effect with ‹format=gguf›", "leave it out"));
+        return Err(Error::usage("‹report› has no effect with ‹format=gguf›", "omit it"));
     }
     let job = QuantizeJob::new(request)?;
     if let Some(path) = report {

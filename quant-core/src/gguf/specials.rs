@@ -143,7 +143,10 @@ pub(super) fn delta_nets(
         return Err(unfit(family, "its delta nets differ".into()));
     }
     if net.key_dim != net.value_dim {
-        let reason = format!("heads of its delta nets have {} and {} features", net.key_dim, net.value_dim);
+        let reason = format!(
+            "the key and value heads of its delta nets have {} and {} features",
+            net.key_dim, net.value_dim
+        );
         return Err(unfit(family, reason));
     }
     let kernels = (0..a.layers).find_map(|layer| {
