@@ -98,7 +98,7 @@ pub(super) fn manifest(schemes: &ModuleSchemes<'_>) -> Value {
             "rounding": "nearest, ties to even",
         },
         "kv_cache": {
-            "scheme": format!("as specified by `{KV_CONFIG_KEY}` in config.json; float if it is absent"),
+            "scheme": format!("as `{KV_CONFIG_KEY}` in config.json says; float where it says nothing"),
             "value": "code * scale + zero: the zero is the value of code 0, F16, not a code",
             "keys": "after rotary embedding",
             "rounding": "zero down and scale up in F16, so that all values lie within the codes; codes to the nearest, ties to even",
