@@ -63,7 +63,10 @@ impl<T: Measured> Journal<T> {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return Err(Error::Locked { path: path.to_owned(), holder: "it holds the journal".into() });
+                return Err(Error::Locked {
+                    path: path.to_owned(),
+                    holder: "it has locked the journal".into(),
+                });
             }
             Err(TryLockError::Error(e)) => return Err(fault(e)),
         }
@@ -115,7 +118,7 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "give the options that it was made with, remove it, or name another file with ‹journal›",
+        "use the options it was created with, remove it, or name a different file with ‹journal›",
     )
 }
 
@@ -150,11 +153,11 @@ fn read<T: Measured>(
                 return Err(other("not an evaluation journal of this version"));
             }
             if &found != head {
-                return Err(other("the journal of another evaluation"));
+                return Err(other("the journal of a different evaluation"));
             }
             end = read as u64;
         } else {
-            let damaged = || other("damaged: a line holds no window");
+            let damaged = || other("damaged: a line does not contain a window");
             let text = std::str::from_utf8(&line).map_err(|_| damaged())?.trim_end();
             let (sum, text) = text.split_once(' ').ok_or_else(damaged)?;
             if sum != checksum(known.len(), text) {
@@ -208,7 +211,7 @@ mod tests {
         assert_eq!(journal.take()[2], [5.0]);
         assert!(matches!(open(&identity), Err(Error::Locked { .. })));
         assert_eq!(journal.finish(), Some(path.clone()));
-        assert!(open(&json!({ "model": "b" })).unwrap_err().to_string().contains("another evaluation"));
+        assert!(open(&json!({ "model": "b" })).unwrap_err().to_string().contains("a different evaluation"));
 
         let long = "[true,[1.0,2.0]]";
         let lines: Vec<&str> = text.split_inclusive('\n').collect();

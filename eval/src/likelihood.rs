@@ -29,7 +29,11 @@ pub fn log_likelihoods(
 ) -> Result<Vec<Likelihood>> {
     for (number, window) in windows.iter().enumerate() {
         check(decoder, window).map_err(|reason| {
-            Error::usage(format!("request {number} {reason}"), "shorten the request, or give it a context")
+            Error::usage(
+                format!("request {number} {reason}"),
+                "shorten the request, or add a context before \
+                it",
+            )
         })?;
     }
     // The longest first, so that insufficient memory shows at once.
@@ -58,14 +62,14 @@ pub fn log_likelihoods(
 
 fn check(decoder: &Decoder, window: &Window) -> std::result::Result<(), String> {
     if window.first == 0 || window.first >= window.tokens.len() {
-        return Err("has no token to score, or none before those that are scored".into());
+        return Err("has no tokens to score, or no context before them".into());
     }
     let (length, positions) = (window.input().len(), decoder.positions());
     if length > positions {
-        return Err(format!("reads {length} tokens, and the model was loaded for {positions}"));
+        return Err(format!("reads {length} tokens, but the model was loaded for {positions}"));
     }
     match window.tokens.iter().find(|&&token| token as usize >= decoder.vocab()) {
-        Some(token) => Err(format!("has token {token}, and the vocabulary {}", decoder.vocab())),
+        Some(token) => Err(format!("has token {token}, but the vocabulary has {} tokens", decoder.vocab())),
         None => Ok(()),
     }
 }

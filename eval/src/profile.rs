@@ -59,8 +59,8 @@ pub enum Profile {
 }
 
 /// The syntax of rule names.
-const KNOWN: &str = "known profiles: wt2-gptq-2048 and gptq-L, wt2-llamacpp-512 and llamacpp-L, hf-stride-L-S, \
-                     lmeval-rolling-L, with windows of L tokens (and S from one to the next)";
+const KNOWN: &str = "known profiles: wt2-gptq-2048 and gptq-L, wt2-llamacpp-512 and llamacpp-L, \
+    hf-stride-L-S, lmeval-rolling-L, with windows of L tokens (and a stride of S)";
 
 /// A rule, and whether it was requested for the text of WikiText-2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,13 +140,16 @@ impl Profile {
         };
         if self.window() < min {
             return Err(Error::usage(
-                format!("windows of {} tokens score nothing by this rule", self.window()),
-                format!("choose ‹window={min}› or more; 512 and 2048 are common choices"),
+                format!(
+                    "windows of {} tokens are too short to score any token with this rule",
+                    self.window()
+                ),
+                format!("choose ‹window={least}› or more; 512 and 2048 are common choices"),
             ));
         }
         if self.window() > MAX_WINDOW {
             return Err(Error::usage(
-                format!("windows of {} tokens are too long; at most {MAX_WINDOW} are read", self.window()),
+                format!("windows of {} tokens are too long; the limit is {LONGEST}", self.window()),
                 "choose a shorter ‹window›; 512 and 2048 are common choices",
             ));
         }

@@ -204,7 +204,7 @@ impl Evaluation {
         if self.window_tokens.iter().try_fold(0_usize, |sum, n| sum.checked_add(*n))
             != Some(self.tokens_scored)
         {
-            return Err("has `window_tokens` that are not `tokens_scored` together".into());
+            return Err("has `window_tokens` whose sum is not `tokens_scored`".into());
         }
         for digest in [
             Some(&self.model.sha256),
@@ -234,7 +234,7 @@ impl Evaluation {
             comparison.check(&self.scores, &self.window_tokens)?;
         }
         if self.sha256 != self.digest() {
-            return Err("was changed since it was measured: its fields have another SHA-256".into());
+            return Err("was changed since it was measured: the SHA-256 of its fields differs".into());
         }
         Ok(())
     }
@@ -255,8 +255,8 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if !metadata.is_file() {
         return Err(broken("is not a regular file".into()));
     }
-    if metadata.len() > MAX_FILE_BYTES {
-        return Err(broken(format!("has {} bytes; at most {MAX_FILE_BYTES} are read", metadata.len())));
+    if metadata.len() > LARGEST {
+        return Err(broken(format!("has {} bytes; the limit is {LARGEST}", metadata.len())));
     }
     let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
     if bytes.iter().all(u8::is_ascii_whitespace) {
@@ -271,7 +271,7 @@ pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<(
     let reason = match value.get("schema").and_then(Value::as_str) {
         Some(found) if found == schema => return Ok(()),
         Some(found) => format!("has the schema `{}`, not `{schema}`", found.escape_default()),
-        None => format!("has no field `schema`, which says `{schema}` in what this version reads"),
+        None => format!("has no field `schema`; this version reads `{schema}`"),
     };
     Err(fault(path, reason))
 }
@@ -297,7 +297,7 @@ impl Scores {
             // The number of bytes that these nats and bits per byte imply.
             let bytes = nats / (bits.mean * std::f64::consts::LN_2);
             if nats > 0.0 && !(whole(bytes) && bytes <= text_bytes as f64 + 0.5) {
-                return Err(format!("has `{name}` of {bytes} bytes of a text of {text_bytes}"));
+                return Err(format!("has {bytes} bytes in `{name}`, but the text has {text_bytes}"));
             }
             if let Some(byte) = self.byte_perplexity {
                 same(&format!("{place}byte_perplexity"), byte, bits.scaled(std::f64::consts::LN_2).exp())?;
@@ -307,11 +307,11 @@ impl Scores {
             let name = format!("{place}word_perplexity");
             check_estimate(&name, word, 1.0)?;
             if nats > 0.0 && !whole(nats / word.mean.ln()) {
-                return Err(format!("has `{name}` for a number of words that is not an integer"));
+                return Err(format!("has a `{name}` that implies a non-integer number of words"));
             }
         }
         if self.token_standard_error.is_some_and(|e| !(e.is_finite() && e >= 0.0)) {
-            return Err(format!("has `{place}token_standard_error` that is invalid"));
+            return Err(format!("has an invalid `{place}token_standard_error`"));
         }
         Ok(())
     }
@@ -328,7 +328,7 @@ impl Divergence {
         let q = &self.kl_quantiles;
         let rising = [q.median, q.p90, q.p99, q.p999, q.max].map(|q| q.value);
         if !rising.iter().all(|v| v.is_finite() && *v >= 0.0) || !rising.is_sorted() {
-            return Err("has `comparison.kl_quantiles` that are not in increasing order".into());
+            return Err("has `comparison.kl_quantiles` that are not increasing".into());
         }
         let ordered = |q: &Quantile| match (q.low, q.high) {
             (Some(low), Some(high)) => 0.0 <= low && low <= high && high.is_finite(),
@@ -350,13 +350,13 @@ impl Divergence {
         let too_large =
             |(share, value): (f64, f64)| value * (1.0 - share) > self.kl.mean * (1.0 + TOLERANCE) + slack;
         let window_over = self.window_kl.iter().any(|w| *w > rising[4] * (1.0 + TOLERANCE));
-        if self.kl.mean > max + slack || min.into_iter().any(too_large) || window_over {
-            return Err("has `comparison.kl_quantiles` that do not fit its mean".into());
+        if self.kl.mean > most + slack || least.into_iter().any(too_large) || window_over {
+            return Err("has `comparison.kl_quantiles` that contradict its mean".into());
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);
         if positions.fold(0_usize, usize::saturating_add) != tokens.iter().sum::<usize>() {
             return Err(
-                "has a `comparison.kl_by_confidence` whose positions are not those that were scored".into()
+                "has a `comparison.kl_by_confidence` whose positions do not add up to the scored ones".into(),
             );
         }
         let parts = self.kl_by_confidence.iter().filter_map(|b| Some(b.kl?.mean * b.positions as f64));
@@ -367,16 +367,16 @@ impl Divergence {
         }
         if !whole(self.top1_agreement.mean * count) {
             return Err(
-                "has `comparison.top1_agreement` for a number of positions that is not an integer".into()
+                "has a `comparison.top1_agreement` that implies a non-integer number of positions".into()
             );
         }
         if self.kl_histogram.total() != tokens.iter().sum::<usize>() as u64 {
             return Err(
-                "has a `comparison.kl_histogram` whose positions are not those that were scored".into()
+                "has a `comparison.kl_histogram` whose positions do not add up to the scored ones".into()
             );
         }
         if self.minimum_detectable_increase.is_some_and(|m| !(m.is_finite() && m >= 0.0)) {
-            return Err("has a `comparison.minimum_detectable_increase` that is invalid".into());
+            return Err("has an invalid `comparison.minimum_detectable_increase`".into());
         }
         for (name, estimate) in [("top1_agreement", self.top1_agreement), ("top5_overlap", self.top5_overlap)]
         {
@@ -441,5 +441,5 @@ fn near(name: &str, found: f64, expected: f64) -> Result<(), String> {
     if expected.is_finite() && (found - expected).abs() <= TOLERANCE * (1.0 + expected.abs()) {
         return Ok(());
     }
-    Err(format!("says {found} for `{name}`, but its windows say {expected}"))
+    Err(format!("has {found} as `{name}`, but its windows give {expected}"))
 }

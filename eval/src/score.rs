@@ -43,7 +43,7 @@ impl<'a> Origin<'a> {
             Self::Model(decoder) | Self::Noisy(decoder, _) => Ok(Output::Head(decoder.head()?)),
             Self::Stored(stored) => Ok(Output::Head(stored.head()?)),
             Self::Engine(engine) => match engine.vocab() {
-                0 => Err(Error::Logits { reason: "the engine has a vocabulary without tokens".into() }),
+                0 => Err(Error::Logits { reason: "the engine's vocabulary is empty".into() }),
                 vocab => Ok(Output::Logits(vocab)),
             },
         }
@@ -92,7 +92,7 @@ fn engine_logits(
         let (got, wanted) = (all.len().checked_sub(before), window.scored().checked_mul(vocab));
         if got != wanted {
             return Err(failed(format!(
-                "the engine gave {} numbers for {} positions and {vocab} tokens",
+                "the engine returned {} numbers for {} positions and a vocabulary of {vocab}",
                 all.len().saturating_sub(before),
                 window.scored()
             )));
@@ -124,7 +124,9 @@ impl<'a> Panel<'a> {
             let [reference, model] = [origins[0].1.vocab(), output.vocab()];
             if reference != model {
                 return Err(Error::usage(
-                    format!("the reference has {reference} tokens, the model {model}"),
+                    format!(
+                        "the reference has a vocabulary of {reference} tokens, but the model has {model}"
+                    ),
                     "compare a model with the checkpoint it was made from",
                 ));
             }
@@ -281,6 +283,6 @@ pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {
         return Ok(());
     }
     Err(Error::Logits {
-        reason: format!("{bad} scored position(s) are NaN or infinite; the model's numbers overflow"),
+        reason: format!("{bad} scored position(s) are NaN or infinite: the model's activations overflow"),
     })
 }

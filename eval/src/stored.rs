@@ -94,12 +94,12 @@ impl StoredReference {
         let mut prelude = [0; PRELUDE as usize];
         file.read_exact(&mut prelude).map_err(io)?;
         if prelude[..8] != MAGIC {
-            return Err(fault("is not a stored reference: it begins with other bytes".into()));
+            return Err(fault("is not a stored reference: its first bytes are wrong".into()));
         }
         let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
-        if length > MAX_HEADER_BYTES {
+        if length > LONGEST_HEADER {
             return Err(fault(format!(
-                "has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+                "has a header of {length} bytes; at most {LONGEST_HEADER} are supported"
             )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {
@@ -109,7 +109,7 @@ impl StoredReference {
         file.read_exact_at(&mut bytes, offset).map_err(io)?;
         let digest = blake3::hash(&bytes);
         if digest.as_bytes()[..] != prelude[24..] {
-            return Err(fault("was changed: its header has another BLAKE3".into()));
+            return Err(fault("was changed: the BLAKE3 hash of its header differs".into()));
         }
         let header =
             parse_strictly(&bytes).map_err(|e| fault(format!("has a header that is not JSON: {e}")))?;
@@ -120,16 +120,17 @@ impl StoredReference {
             }
             None => return Err(fault("has a header without a schema".into())),
         }
-        let header: Header = serde_json::from_value(header)
-            .map_err(|e| fault(format!("has a header of another form: {e}")))?;
-        let sizes = Sizes::of(&header).ok_or_else(|| fault("has sizes that fit no model".into()))?;
+        let header: Header =
+            serde_json::from_value(header).map_err(|e| fault(format!("has an invalid header: {e}")))?;
+        let sizes =
+            Sizes::of(&header).ok_or_else(|| fault("has sizes that are impossible for a model".into()))?;
         if sizes.end != offset {
-            return Err(fault(format!("holds {} bytes before its header, and says {}", offset, sizes.end)));
+            return Err(fault(format!("has {} bytes before its header, but declares {}", offset, sizes.end)));
         }
         let mut part = vec![0; sizes.weight + sizes.bias];
         file.read_exact_at(&mut part, PRELUDE).map_err(io)?;
         if blake3::hash(&part).to_hex().as_str() != header.head_blake3 {
-            return Err(fault("was changed: its head has another BLAKE3".into()));
+            return Err(fault("was changed: the BLAKE3 hash of its head differs".into()));
         }
         let bias = part.split_off(sizes.weight);
         let head = HeadParts {
@@ -165,24 +166,24 @@ impl StoredReference {
     pub fn check(&self, text: &EvaluationText, tokenizer: bool) -> Result<()> {
         let h = &self.header;
         let differs = if tokenizer && h.tokenizer_sha256 != text.tokenizer_sha256 {
-            "with another tokenizer".to_owned()
+            "with a different tokenizer".to_owned()
         } else if h.text.sha256 != text.text_sha256 {
-            format!("on another text, {}", h.text.name.escape_default())
+            format!("on a different text, {}", h.text.name.escape_default())
         } else if h.profile != text.id {
-            format!("by another rule, {}", h.profile.escape_default())
+            format!("with a different profile, {}", h.profile.escape_default())
         } else if h.window_tokens.len() != text.windows.len() {
             format!("on {} windows, not {}", h.window_tokens.len(), text.windows.len())
         } else if h.tokens_sha256 != text.tokens_sha256
             || !h.window_tokens.iter().copied().eq(text.windows.iter().map(crate::Window::scored))
         {
-            "on other tokens".to_owned()
+            "on different tokens".to_owned()
         } else {
             return Ok(());
         };
         Err(Error::usage(
             format!("the stored reference {} was made {differs}", self.path.display()),
-            "give the options that it was made with, or create it again: ‹eval(MODEL, text=TEXT, \
-             save_reference=FILE)›",
+            "use the options it was created with, or create it again: ‹eval(MODEL, text=TEXT, \
+            save_reference=FILE)›",
         ))
     }
 
@@ -199,7 +200,13 @@ impl StoredReference {
             let read = self.file.read_exact_at(&mut bytes, self.offsets[window]);
             read.map_err(|e| Error::io("read", self.path.as_path(), e))?;
             if blake3::hash(&bytes).to_hex().as_str() != self.header.window_blake3[window] {
-                return Err(fault(&self.path, format!("was changed: window {window} has another BLAKE3")));
+                return Err(fault(
+                    &self.path,
+                    format!(
+                        "was changed: the BLAKE3 hash of window {window} \
+                    differs"
+                    ),
+                ));
             }
             all.extend(floats(&bytes));
         }

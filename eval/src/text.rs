@@ -139,15 +139,13 @@ impl EvaluationText {
         if all.len() < wanted {
             let (have, window) = (all.len(), profile.window());
             let needed = match profile {
-                Profile::LlamaCpp { .. } if wanted < 2 => {
-                    "llama.cpp scores none of a text of less than 2".into()
-                }
+                Profile::LlamaCpp { .. } if wanted < 2 => "llama.cpp needs at least 2".into(),
                 _ => format!("{wanted} are needed"),
             };
             return Err(Error::Text {
                 path: origin.to_owned(),
                 line: None,
-                reason: format!("gives {tokens} tokens, that is {have} windows of {window}; {needed}"),
+                reason: format!("has {tokens} tokens, enough for {have} windows of {window}; {needed}"),
             });
         }
         let whole = all.len() == wanted;
@@ -256,14 +254,14 @@ fn of_stream(
     let mut warnings = Vec::new();
     if bos.is_none() && tokenization.settings.adds_bos() == Some(true) {
         warnings.push(
-            "tokenizer_config.json asks for a first token (add_bos_token), but tokenizer.json adds \
-             none: the text is scored without one"
+            "tokenizer_config.json requests a BOS token (add_bos_token), but tokenizer.json adds none: the \
+            text is scored without one"
                 .to_owned(),
         );
     }
     if bos.is_some() && tokens.ids.get(1) == bos.as_ref() {
         warnings.push(
-            "the text begins with the token that the tokenizer adds at its start: it is there twice"
+            "the text begins with the token that the tokenizer adds at its start, so it occurs twice"
                 .to_owned(),
         );
     }
@@ -298,8 +296,8 @@ fn of_stream(
                     path: origin.to_owned(),
                     line: None,
                     reason: format!(
-                        "gives {count} tokens, which windows of {window} every {stride} make {tokens_read} to read; \
-                         at most {MAX_READ} are"
+                        "has {count} tokens: windows of {window} with a stride of {stride} would read \
+                        {tokens_read} tokens; the limit is {MOST_READ}"
                     ),
                 });
             }
@@ -339,8 +337,8 @@ fn rolling(tokenization: &Tokenization<'_>, documents: &[String], window: usize)
             count += tokens.ids.len();
             if tokens.begins_with_special && tokens.ids[0] == prefix && warnings.is_empty() {
                 warnings.push(
-                    "the tokenizer adds the prefix itself: as in lm-evaluation-harness, it occurs twice, \
-                 and the second one is scored"
+                    "the tokenizer adds the prefix itself: as in lm-evaluation-harness, it occurs twice, and \
+                    the second occurrence is scored"
                         .to_owned(),
                 );
             }
@@ -398,8 +396,8 @@ fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
         path: tokenization.settings.path().to_owned(),
         line: None,
         reason,
-        remedy: "put the tokenizer_config.json that belongs to the model beside it, with a `bos_token` or \
-                 `eos_token` of its vocabulary, or choose another ‹profile›"
+        remedy: "put the model's tokenizer_config.json next to it, with a `bos_token` or `eos_token` of its \
+            vocabulary, or choose a different ‹profile›"
             .into(),
     };
     if tokenization.settings.fields().is_empty() {

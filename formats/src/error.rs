@@ -97,7 +97,7 @@ pub enum Error {
     },
 
     /// The directory holds no safetensors checkpoint.
-    #[error("{} holds no checkpoint: {reason}", path.display())]
+    #[error("{} contains no checkpoint: {reason}", path.display())]
     NoCheckpoint {
         /// The directory that was searched.
         path: PathBuf,
@@ -105,7 +105,7 @@ pub enum Error {
         reason: String,
     },
     /// The directory holds only pickle files, which execute code when they are read.
-    #[error("{} holds its weights only as pickle ({})", path.display(), files.join(", "))]
+    #[error("{} contains weights only as pickle ({})", path.display(), files.join(", "))]
     PickleOnly {
         /// The model directory.
         path: PathBuf,
@@ -185,7 +185,7 @@ pub enum Error {
         known: Vec<&'static str>,
     },
     /// A checkpoint uses the tensor names of two layouts.
-    #[error("{}: holds both `{one}` and `{other}`, which name the same part of the model in two layouts", path.display())]
+    #[error("{}: contains both `{one}` and `{other}`, which are the same part of the model in two layouts", path.display())]
     AmbiguousNames {
         /// The model directory.
         path: PathBuf,
@@ -309,8 +309,8 @@ pub enum Error {
         /// What to do.
         remedy: String,
     },
-    /// The named text is neither a file nor a known set.
-    #[error("{name} is neither a file nor a set of texts")]
+    /// A text was named that is neither a file nor a known set.
+    #[error("{name} is neither a file nor a known text set")]
     UnknownText {
         /// The name.
         name: String,
@@ -318,7 +318,7 @@ pub enum Error {
         known: Vec<String>,
     },
     /// The disk has too little space.
-    #[error("{} needs {needed} bytes, {free} are free", path.display())]
+    #[error("{} needs {needed} bytes, but only {free} are free", path.display())]
     DiskFull {
         /// Where it should have been written.
         path: PathBuf,
@@ -375,7 +375,7 @@ pub enum Error {
     },
 
     /// A model's output for a text is not finite.
-    #[error("the model computes no usable logits: {reason}")]
+    #[error("the model does not compute usable logits: {reason}")]
     Logits {
         /// A description of the failure.
         reason: String,
@@ -491,6 +491,6 @@ fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
     match (budget, available) {
         (Some(budget), _) => format!("its budget is {} MiB", budget >> 20),
         (None, Some(available)) => format!("only {} MiB are available", available >> 20),
-        (None, None) => "there is less".to_owned(),
+        (None, None) => "less is available".to_owned(),
     }
 }

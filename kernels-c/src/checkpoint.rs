@@ -208,7 +208,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
         if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
             return Err(Fault::new(
                 qz1_status::Checkpoint,
-                "the bias has another length than the weight has rows",
+                "the length of the bias differs from the number of rows of the weight",
             ));
         }
         let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
@@ -279,7 +279,9 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
             None => QZ1_CODES_INTEGER,
             Some(FloatFormat::E4m3) => QZ1_CODES_E4M3,
             Some(FloatFormat::E2m1) => QZ1_CODES_E2M1,
-            Some(_) => return Err(Fault::new(qz1_status::Scheme, "codes that this interface cannot name")),
+            Some(_) => {
+                return Err(Fault::new(qz1_status::Scheme, "codes that this interface cannot represent"));
+            }
         },
         reserved: 0,
     })

@@ -159,7 +159,7 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
     let rows = match of.rows {
         QZ1_EXPERT_ROWS_INT8 => ExpertRows::Int8,
         QZ1_EXPERT_ROWS_FLOAT => ExpertRows::Float(Bf16Parts::default()),
-        _ => return Err(Fault::new(qz1_status::Scheme, "rows of experts of an unknown kind")),
+        _ => return Err(Fault::new(qz1_status::Scheme, "expert rows of an unknown kind")),
     };
     let gate = match of.gate {
         QZ1_GATE_SILU => ExpertGate::Silu,

@@ -108,7 +108,7 @@ pub(crate) fn kind(kind: u32) -> Result<KvType, Fault> {
 pub(crate) unsafe fn kv_layout(scope: &Scope, at: *const qz1_kv_layout) -> Result<KvLayout, Fault> {
     // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let layout = KvLayout::new(kind(l.kind).map_err(|_| none())?, l.head_dim as usize).map_err(|_| none())?;
     let same = describe(&layout);
     let fields = |l: &qz1_kv_layout| (l.kind, l.head_dim, l.page_tokens, l.page_bytes, l.id);

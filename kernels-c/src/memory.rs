@@ -99,12 +99,12 @@ unsafe fn size_at<T: Fields>(at: *const T, what: &'static str) -> Result<usize, 
         return refuse("has a smaller size than its first version");
     }
     if size > LARGEST || !size.is_multiple_of(align_of::<T>()) {
-        return refuse("has a size that no version has");
+        return refuse("has a size that matches no version");
     }
     for i in size_of::<T>()..size {
         // SAFETY: the pointer contract covers as many bytes as the structure says.
         if unsafe { at.cast::<u8>().add(i).read() } != 0 {
-            return refuse("has fields that this library does not know");
+            return refuse("has fields that are unknown to this library");
         }
     }
     Ok(size)
@@ -219,7 +219,7 @@ impl Scope {
             unsafe {
                 let at = at.byte_add(i * size);
                 if size_at(at, what)? != size {
-                    let why = "has another size than the first";
+                    let why = "differs in size from the first";
                     return Err(Fault::part(qz1_status::StructSize, what, why));
                 }
                 body(i, copy(at, size, what)?)?;
@@ -449,7 +449,7 @@ pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     // SAFETY: the size is not 0, asserted above.
     let at = unsafe { std::alloc::alloc(layout) }.cast::<T>();
     if at.is_null() {
-        return Err(Fault::new(qz1_status::Memory, "there is no memory for the handle"));
+        return Err(Fault::new(qz1_status::Memory, "not enough memory for the handle"));
     }
     // SAFETY: not null, checked above, and allocated with the layout of `T`.
     unsafe { at.write(value) };
@@ -461,7 +461,7 @@ pub(crate) fn room<T>(len: usize, what: &'static str) -> Result<Vec<T>, Fault> {
     let mut room = Vec::new();
     match room.try_reserve_exact(len) {
         Ok(()) => Ok(room),
-        Err(_) => Err(Fault::part(qz1_status::Memory, what, "do not fit into memory")),
+        Err(_) => Err(Fault::part(qz1_status::Memory, what, "do not fit in memory")),
     }
 }
 

@@ -59,7 +59,7 @@ impl Threads {
             return Err(Fault::new(qz1_status::Internal, "a piece of work failed"));
         }
         if self.broken.load(Ordering::Relaxed) {
-            return Err(Fault::new(qz1_status::ForEach, "for_each did not call each number once"));
+            return Err(Fault::new(qz1_status::ForEach, "for_each did not call every index exactly once"));
         }
         Ok(())
     }

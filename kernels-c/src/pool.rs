@@ -33,10 +33,10 @@ pub unsafe extern "C" fn qz1_pool_new(
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
         if !(1..=MAX_THREADS).contains(&threads) {
-            return Err(Fault::new(qz1_status::Scheme, "a pool has 1 to 1024 threads"));
+            return Err(Fault::new(qz1_status::Scheme, "a pool must have 1 to 1024 threads"));
         }
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(|_| Fault::new(qz1_status::Memory, "the system starts no thread"))?;
+        let pool = pool.map_err(|_| Fault::new(qz1_status::Memory, "cannot start a thread"))?;
         out.put(memory::boxed(qz1_pool { pool })?);
         Ok(())
     })

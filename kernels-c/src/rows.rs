@@ -233,7 +233,7 @@ unsafe fn make_of<E: Element>(
     let layout = RowLayout::of(layout);
     let same = |kind: u32| match kind == x.kind {
         true => Ok(()),
-        false => Err(Fault::new(qz1_status::Mismatch, "activations of two types")),
+        false => Err(Fault::new(qz1_status::Mismatch, "activations of different types")),
     };
     // SAFETY: the pointer contract.
     unsafe {

@@ -102,7 +102,7 @@ impl Display for Reason {
             Self::Part(what, why) => write!(f, "{what} {why}"),
             Self::Misaligned(what, to) => write!(f, "{what} is not aligned to {to} bytes"),
             Self::Elements(what, len) => write!(f, "{what} of {len} elements"),
-            Self::Isa(isa) => write!(f, "there is no instruction set {isa}"),
+            Self::Isa(isa) => write!(f, "unknown instruction set {isa}"),
             Self::Kernel(error) => error.fmt(f),
             Self::View(error) => error.fmt(f),
             #[cfg(feature = "cuda")]

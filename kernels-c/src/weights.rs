@@ -158,13 +158,16 @@ pub(crate) unsafe fn view(scope: &Scope, weights: *const qz1_weights) -> Result<
                 (Some(_), _) => {
                     return Err(Fault::new(
                         qz1_status::Length,
-                        "more or less than one scale above those of groups",
+                        "expected exactly one global scale for the group scales",
                     ));
                 }
                 (None, scales) => Scales::Float(scales),
             };
             if w.bits != u32::from(format.bits()) || zeros.is_some() {
-                return Err(Fault::new(qz1_status::Scheme, "bits or zeros that the format does not have"));
+                return Err(Fault::new(
+                    qz1_status::Scheme,
+                    "bits or zero points that the format does not support",
+                ));
             }
             return Ok(WeightView::float_with_scales([w.n, w.k], format, w.group_size, codes, scales)?);
         }
@@ -240,7 +243,7 @@ pub(crate) unsafe fn layout_of_many(scope: &Scope, at: *const qz1_layout) -> Res
 
 /// The layout with these fields.
 fn checked(l: qz1_layout) -> Result<Layout, Fault> {
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let size = |v: u64| usize::try_from(v).map_err(|_| none());
     let scales = match l.scales {
         QZ1_SCALES_F16 => ScaleType::F16,

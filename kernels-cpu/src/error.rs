@@ -18,7 +18,7 @@ pub enum KernelError {
     #[error("{0} is too large")]
     TooLarge(&'static str),
     /// The kernel does not support the scheme.
-    #[error("{0} is not supported")]
+    #[error("not supported: {0}")]
     Scheme(&'static str),
     /// Two operands that do not match.
     #[error("{what}: {got} does not fit {expected}")]
@@ -39,11 +39,11 @@ pub enum KernelError {
         got: u64,
     },
     /// The processor lacks the requested instructions.
-    #[error("this processor does not have {0}")]
+    #[error("this processor does not support {0}")]
     Isa(&'static str),
     /// `QUANT_ISA` names an unknown path, or one that this processor lacks.
     #[error(
-        "QUANT_ISA is {value:?}; this processor has {known}, and f32 is the widest that rounds no float to bf16"
+        "QUANT_ISA is {value:?}; this processor supports {known}; f32 is the widest that does not round floats to bf16"
     )]
     IsaName {
         /// The value of the variable.
@@ -52,10 +52,10 @@ pub enum KernelError {
         known: String,
     },
     /// Memory allocation failed.
-    #[error("there is no memory for {0}")]
+    #[error("not enough memory for {0}")]
     Memory(&'static str),
     /// A size for which this crate constructs no Hadamard matrix.
-    #[error("there is no Hadamard matrix of order {0} here")]
+    #[error("Hadamard matrices of order {0} are not supported")]
     Order(usize),
 }
 

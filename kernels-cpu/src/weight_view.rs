@@ -13,7 +13,7 @@ pub enum ViewError {
     Bits(u8),
     #[error("group size {group_size} does not divide the {k} input features")]
     GroupSize { group_size: usize, k: usize },
-    #[error("these scales do not go with the codes")]
+    #[error("these scales cannot be combined with the codes")]
     Scales,
     #[error("{what} has {got} elements, {expected} expected")]
     Length { what: &'static str, expected: usize, got: usize },

@@ -221,11 +221,14 @@ fn message(error: candle_core::Error) -> String {
 fn what_does_not_fit_is_refused() {
     let runner = Runner::new(Serial);
     let linear = QuantizedLinear::new(weight([20, 64], 32), Activations::Float, &runner).unwrap();
-    let refused = |x: &Tensor| message(linear.forward(x).unwrap_err());
-    assert_eq!(refused(&tensor(&[3, 32])), "quantized-linear [20, 64] takes [.., 64], not [3, 32]");
-    assert_eq!(refused(&tensor(&[])), "quantized-linear [20, 64] takes [.., 64], not []");
+    let refused = |x: &Tensor| said(linear.forward(x).unwrap_err());
+    assert_eq!(
+        refused(&tensor(&[3, 32])),
+        "quantized-linear: expected an input of shape [.., 64], got [3, 32]"
+    );
+    assert_eq!(refused(&tensor(&[])), "quantized-linear: expected an input of shape [.., 64], got []");
     let double = tensor(&[3, 64]).to_dtype(DType::F64).unwrap();
-    assert_eq!(refused(&double), "quantized-linear takes f32, f16 or bf16, not f64");
+    assert_eq!(refused(&double), "quantized-linear: expected f32, f16 or bf16, got f64");
     assert_eq!(refused(&double.t().unwrap().contiguous().unwrap().t().unwrap()), refused(&double));
 
     let layout = Layout::contiguous((1, 64));
@@ -310,7 +313,7 @@ fn linears_that_read_the_same_run_at_once() {
         assert!(!first.shares_input_with(&other));
         let x = Tensor::zeros((1, 1, 96), DType::F32, &Device::Cpu).unwrap();
         let error = QuantizedLinear::forward_each(&[&first, &other], &x).unwrap_err().to_string();
-        assert!(error.contains("do not take the same rows"), "{error}");
+        assert!(error.contains("cannot share their inputs"), "{error}");
     }
     let narrow = Tensor::zeros((1, 1, 95), DType::F32, &Device::Cpu).unwrap();
     assert!(QuantizedLinear::forward_each(&[&first], &narrow).is_err());

@@ -117,17 +117,21 @@ impl ActivationShape {
             return Err(KernelError::TooLarge("the activations"));
         }
         if self.group.is_some_and(|g| g == 0 || !g.is_multiple_of(32) || g > MAX_WIDTH) {
-            return Err(KernelError::Scheme("groups that are no multiple of 32"));
+            return Err(KernelError::Scheme("a group size that is not a multiple of 32"));
         }
         if self.code_stride < self.k || !self.code_stride.is_multiple_of(16) {
-            return Err(KernelError::Scheme("rows of codes that overlap, or begin at no multiple of 16"));
+            return Err(KernelError::Scheme(
+                "a row stride of codes that is less than the row or not a multiple of 16",
+            ));
         }
         for stride in self.float_strides() {
             if stride < self.k {
                 return Err(KernelError::Scheme("rows of activations that overlap"));
             }
             if self.aligned && !stride.saturating_mul(self.element.bytes()).is_multiple_of(16) {
-                return Err(KernelError::Scheme("rows of activations at no multiple of 16 bytes"));
+                return Err(KernelError::Scheme(
+                    "a row stride of activations that is not a multiple of 16 bytes",
+                ));
             }
         }
         let [threads, held] = block_of(self.k);
@@ -268,14 +272,14 @@ impl ActivationPlan {
                     at.residual.require("the residual", bytes, floats)?;
                 }
                 if !(at.eps > 0.0 && at.eps.is_finite()) {
-                    return Err(KernelError::Scheme("an epsilon that is not above zero"));
+                    return Err(KernelError::Scheme("an epsilon that is not positive"));
                 }
             }
         }
         let fixed = match (self.shape.fixed, at.fixed) {
             (false, _) => FixedScale { scale: 1.0, zero: 0 },
             (true, Some(by)) if by.is_valid() => by,
-            (true, _) => return Err(KernelError::Scheme("an activation scale that is not above zero")),
+            (true, _) => return Err(KernelError::Scheme("an activation scale that is not positive")),
         };
         Ok([
             Argument::U64(at.x.address),

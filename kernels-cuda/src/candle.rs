@@ -232,7 +232,7 @@ impl QuantizedLinear {
         runner: &Runner,
     ) -> std::result::Result<Self, KernelError> {
         if !weight.device.same_device(&runner.device) {
-            return Err(KernelError::Scheme("weights on another device than the runner's"));
+            return Err(KernelError::Scheme("weights on a different device from the runner"));
         }
         let linear = Self { weight, activations, runner: runner.clone() };
         // Planning a call without rows detects every error that does not depend on the input.
@@ -267,7 +267,7 @@ impl QuantizedLinear {
             Activations::Static(by) => (Order::Int8, Some(FixedScale { scale: by.scale, zero: by.zero })),
         };
         if order != layout.order() {
-            return Err(KernelError::Scheme("weights that are packed for other activations"));
+            return Err(KernelError::Scheme("weights packed for different activations"));
         }
         let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
         LinearCall::new(layout, &shape, &self.runner.limits)
@@ -286,20 +286,25 @@ impl CustomOp1 for QuantizedLinear {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{} runs on CUDA only, and its input is on the CPU: move it there first", self.name())
+        bail!(
+            "{} runs on CUDA only, but its input is on the CPU: move the input to the GPU first",
+            self.name()
+        )
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let (name, device, dtype) = (self.name(), &self.runner.device, storage.dtype());
         if !storage.device().same_device(device) {
-            bail!("{name}: its input is on another device than its weights: move it there first");
+            bail!(
+                "{name}: the input and the weights are on different devices: move the input to the weights' device first"
+            );
         }
         let order = self.weight.layout.order();
         let element = match (dtype, order) {
             (DType::F16, _) => Float::F16,
             (DType::BF16, _) => Float::Bf16,
             (DType::F32, Order::Int8) => Float::F32,
-            _ => bail!("{name} takes {}, not {}", types(order), dtype.as_str()),
+            _ => bail!("{name}: expected {}, got {}", types(order), dtype.as_str()),
         };
         let start = layout.contiguous_offsets().map(|(start, _)| start);
         let input = input(name, &self.weight.layout, layout.dims(), start, element).map_err(Error::msg)?;
@@ -320,12 +325,12 @@ impl CustomOp1 for QuantizedLinear {
             CudaStorageSlice::F32(x) => {
                 CudaStorageSlice::F32(self.runner.call(&call, &self.weight, x, start)?)
             }
-            _ => bail!("{name} takes {}, not {}", types(order), dtype.as_str()),
+            _ => bail!("{name}: expected {}, got {}", types(order), dtype.as_str()),
         };
         Ok((CudaStorage { slice, device: device.clone() }, Shape::from(input.results)))
     }
 
     fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        bail!("{} runs on CUDA only, and its input is on Metal: move it there first", self.name())
+        bail!("{} runs on CUDA only, but its input is on Metal: move the input to the GPU first", self.name())
     }
 }

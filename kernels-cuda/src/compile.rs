@@ -172,7 +172,7 @@ pub fn compiler_version() -> Result<[u32; 2]> {
     let nvrtc = nvrtc()?;
     let (mut major, mut minor): (c_int, c_int) = (0, 0);
     // SAFETY: both pointers point to a live number.
-    checked(nvrtc, "ask for the version", unsafe { (nvrtc.version)(&mut major, &mut minor) })?;
+    checked(nvrtc, "get the version", unsafe { (nvrtc.version)(&mut major, &mut minor) })?;
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
@@ -249,7 +249,7 @@ impl Program {
                 name_pointers.as_ptr(),
             )
         };
-        checked(nvrtc, "take in a program", result)?;
+        checked(nvrtc, "read a program", result)?;
         Ok(Self { nvrtc, handle })
     }
 
@@ -264,12 +264,12 @@ impl Program {
     unsafe fn bytes(&self, size_of: SizeOf, bytes_of: BytesOf) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: the program is alive.
-        checked(self.nvrtc, "say how long a result is", unsafe { size_of(self.handle, &mut size) })?;
+        checked(self.nvrtc, "get the size of a result", unsafe { size_of(self.handle, &mut size) })?;
         let mut bytes = vec![0_u8; size];
         if size > 0 {
             // SAFETY: the program is alive, and there is room for the size that it returned.
             let result = unsafe { bytes_of(self.handle, bytes.as_mut_ptr().cast()) };
-            checked(self.nvrtc, "hand out a result", result)?;
+            checked(self.nvrtc, "get a result", result)?;
         }
         Ok(bytes)
     }
@@ -293,7 +293,7 @@ fn until_zero(mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 fn too_much() -> Error {
-    Error::Nvrtc { action: "take in a program", reason: "its text or options are no text".into() }
+    Error::Nvrtc { action: "read a program", reason: "its source or an option contains a NUL byte".into() }
 }
 
 const SUCCESS: c_int = 0;

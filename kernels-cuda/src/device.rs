@@ -38,11 +38,11 @@ impl DeviceLimits {
         current_context()?;
         let mut device = 0;
         // SAFETY: the driver is present, checked above; the pointer is to a device number.
-        checked("find the context's device", unsafe { sys::cuCtxGetDevice(&mut device) })?;
+        checked("get the device of the context", unsafe { sys::cuCtxGetDevice(&mut device) })?;
         let attribute = |which| -> Result<u32> {
             let mut value: c_int = 0;
             // SAFETY: the driver is present, checked above; the pointer is to a live number.
-            checked("ask what the device has", unsafe {
+            checked("get the properties of the device", unsafe {
                 sys::cuDeviceGetAttribute(&mut value, which, device)
             })?;
             Ok(u32::try_from(value).unwrap_or(0))
@@ -100,8 +100,10 @@ impl Kernel {
     /// context must outlive the kernel.
     pub unsafe fn load(image: &Image, name: &str, shared_bytes: u32) -> Result<Self> {
         let context = current_context()?;
-        let name = CString::new(name)
-            .map_err(|_| Error::Driver { action: "find a kernel", reason: "its name is invalid".into() })?;
+        let name = CString::new(name).map_err(|_| Error::Driver {
+            action: "find a kernel",
+            reason: "its name contains a NUL byte".into(),
+        })?;
         // PTX must end with a zero byte; machine code contains its length.
         let mut text = image.bytes.clone();
         text.push(0);
@@ -114,13 +116,13 @@ impl Kernel {
         let found = unsafe { sys::cuModuleGetFunction(&mut kernel.function, module, name.as_ptr()) };
         checked("find a kernel", found)?;
         let bytes = c_int::try_from(shared_bytes).map_err(|_| Error::Driver {
-            action: "ask for shared memory",
-            reason: "it is too much".into(),
+            action: "request shared memory",
+            reason: "the size is too large".into(),
         })?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the module.
-        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes) };
-        checked("ask for shared memory", allowed)?;
+        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, most, bytes) };
+        checked("request shared memory", allowed)?;
         Ok(kernel)
     }
 }
@@ -197,7 +199,7 @@ fn current_context() -> Result<sys::CUcontext> {
     require_launch()?;
     let mut context = ptr::null_mut();
     // SAFETY: the driver is present, checked above; the pointer is to a handle.
-    checked("find the current context", unsafe { sys::cuCtxGetCurrent(&mut context) })?;
+    checked("get the current context", unsafe { sys::cuCtxGetCurrent(&mut context) })?;
     if context.is_null() { Err(Error::NoContext) } else { Ok(context) }
 }
 

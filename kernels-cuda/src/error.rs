@@ -32,10 +32,10 @@ pub enum Error {
     #[error("no CUDA device: none is present, or CUDA_VISIBLE_DEVICES hides it")]
     NoDevice,
     /// No context is current on the calling thread.
-    #[error("no CUDA context is current on this thread: make one current before asking for kernels")]
+    #[error("no CUDA context is current on this thread: make one current before requesting kernels")]
     NoContext,
     /// The device is older than every supported architecture.
-    #[error("a CUDA device of compute capability {major}.{minor}: kernels need 8.0 or later")]
+    #[error("the CUDA device has compute capability {major}.{minor}; kernels need 8.0 or later")]
     DeviceTooOld {
         /// Part of the compute capability.
         major: u32,
@@ -58,8 +58,8 @@ pub enum Error {
     },
     /// The run-time compiler rejected a kernel.
     #[error(
-        "cannot compile {variant} for {architecture}: {log}\nAn older compiler does not know newer devices: take CUDA 13.0 or \
-         later; otherwise please report this"
+        "cannot compile {variant} for {architecture}: {log}\nOlder compilers do not support newer devices: \
+        use CUDA 13.0 or later; otherwise please report this"
     )]
     Compile {
         /// The kernel.
@@ -71,12 +71,12 @@ pub enum Error {
     },
     /// The run-time compiler is not installed, or not on the loader's path.
     #[error(
-        "CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit, or the Python package \
-         nvidia-cuda-nvrtc, and let QUANT_NVRTC name the directory of its library"
+        "CUDA run-time compiler not found (libnvrtc.so, nvrtc64_*.dll): install the CUDA toolkit, or the \
+        Python package nvidia-cuda-nvrtc, and set QUANT_NVRTC to the directory of its library"
     )]
     NvrtcMissing,
     /// The run-time compiler cannot be loaded from the given path.
-    #[error("CUDA run-time compiler: QUANT_NVRTC is {path}, but: {reason}")]
+    #[error("CUDA run-time compiler: QUANT_NVRTC is set to {path}, but {reason}")]
     NvrtcNamed {
         /// The path from the environment variable.
         path: String,
@@ -85,8 +85,8 @@ pub enum Error {
     },
     /// The driver rejected an image.
     #[error(
-        "the CUDA driver does not load {variant} for {architecture}: {reason}\nA driver older than the compiler may not know its \
-         images: update the driver, or let QUANT_NVRTC name an older compiler"
+        "the CUDA driver cannot load {variant} for {architecture}: {reason}\nA driver that is older than the \
+        compiler may not support its images: update the driver, or set QUANT_NVRTC to an older compiler"
     )]
     Load {
         /// The kernel.

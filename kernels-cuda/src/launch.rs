@@ -57,12 +57,10 @@ impl Region {
             return Err(KernelError::Length { what, expected: bytes, got: there });
         }
         if self.address.checked_add(bytes as u64).is_none() {
-            return Err(KernelError::TooLarge("an address and what lies behind it"));
+            return Err(KernelError::TooLarge("the end of a memory region"));
         }
         if bytes > 0 && (self.address == 0 || !self.address.is_multiple_of(align as u64)) {
-            return Err(KernelError::Scheme(
-                "an invalid address, or one that is not a multiple of what its type needs",
-            ));
+            return Err(KernelError::Scheme("a null or misaligned address"));
         }
         Ok(())
     }
@@ -111,7 +109,7 @@ impl LaunchShape {
         }
         if self.shared_bytes > shared_of_kernel {
             return Err(Error::Launch(
-                "its blocks ask for more shared memory than the kernel was loaded with",
+                "its blocks request more shared memory than the kernel was loaded with",
             ));
         }
         Ok(())

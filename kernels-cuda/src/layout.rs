@@ -176,16 +176,18 @@ impl WeightLayout {
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
-        // With a larger middle, `q − zero_point` would not fit a signed number of this many bits.
-        if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
-            return Err(KernelError::Scheme("a symmetric grid for integers whose zero is beyond its middle"));
+        // Differences to a larger middle do not fit signed numbers of this many bits.
+        if layout.signed() && middle.is_some_and(|middle| middle > 1 << (code_bits - 1)) {
+            return Err(KernelError::Scheme(
+                "a symmetric grid of integers whose zero point exceeds the middle code",
+            ));
         }
         let tile_groups = matches!(group_size, 32 | 64 | 128);
         let progressive = self.scales == ScaleType::Progressive;
         let tile_groups = tile_groups || (self.float.is_some() && group_size == 16);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
-            return Err(KernelError::Scheme("a group that is not 32, 64, 128 or a row"));
+            return Err(KernelError::Scheme("a group size other than 32, 64, 128 or a whole row"));
         }
         if layout.row_is_group() && layout.signed() && code_bits == 4 {
             let activation = if sums { 255 } else { 128 };
@@ -411,7 +413,7 @@ mod tests {
             WeightLayout::from_parts(shape, bits, group, scales, zero_point, order, sums).unwrap_err()
         };
         let (float, int8) = (Order::Float, Order::Int8);
-        let group = KernelError::Scheme("a group that is not 32, 64, 128 or a row");
+        let group = KernelError::Scheme("a group size other than 32, 64, 128 or a whole row");
         assert_eq!(of([16, 256], 4, 16, ScaleType::F16, Some(8), float, false), group);
         let floats =
             |size, scales| WeightLayout::from_float_parts([16, 256], FloatFormat::E2m1, size, scales);

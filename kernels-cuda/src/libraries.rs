@@ -215,7 +215,7 @@ fn nvrtc_library(named: Option<&OsStr>) -> Result<Library> {
         let found = sibling(path, |name| {
             name.starts_with("libnvrtc.so") || name.starts_with("nvrtc64_") && name.ends_with("_0.dll")
         });
-        (path, found.ok_or_else(|| failed("there is no libnvrtc.so or nvrtc64_*.dll in it".into()))?)
+        (path, found.ok_or_else(|| failed("it does not contain libnvrtc.so or nvrtc64_*.dll".into()))?)
     } else {
         (path.parent().unwrap_or(path), path.to_owned())
     };

@@ -32,7 +32,7 @@ pub(crate) fn input(
     let mut results = dims.to_vec();
     match results.last_mut() {
         Some(last) if *last == k => *last = n,
-        _ => return Err(format!("{name} [{n}, {k}] takes [.., {k}], not {dims:?}")),
+        _ => return Err(format!("{name}: expected an input of shape [.., {k}], got {dims:?}")),
     }
     // The dimensions of an expanded tensor can exceed memory.
     let bytes = |dims: &[usize]| {
@@ -97,8 +97,11 @@ mod tests {
     #[test]
     fn other_inputs_are_reported() {
         for dims in [&[][..], &[127], &[128, 5]] {
-            let message = check(dims, Some(0), Float::F16).unwrap_err();
-            assert_eq!(message, format!("quantized-linear [24, 128] takes [.., 128], not {dims:?}"));
+            let message = look(dims, Some(0), Float::F16).unwrap_err();
+            assert_eq!(
+                message,
+                format!("quantized-linear: expected an input of shape [.., 128], got {dims:?}")
+            );
         }
         let message = check(&[1 << 60, 128], None, Float::F16).unwrap_err();
         assert!(message.contains("the input") && message.contains("too large"), "{message}");

@@ -79,7 +79,7 @@ fn results_are_the_cpus() {
             match (activations, dtype) {
                 (Activations::Float, DType::F32) => {
                     let message = got.unwrap_err().to_string();
-                    assert!(message.contains("quantized-linear takes f16 or bf16, not f32"), "{message}");
+                    assert!(message.contains("quantized-linear: expected f16 or bf16, got f32"), "{message}");
                 }
                 _ => assert_near(&got.unwrap(), &on_cpu.forward(&x).unwrap()),
             }
@@ -113,15 +113,15 @@ fn misfits_are_reported() {
     let (linear, _) = linears(&device, Activations::PerToken);
     let refusal = |x: &Tensor| linear.forward(x).unwrap_err().to_string();
     let elsewhere = refusal(&input(DType::F16));
-    assert!(elsewhere.contains("runs on CUDA only, and its input is on the CPU"), "{elsewhere}");
+    assert!(elsewhere.contains("runs on CUDA only, but its input is on the CPU"), "{elsewhere}");
     let narrow = refusal(&input(DType::F16).to_device(&device).unwrap().narrow(2, 0, 2047).unwrap());
-    assert!(narrow.contains("[40, 2048] takes [.., 2048], not [2, 3, 2047]"), "{narrow}");
+    assert!(narrow.contains("expected an input of shape [.., 2048], got [2, 3, 2047]"), "{narrow}");
     let whole = refusal(&Tensor::zeros((2, 2048), DType::U8, &device).unwrap());
-    assert!(whole.contains("takes f32, f16 or bf16, not u8"), "{whole}");
+    assert!(whole.contains("expected f32, f16 or bf16, got u8"), "{whole}");
     let runner = Runner::new(&device).unwrap();
     let other = QuantizedLinear::new(linear.weight().clone(), Activations::Float, &runner).unwrap_err();
-    assert_eq!(other, KernelError::Scheme("weights that are packed for other activations"));
+    assert_eq!(other, KernelError::Scheme("weights packed for different activations"));
     let another = Runner::new(&Device::new_cuda(0).unwrap()).unwrap();
     let far = QuantizedLinear::new(linear.weight().clone(), Activations::PerToken, &another).unwrap_err();
-    assert_eq!(far, KernelError::Scheme("weights on another device than the runner's"));
+    assert_eq!(far, KernelError::Scheme("weights on a different device from the runner"));
 }

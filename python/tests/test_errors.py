@@ -74,7 +74,7 @@ def test_input(model: Path, tmp_path: Path) -> None:
     with pytest.raises(fewbits.InputError) as caught:
         fewbits.inspect(tmp_path)
     assert caught.value.path is not None and str(tmp_path) in caught.value.message
-    with pytest.raises(fewbits.InputError, match="neither a file nor a set"):
+    with pytest.raises(fewbits.InputError, match="neither a file nor a known text set"):
         fewbits.quantize(model, tmp_path / "out", calibration="no-such-set")
     with pytest.raises(fewbits.InputError, match=r"calibration:2: .*no string field `text`"):
         fewbits.quantize(model, tmp_path / "out", calibration=[{"text": "a"}, {"tokens": [1]}])

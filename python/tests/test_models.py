@@ -97,7 +97,7 @@ def test_conversations_are_rendered_by_the_model_s_template(rtn: Path, tmp_path:
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (lambda m: m.log_likelihoods([([1], [])]), fewbits.UsageError, "request 0 has no token to score"),
+        (lambda m: m.log_likelihoods([([1], [])]), fewbits.UsageError, "request 0 has no tokens to score"),
         (lambda m: m.log_likelihoods([([1], [2]), ([], [1])]), fewbits.UsageError, "request 1 has no token"),
         (lambda m: m.log_likelihoods([([1] * 512, [1, 1])]), fewbits.UsageError, "reads 513 tokens"),
         (lambda m: m.log_likelihoods([([1], [m.vocab_size])]), fewbits.UsageError, "has token 4096"),

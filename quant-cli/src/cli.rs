@@ -6,8 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::commands::{bench, chat, completions, demo, eval, gate, generate, inspect, plan, quantize};
 
-const EXIT_CODES: &str = "\
-Exit codes:
+const EXIT_CODES: &str = "Exit codes:
   0   done and verified; the gate passes
   1   the gate fails
   2   usage: the request cannot be carried out

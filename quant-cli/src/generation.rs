@@ -116,8 +116,8 @@ impl DecodingOptions {
         let max = opened.model.architecture().max_positions.min(MAX_CONTEXT);
         if positions > max {
             return Err(Error::usage(
-                format!("the prompt and the new tokens take {positions} positions, but the model has {max}"),
-                "shorten the prompt, or ask for fewer tokens (--max-new-tokens)",
+                format!("the prompt and the new tokens need {positions} positions, but the model has {most}"),
+                "shorten the prompt, or request fewer tokens (--max-new-tokens)",
             ));
         }
         let gpu = (self.device == Device::Cuda).then(CudaRunner::new).transpose()?;

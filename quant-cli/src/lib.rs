@@ -105,7 +105,7 @@ fn no_threads(error: &dyn std::error::Error) -> Error {
     Error::Unavailable {
         what: "a thread".into(),
         reason: error.to_string(),
-        remedy: "ask for fewer (‹threads›), or raise the limits on processes and memory (ulimit -u and -v)"
+        remedy: "request fewer (‹threads›), or raise the limits on processes and memory (ulimit -u and -v)"
             .into(),
     }
 }

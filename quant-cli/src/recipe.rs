@@ -200,7 +200,7 @@ fn method_help() -> String {
     );
     let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();
     let own = listed(
-        "Or steps in your own order, separated by commas, with gptq or rtn (the default) last",
+        "Or custom steps, separated by commas; gptq or rtn (the default) comes last",
         steps.into_iter(),
     );
     format!("{named}\n\n{own}")

@@ -84,7 +84,11 @@ fn fifo(path: &Path) {
 #[test]
 fn weights() {
     refused_by_all_verbs(&[
-        ("no weights", |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(), &["holds no checkpoint", WEIGHTS]),
+        (
+            "no weights",
+            |m| std::fs::remove_file(m.join(WEIGHTS)).unwrap(),
+            &["contains no checkpoint", WEIGHTS],
+        ),
         ("an empty file", |m| cut(m, 0), &[WEIGHTS, "0 bytes, too short"]),
         ("seven bytes", |m| cut(m, 7), &[WEIGHTS, "7 bytes, too short"]),
         ("cut within the header", |m| cut(m, 200), &[WEIGHTS, "the header claims", "192"]),
@@ -92,7 +96,7 @@ fn weights() {
         (
             "a header longer than the file",
             |m| overwrite(m, WEIGHTS, [1_000_000u64.to_le_bytes().as_slice(), b"{}"].concat()),
-            &[WEIGHTS, "the header claims 1000000 bytes, the file has 2"],
+            &[WEIGHTS, "the header claims 1000000 bytes, but the file has only 2"],
         ),
         (
             "a header of 2^64 bytes",

@@ -145,7 +145,7 @@ fn every_place_of_a_template() {
     let from_file = tokens(&bench, "beside");
     let config = json!({ "eos_token": "</s>", "chat_template": "{{ raise_exception('not this one') }}" });
     bench.write("model/tokenizer_config.json", &config.to_string());
-    assert_eq!(tokens(&bench, "first"), from_file, "chat_template.jinja takes precedence");
+    assert_eq!(tokens(&bench, "first"), beside, "chat_template.jinja takes precedence");
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     for (out, template) in [
         ("text", json!(TEMPLATE)),
@@ -171,14 +171,14 @@ fn templates_that_cannot_be_used() {
     };
     let bench = Bench::new();
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
-    bench.refuses("none at all", &[], 4, &["has no chat template", "put its chat_template.jinja beside"]);
+    bench.refuses("none at all", &[], 4, &["has no chat template", "put its chat_template.jinja next to"]);
     with(file, "a\n{% for").refuses("no template", &[], 4, &["chat_template.jinja:2: syntax error"]);
     let raises = "{{ raise_exception('turns are wrong') }}";
     let phrase =
         ["chats.jsonl:1: ", "chat_template.jinja fails on it: line 1", "refuses it: turns are wrong"];
     with(file, raises).refuses("one that raises", &[], 4, &phrase);
     let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
-    with(file, endless).refuses("one that does not end", &[], 4, &["takes more steps"]);
+    with(file, endless).refuses("one that does not end", &[], 4, &["exceeds the step limit"]);
     let deep = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
     with(file, deep).refuses("one that calls itself", &[], 4, &["fails on it"]);
     let last = "{{ messages[-1].content }}";
@@ -206,23 +206,23 @@ fn conversations_that_cannot_be_used() {
     for (case, line, phrase) in [
         ("a text among them", json!({ "text": "x" }), "no field `messages`"),
         ("no messages", json!({ "messages": [] }), "not a non-empty list"),
-        ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in its message 1"),
+        ("no role", json!({ "messages": [{ "content": "x" }] }), "`role` in message 1"),
         ("no content", json!({ "messages": [{ "role": "user" }] }), "fails on it"),
     ] {
         with(&format!("{good}\n\n{line}\n")).refuses(case, &[], 4, &["chats.jsonl:3: ", phrase]);
     }
     with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
-    with(&good).refuses("too few", &[], 4, &["chats.jsonl: gives ", "windows of 96", "3 are needed"]);
-    let phrase = ["no token that an assistant wrote", "--mask none"];
-    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
+    with(&good).refuses("too few", &[], 4, &["chats.jsonl: has ", "windows of 96", "3 are needed"]);
+    let says = ["no assistant tokens", "--mask none"];
+    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &says);
     // Text has no prompts.
     let bench = Bench::new();
     bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
     let plain = bench.at("plain.txt");
     for text in ["builtin", plain.to_str().unwrap()] {
         let options = [&AWQ[..], &["--calibration", text, "--mask", "prompts"]].concat();
-        let phrase = ["is plain text, in which no prompts can be masked", "`messages`"];
-        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &phrase);
+        let says = ["is plain text, which has no prompts to mask", "`messages`"];
+        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &says);
     }
 }
 

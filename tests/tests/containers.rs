@@ -100,7 +100,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     std::fs::create_dir(&out).unwrap();
     std::fs::write(out.join("letter.txt"), "dear").unwrap();
     let run = quant(quantize(&model, &out, &[&options[..], &["--force"]].concat()));
-    check_message("a letter", &run, 2, &["letter.txt", "choose another output"]);
+    check_message("a letter", &run, 2, &["letter.txt", "choose a different output"]);
     assert_eq!(names(&out), ["letter.txt"]);
     std::fs::remove_file(out.join("letter.txt")).unwrap();
     quant(quantize(&model, &out, &options)).succeeded();
@@ -111,8 +111,8 @@ fn a_directory_for_formats_holds_nothing_else() {
     let run = quant(quantize(&model, &other, &three));
     check_message("3 bits", &run, 2, &["the awq format packs 4 bits, not 3"]);
     assert!(!other.exists());
-    for (case, formats, expected) in [
-        ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is named twice"),
+    for (case, formats, says) in [
+        ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is listed twice"),
         ("unknown", &["--format", "awq", "--format", "gguf9"], "unknown format `gguf9`"),
     ] {
         check_message(case, &quant(quantize(&model, &other, formats)), 2, &[expected]);
@@ -179,7 +179,7 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();
     let run = quant(quantize(&at("head"), &at("no"), &["--format", "awq"]));
-    check_message("the head", &run, 2, &["`lm_head` is to be quantized", "keep it float"]);
+    check_message("the head", &run, 2, &["`lm_head` cannot be quantized", "keep it float"]);
     edit_config(&at("mixed"), &json!({ "quantization_config": { "quant_method": "gguf" } }));
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
     check_message("unknown", &run, 4, &["`quantization_config.quant_method` is gguf"]);

@@ -8,14 +8,14 @@ use quant_tests::{args, demo_model};
 #[test]
 fn rules_that_score_nothing_are_refused() {
     let text = ["--text", "builtin-heldout"];
-    for (options, code, expected) in [
-        (vec!["--profile", "gptq-1"], 2, "score nothing"),
+    for (options, code, says) in [
+        (vec!["--profile", "gptq-1"], 2, "too short to score"),
         (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
         (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),
         (vec!["--windows", "0", "--window", "64"], 2, "--windows"),
         (vec!["--profile", "wt2-gptq-2048"], 2, "is not WikiText-2"),
         (vec!["--window", "64", "--windows", "999999999"], 4, "999999999 are needed"),
-        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp scores none of a text of less than 2"),
+        (vec!["--profile", "llamacpp-99999"], 4, "llama.cpp needs at least 2"),
     ] {
         let mut arguments = args!["eval", demo_model()];
         arguments.extend(text.map(Into::into));
@@ -156,7 +156,7 @@ fn outputs_and_comparisons_that_make_no_sense() {
     eval(args![json(&at("alone.json"))]).succeeded();
     let run =
         eval(args!["--reference", demo_model(), "--report", at("page.html"), "--compare", at("alone.json")]);
-    assert!(run.code() == Some(2) && run.stderr.contains("against another reference"), "{run}");
+    assert!(run.code() == Some(2) && run.stderr.contains("against a different reference"), "{run}");
 }
 
 /// A tokenizer with more tokens than the embedding has rows belongs to a different model.
@@ -189,7 +189,7 @@ fn small_strides_do_not_take_the_memory() {
     eval("hf-stride-64-1", &["--windows", "2"]).succeeded();
     let run = eval("hf-stride-8192-1", &[]);
     assert_eq!(run.code(), Some(4), "{run}");
-    assert!(run.stderr.contains("to read; at most"), "{run}");
+    assert!(run.stderr.contains("tokens; the limit is"), "{run}");
 }
 
 /// Kernels on packed codes give the perplexity of dequantized weights, on every path that this machine supports.

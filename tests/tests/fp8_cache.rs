@@ -231,7 +231,7 @@ fn models_generate_with_an_fp8_cache() {
         quant(arguments).succeeded()
     };
     let run = generate(&[]);
-    assert!(run.stderr.contains("is simulated: the kernels have no cache of FP8"), "{run}");
+    assert!(run.stderr.contains("is simulated: the kernels do not support an FP8 cache"), "{run}");
     assert!(!generate(&["--kv", "16"]).stderr.contains("simulated"));
 }
 
@@ -301,11 +301,11 @@ fn what_is_damaged_or_not_known_is_refused() {
         (
             "strategy",
             json!("attn_head"),
-            "kv_cache_scheme.strategy` is \"attn_head\"; only tensor can be read",
+            "kv_cache_scheme.strategy` is \"attn_head\"; only tensor is supported",
         ),
         ("dynamic", json!(true), "kv_cache_scheme.strategy`"),
         ("num_bits", json!(4), "kv_cache_scheme.strategy`"),
-        ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float can be read"),
+        ("type", json!("int"), "kv_cache_scheme.type` is \"int\"; only float is supported"),
         ("symmetric", json!(false), "kv_cache_scheme.symmetric`"),
         ("unknown", json!(1), "kv_cache_scheme.unknown` is not known"),
     ] {
@@ -334,7 +334,7 @@ fn requests_that_make_no_sense_are_refused() {
     for (options, phrase) in [
         (["--scheme", "w4a16kvf8-g32", "--format", "awq"], "the awq format cannot store the scales"),
         (["--scheme", "w4a16kvf8-g32", "--format", "gptq"], "the gptq format cannot store the scales"),
-        (["--scheme", "w4a16kvf4", "--group-size", "32"], "a cache of `kvf4` is not known"),
+        (["--scheme", "w4a16kvf4", "--group-size", "32"], "unknown cache `kvf4`"),
     ] {
         check_message(
             phrase,
@@ -344,14 +344,13 @@ fn requests_that_make_no_sense_are_refused() {
         );
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let phrase = ["`smooth-attention` helps caches of integers", "--skip smooth-attention"];
-    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &phrase);
+    let says = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
+    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &says);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
     let message = format!("{}{}", plan.stdout, plan.stderr);
     assert!(
-        message.contains("--kv-cache-dtype fp8")
-            && message.contains("stops at FP8 scales of keys and values"),
+        said.contains("--kv-cache-dtype fp8") && said.contains("rejects FP8 scales of keys and values"),
         "{plan}"
     );
 }

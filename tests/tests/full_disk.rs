@@ -94,7 +94,7 @@ fn a_disk_that_fills_up_meanwhile() {
         "filled up",
         &run,
         5,
-        &[&job_of(&old).display().to_string(), "needs ", " bytes, 0 are free"],
+        &[&job_of(&old).display().to_string(), "needs ", " bytes, but only 0 are free"],
     );
     assert_eq!(hashes(&old), before);
 

@@ -254,7 +254,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     judge("a baseline of nothing", &good, &at("no-results.json"), 4, &["holds no result"]);
     judge("half a baseline", &good, &at("cut.json"), 4, &["is not a baseline"]);
     judge("a newer baseline", &good, &at("newer.json"), 4, &["quant-gate-baseline/9"]);
-    judge("an edited baseline", &good, &at("edited.json"), 4, &["was changed since it was made"]);
+    judge("an edited baseline", &good, &at("edited.json"), 4, &["was changed since it was created"]);
     quant(args!["gate", &good, "--policy", &policy, "--baseline", at("spaced.json")]).succeeded();
     check_message(
         "a policy without its baseline",
@@ -275,11 +275,11 @@ fn nothing_that_is_missing_or_broken_passes() {
     let set = |path: &'static str, value: Value| {
         move |result: &mut Value| *result.pointer_mut(path).unwrap() = value.clone()
     };
-    broken("another text", &set("/text/sha256", json!("0".repeat(64))), &["another text", "--update"]);
-    broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["another tokenizer"]);
-    broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["another tokens"]);
-    broken("another rule", &set("/profile", json!("gptq-65")), &["another profile"]);
-    broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["another reference"]);
+    broken("another text", &set("/text/sha256", json!("0".repeat(64))), &["its text", "--update"]);
+    broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["its tokenizer"]);
+    broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["its tokens"]);
+    broken("another rule", &set("/profile", json!("gptq-65")), &["its profile"]);
+    broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);
     // JSON has no NaN: writers use null or a string instead.
@@ -287,15 +287,15 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("an invalid window", &set("/window_nll/3", Value::Null), &["is not an evaluation result"]);
     broken("positions not finite", &set("/non_finite", json!(2)), &["2 positions that are not finite"]);
     broken("no windows", &set("/windows", json!(0)), &["no windows"]);
-    broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows say"]);
-    broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows say"]);
+    broken("a better number than its windows", &set("/nll/mean", json!(3.0)), &["windows give"]);
+    broken("a better KL", &set("/comparison/kl/mean", json!(0.0)), &["windows give"]);
     broken("windows that were dropped", &set("/window_nll", json!([1.0])), &["24 windows"]);
     broken("no comparison", &set("/comparison", Value::Null), &["without a comparison"]);
     broken("a likelihood above one", &set("/window_nll/3", json!(-5.0)), &["not a valid number"]);
     broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["not a valid number"]);
     broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
     broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
-    broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["bytes of a text"]);
+    broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["but the text has"]);
     broken("a perplexity without its error", &set("/perplexity/standard_error", json!(0.0)), &["perplexity"]);
     broken(
         "a ratio without its error",
@@ -344,7 +344,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         r["comparison"] = Value::Null;
         r["reference"] = Value::Null;
     };
-    broken("measured alone", &alone, &["another reference, or none"]);
+    broken("measured alone", &alone, &["a different reference, or without one"]);
     broken(
         "an unknown field deep inside",
         &|r| r["comparison"]["kl"]["x"] = json!(1),
@@ -355,7 +355,11 @@ fn nothing_that_is_missing_or_broken_passes() {
         (q["low"], q["high"]) = (q["high"].take(), q["low"].take());
     };
     broken("an interval the wrong way", &reversed, &["invalid intervals"]);
-    broken("no buckets", &set("/comparison/kl_by_confidence", json!([])), &["not those that were scored"]);
+    broken(
+        "no buckets",
+        &set("/comparison/kl_by_confidence", json!([])),
+        &["do not add up to the scored ones"],
+    );
     let text = std::fs::read_to_string(&good).unwrap();
     for (case, length) in [("half a result", text.len() / 2), ("an empty result", 0)] {
         std::fs::write(at("held.json"), &text[..length]).unwrap();
@@ -462,7 +466,7 @@ fn a_stopped_evaluation_resumes() {
     assert!(lines() > 4);
 
     // A different evaluation does not reuse these measurements.
-    check_message("another evaluation", &quant(arguments("8")), 2, &["another evaluation", "remove it"]);
+    check_message("another evaluation", &quant(arguments("8")), 2, &["a different evaluation", "remove it"]);
     let resumed = quant(arguments("24")).succeeded();
     assert!(resumed.stderr.contains("of 24 windows have already been measured"), "{resumed}");
     assert!(!journal.exists());
@@ -547,7 +551,7 @@ fn an_unchecked_result_does_not_pass() {
     }
     let some = POLICY.replace("metric =", "results = [\"held\"]\nmetric =");
     let run = judge(&some);
-    check_message("a result without a check", &run, 4, &["checks nothing of the result"]);
+    check_message("a result without a check", &run, 4, &["has no check for the result"]);
 
     // A baseline behind a symbolic link is written to the link's target.
     std::os::unix::fs::symlink(at("b.json"), at("link.json")).unwrap();

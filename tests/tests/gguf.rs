@@ -159,7 +159,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     assert!(!out.exists());
     // With different types it is a different job.
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
-    check_message("other types", &run, 2, &["other inputs or settings"]);
+    check_message("other types", &run, 2, &["different inputs or settings"]);
     let run = quant(quantize(&model, &out, &["--scheme", "iq4_xs", "--resume"])).succeeded();
     assert!(run.stderr.contains("resumed: "), "{run}");
     assert_eq!(digest(&out), digest(&at("whole.gguf")));
@@ -354,7 +354,7 @@ fn models_are_written_in_parts_and_read_again() {
         let run = quant(args!["inspect", path]);
         check_message("a part", &run, 4, expected);
     };
-    refused(&part(1), &[&names[1], "is file 2 of", "give the first of them"]);
+    refused(&part(1), &[&names[1], "is file 2 of", "give the first file"]);
     let bytes = std::fs::read(part(1)).unwrap();
     let key = bytes.windows(8).position(|w| w == b"split.no").unwrap() + 8 + 4;
     let mut wrong = bytes.clone();

@@ -179,9 +179,9 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ("damping of rtn", &["--method", "rtn", "--damping", "0.1"][..], "--damping has no effect"),
         ("order of awq", &["--method", "awq", "--act-order", "none"], "--act-order has no effect"),
         ("search of gptq", &["--method", "gptq", "--search", "fast"], "--search has no effect"),
-        ("no damping", &["--method", "gptq", "--damping", "0"], "not between 0 and 100"),
-        ("no block", &["--method", "gptq", "--block-size", "0"], "not between 1 and 4096"),
-        ("an order", &["--method", "gptq", "--act-order", "desc"], "act-order `desc` is not known"),
+        ("no damping", &["--method", "gptq", "--damping", "0"], "greater than 0 and at most 100"),
+        ("no block", &["--method", "gptq", "--block-size", "0"], "must be from 1 to 4096"),
+        ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act-order `desc`"),
         ("inputs", &["--method", "gptq", "--layer-inputs", "both"], "layer inputs `both`"),
         ("awq's bits", &["--method", "gptq", "--format", "awq", "--scheme", "w3a16"], "packs 4 bits, not 3"),
         (
@@ -189,7 +189,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
             &["--method", "gptq", "--format", "gptq", "--override", "down_proj=w8a16"],
             "one scheme for all",
         ),
-        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all readers"),
+        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all implementations"),
     ] {
         check_message(case, &quant(quantize(&model, &out, options)), 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");

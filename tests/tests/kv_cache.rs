@@ -99,8 +99,8 @@ fn a_model_is_compared_with_itself_on_floats() {
     };
     gate("eight.json").succeeded();
     std::fs::rename(at("four.json"), at("eight.json")).unwrap();
-    let expected = ["another cache of keys and values: kv8 there, kv4 now", "--kv"];
-    check_message("another cache", &gate("eight.json"), 4, &expected);
+    let says = ["kv8 in the baseline, kv4 now", "--kv"];
+    check_message("another cache", &gate("eight.json"), 4, &says);
 
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
@@ -140,7 +140,7 @@ fn heads_that_kernels_do_not_hold_are_simulated() {
     let model = scratch.path().join("model");
     TinyLlama { heads: 8, kv_heads: 4, head_dim: 8, ..TinyLlama::default() }.write(&model);
     let run = eval(&model, &["--kv", "4", "--execution", "kernels", "--json"]).succeeded();
-    assert!(run.stderr.contains("is simulated: the kernels' cache does not hold heads of 8"), "{run}");
+    assert!(run.stderr.contains("is simulated: the kernels' cache cannot hold heads of width 8"), "{run}");
     let kernels: Value = run.json();
     assert!(kernels["tool"]["isa"].as_str().unwrap().ends_with(", cache simulated"), "{kernels}");
     assert_eq!(kernels["window_nll"], result(&model, &["--kv", "4"])["window_nll"]);
@@ -195,8 +195,8 @@ fn what_a_cache_cannot_hold_is_reported_with_the_block() {
     }
     tiny.write_with(&model, &tensors);
     assert!(eval(&model, &["--kv", "16"]).succeeded().code() == Some(0));
-    let expected = ["keys and values of block 1: a value is beyond", "--kv 16"];
-    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &expected);
+    let says = ["keys and values of block 1: a value exceeds", "--kv 16"];
+    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &says);
 }
 
 #[test]

@@ -138,8 +138,8 @@ fn what_other_formats_lose_is_reported_completely() {
     assert!(rounded > 0, "something is lost");
 
     // Reported before and after the run, as text and as JSON.
-    let message = "the two levels of scales become one, their product in F16, with a relative error of up \
-     to 2^-11";
+    let said = "the two levels of scales are multiplied into one F16 scale, with a relative error of up to \
+        2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
         let options = ["--format", format].into_iter().chain(json.iter().copied()).map(OsString::from);
@@ -178,11 +178,11 @@ fn what_it_cannot_hold_is_refused_before_any_work() {
             "no groups of it",
             &model,
             &["--scheme", "w4a8-g64-asym-progressive"][..],
-            "has no w4a8-g64-asym-progressive",
+            "does not support w4a8-g64-asym-progressive",
         ),
         ("float inputs", &model, &["--scheme", "w4a16-g128-asym-progressive"], "choose --scheme w4a8-g128"),
-        ("one level", &model, &["--scheme", "w4a8-g128"], "has no w4a8-g128-asym"),
-        ("symmetric", &model, &["--scheme", "w4a8-channel-sym"], "has no w4a8-channel-sym"),
+        ("one level", &model, &["--scheme", "w4a8-g128"], "does not support w4a8-g128-asym"),
+        ("symmetric", &model, &["--scheme", "w4a8-channel-sym"], "does not support w4a8-channel-sym"),
         (
             "two schemes",
             &model,
@@ -217,8 +217,8 @@ fn broken_tensors_are_reported_by_name() {
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let entries: Value = serde_json::from_slice(&whole[8..8 + header]).unwrap();
     let begin = |name: &str| 8 + header + entries[name]["data_offsets"][0].as_u64().unwrap() as usize;
-    for (name, value, phrase) in [
-        ("model.layers.0.mlp.up_proj.s2_scales", 17, "scales of groups are 1 to 16"),
+    for (name, value, says) in [
+        ("model.layers.0.mlp.up_proj.s2_scales", 17, "scales of groups must be from 1 to 16"),
         ("model.layers.0.mlp.up_proj.s2_scales", 0, "has a scale of 0 for output 0, group 0"),
         ("model.layers.0.self_attn.o_proj.s2_zeros", 1, "has 1 for output 0, group 0"),
     ] {

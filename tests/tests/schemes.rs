@@ -88,8 +88,8 @@ fn containers_refuse_what_they_cannot_hold() {
         ("wf8a8", "not combined with 8-bit integer activations"),
         ("wf8a16-g128", "one scale per row"),
         ("wf8a16-channel-asym", "`asym` is not understood"),
-        ("wf4a16", "FP4 weights are in groups: -g16-nv or -g32-mx"),
-        ("wf4a16-g16-mx", "its scales are not -mx"),
+        ("wf4a16", "FP4 weights require groups: -g16-nv or -g32-mx"),
+        ("wf4a16-g16-mx", "-mx does not match its scales"),
         ("w4af8-g64", "need integer weights of 4 bits in symmetric groups of 128"),
     ] {
         let run = quant(args!["plan", &model, "--scheme", scheme]);
@@ -211,7 +211,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
     );
     refused(
         &["--method", "rtn", "--scheme", "nvfp4", "--scale-search", "best"],
-        &["`best` is not known", "sweep"],
+        &["unknown scale search `best`", "sweep"],
     );
     refused(&["--method", "rtn", "--scheme", "nvfp4a16", "--asymmetric"], &["contradicts"]);
     refused(
@@ -444,5 +444,5 @@ fn nvfp4_goes_from_layout_to_layout() {
         assert!((here / there - 1.0).abs() <= max, "{scheme}: {here}, not {there}");
     }
     let run = quantize(&at("model"), &at("other"), "fp8", &["--method", "rtn", "--format", "modelopt"]);
-    check_message("fp8", &run, 2, &["the modelopt format is written with NVFP4 weights"]);
+    check_message("fp8", &run, 2, &["the modelopt format supports only NVFP4 weights"]);
 }

@@ -253,11 +253,11 @@ fn fp4_next_to_fp8_is_mxfp4() {
     let up = "model.layers.0.mlp.up_proj";
     type Damage<'a> = &'a dyn Fn(&mut RawTensor);
     let cases: [(&str, i32, &str, Damage<'_>); 3] = [
-        ("another type", 4, "one for each 32 columns", &|t| {
+        ("another type", 4, "one exponent per 32 columns", &|t| {
             t.data = t.data.iter().flat_map(|_| [0, 0x3f]).collect();
             t.dtype = "BF16".into();
         }),
-        ("another grid", 4, "one for each 32 columns", &|t| t.shape.reverse()),
+        ("another grid", 4, "one exponent per 32 columns", &|t| t.shape.reverse()),
         ("NaN", 6, "non-finite", &|t| t.data[3] = 255),
     ];
     for (case, code, expected, change) in cases {
@@ -319,11 +319,11 @@ fn fp8_of_modelopt_is_read() {
     }
     for (key, value, phrase) in [
         ("kv_cache_quant_algo", json!("NVFP4"), "kv_cache_quant_algo` is \"NVFP4\""),
-        ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` is not"),
+        ("kv_cache_scheme", json!({ "num_bits": 4, "type": "float" }), "kv_cache_scheme` must be"),
         (
             "kv_cache_scheme",
             json!({ "num_bits": 8, "type": "float", "dynamic": true }),
-            "kv_cache_scheme` is not",
+            "kv_cache_scheme` must be",
         ),
         ("quant_algo", json!("FP8_SOMETHING"), "quant_algo` is FP8_SOMETHING"),
     ] {
@@ -390,7 +390,7 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
     separate.iter_mut().find(|t| t.name == name).unwrap().data[5] -= 40;
     std::fs::write(at("mx").join("model.safetensors"), safetensors(&separate)).unwrap();
     let refused = quant(args!["quantize", at("mx"), "-o", at("refused"), "--format", "modelopt", "--quiet"]);
-    check_message("apart", &refused, 4, &["_proj", "below one global scale E4M3 has powers of two"]);
+    check_message("apart", &refused, 4, &["_proj", "with one global scale, E4M3 covers only powers of two"]);
     assert!(!at("refused").exists());
     // A float model is not written this way: quantizing it to NVFP4 directly is more accurate.
     let fresh = quant(args![
@@ -405,7 +405,7 @@ fn mxfp4_is_restated_as_nvfp4_without_loss() {
         "--format",
         "modelopt"
     ]);
-    check_message("float", &fresh, 2, &["is written with NVFP4 weights, not wf4a16-g32-mx"]);
+    check_message("float", &fresh, 2, &["supports only NVFP4 weights, not wf4a16-g32-mx"]);
 }
 
 #[test]

@@ -83,9 +83,9 @@ fn one_of_another_text_rule_or_model_is_refused() {
     let other = bench.at("other.txt");
     std::fs::write(&other, "Rain in the morning and no sun at noon. ".repeat(200)).unwrap();
     let other = other.to_str().unwrap();
-    for (options, expected) in [
-        (["--text", other, "--window", "64", "--windows", "20"], "on another text, builtin-heldout"),
-        (["--text", TEXT[1], "--window", "63", "--windows", "20"], "by another rule, gptq-64"),
+    for (options, says) in [
+        (["--text", other, "--window", "64", "--windows", "20"], "on a different text, builtin-heldout"),
+        (["--text", TEXT[1], "--window", "63", "--windows", "20"], "with a different profile, gptq-64"),
         (["--text", TEXT[1], "--window", "64", "--windows", "19"], "on 20 windows, not 19"),
     ] {
         check_message(expected, &bench.compare(&kept, &options), 2, &[expected, "--save-reference"]);
@@ -97,7 +97,7 @@ fn one_of_another_text_rule_or_model_is_refused() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "\n").unwrap();
     let eval = args!["eval", &model, "--reference", &kept].into_iter().chain(TEXT.map(Into::into));
-    check_message("tokenizer", &quant(eval), 2, &["with another tokenizer"]);
+    check_message("tokenizer", &quant(eval), 2, &["with a different tokenizer"]);
 
     // Options cannot change how the reference is computed.
     for option in [["--reference", "x"], ["--kv", "4"], ["--execution", "kernels"], ["--journal", "x"]] {
@@ -129,11 +129,11 @@ fn cut_changed_and_hostile_files_are_refused() {
     refused("a few bytes", &good[..20], "too short");
     refused("half of it", &good[..good.len() / 2], "is truncated");
     refused("more at the end", &[&good[..], b"{}"].concat(), "is truncated");
-    refused("the digest", &changed(30), "header has another BLAKE3");
-    refused("the header", &changed(offset + length / 2), "header has another BLAKE3");
-    refused("the head", &changed(56 + 1000), "head has another BLAKE3");
-    refused("the first window", &changed(56 + 4096 * 256 * 2), "window 0 has another BLAKE3");
-    refused("the last window", &changed(offset - 1), "window 19 has another BLAKE3");
+    refused("the digest", &changed(30), "hash of its header differs");
+    refused("the header", &changed(offset + length / 2), "hash of its header differs");
+    refused("the head", &changed(56 + 1000), "hash of its head differs");
+    refused("the first window", &changed(56 + 4096 * 256 * 2), "hash of window 0 differs");
+    refused("the last window", &changed(offset - 1), "hash of window 19 differs");
     let mut endless = good.clone();
     endless[16..24].copy_from_slice(&u64::MAX.to_le_bytes());
     refused("an endless header", &endless, "at most");
@@ -152,19 +152,23 @@ fn cut_changed_and_hostile_files_are_refused() {
     };
     let set = |key: &str, value: Value| sealed(&|header| header[key] = value.clone());
     refused("another version", &set("schema", json!("quant-reference/9")), "schema `quant-reference/9`");
-    refused("a key more", &set("more", json!(1)), "of another form");
-    refused("an endless vocabulary", &set("vocabulary", json!(u64::MAX)), "fit no model");
+    refused("a key more", &set("more", json!(1)), "an invalid header");
+    refused("an endless vocabulary", &set("vocabulary", json!(u64::MAX)), "impossible for a model");
     refused("a vast vocabulary", &set("vocabulary", json!(1_u64 << 40)), "bytes before its header");
-    refused("no width", &set("width", json!(0)), "fit no model");
-    refused("integers", &set("head_dtype", json!("I8")), "fit no model");
+    refused("no width", &set("width", json!(0)), "impossible for a model");
+    refused("integers", &set("head_dtype", json!("I8")), "impossible for a model");
     refused("a bias that is not there", &set("head_bias", json!(true)), "bytes before its header");
-    refused("windows of nothing", &set("window_tokens", json!([])), "fit no model");
-    refused("endless windows", &set("window_tokens", json!(vec![u64::MAX / 8; 20])), "fit no model");
+    refused("windows of nothing", &set("window_tokens", json!([])), "impossible for a model");
+    refused(
+        "endless windows",
+        &set("window_tokens", json!(vec![u64::MAX / 8; 20])),
+        "impossible for a model",
+    );
     // The same number of bytes, in windows of other lengths.
     let mut shifted = vec![63; 20];
     (shifted[0], shifted[1]) = (62, 64);
     std::fs::write(&path, set("window_tokens", json!(shifted))).unwrap();
-    check_message("other windows", &bench.compare(&path, &TEXT), 2, &["on other tokens"]);
+    check_message("other windows", &bench.compare(&path, &TEXT), 2, &["on different tokens"]);
     // The unchanged header with a recomputed hash is accepted.
     std::fs::write(&path, sealed(&|_| {})).unwrap();
     bench.compare(&path, &TEXT).succeeded();

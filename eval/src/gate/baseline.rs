@@ -70,7 +70,7 @@ impl Baseline {
             return Err(fault("holds no result".into()));
         }
         if digest(&file.results)? != file.sha256 {
-            return Err(fault("was changed since it was made: its results have another SHA-256".into()));
+            return Err(fault("was changed since it was created: the SHA-256 of its results differs".into()));
         }
         let read = |(name, value)| Ok((name, Evaluation::from_value(value, path)?));
         Ok(Self { results: file.results.into_iter().map(read).collect::<Result<_>>()? })

@@ -74,12 +74,13 @@ impl Metric {
     pub(super) fn check_paired(self, against: Against) -> Result<(), String> {
         match (self, against) {
             (Self::Perplexity, _) | (Self::Kl, Against::Baseline) => Ok(()),
-            (Self::Kl, Against::Reference) => {
-                Err("has a test of `kl` against the reference, from which it is a distance itself: cap it"
-                    .into())
-            }
+            (Self::Kl, Against::Reference) => Err(
+                "tests `kl` against the reference, but `kl` already measures the distance from it: use a \
+                    cap"
+                .into(),
+            ),
             (other, _) => Err(format!(
-                "has a test of `{}`; windows are paired for `perplexity` and `kl`, cap the others",
+                "tests `{}`, but only `perplexity` and `kl` can be tested with paired windows: use a cap",
                 other.name()
             )),
         }

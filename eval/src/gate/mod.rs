@@ -148,7 +148,7 @@ pub fn judge(
     let mut notes = Vec::new();
     if baseline.is_none() {
         notes.push(
-            "no baseline binds these results: nothing says that they are of the text and reference that you mean"
+            "without a baseline, it is not checked which text and reference these results were measured with"
                 .to_owned(),
         );
     }
@@ -170,7 +170,7 @@ pub fn judge(
         if check.verdict == Verdict::Fail && !fails {
             doubted = true;
             check.verdict = Verdict::Inconclusive;
-            check.message.push_str("; with this many tests, it may be due to chance");
+            check.message.push_str("; with this many tests, the failure may be due to chance");
         }
         checks.push(check);
     }
@@ -183,8 +183,8 @@ pub fn judge(
         return Err(Error::InputFile {
             path: policy.path.clone(),
             line: None,
-            reason: format!("checks nothing of the result `{}`", name.escape_default()),
-            remedy: "add a check of it, or leave it out: an unchecked result does not pass".into(),
+            reason: format!("has no check for the result `{}`", name.escape_default()),
+            remedy: "add a check for it, or omit the result: an unchecked result does not pass".into(),
         });
     }
     let any = |v| checks.iter().any(|c| c.verdict == v);
@@ -220,7 +220,7 @@ pub fn check_given(names: &[&str]) -> Result<()> {
     match names.iter().find(|n| !seen.insert(**n)) {
         Some(twice) => Err(Error::usage(
             format!("two results are called `{}`", twice.escape_default()),
-            "give their files different names: a result is known by its file's name",
+            "give their files different names: results are identified by file name",
         )),
         None => Ok(()),
     }
@@ -245,7 +245,7 @@ fn against_others(policy: &Policy, results: &[(String, Evaluation)]) -> Result<(
                 path: policy.path.clone(),
                 line: Some(line),
                 reason,
-                remedy: "measure it with ‹reference› and the model that it was made from".into(),
+                remedy: "measure it with ‹reference› set to the model that it was made from".into(),
             });
         }
     }
@@ -272,15 +272,15 @@ fn bind(
         reason,
         remedy: remedy.into(),
     };
-    let update = "measure what the baseline was measured on, or make a new one with ‹update›";
+    let update = "measure with the same settings as the baseline, or create a new one with ‹update›";
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
         let reason = format!("holds the result `{}`, which was not given", missing.escape_default());
-        return Err(fault(reason, "give all results of the baseline, or make a new one with ‹update›"));
+        return Err(fault(reason, "give all results of the baseline, or create a new one with ‹update›"));
     }
     for (name, result) in results {
         let Some(before) = baseline.results.get(name) else {
             let reason = format!("holds no result `{}`", name.escape_default());
-            return Err(fault(reason, "make a new baseline of all results with ‹update›"));
+            return Err(fault(reason, "create a new baseline of all results with ‹update›"));
         };
         let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone()).unwrap_or_default();
         for (what, now, then) in [
@@ -290,8 +290,10 @@ fn bind(
             ("tokens", &result.tokens_sha256, &before.tokens_sha256),
         ] {
             if now != then {
-                let reason =
-                    format!("`{}` has another {what}: {then} there, {now} now", name.escape_default());
+                let reason = format!(
+                    "`{}` differs in its {what}: {then} in the baseline, {now} now",
+                    name.escape_default()
+                );
                 return Err(fault(reason, update));
             }
         }
@@ -302,19 +304,24 @@ fn bind(
             if reference(result) == reference(before) && now != then {
                 let name = name.escape_default();
                 let reason =
-                    format!("`{name}` has another {whose}cache of keys and values: {then} there, {now} now");
+                    format!("the {whose}KV cache of `{name}` differs: {then} in the baseline, {now} now");
                 return Err(fault(
                     reason,
-                    "measure with the same ‹kv›, or make a new baseline with ‹update›",
+                    "measure with the same ‹kv›, or create a new baseline with ‹update›",
                 ));
             }
         }
         if result.window_tokens != before.window_tokens {
-            return Err(fault(format!("`{}` has other windows", name.escape_default()), update));
+            return Err(fault(
+                format!("the windows of `{}` differ from the baseline", name.escape_default()),
+                update,
+            ));
         }
         if reference(result) != reference(before) {
-            let reason =
-                format!("`{}` was measured against another reference, or none", name.escape_default());
+            let reason = format!(
+                "`{}` was measured against a different reference, or without one",
+                name.escape_default()
+            );
             return Err(fault(reason, update));
         }
         if result.tool.version != before.tool.version || result.tool.isa != before.tool.isa {
@@ -360,7 +367,7 @@ fn non_inferiority(
     };
     let range = match low.zip(high) {
         Some((l, u)) => format!("between {} and {}", unit(l), unit(u)),
-        None => "from one window, which gives no spread".into(),
+        None => "from a single window, which gives no interval".into(),
     };
     let need = match test.windows_needed {
         Some(n) => format!("; about {n} windows would decide it with 80 % probability"),
@@ -431,6 +438,6 @@ fn lacks(policy: &Policy, line: usize, name: &str, what: &str) -> Error {
         path: policy.path.clone(),
         line: Some(line),
         reason: format!("checks `{}`, which was measured without {what}", name.escape_default()),
-        remedy: "measure with ‹reference=MODEL›, and make the baseline of such results".into(),
+        remedy: "measure with ‹reference=MODEL›, and create the baseline from such results".into(),
     }
 }

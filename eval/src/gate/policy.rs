@@ -174,7 +174,10 @@ impl Policy {
         let level = match &file.level {
             Some(level) if (1e-6..0.5).contains(level.get_ref()) => *level.get_ref(),
             Some(level) => {
-                let reason = format!("has the level {}; it lies between 0.000001 and 0.5", level.get_ref());
+                let reason = format!(
+                    "has the level {}; it must be at least 0.000001 and less than 0.5",
+                    level.get_ref()
+                );
                 return Err(fault(Some(line(level.span())), reason));
             }
             None => 0.05,
@@ -195,8 +198,8 @@ impl Policy {
             }
             if metric == Metric::Perplexity && margin >= 1.0 {
                 let reason = format!(
-                    "has the margin {margin} of a perplexity; it must be a fraction below 1: 0.005 is \
-                     half a percent"
+                    "has the margin {margin} for a perplexity; it must be less than 1: 0.005 is half a \
+                    percent"
                 );
                 return Err(fault(Some(at), reason));
             }
@@ -219,7 +222,7 @@ impl Policy {
                 return Err(fault(Some(at), "has a cap with neither `at_most` nor `at_least`".into()));
             }
             if !at_most.into_iter().chain(at_least).all(f64::is_finite) {
-                return Err(fault(Some(at), "has a cap that is not a finite number".into()));
+                return Err(fault(Some(at), "has a cap that is not finite".into()));
             }
             policy.caps.push(Cap { metric, at_most, at_least, results, line: at });
         }
@@ -292,12 +295,12 @@ results = ["books"]
             ("margin = 0.005", "margin = -1", ":4: has the margin"),
             ("margin = 0.005", "margin = nan", ":4: has the margin"),
             ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is not a policy"),
-            ("\"perplexity\"", "\"size_bytes\"", ":4: has a test of `size_bytes`"),
+            ("\"perplexity\"", "\"size_bytes\"", ":4: tests `size_bytes`"),
             ("\"perplexity\"", "\"perplexit\"", ":5: is not a policy"),
             ("at_most = 0.5", "", ":9: has a cap with neither"),
-            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is not a finite number"),
-            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is not a finite number"),
-            ("margin = 0.005", "margin = 50", ":4: has the margin 50 of a perplexity"),
+            ("at_most = 0.5", "at_most = nan", ":9: has a cap that is not finite"),
+            ("at_most = 0.5", "at_most = inf", ":9: has a cap that is not finite"),
+            ("margin = 0.005", "margin = 50", ":4: has the margin 50 for a perplexity"),
             (
                 "schema = \"quant-gate-policy/1\"",
                 "schema = \"quant-gate-policy/1\"\nlevel = 0.9",

@@ -212,13 +212,13 @@ fn through_blocks(anatomy: &Anatomy) -> Markup {
     html! {
         p { "Relative error of each block's output, on " (anatomy.windows) " windows." }
         @if anatomy.block_errors.iter().all(|e| *e == 0.0) {
-            p { "No difference: every block gives the same bits." }
+            p { "No difference: the outputs of all blocks are bit-identical." }
         } @else {
             (svg::lines("Hidden-state error by depth", "block", true, &[error]))
         }
-        h2 { "Outliers among the inputs of linears" }
-        p { "Largest magnitude of the largest channel over that of the median channel: what a grid with one scale has \
-             to cover. Transforms that move scales from activations into weights lower it." }
+        h2 { "Outliers in the inputs of linears" }
+        p { "Ratio of the largest channel's maximum magnitude to the median channel's: the range that a grid \
+            with one scale must cover. Transforms that move scales from activations into weights lower it." }
         div.two {
             @for (name, [reference, model]) in drawn {
                 figure {
@@ -238,7 +238,7 @@ fn beginning(bos: &BosPolicy) -> String {
     match bos.policy {
         Bos::None => "nothing is added".to_owned(),
         Bos::Text => format!("{token}before the text, as the tokenizer adds it"),
-        Bos::Windows => format!("{token}in place of the first of every window"),
+        Bos::Windows => format!("{token}replaces the first token of every window"),
         Bos::Documents => format!("{token}before every document, not scored"),
     }
 }

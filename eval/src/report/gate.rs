@@ -14,8 +14,8 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
         div.tiles {
             (tile("verdict", outcome.verdict.name(), ""))
             (tile("checks that pass", &count("pass"), ""))
-            (tile("that fail", &count("fail"), ""))
-            (tile("that are open", &count("inconclusive"), "too few windows to tell"))
+            (tile("checks that fail", &count("fail"), ""))
+            (tile("inconclusive checks", &count("inconclusive"), "too few windows to tell"))
         }
         h2 { "Checks" }
         div.wide { table.cards {

@@ -102,7 +102,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
                     td { (format!("{:.3}", e.scores.perplexity)) }
                     td { (nats_of(c.kl)) }
                     td { (format!("{:.4}", c.top1_agreement)) }
-                    td.text { @if point.marked && points.len() > 1 { "none is better in both" } }
+                    td.text { @if point.marked && points.len() > 1 { "no other result is better in both" } }
                 }
             }
         } }

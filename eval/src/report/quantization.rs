@@ -65,13 +65,13 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
     let mut worst = quantized.clone();
     worst.sort_by(|a, b| error(b).total_cmp(&error(a)));
     let errors = Series {
-        name: "percent of the weight",
+        name: "relative error in percent",
         class: "model",
         values: quantized.iter().map(|t| error(t)).collect(),
     };
     html! {
-        p { "Root mean square of the rounding error relative to that of the weight, in percent, in \
-         model order." }
+        p { "Root mean square of the rounding error relative to that of the weight, in percent; tensors are \
+            in model order." }
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
@@ -106,15 +106,15 @@ fn outliers(report: &QuantReport) -> Vec<Markup> {
     let smoothed = smoothed.map(|s| (&s.producer, &s.consumers, s.outlier));
     let charts = [
         outlier_charts(
-            "Outliers among the inputs of linears",
-            "Mean magnitude of the largest channel over that of the median channel, on the calibration text, without \
-             scales and with those that were chosen.",
+            "Outliers in the inputs of linears",
+            "Ratio of the largest channel's mean magnitude to the median channel's, on the calibration text, \
+            without scales and with the chosen ones.",
             searched,
         ),
         outlier_charts(
             "Outliers that SmoothQuant moved",
-            "Largest magnitude of any channel over that of the median channel, on the calibration text, before and after \
-             smoothing.",
+            "Ratio of the largest channel's maximum magnitude to the median channel's, on the calibration \
+            text, before and after smoothing.",
             smoothed,
         ),
     ];

@@ -215,7 +215,7 @@ impl<'a> ConfigFields<'a> {
     /// [`Error::Config`] when it is invalid.
     pub fn optional_str_list(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of texts", describe(v)));
+        let wrong = |v: &Value| self.error(key, format!("is {}, expected a list of strings", describe(v)));
         let list = value.as_array().ok_or_else(|| wrong(value))?;
         let texts = list.iter().map(|item| {
             item.as_str().ok_or_else(|| self.error(key, format!("holds {}, expected texts", describe(item))))

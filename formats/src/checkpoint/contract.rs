@@ -45,12 +45,12 @@ pub fn check_specs(specs: &[TensorSpec]) -> Result<()> {
 pub(crate) fn check_part(name: &str, len: u64, written: u64, offset: u64, part: usize) -> Result<()> {
     if offset != written {
         return Err(Error::Internal(format!(
-            "tensor `{name}`: a part for byte {offset} came where byte {written} was due"
+            "tensor `{name}`: got a part for byte {offset}, expected byte {written}"
         )));
     }
     if part as u64 > len - written {
         return Err(Error::Internal(format!(
-            "tensor `{name}`: {part} bytes at {offset} leave its {len} bytes"
+            "tensor `{name}`: {part} bytes at {offset} exceed its {len} bytes"
         )));
     }
     Ok(())

@@ -234,7 +234,7 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
         Lookup::File(real) => real,
         Lookup::Absent => return Err(broken("is missing".into())),
         Lookup::Dangling => {
-            return Err(broken("is a link that leads nowhere: the download is incomplete".into()));
+            return Err(broken("is a broken link: the download is incomplete".into()));
         }
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
@@ -253,13 +253,13 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
         match root.lookup(name)? {
             // On a file system that ignores case, the copies would collide.
             Lookup::File(_) if !folded.insert(name.to_lowercase()) => warnings.push(format!(
-                "{} differs from another file's name only in case; it is left out",
+                "{} is omitted: its name differs from that of a different file only in case",
                 printable(name)
             )),
             Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),
             Lookup::Absent => {}
-            Lookup::Dangling => warnings.push(format!("{} is a link that leads nowhere", printable(name))),
-            Lookup::Refused(reason) => warnings.push(format!("{} {reason}, it is left out", printable(name))),
+            Lookup::Dangling => warnings.push(format!("{} is a broken link", printable(name))),
+            Lookup::Refused(reason) => warnings.push(format!("{} {reason}; it is omitted", printable(name))),
         }
     }
     Ok(found)

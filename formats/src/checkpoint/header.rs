@@ -250,7 +250,7 @@ impl<'de> Deserialize<'de> for Metadata {
             type Value = Metadata;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of text values")
+                f.write_str("an object of string values")
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Metadata, A::Error> {

@@ -10,7 +10,7 @@ pub enum HeaderError {
     #[error("{0} bytes, too short to be safetensors")]
     TooShort(u64),
     /// The header extends beyond the end of the file.
-    #[error("the header claims {declared} bytes, the file has {available} after the length field")]
+    #[error("the header claims {declared} bytes, but the file has only {available} after the length field")]
     HeaderPastEnd {
         /// Length in the first 8 bytes.
         declared: u64,
@@ -70,7 +70,7 @@ pub enum HeaderError {
     #[error("`__metadata__` appears twice in the header")]
     DuplicateMetadata,
     /// `__metadata__` is not an object of distinct keys with string values.
-    #[error("`__metadata__` must be an object of text values: {reason}")]
+    #[error("`__metadata__` must be an object of string values: {reason}")]
     BadMetadata {
         /// The reason.
         reason: String,
@@ -84,7 +84,7 @@ pub enum HeaderError {
         reason: &'static str,
     },
     /// An unknown element type with an invalid name.
-    #[error("tensor `{tensor}` has the unknown dtype `{dtype}`; known are {}", known_dtypes())]
+    #[error("tensor `{tensor}` has unknown dtype `{dtype}`; known dtypes: {}", known_dtypes())]
     UnknownDtype {
         /// The tensor.
         tensor: String,
@@ -130,7 +130,7 @@ pub enum HeaderError {
         end: u64,
     },
     /// Offsets and shape imply different sizes.
-    #[error("tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, its offsets span {got}")]
+    #[error("tensor `{tensor}`: {dtype} {shape:?} takes {expected} bytes, but its offsets span {got}")]
     SizeMismatch {
         /// The tensor.
         tensor: String,

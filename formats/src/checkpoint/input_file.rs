@@ -86,7 +86,7 @@ impl Root {
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
             Err(e) if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
-                return Ok(Lookup::Refused("is a symbolic link that leads to itself".into()));
+                return Ok(Lookup::Refused("is a symbolic link to itself".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
                 return Ok(Lookup::Refused("is longer than a file name can be".into()));
@@ -147,7 +147,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
         return Some("holds a backslash");
     }
     if name.contains(':') {
-        return Some("holds a colon, as a drive or URL does");
+        return Some("contains a colon, as a drive or URL does");
     }
     let path = Path::new(name);
     if path.is_absolute() {
@@ -208,7 +208,8 @@ pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -
         let at = offset.saturating_add(have as u64);
         let error = match file.read_at(&mut buffer[have..], at) {
             Ok(0) => {
-                let message = format!("the file ends: at offset {offset} have {have}, need {need} bytes");
+                let message =
+                    format!("the file is truncated: at offset {offset} have {have}, need {need} bytes");
                 io::Error::new(ErrorKind::UnexpectedEof, message)
             }
             Ok(n) => {

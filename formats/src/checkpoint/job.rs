@@ -65,11 +65,11 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     match target.ancestors().skip(1).find(is_job) {
         Some(job) => Err(Error::usage(
             format!(
-                "{} lies in {}, in which another run prepares its output",
+                "{} is inside {}, where another run prepares its output",
                 target.display(),
                 job.display()
             ),
-            "choose an output outside of it",
+            "choose an output outside that directory",
         )),
         None => Ok(()),
     }
@@ -124,7 +124,7 @@ impl Job {
             job.restore_previous(fs)?;
             return Ok(job);
         }
-        Err(Error::Locked { path, holder: "one that is finishing".into() })
+        Err(Error::Locked { path, holder: "a run that is finishing".into() })
     }
 
     /// The target.
@@ -237,7 +237,7 @@ fn create_or_accept(fs: &dyn FileSystem, path: &Path) -> Result<()> {
         Err(e) => Err(Error::io("open", path, e)),
         Ok(Some(reason)) => Err(Error::usage(
             format!("{} is needed for preparing the output, but {reason}", path.display()),
-            "move it away, or choose another output",
+            "move it away, or choose a different output",
         )),
     }
 }

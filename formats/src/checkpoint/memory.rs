@@ -37,13 +37,13 @@ impl MemorySource {
         if size != Some(bytes.len() as u64) {
             return Err(Error::usage(
                 format!("tensor `{name}`: {dtype} {:?} does not take {} bytes", info.shape, bytes.len()),
-                "give as many bytes as element type and shape take",
+                "give the number of bytes that the element type and shape require",
             ));
         }
         if self.tensors.contains_key(&name) {
             return Err(Error::usage(
-                format!("tensor `{name}` is there already"),
-                "give every tensor a name of its own",
+                format!("tensor `{name}` exists already"),
+                "give every tensor a unique name",
             ));
         }
         self.tensors.insert(name, (info, bytes));

@@ -16,7 +16,7 @@ pub(crate) fn name_fault(name: &str) -> Option<&'static str> {
     } else if name.chars().any(char::is_control) {
         Some("holds control characters")
     } else if name.chars().any(is_deceptive) {
-        Some("holds invisible characters that change the direction of text")
+        Some("contains invisible characters that change the direction of text")
     } else {
         None
     }

@@ -63,8 +63,8 @@ pub(crate) fn resolve(path: &Path) -> Result<PathBuf> {
         };
         if fs::symlink_metadata(existing).is_ok() {
             return Err(Error::usage(
-                format!("{} is a symbolic link that leads nowhere", existing.display()),
-                "remove the link, or give another path",
+                format!("{} is a broken symbolic link", existing.display()),
+                "remove the link, or give a different path",
             ));
         }
         rest.push(name.to_owned());

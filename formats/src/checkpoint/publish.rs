@@ -71,7 +71,7 @@ pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool>
     let Some(reason) = reason else { return Ok(true) };
     Err(Error::usage(
         format!("{} {reason}", target.display()),
-        "choose another output, or remove it yourself",
+        "choose a different output, or remove it yourself",
     ))
 }
 
@@ -100,7 +100,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         Err(e) => return Err(e),
     };
     let Some(listed) = listed else {
-        return Ok(Some(format!("has a {MANIFEST} that cannot be read, so ‹force› does not replace it")));
+        return Ok(Some(format!("has an unreadable {MANIFEST}, so ‹force› does not replace it")));
     };
     present.sort_unstable();
     for (name, len) in &present {

@@ -140,9 +140,9 @@ impl ShardedCheckpoint {
             Some(Ok(size)) => (*size != total).then(|| size.to_string()),
             Some(Err(other)) => Some(other.clone()),
         };
-        if let Some(stated) = stated {
+        if let Some(said) = said {
             warnings.push(format!(
-                "{INDEX}: `metadata.total_size` says {stated}, the tensors have {total} bytes"
+                "{INDEX}: `metadata.total_size` is {said}, but the tensors have {total} bytes"
             ));
         }
         let mut known = index.shards;
@@ -151,7 +151,7 @@ impl ShardedCheckpoint {
                 ShardFault::Other(error) => error,
                 ShardFault::Index(reason) => broken(reason),
             })?;
-            warnings.push(format!("{SINGLE} is ignored, the shards that {INDEX} names are read"));
+            warnings.push(format!("{SINGLE} is ignored; the shards listed in {INDEX} are read instead"));
             known.push(SINGLE.to_owned());
         }
         warnings.extend(stray_weights(root, &known)?);
@@ -226,7 +226,7 @@ pub(crate) fn check_range(name: &str, tensor_bytes: u64, offset: u64, len: usize
     match offset.checked_add(len as u64) {
         Some(end) if end <= tensor_bytes => Ok(()),
         _ => Err(Error::Internal(format!(
-            "{len} bytes at {offset} leave tensor `{name}` of {tensor_bytes} bytes"
+            "{len} bytes at {offset} exceed tensor `{name}`, which has {tensor_bytes} bytes"
         ))),
     }
 }
@@ -255,7 +255,7 @@ pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
 }
 
 fn incomplete_download(names: &str) -> String {
-    format!("{names}: a link leads nowhere, the download is incomplete; run `hf download` again")
+    format!("{names}: broken link: the download is incomplete; run `hf download` again")
 }
 
 /// Locates the shards. All missing shards are reported together.
@@ -309,7 +309,7 @@ fn match_index(
     }
     for (shard, names) in extra {
         warnings.push(format!(
-            "{} holds {} tensor(s) that {INDEX} does not name, they are ignored: {}",
+            "{} holds {} tensor(s) that {INDEX} does not list; they are ignored: {}",
             index.shards[shard],
             names.len(),
             listed(names, 8)
@@ -336,7 +336,7 @@ fn compare_single(
         return Ok(());
     }
     Err(ShardFault::Index(format!(
-        "{SINGLE} is there as well and describes other tensors: {}; remove the one that is not meant",
+        "{SINGLE} exists as well, but describes different tensors: {}; remove the wrong one",
         listed(differing, 8)
     )))
 }

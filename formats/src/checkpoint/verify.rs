@@ -37,12 +37,12 @@ pub(crate) fn verify_shard(
     fs.forget_cached(&file);
     let len = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
     if len != shard.bytes {
-        return Err(differs(format!("has {len} bytes, {} were written", shard.bytes)));
+        return Err(differs(format!("has {len} bytes, but {} were written", shard.bytes)));
     }
     let mut header = vec![0; shard.header.len()];
     read_exact_at(&file, &path, 0, &mut header)?;
     if header != shard.header {
-        return Err(differs("the header is not the one that was written".into()));
+        return Err(differs("the header differs from what was written".into()));
     }
     let parsed = archive.read_header(&file, &path).map_err(|e| differs(e.to_string()))?;
     let parsed: HashMap<&str, &PlacedTensor> = parsed.iter().map(|t| (t.name.as_str(), t)).collect();

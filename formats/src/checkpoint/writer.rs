@@ -142,7 +142,7 @@ impl CheckpointWriter {
         check_target(&target, &place)?;
         let layout = options.archive.layout(&tensors, options.max_shard_bytes)?;
         if options.single_file && layout.shards().len() != 1 {
-            return Err(Error::Internal("several files for a target that is one".into()));
+            return Err(Error::Internal("several files for a single-file target".into()));
         }
         drop(tensors);
         check_space(&*fs, &target, &job, layout.file_bytes().saturating_add(options.companion_bytes))?;
@@ -221,7 +221,7 @@ impl CheckpointWriter {
         ));
         if !lost.is_empty() {
             writer.notes.push(format!(
-                "{} tensor(s) did not hold what the journal says and are written again: {}",
+                "{} tensor(s) did not match the journal and are written again: {}",
                 lost.len(),
                 listed(lost.iter().map(String::as_str), 8)
             ));
@@ -302,7 +302,7 @@ impl CheckpointWriter {
 
     fn refuse_with_single_file(&self, name: &str) -> Result<()> {
         match self.options.single_file {
-            true => Err(Error::Internal(format!("`{}` would be beside a single file", printable(name)))),
+            true => Err(Error::Internal(format!("`{}` would be next to a single file", printable(name)))),
             false => Ok(()),
         }
     }

@@ -23,8 +23,8 @@ impl Error {
                  for example ‹override='{}=w4a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
-            Self::OutputExists { .. } => "choose another output, or replace it with ‹force›".into(),
-            Self::OutputIsInput { .. } => "write to a directory of its own".into(),
+            Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
+            Self::OutputIsInput { .. } => "write to a separate directory".into(),
             Self::NoCheckpoint { .. } => {
                 "give a Hugging Face model directory with config.json and model.safetensors, or its \
                  shards with model.safetensors.index.json"
@@ -63,7 +63,8 @@ impl Error {
             }
             Self::AlreadyQuantized { .. } => {
                 "quantize from the original float checkpoint, or give only ‹format› to write the same \
-                 numbers in another format; ‹requantize› rounds the dequantized weights again, with a second loss"
+                numbers in a different format; ‹requantize› rounds the dequantized weights a second time, \
+                with additional loss"
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
@@ -78,7 +79,8 @@ impl Error {
                 "the model directory needs the tokenizer.json that belongs to it".into()
             }
             Self::Text { line: Some(_), .. } => {
-                "correct this line: each is a JSON object with a `text` field, or, for calibration, `messages`"
+                "correct this line: every line is a JSON object with a `text` field, or, for calibration, \
+                `messages`"
                     .into()
             }
             Self::Text { .. } => {
@@ -93,12 +95,12 @@ impl Error {
                     .into()
             }
             Self::UnknownText { known, .. } => {
-                format!("give the path of a text file or .jsonl, or one of {}", known.join(", "))
+                format!("give the path of a text or .jsonl file, or one of {}", known.join(", "))
             }
             Self::Io { .. } => "check the path, its permissions and the disk".into(),
             Self::Memory { .. } => {
-                "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer or shorter \
-                 windows; ‹plan()› predicts what a run takes"
+                "free some memory, raise the limit on it (ulimit -v, or the container's), or ask for fewer \
+                or shorter windows; ‹plan()› predicts the memory of a run"
                     .into()
             }
             Self::MemoryBudget { needed, budget: Some(_), .. } => {
@@ -111,33 +113,33 @@ impl Error {
             Self::DiskFull { .. } => "free some space, or write elsewhere".into(),
             Self::Locked { .. } => "wait for it to finish, or stop it".into(),
             Self::Verification { .. } => {
-                "the disk returned other bytes than were written: check it and run again".into()
+                "the disk returned different bytes than were written: check it and run again".into()
             }
             Self::NonFinite { .. } => {
                 "the checkpoint is broken: fetch it again, or repair this tensor".into()
             }
             Self::Numeric { .. } => {
-                "exclude this tensor with ‹ignore›, or choose another scheme for it with ‹override›".into()
+                "exclude this tensor with ‹ignore›, or choose a different scheme for it with ‹override›".into()
             }
             Self::Logits { .. } => {
                 "check whether the original model gives finite numbers on the same text".into()
             }
             Self::Calibration { .. } => {
-                "the float model itself overflows there: check whether ‹eval()› gives it a finite \
-                 perplexity on this text, use another ‹calibration›, or use ‹method=rtn›, which needs none"
+                "the float model itself overflows there: check whether ‹eval()› gives it a finite perplexity \
+                on this text, use a different ‹calibration›, or use ‹method=rtn›, which needs none"
                     .into()
             }
             Self::Cache { .. } => {
-                "cache them as floats, with ‹kv=16› or a scheme without kv; where that fails too, the model itself \
-                 overflows"
+                "cache them as floats, with ‹kv=16› or a scheme without kv; if that fails too, the model \
+                itself overflows"
                     .into()
             }
             Self::Tensor(_) | Self::Internal(_) => {
                 "this is a bug: please report it with the command that led here".into()
             }
             Self::Interrupted => {
-                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, ‹eval()› \
-                 where it was given a ‹journal›"
+                "run the same command again; ‹quantize()› continues where it stopped with ‹resume›, and so \
+                does ‹eval()› with ‹journal›"
                     .into()
             }
         }

@@ -136,7 +136,7 @@ fn pack_row(codes: &[u8], bits: u8, bytes: &mut [u8]) {
         6 => pack_octets::<6>(codes, bytes),
         7 => pack_octets::<7>(codes, bytes),
         8 => bytes.copy_from_slice(codes),
-        _ => panic!("codes have 1 to 8 bits, not {bits}"),
+        _ => panic!("codes must have 1 to 8 bits, not {bits}"),
     }
 }
 
@@ -153,7 +153,7 @@ fn unpack_row(bytes: &[u8], bits: u8, codes: &mut [u8]) {
         6 => unpack_octets::<6>(bytes, codes),
         7 => unpack_octets::<7>(bytes, codes),
         8 => codes.copy_from_slice(bytes),
-        _ => panic!("codes have 1 to 8 bits, not {bits}"),
+        _ => panic!("codes must have 1 to 8 bits, not {bits}"),
     }
 }
 

@@ -165,9 +165,9 @@ pub trait Container: std::fmt::Debug + Send + Sync {
             Dtype::Bf16 => "with a relative error of up to 2^-8",
             _ => "exact",
         };
-        lost.push(format!("the two levels of scales become one, their product in {scale_dtype}, {bits}"));
+        lost.push(format!("the two levels of scales are multiplied into one {scale_dtype} scale, {bits}"));
         lost.push(
-            "kernels that convert weights to 8-bit integers need both levels, and cannot run it".to_owned(),
+            "kernels that convert weights to 8-bit integers need both levels and cannot run it".to_owned(),
         );
         lost
     }
@@ -331,13 +331,13 @@ pub fn container_of(quant_method: &str) -> Option<&'static dyn Container> {
 /// # Errors
 /// See [`container`]; also when the list is empty or has a duplicate.
 pub fn containers(names: &[String]) -> Result<Vec<&'static dyn Container>> {
-    const REMEDY: &str = "name each format once";
+    const REMEDY: &str = "list each format once";
     if names.is_empty() {
         return Err(Error::usage("no format is given", REMEDY));
     }
     for (i, name) in names.iter().enumerate() {
         if names[..i].contains(name) {
-            return Err(Error::usage(format!("format `{name}` is named twice"), REMEDY));
+            return Err(Error::usage(format!("format `{name}` is listed twice"), REMEDY));
         }
     }
     names.iter().map(|name| container(name)).collect()

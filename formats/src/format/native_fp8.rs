@@ -107,7 +107,8 @@ impl NativeFp8 {
             return Err(Error::UnsupportedQuantization {
                 path: source.location(&weight),
                 reason: format!(
-                    "tensor `{scale}` is {} {:?}, where FP4 codes of {shape:?} bytes have exponents, one for each 32 columns",
+                    "tensor `{scale}` is {} {:?}, but FP4 codes of {shape:?} bytes need one exponent per 32 \
+                    columns",
                     info.dtype, info.shape
                 ),
             });
@@ -141,14 +142,17 @@ impl NativeFp8 {
             [1, 1] => Granularity::Tensor,
             _ => {
                 return Err(unsupported(format!(
-                    "tensor `{scale}` is {:?}, where a weight of [{n}, {k}] has one scale, one per row, or one per block \
-                     of 128 × 128",
+                    "tensor `{scale}` has shape {:?}, but a weight of [{n}, {k}] needs one scale, one per \
+                    row, or one per block of 128 × 128",
                     info.shape
                 )));
             }
         };
         if !(info.dtype.is_weight_float() || matches!(info.dtype, Dtype::F8E8M0 | Dtype::U8)) {
-            return Err(unsupported(format!("tensor `{scale}` is {}, which scales are not", info.dtype)));
+            return Err(unsupported(format!(
+                "tensor `{scale}` is {}, which is not a type of scales",
+                info.dtype
+            )));
         }
         let input = find(&INPUT_SCALES).filter(|_| self.static_inputs && granularity != Granularity::Block);
         let activations = match granularity {

@@ -30,7 +30,7 @@ impl ErrorStats {
         let [n, k] = tensor.shape;
         let view = tensor.view()?;
         if weights.len() != n * k {
-            let reason = format!("{} weights are compared with [{n}, {k}]", weights.len());
+            let reason = format!("{} weights cannot be compared with a weight of [{n}, {k}]", weights.len());
             return Err(Error::Internal(reason));
         }
         let rows = weights

@@ -140,7 +140,8 @@ pub enum GridError {
     NonFinite,
     /// The scale, or a weight rounded to the grid, overflows the dtype of the scale.
     #[error(
-        "weights from {} to {} need a scale of {exact}, and {dtype} scales cannot hold it or its multiples",
+        "weights from {} to {} need a scale of {exact}, but {dtype} scales cannot represent it or its \
+        multiples",
         extent.min, extent.max
     )]
     Overflow {
@@ -196,7 +197,7 @@ impl GridRule {
         if progressive && (bits != 4 || scheme.granularity == Granularity::Channel) {
             return Err(Error::usage(
                 format!("weights cannot be {scheme}"),
-                "two levels of scales are for groups of 4 bits",
+                "two levels of scales require 4-bit weights in groups",
             ));
         }
         let is_wide = matches!(scale, ScaleFormat::F16 | ScaleFormat::Bf16 | ScaleFormat::F32);

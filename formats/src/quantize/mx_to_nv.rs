@@ -43,13 +43,13 @@ impl ScaleExponents {
         let multiplier = (largest - E4M3_EXPONENTS[1]).max(SMALLEST_MULTIPLIER);
         if smallest - multiplier < E4M3_EXPONENTS[0] {
             return Err(format!(
-                "its scales reach from 2^{smallest} to 2^{largest}, and below one global scale E4M3 has powers of two that \
-                 are up to 2^17 apart"
+                "its scales range from 2^{smallest} to 2^{largest}, but with one global scale, E4M3 covers \
+                only powers of two up to 2^17 apart"
             ));
         }
         match multiplier < 0 {
             true => Ok(multiplier),
-            false => Err(format!("its largest scale is 2^{largest}, beyond those of any weight in NVFP4")),
+            false => Err(format!("its largest scale is 2^{largest}, which exceeds the range of NVFP4")),
         }
     }
 }

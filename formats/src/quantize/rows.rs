@@ -28,7 +28,7 @@ impl Rows<'_> {
     pub fn count(&self, columns: usize) -> Result<usize, RowsError> {
         let (len, row) = match self {
             Self::Bytes(_, dtype) if !dtype.is_weight_float() => {
-                return Err(RowsError::Layout(format!("weights of type {dtype} do not widen to F32")));
+                return Err(RowsError::Layout(format!("weights of type {dtype} cannot be converted to F32")));
             }
             Self::Bytes(bytes, dtype) => (bytes.len(), columns * dtype.size()),
             Self::Floats(values) => (values.len(), columns),
@@ -122,7 +122,7 @@ impl RowsError {
                 Error::GroupSizeDoesNotDivide(vec![Indivisible { tensor, columns, group_size }])
             }
             (e @ Self::Scheme(_), _) => {
-                Error::usage(format!("tensor `{tensor}`: {e}"), "choose another ‹scheme›")
+                Error::usage(format!("tensor `{tensor}`: {e}"), "choose a different ‹scheme›")
             }
             (e @ Self::Layout(_), _) => Error::Internal(format!("tensor `{tensor}`: {e}")),
         }

@@ -456,7 +456,7 @@ fn check_len(what: &str, got: usize, expected: usize) -> Result<(), RowsError> {
     if got == expected {
         return Ok(());
     }
-    Err(RowsError::Layout(format!("{what}: {got} elements, {expected} expected")))
+    Err(RowsError::Layout(format!("{what} has {got} elements, expected {expected}")))
 }
 
 /// The faults of some rows, collected so that the report does not depend on the number of threads.

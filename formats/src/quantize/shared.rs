@@ -72,7 +72,7 @@ impl FromStr for ScaleSearch {
             "four-over-six" => Ok(Self::FourOverSix),
             "sweep" => Ok(Self::Sweep),
             _ => Err(Error::usage(
-                format!("scale search `{text}` is not known"),
+                format!("unknown scale search `{text}`"),
                 "choose amax, four-over-six or sweep",
             )),
         }

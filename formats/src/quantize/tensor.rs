@@ -72,7 +72,7 @@ impl QuantizedTensor {
                 WeightView::float_with_scales(self.shape, format, group_size, &self.codes, scales)
             }
             (WeightFormat::Float(_), Some(_)) => {
-                return Err(Error::Internal("floating-point codes have no zeros".into()));
+                return Err(Error::Internal("floating-point codes cannot have zero points".into()));
             }
         };
         view.map_err(|e| Error::Internal(format!("quantized tensor is inconsistent: {e}")))
@@ -135,7 +135,7 @@ impl QuantizedTensor {
             (ActivationScheme::Static { symmetric }, Some(by)) if !symmetric || by.zero == 0 => {
                 Ok(Some(InputGrid::Static(by)))
             }
-            _ => Err(Error::Internal(format!("the input's grid does not match {}", self.scheme))),
+            _ => Err(Error::Internal(format!("the grid of activations does not match {}", self.scheme))),
         }
     }
 
@@ -149,17 +149,17 @@ impl QuantizedTensor {
         self.view()?;
         self.input_grid()?;
         if self.zeros.is_none() != self.scheme.is_symmetric() {
-            return Err(inconsistent("zeros do not match the scheme's symmetry"));
+            return Err(inconsistent("zero points do not match the scheme's symmetry"));
         }
         let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
-            return Err(inconsistent("a code has more bits than the scheme"));
+            return Err(inconsistent("a code exceeds the bits of the scheme"));
         }
         if self.scheme.float_format().is_some_and(|format| self.codes.iter().any(|&c| !format.is_number(c))) {
-            return Err(inconsistent("a code is not a number"));
+            return Err(inconsistent("a code is NaN"));
         }
         if self.levels.is_none() && !self.scales_are_exact() {
-            return Err(inconsistent("a scale is not exact in the type it is stored in"));
+            return Err(inconsistent("a scale is not exact in its stored type"));
         }
         Ok(())
     }
@@ -250,8 +250,8 @@ impl QuantizedTensor {
         let zero_point = 1 << (scheme.bits() - 1);
         match (&self.zeros, scheme.is_symmetric()) {
             (Some(zeros), true) => {
-                if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
-                    return Err(format!("it has a zero of {zero}, which a symmetric grid does not"));
+                if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
+                    return Err(format!("it has a zero point of {zero}, which a symmetric grid cannot have"));
                 }
                 self.zeros = None;
             }
@@ -323,7 +323,7 @@ mod tests {
         bf16.scales[3] = 2.0_f32.powi(-40);
         assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
         let asym = tensor("w4a16-g32-asym", Dtype::F16);
-        assert!(message(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero of"));
-        assert!(message(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
+        assert!(said(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero point of"));
+        assert!(said(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
     }
 }

@@ -163,9 +163,9 @@ impl SchemeRequest {
         match self.weight {
             WeightRequest::Int { two_level: true, .. } if self.granularity == Granularity::Channel => {
                 Err(Error::usage(
-                    format!("scheme `{self}`: one scale per row has one level"),
-                    "leave out -progressive (preset qoq-w4a8kv4-channel is QoQ so), or choose groups, such as \
-                     -g128-progressive",
+                    format!("scheme `{self}`: one scale per row cannot be progressive"),
+                    "omit -progressive (as the preset qoq-w4a8kv4-channel does), or choose groups, such as \
+                    -g128-progressive",
                 ))
             }
             WeightRequest::Float(format) => self.check_float(format),
@@ -220,7 +220,7 @@ impl SchemeRequest {
             WeightRequest::Float(_) => {
                 return Err(Error::usage(
                     format!("scheme `{self}`: floating-point weights are always symmetric"),
-                    "leave out ‹asymmetric›, or choose integers, such as w8a16",
+                    "omit ‹asymmetric›, or choose integers, such as w8a16",
                 ));
             }
         }

@@ -174,7 +174,8 @@ pub unsafe extern "C" fn qz1_cuda_activation_launch(
             _ => floats,
         };
         let zero = i8::try_from(at.zero);
-        let zero = zero.map_err(|_| Fault::new(qz1_status::Scheme, "a zero of activations beyond 8 bits"))?;
+        let zero =
+            zero.map_err(|_| Fault::new(qz1_status::Scheme, "an activation zero point that exceeds 8 bits"))?;
         let arguments = activation.arguments(&ActivationArguments {
             x: region(at.x, "the rows", floats)?,
             up: region(at.up, "the other rows", floats)?,

@@ -55,7 +55,7 @@ fn describe(layout: &KvPageLayout) -> qz1_cuda_kv_layout {
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_kv_layout) -> Result<KvPageLayout, Fault> {
     // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let kind = kind(l.kind).map_err(|_| none())?;
     let layout = KvPageLayout::new(kind, l.head_dim as usize, l.page_tokens as usize).map_err(|_| none())?;
     let same = describe(&layout);
@@ -172,7 +172,7 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
 pub(super) fn heads(of: usize) -> Result<usize, Fault> {
     match of {
         0..=65_535 => Ok(of),
-        _ => Err(Fault::new(qz1_status::TooLarge, "the heads are more than 65535")),
+        _ => Err(Fault::new(qz1_status::TooLarge, "the number of heads exceeds 65535")),
     }
 }
 
@@ -220,7 +220,7 @@ fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendA
         page_stride: strides.page as u64,
         head_stride: strides.head as u64,
         page_count: strides.pages_within(pages.bytes),
-        refused: address_optional(at.refused, "the count of what is refused", Some(4), 4)?,
+        refused: address_optional(at.refused, "the count of rejected tokens", Some(4), 4)?,
     })
 }
 

@@ -278,7 +278,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_launch(
         let MergeShape { parts, rows, head_dim, out } = *shape;
         let to = MergeArguments {
             sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
-            logs: address(at.logs, "the logarithms of parts", product([parts, rows, 4]), 4)?,
+            logs: address(at.logs, "the log-sum-exps of parts", product([parts, rows, 4]), 4)?,
             out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
             lse: address_optional(at.lse, "the logarithms", product([rows, 4]), 4)?,
         };

@@ -70,7 +70,7 @@ pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
 
 /// The error for a plan whose family differs from that of the function.
 pub(super) fn another_family() -> Fault {
-    Fault::new(qz1_status::Mismatch, "a plan of another family")
+    Fault::new(qz1_status::Mismatch, "a plan for a different kernel family")
 }
 
 /// Makes a plan; writes null on an error.

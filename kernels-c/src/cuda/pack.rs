@@ -77,7 +77,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
             let layout = layout(scope, shape.layout)?;
             let stored = if shape.bits <= 4 { 4 } else { 8 };
             if !(2..=8).contains(&shape.bits) || layout.code_bits() != stored {
-                return Err(Fault::new(qz1_status::Scheme, "bits of codes that the layout does not hold"));
+                return Err(Fault::new(qz1_status::Scheme, "a code width that does not match the layout"));
             }
             let launches = layout.device_packing()?;
             let names = launches.iter().map(|launch| launch.variant.kernel).collect();

@@ -35,7 +35,7 @@ pub(super) fn region(at: qz1_cuda_region, what: &'static str, align: usize) -> R
         return Err(Fault::misaligned(what, align));
     }
     if at.address.checked_add(at.bytes).is_none() {
-        return Err(Fault::part(qz1_status::TooLarge, what, "goes beyond all addresses"));
+        return Err(Fault::part(qz1_status::TooLarge, what, "exceeds the address space"));
     }
     Ok(Region { address: at.address, bytes: at.bytes })
 }
@@ -47,7 +47,7 @@ pub(super) fn address(
     bytes: Option<usize>,
     align: usize,
 ) -> Result<u64, Fault> {
-    let bytes = bytes.ok_or_else(|| Fault::part(qz1_status::TooLarge, what, "is more than can be there"))?;
+    let bytes = bytes.ok_or_else(|| Fault::part(qz1_status::TooLarge, what, "exceeds the address space"))?;
     let region = region(at, what, align)?;
     region.require(what, bytes, align)?;
     Ok(region.address)

@@ -96,7 +96,8 @@ fn order(order: u32) -> Result<Order, Fault> {
 fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     let unknown = |what| Fault::new(qz1_status::Scheme, what);
     let size = |v: u64| {
-        usize::try_from(v).map_err(|_| Fault::new(qz1_status::TooLarge, "a matrix beyond this machine"))
+        usize::try_from(v)
+            .map_err(|_| Fault::new(qz1_status::TooLarge, "the matrix exceeds the address space"))
     };
     let scales = match l.scales {
         QZ1_SCALES_F16 => ScaleType::F16,
@@ -110,16 +111,16 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     let middle = match (l.zeros, l.middle) {
         (1, 0) => None,
         (0, middle) => Some(u8::try_from(middle).map_err(|_| unknown("a middle beyond 8 bits"))?),
-        _ => return Err(unknown("zeros that are neither of groups nor one for all")),
+        _ => return Err(unknown("zero points that are neither per group nor one for all")),
     };
     if l.sums > 1 {
-        return Err(unknown("sums that are neither there nor not"));
+        return Err(unknown("a `sums` field that is neither 0 nor 1"));
     }
     let (shape, group, bits) = ([size(l.n)?, size(l.k)?], size(l.group_size)?, l.code_bits as usize);
     if let Some(format) = format(l.format).ok_or_else(|| unknown("codes of an unknown format"))? {
         let fits = (bits, middle, l.sums) == (usize::from(format.bits()), Some(0), 0);
         if !fits || order(l.order)? != Order::Float {
-            return Err(unknown("bits, zeros, sums or an order that the format does not have"));
+            return Err(unknown("bits, zero points, sums or an order that the format does not support"));
         }
         return Ok(WeightLayout::from_float_parts(shape, format, group, scales)?);
     }
@@ -133,7 +134,7 @@ fn of_fields(l: &qz1_cuda_layout) -> Result<WeightLayout, Fault> {
 pub(super) unsafe fn layout(scope: &Scope, at: *const qz1_cuda_layout) -> Result<WeightLayout, Fault> {
     // SAFETY: the pointer contract.
     let l = unsafe { scope.read(at, "the layout") }?;
-    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout are not those of its id");
+    let none = || Fault::new(qz1_status::LayoutId, "the fields of the layout do not match its id");
     let layout = of_fields(&l).map_err(|_| none())?;
     let same = describe(&layout);
     if (same.bytes, same.id) == (l.bytes, l.id) { Ok(layout) } else { Err(none()) }

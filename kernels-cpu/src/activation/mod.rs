@@ -424,7 +424,7 @@ impl StaticScale {
         let inverse = 1.0 / self.scale;
         match self.scale > 0.0 && self.scale.is_finite() && inverse.is_finite() {
             true => Ok(inverse),
-            false => Err(KernelError::Scheme("an activation scale that is not above zero")),
+            false => Err(KernelError::Scheme("an activation scale that is not positive")),
         }
     }
 }

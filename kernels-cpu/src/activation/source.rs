@@ -139,7 +139,7 @@ impl<'a, E: Element> Norm<'a, E> {
             KernelError::length("the residual", x.len(), residual.len())?;
         }
         if !(by.eps > 0.0 && by.eps.is_finite()) {
-            return Err(KernelError::Scheme("an epsilon that is not above zero"));
+            return Err(KernelError::Scheme("an epsilon that is not positive"));
         }
         Ok(Self { token, x, residual: residual.map(Disjoint::new), by, m })
     }

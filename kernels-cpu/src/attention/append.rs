@@ -110,7 +110,7 @@ fn require_distinct(lists: &[PageList<'_>], m: usize, count: usize) -> Result<()
     let named = match few.get_mut(..count) {
         Some(few) => few,
         None => {
-            many.try_reserve_exact(count).map_err(|_| KernelError::Memory("the numbers of pages"))?;
+            many.try_reserve_exact(count).map_err(|_| KernelError::Memory("the page numbers"))?;
             many.resize(count, 0);
             &mut many[..]
         }

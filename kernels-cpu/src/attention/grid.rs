@@ -42,7 +42,7 @@ pub fn quantize_head(x: &[f32], bits: u32, codes: &mut [u8]) -> Result<HeadGrid,
     let levels = match bits {
         4 => 15.0_f32,
         8 => 255.0,
-        _ => return Err(KernelError::Scheme("a cache of other than 4 or 8 bits")),
+        _ => return Err(KernelError::Scheme("a cache with bits other than 4 or 8")),
     };
     check_values(x)?;
     let [low, high] = ends(x);

@@ -67,7 +67,7 @@ impl KvLayout {
     /// When `head_dim` is not a multiple of 16 from 16 to 512.
     pub fn new(kind: KvType, head_dim: usize) -> Result<Self, KernelError> {
         if head_dim == 0 || !head_dim.is_multiple_of(PANEL_ROWS) || head_dim > MAX_HEAD_DIM {
-            return Err(KernelError::Scheme("a head that is no multiple of 16 wide, or wider than 512"));
+            return Err(KernelError::Scheme("a head_dim that is not a multiple of 16 up to 512"));
         }
         Ok(Self { kind, head_dim })
     }

@@ -103,7 +103,7 @@ macro_rules! operand {
                 packed
             }
 
-            #[doc = concat!("Room for ", $what, " of so many rows, zero until [`Self::pack_rows`] fills it.")]
+            #[doc = concat!("Room for ", $what, " with this many rows, zero until [`Self::pack_rows`] fills it.")]
             pub fn zeros(rows: usize, k: usize) -> Self {
                 Self(Packed::zeros(rows, k))
             }
@@ -120,7 +120,7 @@ macro_rules! operand {
             pub fn pack_rows(rows: &[f32], k: usize, strip: &mut [u32]) {
                 assert!(k > 0 && rows.len().is_multiple_of(k), "not whole rows");
                 assert!(rows.len() / k <= $rows, "more rows than a strip has");
-                assert_eq!(strip.len(), k.div_ceil(2) * $rows, "the strip has another width");
+                assert_eq!(strip.len(), k.div_ceil(2) * $rows, "the width of the strip differs");
                 pack_strip::<$rows>(rows, k, strip);
             }
 

@@ -148,17 +148,17 @@ impl QuantizedExperts {
         let (Some((&hidden, tokens)), Some((&top_k, slots))) =
             (dims.split_last(), experts.dims().split_last())
         else {
-            bail!("{name} takes inputs with dimensions");
+            bail!("{name}: inputs must have at least one dimension");
         };
         if hidden != self.shape[0] || tokens != slots || experts.dims() != weights.dims() {
             let (experts, weights) = (experts.dims(), weights.dims());
             bail!(
-                "{name} takes [.., {}] and two [.., k], not {dims:?}, {experts:?}, {weights:?}",
+                "{name}: expected inputs of shapes [.., {}], [.., k] and [.., k], got {dims:?}, {experts:?} and {weights:?}",
                 self.shape[0]
             );
         }
         if [x, experts, weights].iter().any(|input| !input.device().is_cpu()) {
-            bail!("{name} runs on the CPU only: move its inputs there first");
+            bail!("{name} runs on the CPU only: move its inputs to the CPU first");
         }
         let (x, experts, weights) = (x.contiguous()?, experts.contiguous()?, weights.contiguous()?);
         let experts = experts.flatten_all()?.to_vec1::<u32>()?;
@@ -182,7 +182,7 @@ impl QuantizedExperts {
                 self.run_narrow(part(values, start, count)?, &routing, &mut out).map_err(Error::wrap)?;
                 Tensor::from_vec(out, dims, &Device::Cpu)
             }
-            _ => bail!("{name} takes f32, f16 or bf16, not {}", DType::as_str(&x.dtype())),
+            _ => bail!("{name}: expected f32, f16 or bf16, got {}", DType::as_str(&x.dtype())),
         }
     }
 

@@ -223,7 +223,7 @@ impl QuantizedLinear {
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
         if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
             let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
-            bail!("linears {a:?} and {b:?} do not take the same rows");
+            bail!("linears {a:?} and {b:?} cannot share their inputs");
         }
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
             return linears.iter().map(|linear| linear.forward(x)).collect();
@@ -234,10 +234,10 @@ impl QuantizedLinear {
         let (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some(&last), Some((start, _))) =
             (&*storage, dims.last(), layout.contiguous_offsets())
         else {
-            bail!("an input without dimensions");
+            bail!("the input must have at least one dimension");
         };
         if last != k {
-            bail!("{} [.., {k}] takes [.., {k}], not {dims:?}", first.name());
+            bail!("{}: expected an input of shape [.., {k}], got {dims:?}", first.name());
         }
         let count = x.elem_count();
         let values = part(values, start, count)?;
@@ -293,10 +293,10 @@ impl CustomOp1 for QuantizedLinear {
         let mut dims = layout.dims().to_vec();
         match dims.last_mut() {
             Some(last) if *last == k => *last = n,
-            _ => bail!("{name} [{n}, {k}] takes [.., {k}], not {:?}", layout.dims()),
+            _ => bail!("{name}: expected an input of shape [.., {k}], got {:?}", layout.dims()),
         }
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            bail!("{name} takes f32, f16 or bf16, not {}", dtype.as_str());
+            bail!("{name}: expected f32, f16 or bf16, got {}", dtype.as_str());
         }
         let count = layout.shape().elem_count();
         let Some((start, _)) = layout.contiguous_offsets() else {
@@ -322,17 +322,23 @@ impl CustomOp1 for QuantizedLinear {
                 self.multiply_narrow(part(x, start, count)?, &mut out).map_err(Error::wrap)?;
                 CpuStorage::BF16(out)
             }
-            _ => bail!("{name} takes f32, f16 or bf16, not {}", dtype.as_str()),
+            _ => bail!("{name}: expected f32, f16 or bf16, got {}", dtype.as_str()),
         };
         Ok((out, Shape::from(dims)))
     }
 
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        bail!("{} runs on the CPU only, and its input is on CUDA: move it there first", self.name())
+        bail!(
+            "{} runs on the CPU only, but its input is on CUDA: move the input to the CPU first",
+            self.name()
+        )
     }
 
     fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        bail!("{} runs on the CPU only, and its input is on Metal: move it there first", self.name())
+        bail!(
+            "{} runs on the CPU only, but its input is on Metal: move the input to the CPU first",
+            self.name()
+        )
     }
 }
 

@@ -44,7 +44,7 @@ impl ExpertsPlan {
         if let ExpertGate::Clamped { limit, .. } = gate
             && (limit.is_nan() || limit < 0.0)
         {
-            return Err(KernelError::Scheme("a limit of a gate that is negative or no number"));
+            return Err(KernelError::Scheme("a gate limit that is negative or NaN"));
         }
         let too_large = KernelError::TooLarge("the rows of experts");
         let all = tokens.checked_mul(top_k).filter(|&all| u32::try_from(all).is_ok());

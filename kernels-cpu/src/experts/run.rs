@@ -132,7 +132,7 @@ impl Experts<'_> {
             }
         }
         if plan.kind != E::KIND {
-            return Err(KernelError::Scheme("activations of another type than the plan's"));
+            return Err(KernelError::Scheme("activations whose type differs from the plan's"));
         }
         self.require(plan.rows)?;
         let tokens = x.len() / self.hidden;

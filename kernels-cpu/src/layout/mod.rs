@@ -166,7 +166,7 @@ impl Layout {
         sums: bool,
     ) -> Result<Self, KernelError> {
         if let ScaleType::E4m3 | ScaleType::E8m0 = scales {
-            return Err(KernelError::Scheme("scales of floating-point codes beside integers"));
+            return Err(KernelError::Scheme("scales of floating-point codes with integer codes"));
         }
         Self::with_codes([n, k], code_bits, group_size, scales, zero_point, None, sums)
     }
@@ -208,8 +208,10 @@ impl Layout {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("an empty matrix"));
         }
-        if !matches!(code_bits, 4 | 8) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
-            return Err(KernelError::Scheme("a width of codes, or a zero beyond it"));
+        if !matches!(code_bits, 4 | 8) || middle.is_some_and(|m| usize::from(m) >> code_bits != 0) {
+            return Err(KernelError::Scheme(
+                "a code width other than 4 or 8, or a zero point that exceeds it",
+            ));
         }
         if group_size == 0 || k % group_size != 0 {
             return Err(KernelError::Mismatch { what: "the group size", expected: k, got: group_size });
@@ -407,7 +409,7 @@ impl Layout {
         out: &mut [u8],
     ) -> Result<(), KernelError> {
         if Self::of(view, self.sums)? != *self {
-            return Err(KernelError::Scheme("a view of another layout"));
+            return Err(KernelError::Scheme("a view that does not match the layout"));
         }
         if panels.start > panels.end || panels.end > self.panels() {
             let (expected, got) = (self.panels(), panels.end);
@@ -443,11 +445,11 @@ impl Layout {
     ) -> Result<(), KernelError> {
         if let Some(format) = view.float_format() {
             if !group.iter().all(|&code| format.is_number(code)) {
-                return Err(KernelError::Scheme("a code that is not a number"));
+                return Err(KernelError::Scheme("a code that is NaN"));
             }
             return match view.all_scales() {
                 Scales::E4m3 { groups, .. } if groups[row * self.groups() + g] >= E4M3_NAN => {
-                    Err(KernelError::Scheme("a scale of a group that is negative or NaN"))
+                    Err(KernelError::Scheme("a group scale that is negative or NaN"))
                 }
                 _ => Ok(()),
             };
@@ -455,13 +457,13 @@ impl Layout {
         let zero = view.zero(row, g);
         let (low, high) = group.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
-            return Err(KernelError::Scheme("a code or zero above its bits"));
+            return Err(KernelError::Scheme("a code or zero point that exceeds its bits"));
         }
         if let Scales::Progressive { groups, .. } = view.all_scales() {
             let scale = i32::from(groups[row * self.groups() + g]);
             let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
-            if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
-                return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
+            if reach(low).max(reach(high)) > PROGRESSIVE_MOST {
+                return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
             }
         }
         Ok(())

@@ -46,7 +46,7 @@ pub fn multiply_each(
         return Err(KernelError::Scheme("a product of integers with FP8 (E4M3) weights"));
     }
     if x.zero != 0 && products.iter().any(|p| !p.weight.layout.has_sums()) {
-        return Err(KernelError::Scheme("a zero of activations without sums in the layout"));
+        return Err(KernelError::Scheme("an activation zero point without sums in the layout"));
     }
     let rows = ActivationRows::int8(x, token, x.all().as_ref());
     run(&|layout| Path::whole(token, layout, x.zero), &rows, products, parallel)

@@ -9,7 +9,7 @@
 /// # Panics
 /// When `x` and the weight have different lengths.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
-    assert_eq!(x.len(), weight.len(), "a weight of another width");
+    assert_eq!(x.len(), weight.len(), "a weight of the wrong width");
     let mut lanes = [0.0_f32; 64];
     for (i, x) in x.iter().enumerate() {
         lanes[i % 64] = x.mul_add(*x, lanes[i % 64]);

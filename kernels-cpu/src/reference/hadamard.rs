@@ -8,7 +8,7 @@ use crate::Hadamard;
 /// # Panics
 /// When the row has the wrong width.
 pub fn hadamard(by: &Hadamard, x: &mut [f32]) {
-    assert_eq!(x.len(), by.n(), "a row of another width");
+    assert_eq!(x.len(), by.n(), "a row of the wrong width");
     let mut distance = 1;
     while distance < by.sylvester() {
         for i in (0..x.len()).filter(|i| i & distance == 0) {

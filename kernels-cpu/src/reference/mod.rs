@@ -77,7 +77,7 @@ pub fn int8_linear(weight: &WeightView<'_>, x: &Int8Rows, bias: Option<&[f32]>) 
     let mut out = Vec::with_capacity(x.m() * n);
     for m in 0..x.m() {
         let a = x.row(m);
-        assert_eq!(a.len(), weight.k(), "rows of another width");
+        assert_eq!(a.len(), weight.k(), "rows of the wrong width");
         for o in 0..n {
             let codes = weight.codes(o..o + 1);
             let sum = |g: usize| -> i32 {

@@ -164,7 +164,9 @@ impl DecodeShape {
             return Err(KernelError::Scheme("a query of f32"));
         }
         if rule.max_splits == 0 || rule.min_split == 0 || !rule.min_split.is_multiple_of(64) {
-            return Err(KernelError::Scheme("a rule of splits without splits, or not of 64 tokens"));
+            return Err(KernelError::Scheme(
+                "a split rule without splits, or whose splits are not multiples of 64 tokens",
+            ));
         }
         if self.max_tokens > i32::MAX as usize {
             return Err(KernelError::TooLarge("a sequence"));

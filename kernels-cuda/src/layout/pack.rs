@@ -28,7 +28,7 @@ impl WeightLayout {
     /// `(code − zero) · group` is outside −128 to 127.
     pub fn pack(&self, view: &WeightView<'_>, out: &mut [u8]) -> Result<(), KernelError> {
         if Self::of(view, self.order, self.sums)? != *self {
-            return Err(KernelError::Scheme("a view of another layout"));
+            return Err(KernelError::Scheme("a view that does not match the layout"));
         }
         if out.len() != self.bytes() {
             let (expected, got) = (self.bytes(), out.len());
@@ -97,7 +97,7 @@ impl WeightLayout {
         let zero = view.zero(row, g);
         let (low, high) = codes.iter().fold((u8::MAX, 0), |(low, high), &c| (low.min(c), high.max(c)));
         if high.max(zero) > u8::MAX >> (8 - view.bits()) {
-            return Err(KernelError::Scheme("a code or zero above its bits"));
+            return Err(KernelError::Scheme("a code or zero point that exceeds its bits"));
         }
         let mut scale = [0; 4];
         match (view.all_scales(), self.scales) {
@@ -105,7 +105,7 @@ impl WeightLayout {
                 let whole = groups[row * view.groups() + g];
                 let reach = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(whole);
                 if !PROGRESSIVE.contains(&reach(low)) || !PROGRESSIVE.contains(&reach(high)) {
-                    return Err(KernelError::Scheme("a progressive weight beyond 8 bits"));
+                    return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
                 }
                 scale[0] = whole;
             }
@@ -127,12 +127,12 @@ impl WeightLayout {
     ) -> Result<Group, KernelError> {
         let codes = &view.codes(row..row + 1)[g * self.group_size..(g + 1) * self.group_size];
         if !codes.iter().all(|&code| format.is_number(code)) {
-            return Err(KernelError::Scheme("a code that is not a number"));
+            return Err(KernelError::Scheme("a code that is NaN"));
         }
         let at = row * view.groups() + g;
         let scale = match view.all_scales() {
             Scales::E4m3 { groups, .. } if groups[at] >= E4M3_NAN => {
-                return Err(KernelError::Scheme("a scale of a group that is negative or NaN"));
+                return Err(KernelError::Scheme("a group scale that is negative or NaN"));
             }
             Scales::E4m3 { groups, .. } => [groups[at], 0, 0, 0],
             Scales::Float(s) => self.scale_bytes_of(s[at]),

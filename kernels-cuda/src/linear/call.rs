@@ -110,17 +110,17 @@ impl LinearCall {
         let refuse = |why| Err(KernelError::Scheme(why));
         let activation = match (layout.order(), element) {
             (Order::Float, _) if fixed.is_some() => {
-                return refuse("a scale of activations for weights that are packed for floats");
+                return refuse("a scale of activations for weights packed for floats");
             }
             (Order::Float, Float::F32) => {
-                return refuse("f32 activations for weights that are packed for f16 and bf16");
+                return refuse("f32 activations for weights packed for f16 and bf16");
             }
             (Order::Float, _) if !stride.is_multiple_of(8) => {
-                return refuse("rows of activations that are no multiples of 16 bytes");
+                return refuse("a row stride of activations that is not a multiple of 16 bytes");
             }
             (Order::Float, _) if stride < k => return refuse("rows of activations that overlap"),
             (Order::Int8, _) if stride != k => {
-                return refuse("gaps between rows of activations that are rounded");
+                return refuse("gaps between rows of int8 activations");
             }
             (Order::Float, Float::F16) => Activation::F16,
             (Order::Float, Float::Bf16) => Activation::Bf16,
@@ -139,7 +139,7 @@ impl LinearCall {
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
-                return Err(KernelError::Scheme("an activation scale that is not above zero"));
+                return Err(KernelError::Scheme("an activation scale that is not positive"));
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),
@@ -368,10 +368,10 @@ mod tests {
             |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
         assert!(bad(&float, Float::F32, None).contains("f32 activations"));
         assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for floats"));
-        assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiples of 16 bytes"));
+        assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiple of 16 bytes"));
         assert!(bad(&whole, Float::F16, Some(FIXED)).contains("without sums"));
         let none = FixedScale { scale: 0.0, zero: 0 };
-        assert!(bad(&whole, Float::F16, Some(none)).contains("not above zero"));
+        assert!(bad(&whole, Float::F16, Some(none)).contains("not positive"));
         assert!(call(&whole, Float::F16, Some(FixedScale { zero: 0, ..FIXED }), 1).is_ok());
         assert!(matches!(call(&whole, Float::F16, None, usize::MAX), Err(KernelError::TooLarge(_))));
     }

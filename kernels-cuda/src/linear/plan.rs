@@ -112,7 +112,7 @@ impl LinearPlan {
         // Two sets of warps compute the halves concurrently; in a `serial` variant, parts run one after another.
         let ways = usize::from(variant.serial) + variant.shape.sets;
         if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
-            return Err(KernelError::Scheme("a variant for other parts of k"));
+            return Err(KernelError::Scheme("a variant that divides k into different parts"));
         }
         let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
         let split = if variant.serial { 1 } else { chunks };
@@ -165,7 +165,9 @@ impl LinearPlan {
         let each = scheme.activation_bytes();
         let x_stride = stride(at.x_stride, k, "the stride of activations")?;
         if !(at.x_stride * each).is_multiple_of(16) {
-            return Err(KernelError::Scheme("rows of activations that are no multiples of 16 bytes"));
+            return Err(KernelError::Scheme(
+                "a row stride of activations that is not a multiple of 16 bytes",
+            ));
         }
         let out_stride = stride(at.out_stride, n, "the stride of results")?;
         at.weight.require("packed weights", layout.bytes(), SECTION)?;
@@ -182,7 +184,7 @@ impl LinearPlan {
         }
         if !(-128..=127).contains(&at.x_zero) || (at.x_zero != 0 && !layout.has_sums()) {
             return Err(KernelError::Scheme(
-                "a zero of activations beyond 8 bits, or without sums in the layout",
+                "an activation zero point that exceeds 8 bits, or without sums in the layout",
             ));
         }
         let section = |s| Argument::U64(at.weight.address + layout.section(s) as u64);

@@ -46,9 +46,10 @@ impl Gpu {
 
     fn find() -> Result<Self> {
         require_standalone()?;
-        let device = in_action("find the first device", result::device::get(0))?;
+        let device = in_action("get the first device", result::device::get(0))?;
         // SAFETY: the context is never released, so it outlives everything that is created in it.
-        let context = in_action("take the device's context", unsafe { result::primary_ctx::retain(device) })?;
+        let context =
+            in_action("retain the device's context", unsafe { result::primary_ctx::retain(device) })?;
         // SAFETY: the context was just retained.
         in_action("make a context current", unsafe { result::ctx::set_current(context) })?;
         let name = in_action("name the device", result::device::get_name(device))?;
@@ -62,7 +63,7 @@ impl Gpu {
     pub fn driver_version(&self) -> Result<u32> {
         let mut version = 0;
         // SAFETY: the driver is present, checked above; the pointer is to a live number.
-        checked("ask for the driver's version", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+        checked("get the driver's version", unsafe { sys::cuDriverGetVersion(&mut version) })?;
         Ok(u32::try_from(version).unwrap_or(0))
     }
 
@@ -71,11 +72,12 @@ impl Gpu {
     /// # Errors
     /// When the driver returns an error.
     pub fn cache_bytes(&self) -> Result<usize> {
-        let device = in_action("find the first device", result::device::get(0))?;
+        let device = in_action("get the first device", result::device::get(0))?;
         let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
         // SAFETY: the device is valid.
-        let bytes =
-            in_action("ask what the device has", unsafe { result::device::get_attribute(device, which) })?;
+        let bytes = in_action("get the properties of the device", unsafe {
+            result::device::get_attribute(device, which)
+        })?;
         Ok(usize::try_from(bytes).unwrap_or(0))
     }
 
@@ -85,7 +87,7 @@ impl Gpu {
     /// When the driver returns an error.
     pub fn memory(&self) -> Result<DeviceMemory> {
         self.make_current()?;
-        let (free, total) = in_action("ask for free memory", result::mem_get_info())?;
+        let (free, total) = in_action("get the amount of free memory", result::mem_get_info())?;
         Ok(DeviceMemory { free, total })
     }
 
@@ -255,7 +257,7 @@ impl Drop for Event {
 fn in_action<T>(action: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|e| match checked(action, e.0) {
         Err(error) => error,
-        Ok(()) => Error::Driver { action, reason: "the driver says neither yes nor no".into() },
+        Ok(()) => Error::Driver { action, reason: "the driver reports success as an error".into() },
     })
 }
 

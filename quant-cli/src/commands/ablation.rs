@@ -136,7 +136,7 @@ pub fn run(
     if opened.model.quant_method().is_some() || opened.directory.rounded_to().is_some() {
         let path = opened.directory.path().display();
         return Err(Error::usage(
-            format!("{path} is quantized already, and --ablation quantizes a float model"),
+            format!("{path} is quantized already, but --ablation needs a float model"),
             "give the float checkpoint that it was quantized from",
         ));
     }
@@ -283,8 +283,8 @@ fn show(result: &Ablation) -> String {
     let rows: Vec<Vec<String>> = std::iter::once(float).chain(rows).collect();
     let mut text = table(&["step", "perplexity", "KL (nats)", "change of KL", "time"], &rows);
     text.push_str(&format!(
-        "\n{} tokens ({}); each row has all steps above it; changes are paired. !: for the worse by more than two \
-         standard errors, where no bits were taken away\n",
+        "\n{} tokens ({}); each row includes all steps above it; changes are paired window by window. !: \
+        worse by more than two standard errors, although no bits were removed\n",
         result.tokens_scored, result.profile
     ));
     text

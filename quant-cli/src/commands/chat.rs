@@ -22,12 +22,11 @@ const MAX_LINE_BYTES: usize = 1 << 20;
 /// Default maximum of new tokens per answer, if neither the user nor the model sets one.
 const DEFAULT_ANSWER: usize = 1024;
 
-const COMMANDS: &str = "\
-/new           start a new conversation
-/system TEXT   start a new one with this system message; without TEXT, with none
+const COMMANDS: &str = "/new           start a new conversation
+/system TEXT   start a new one with this system message, or without one
 /retry         generate the last answer again, with another seed
 /help          show this
-/exit          leave, as Ctrl-D does; Ctrl-C ends an answer";
+/exit          leave (also Ctrl-D); Ctrl-C ends an answer";
 
 /// The model to talk to.
 #[derive(Debug, clap::Args)]
@@ -112,28 +111,28 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 continue;
             }
             "/retry" => {
-                if !talk.pop("assistant") {
-                    output::print_message("there is no answer to retry");
+                if !talk.take_back("assistant") {
+                    output::tell("no answer to retry");
                     continue;
                 }
                 settings.seed = settings.seed.wrapping_add(1);
             }
             _ if command.starts_with('/') && !command[1..].contains('/') => {
-                output::print_message(&format!("there is no command {command}; /help lists them"));
+                output::tell(&format!("unknown command {command}; /help lists the commands"));
                 continue;
             }
             _ => talk.push("user", line),
         }
         let conversation = Conversation::of_messages(&talk.messages).map_err(|reason| {
-            Error::usage(format!("the conversation {reason}"), "begin a new one with /new")
+            Error::usage(format!("the conversation {reason}"), "start a new one with /new")
         })?;
         let prompt = template.prompt(&conversation, Path::new("the conversation"))?;
         let tokens = tokenizer.encode_rendered(&prompt)?.into_iter().map(|(token, _)| token).collect();
         let tokens = generation::checked_tokens(&opened, tokens)?;
         if tokens.len() >= context {
-            output::print_message(&format!(
-                "the conversation has {} tokens, and the context {context}; begin a new one with /new, or start with a \
-                 larger --context",
+            output::tell(&format!(
+                "the conversation has {} tokens, but the context has only {context}; start a new one with \
+                /new, or restart with a larger --context",
                 tokens.len()
             ));
             talk.pop("user");

@@ -235,8 +235,8 @@ fn show(report: &Report) -> String {
     let noise = format!("{:.1e} ± {error}", report.noise_floor_kl);
     let mut text = table(&header, &rows);
     text.push_str(&format!(
-        "\n{} tokens of the built-in held-out text ({}); differences are paired; rounding alone makes a KL of \
-         {}; all of it took {}\n",
+        "\nScored {} tokens of the built-in held-out text ({}); differences to float are paired window by \
+        window. KL noise floor, from f32 rounding alone: {}. Total time: {}.\n",
         report.tokens_scored,
         report.profile,
         noise,

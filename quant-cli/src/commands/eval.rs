@@ -191,7 +191,7 @@ fn check(args: &Args, source: &Text) -> Result<()> {
         ];
         if let Some((option, _)) = others.into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
-                format!("‹{option}› and ‹save_reference› exclude each other"),
+                format!("‹{option}› and ‹save_reference› cannot be combined"),
                 "save the reference in a separate run",
             ));
         }
@@ -296,7 +296,7 @@ fn gpu(args: &Args) -> Result<Option<CudaRunner>> {
         (Device::Cuda, Execution::Kernels) if !args.ablation.ablation => CudaRunner::new().map(Some),
         (Device::Cuda, _) => Err(Error::usage(
             "‹device=cuda› requires kernels, but this evaluation does not use them",
-            "add ‹execution=kernels›, or leave ‹device› out; an ablation runs on the processor",
+            "add ‹execution=kernels›, or omit ‹device›; an ablation runs on the CPU",
         )),
     }
 }
@@ -326,8 +326,8 @@ fn page(
     let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
     for (name, other) in others {
         let differs = match other {
-            e if e.tokens_sha256 != result.tokens_sha256 => "on other tokens",
-            e if reference(e) != reference(result) => "against another reference, or none",
+            e if e.tokens_sha256 != result.tokens_sha256 => "on different tokens",
+            e if reference(e) != reference(result) => "against a different reference, or without one",
             _ => continue,
         };
         return Err(Error::usage(
@@ -385,8 +385,8 @@ pub fn text(
     opened.model.check_positions(window)?;
     if window > positions {
         session.progress.note(&format!(
-            "warning: windows of {window} tokens are longer than the {positions} positions the model was made \
-             for; ‹window={positions}› stays inside"
+            "warning: windows of {window} tokens are longer than the {positions} positions the model was \
+            made for; ‹window={positions}› avoids this"
         ));
     }
     let (documents, origin) = run::documents(source, &session.host())?;
@@ -447,7 +447,7 @@ fn show(result: &Evaluation) -> String {
     }
     let mut text = table(&["", "mean", "± standard error"], &rows);
     if let Some(comparison) = &result.comparison {
-        text.push_str("\nTo compare models, look at mean KL: lower is better, 0 is equal.\n\n");
+        text.push_str("\nTo compare models, use the mean KL: lower is better, 0 means identical.\n\n");
         text.push_str(&spread(comparison));
     }
     let cache_of = |before: &str, model: Option<&ModelIdentity>| {

@@ -163,7 +163,8 @@ fn not_replaced(path: &Path, error: Error) -> Error {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "only a baseline is replaced: remove this file, or name another with ‹baseline›".into(),
+            remedy: "only a baseline is replaced: remove this file, or name a different one with ‹baseline›"
+                .into(),
         },
         other => other,
     }

@@ -148,7 +148,7 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
             (bounded(&mut file, path)?, path.to_owned())
         }
         (None, None) if std::io::stdin().is_terminal() => {
-            return Err(Error::usage("there is no prompt", "give --prompt TEXT, or use `quant chat`"));
+            return Err(Error::usage("no prompt was given", "give --prompt TEXT, or use `quant chat`"));
         }
         (None, _) => (bounded(&mut std::io::stdin().lock(), &standard())?, standard()),
     };

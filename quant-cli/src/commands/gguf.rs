@@ -13,7 +13,7 @@ use crate::output::{JsonOption, bytes, duration, table};
 /// The summary of a run as text.
 pub fn text(summary: &GgufSummary) -> String {
     let mut text = format!(
-        "{}: {} as {}, {:.2} bits per weight; it was {}\n",
+        "{}: {} as {}, {:.2} bits per weight; before: {}\n",
         summary.path,
         bytes(summary.bytes_after),
         summary.mixture,
@@ -23,7 +23,7 @@ pub fn text(summary: &GgufSummary) -> String {
     let types: Vec<String> = summary.types.iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
     text.push_str(&format!("tensors: {}\n", types.join(", ")));
     for Replaced { tensor, wanted, got, .. } in &summary.replaced {
-        text.push_str(&format!("replaced: {tensor} is {got}, its rows do not fit {wanted}\n"));
+        text.push_str(&format!("replaced: {tensor} is {got}, because its rows do not fit {wanted}\n"));
     }
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
         text.push_str(&format!("largest relative error: {relative_rms:.4} in {tensor}\n"));
@@ -128,7 +128,10 @@ fn plan_text(plan: &GgufPlan, all: bool) -> String {
     text.push_str(&table(&head, &rows));
     for t in plan.replaced() {
         let wanted = t.replaces.map_or("", |kind| kind.name);
-        text.push_str(&format!("\nreplaced: {} is {}, its rows do not fit {wanted}", t.name, t.kind.name));
+        text.push_str(&format!(
+            "\nreplaced: {} is {}, because its rows do not fit {wanted}",
+            t.name, t.kind.name
+        ));
     }
     for note in &plan.notes {
         text.push_str(&format!("\nnote: {note}"));

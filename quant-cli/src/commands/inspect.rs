@@ -189,7 +189,7 @@ fn show(report: &Report) -> String {
     }
     if let Some(Carried { class, tensors, bytes: size }) = &report.carried {
         text.push_str(&format!(
-            "text tower of {class}; {tensors} other tensors, {}, which quantize copies unchanged\n",
+            "text tower of {class}; {tensors} other tensors ({}), which quantize copies unchanged\n",
             bytes(*size)
         ));
     }

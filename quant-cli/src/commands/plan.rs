@@ -286,7 +286,7 @@ fn text(planned: &Planned, all: bool) -> String {
     let mut text = String::new();
     if let Some(Carried { class, tensors, bytes: size }) = carried {
         text.push_str(&format!(
-            "text tower of {class}; the {tensors} other tensors, {}, are copied unchanged\n\n",
+            "text tower of {class}; the {tensors} other tensors ({}) are copied unchanged\n\n",
             bytes(*size)
         ));
     }
@@ -364,8 +364,8 @@ fn engines_text(outline: &Outline) -> String {
     }
     dated.into_iter().for_each(|line| text.push_str(&line));
     text.push_str(&format!(
-        "model family: how it is known that the engine supports the family. Formats: as read in the sources of these \
-         versions on {READ}: docs/formats/engines.md\n"
+        "model family: how support for the family was checked. Formats: according to the sources of these \
+        versions on {READ}; see docs/formats/engines.md\n"
     ));
     text
 }

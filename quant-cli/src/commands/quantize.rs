@@ -78,7 +78,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::print(&match &summary {
         Summary::Checkpoints(summary) => text(summary, &args.model),
         Summary::Gguf(summary) => super::gguf::text(summary),
-        _ => return Err(Error::Internal("a summary of another kind".into())),
+        _ => return Err(Error::Internal("a summary of the wrong kind".into())),
     })
 }
 
@@ -92,7 +92,7 @@ pub fn quantize(
     session: &Session,
 ) -> Result<(Done, Summary)> {
     if report.is_some() && request.settings.writes_gguf()? {
-        return Err(Error::usage("‹report› has no effect with ‹format=gguf›", "leave it out"));
+        return Err(Error::usage("‹report› has no effect with ‹format=gguf›", "omit it"));
     }
     let job = QuantizeJob::new(request)?;
     if let Some(path) = report {
@@ -107,9 +107,9 @@ pub fn quantize(
         let page = quantization_page(&request.output.display().to_string(), report, &linears);
         if let Err(error) = output::write_file(path, page.as_bytes()) {
             let complete = request.output.display();
-            session
-                .progress
-                .note(&format!("note: {complete} is complete; the following error concerns another file"));
+            session.progress.note(&format!(
+                "note: {complete} is complete; the following error concerns a different file"
+            ));
             return Err(error);
         }
     }
@@ -150,16 +150,18 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         text.push_str(&format!("calibrated on {tokens_counted} of {tokens} tokens ({share:.0} %)"));
         text.push_str(&match padding {
             0 => "\n".to_owned(),
-            some => format!("; {some} positions stayed empty\n"),
+            some => format!("; {some} positions are padding\n"),
         });
         if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {MIN_EXPERT_TOKENS} tokens, the fewest {least}; more text reaches more experts\n"
+                "{linears} linears of experts saw fewer than {FEW} tokens (minimum: {least}); more text \
+                reaches more experts\n"
             ));
         }
         if let Some(FullBatchLinears { linears, least_routed, .. }) = all {
             text.push_str(&format!(
-                "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} are routed to one of them\n"
+                "{linears} linears of experts were calibrated on all tokens; as few as {least_routed} tokens \
+                are routed to one of these linears\n"
             ));
         }
     }

@@ -16,8 +16,8 @@ pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
         what: format!("the model {id}"),
         reason: "there is no such directory, and this build does not download models".into(),
         remedy: format!(
-            "check the path; or fetch the model with `hf download {}{revision}` and give the directory that this \
-             prints; or build quant with `--features hub`",
+            "check the path; or fetch the model with `hf download {}{revision}` and give the directory that \
+            it prints; or build quant with `--features hub`",
             id.repository()
         ),
     })

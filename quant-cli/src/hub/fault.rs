@@ -51,8 +51,8 @@ impl Request<'_> {
     pub fn wrong_content(&self, announced: &str, found: &str) -> Error {
         self.unavailable(
             format!("the hub announced {announced}, but the file has {found}; it was removed from the cache"),
-            "run the same command again; if it is wrong again, something between the hub and this machine changes it: \
-             a proxy, a mirror, a failing disk",
+            "run the same command again; if it is wrong again, something between the hub and this machine \
+            modifies it: a proxy, a mirror or a failing disk",
         )
     }
 
@@ -86,7 +86,8 @@ impl Request<'_> {
                 )
             }
             HFError::Request { source, .. } => {
-                let action = if source.is_connect() { "cannot be reached" } else { "gave an unexpected answer" };
+                let action = if source.is_connect() { "cannot be reached" } else { "sent an unexpected \
+                    response" };
                 let reason = format!("{} {action}: {}", self.endpoint, causes(&source));
                 self.unavailable(reason, self.after_network_failure())
             }
@@ -101,7 +102,7 @@ impl Request<'_> {
             HFError::Io(e) => Error::io("write", self.cache, e),
             HFError::CacheLockTimeout { path } => Error::Locked { path, holder: "another download".into() },
             other => self.unavailable(
-                format!("the server's answer cannot be parsed: {}", printable(&other.to_string())),
+                format!("the server's response cannot be parsed: {}", printable(&other.to_string())),
                 "check HF_ENDPOINT; the server there may not be a hub",
             ),
         }
@@ -128,8 +129,8 @@ impl Request<'_> {
     }
 
     fn after_network_failure(&self) -> &'static str {
-        "check the network, the proxy and HF_ENDPOINT, and run the same command again: files that are complete are \
-         kept; HF_HUB_OFFLINE=1 uses what the cache holds"
+        "check the network, the proxy and HF_ENDPOINT, and run the same command again: completed files are \
+        kept; HF_HUB_OFFLINE=1 uses what the cache holds"
     }
 
     /// The base address of a repository's pages.

@@ -187,7 +187,7 @@ impl<'a, K: Kind> Remote<'a, K> {
             match outcome? {
                 Ok(path) if path == link => return Ok(()),
                 Ok(_) => {
-                    let what = HFError::malformed_response("the file of another commit");
+                    let what = HFError::malformed_response("the file of a different commit");
                     return Err(request.explain(what));
                 }
                 // By then hf-hub has retried connecting several times, but not a connection that broke.

@@ -37,7 +37,7 @@ impl FromStr for ExpertTokens {
         match text {
             "routed" => Ok(Self::Routed),
             "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("expert tokens `{text}` are not known"), "known: routed, all")),
+            _ => Err(Error::usage(format!("unknown expert tokens `{text}`"), "known: routed, all")),
         }
     }
 }
@@ -74,7 +74,7 @@ impl ExpertSampling {
                     "a floor of {} tokens for each expert has no effect: all experts see all tokens",
                     self.floor
                 ),
-                "leave one of the two out",
+                "omit one of the two",
             )),
             false => Ok(()),
         }

@@ -88,7 +88,8 @@ impl LocalTokenizer {
             true => encoding.get_offsets().iter().map(place).collect(),
             false => Some(Vec::new()),
         };
-        let places = placed.ok_or_else(|| self.held.fault("is given a text of more than 4 GiB".into()))?;
+        let places =
+            placed.ok_or_else(|| self.held.fault("cannot process a text of more than 4 GiB".into()))?;
         Ok(Encoded { ids: encoding.get_ids().to_vec(), places })
     }
 }

@@ -65,13 +65,13 @@ impl ChannelMaxima {
             path: path(),
             line: None,
             reason,
-            remedy: "give maxima of the same model, or leave ‹channel_maxima› out to gather them".into(),
+            remedy: "give maxima of the same model, or omit ‹channel_maxima› to collect them".into(),
         };
         let values =
-            self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima of `{linear}`")))?;
+            self.linears.get(linear).ok_or_else(|| broken(format!("has no maxima for `{linear}`")))?;
         match values.len() == k {
             true => Ok(values),
-            false => Err(broken(format!("has {} maxima of `{linear}`, which has {k} inputs", values.len()))),
+            false => Err(broken(format!("has {} maxima for `{linear}`, which has {k} inputs", values.len()))),
         }
     }
 

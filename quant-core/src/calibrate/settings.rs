@@ -59,7 +59,7 @@ impl TokenizerSettings {
             match value.as_str().or_else(|| value.get("content").and_then(Value::as_str)) {
                 Some(token) => tokens.push((name, token.to_owned())),
                 None => {
-                    let reason = format!("`{name}` is neither a text nor an object with `content`");
+                    let reason = format!("`{name}` is neither a string nor an object with `content`");
                     return Err(Error::Tokenizer { path: self.path.clone(), reason });
                 }
             }

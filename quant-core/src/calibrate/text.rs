@@ -107,12 +107,12 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
             None => texts.last().map_or(0, String::len),
         };
         if !chats.is_empty() && !texts.is_empty() {
-            return Err(fault("is of another kind than the rows before it".into()));
+            return Err(fault(
+                "differs in kind from the rows before it: use either texts or conversations".into(),
+            ));
         }
-        if bytes as u64 > MAX_FILE_BYTES {
-            return Err(fault(format!(
-                "goes beyond {MAX_FILE_BYTES} bytes of text, at most which are taken"
-            )));
+        if bytes as u64 > LARGEST_FILE {
+            return Err(fault(format!("exceeds the limit of {LARGEST_FILE} bytes of text")));
         }
     }
     match chats.is_empty() {
@@ -137,8 +137,8 @@ fn open(path: &Path) -> Result<File> {
     if !metadata.is_file() {
         return Err(fault("is not a regular file".into()));
     }
-    if metadata.len() > MAX_FILE_BYTES {
-        return Err(fault(format!("has {} bytes; at most {MAX_FILE_BYTES} are read", metadata.len())));
+    if metadata.len() > LARGEST_FILE {
+        return Err(fault(format!("has {} bytes; the limit is {LARGEST_FILE}", metadata.len())));
     }
     File::open(path).map_err(|e| Error::io("open", path, e))
 }
@@ -263,8 +263,8 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        for (rows, expected) in [
-            (json!(["a", [message]]), "dataset:2: is of another kind"),
+        for (rows, says) in [
+            (json!(["a", [message]]), "dataset:2: differs in kind"),
             (json!([3]), "dataset:1: is neither"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
             (json!([["a"]]), "dataset:1: has no string field `role`"),
@@ -292,8 +292,8 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
-        for (content, line, expected) in [
-            (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, which others have"),
+        for (content, line, says) in [
+            (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, but other rows do"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
             (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),
             ("3".into(), 1, "no string field"),

@@ -110,8 +110,12 @@ impl TokenWindows {
             && starts.as_ref().is_none_or(|s| Segments::new(s).fit(self.len(), self.length));
         if !sized {
             return Err(Error::usage(
-                format!("uses or document starts do not fit {} windows of {}", self.len(), self.length),
-                "give one a token; a document's start is the place of its first token in the window",
+                format!(
+                    "the numbers of uses or document starts do not match {} windows of {} tokens",
+                    self.len(),
+                    self.length
+                ),
+                "give one per token; a document's start is the index of its first token in the window",
             ));
         }
         Ok(Self { uses, starts, ..self })
@@ -131,8 +135,8 @@ impl TokenWindows {
         sampling.check()?;
         if sampling.mask == Mask::Prompts {
             return Err(Error::usage(
-                format!("{} is plain text, in which no prompts can be masked", origin.display()),
-                "give conversations (.jsonl with `messages`) with ‹calibration›, or leave the mask out",
+                format!("{} is plain text, which has no prompts to mask", origin.display()),
+                "give conversations (.jsonl with `messages`) with ‹calibration›, or omit the mask",
             ));
         }
         let texts: Vec<&str> = documents.iter().map(String::as_str).collect();
@@ -161,13 +165,13 @@ impl TokenWindows {
         if useful.len() < sampling.samples {
             let idle = match left_out {
                 0 => String::new(),
-                some => format!(" and {some} in which no token counts"),
+                some => format!(" (and {some} without counted tokens)"),
             };
             return Err(Error::Text {
                 path: origin.to_owned(),
                 line: None,
                 reason: format!(
-                    "gives {total} tokens, that is {} windows of {length}{idle}; {} are needed",
+                    "has {total} tokens, enough for {} windows of {length}{idle}; {} are needed",
                     useful.len(),
                     sampling.samples
                 ),
@@ -323,7 +327,7 @@ mod tests {
             assert_eq!(windows.uses(), [8, 0, 0]);
             assert_eq!(windows.layout().counted(), 8);
             let error = make(2, [Counted, Context, Context]).unwrap_err().to_string();
-            assert!(error.contains("1 windows of 4 and 2 in which no token counts; 2"), "{error}");
+            assert!(error.contains("1 windows of 4 (and 2 without counted tokens); 2"), "{error}");
         }
     }
 

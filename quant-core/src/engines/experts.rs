@@ -6,7 +6,7 @@ use crate::scheme::{ActivationScheme, LinearScheme};
 
 /// An engine whose kernels for experts were not followed.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
-    Unsure("experts run on kernels whose rules we did not follow".into())
+    Unsure("which shapes and schemes its kernels for experts support".into())
 }
 
 /// vLLM on a CPU, whose version 0.32.0 has run those alone that stay float.
@@ -27,12 +27,13 @@ pub(super) fn transformers(outline: &Outline) -> Verdict {
     match schemes[..] {
         [None] => No("it does not load float experts among quantized linears".into()),
         _ if outline.container != "compressed-tensors" => {
-            No(format!("its readers of the {} format do not support experts", outline.container))
+            No(format!("its loader for the {} format does not support experts", outline.container))
         }
         [Some(scheme)] if scheme.is_symmetric() => Yes,
-        [Some(_)] => No("it reads experts on symmetric grids only".into()),
+        [Some(_)] => No("it supports symmetric schemes only for experts".into()),
         _ => {
-            No("it uses one scheme for all experts, and computes something else if there are several".into())
+            No("it applies one scheme to all experts, which gives wrong results if their schemes differ"
+                .into())
         }
     }
 }

@@ -24,7 +24,7 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
         .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
     {
         Some(scheme) => {
-            No(format!("it mistakes {scheme} of this family for a weight that is stored with inputs first"))
+            No(format!("it transposes weights of this family on loading, {scheme} codes included"))
         }
         None => Yes,
     }
@@ -39,8 +39,7 @@ pub(super) fn remote_configuration(_: &Outline) -> Verdict {
 /// transformers, which checkpoints of this project have.
 pub(super) fn position_scale(_: &Outline) -> Verdict {
     With(
-        "it leaves out the scale of queries by position: beyond `original_max_position_embeddings` it computes something \
-         else"
+        "it does not scale queries by position: results are wrong beyond `original_max_position_embeddings`"
             .into(),
     )
 }
@@ -51,14 +50,18 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
     match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
         true => Yes,
         false => {
-            No("it splits every tensor of `query_key_value` by heads, which packed codes do not allow".into())
+            No("it splits every tensor of `query_key_value` by head, which is impossible with packed codes"
+                .into())
         }
     }
 }
 
 /// vLLM's linears in the classes of transformers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
-    With("it has no class for this family, and runs the class of transformers with its own linears".into())
+    With(
+        "it has no class for this family and runs the class of transformers with its own linear layers"
+            .into(),
+    )
 }
 
 /// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
@@ -81,9 +84,9 @@ pub(super) fn mistral3_without_experts(outline: &Outline) -> Verdict {
 /// Mistral 3's class, whose text model is looked up by a name of its own.
 pub(super) fn text_of_mistral3(outline: &Outline) -> Verdict {
     match outline.family {
-        "mistral4" => Unsure(
-            "it has no class of Mistral 4 with this name, and what it runs instead was not checked".into(),
-        ),
+        "mistral4" => {
+            Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
+        }
         "ministral3" => position_scale(outline),
         _ => Yes,
     }

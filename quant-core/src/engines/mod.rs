@@ -96,7 +96,7 @@ impl Engine {
                 true => (self.loads)(outline, ranks),
                 false => (self.loads)(outline, ranks).and((self.experts)(outline)),
             }),
-            false => Verdict::No(format!("it does not read the {} container", outline.container)),
+            false => Verdict::No(format!("it does not read the {} format", outline.container)),
         })
     }
 }

@@ -141,7 +141,7 @@ const BY_PUBLISHED_CLASS: Has = Has::Unsure(
     "it has the class of the published models, `PhiMoEForCausalLM`, but not the one that transformers saves",
 );
 const MISTRAL4_ALONE: Has =
-    Has::Unsure("it has no class of Mistral 4 with this name, and what it runs instead was not checked");
+    Has::Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked");
 
 /// Those whose other readers were not looked at.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
@@ -153,9 +153,9 @@ const OTHER_VISION_LANGUAGE: &[&str] = &[
 /// Engines that read experts of gpt-oss under names of their own.
 const GPT_OSS: &[&str] = &["gpt_oss"];
 const EXPERTS_BY_OTHER_NAMES: Has =
-    Has::No("it reads experts of gpt-oss under other names, which this version does not write");
+    Has::No("it expects other tensor names for gpt-oss experts than this version writes");
 const GRANITE_BY_OTHER_NAMES: Has =
-    Has::No("it reads experts of Granite under other names, which this version does not write");
+    Has::No("it expects other tensor names for Granite experts than this version writes");
 
 /// The day on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after Llama's.
 const REGISTRIES: &str = "2026-11-25";
@@ -358,7 +358,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read).on(SGL, NEWER),
     fact(
         &["granitemoe"],
-        Has::Unsure("whether it reads packed experts of Granite under the names that are written"),
+        Has::Unsure("whether it reads packed Granite experts under the tensor names that quant writes"),
         Basis::Read,
     )
     .on(SGL, NEWER),
@@ -366,7 +366,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(MISTRAL3, Has::With(super::sglang::mistral3), Basis::Read).on(SGL, NEWER),
     fact(
         &["llama4_text"],
-        Has::Unsure("its class for the text model alone reads experts under names that were not checked"),
+        Has::Unsure("which tensor names its text-only class expects for experts was not checked"),
         Basis::Read,
     )
     .on(SGL, NEWER),
@@ -381,7 +381,7 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(
         NOT_IN_SGLANG,
         Has::Unsure(
-            "it has no class for this family, and what it reads with transformers' classes was not checked",
+            "it has no class for this family; what it loads through transformers' classes was not checked",
         ),
         Basis::Read,
     )
@@ -407,11 +407,15 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(&["phimoe", "cohere2_moe"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
     fact(
         GPT2,
-        Has::No("it has another class for linears of this family, which its readers do not quantize"),
+        Has::No(
+            "it implements linears of this family with a different class, which its loaders do not \
+            support",
+        ),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, REGISTRIES),
-    fact(REMOTE, Has::No("its class is not a part of it"), Basis::Read).on(TRANSFORMERS_5, REGISTRIES),
+    fact(REMOTE, Has::No("it does not include a class for this family"), Basis::Read)
+        .on(TRANSFORMERS_5, REGISTRIES),
     fact(LLAMAS, Has::Yes, Basis::Run),
     fact(OPT, Has::Yes, Basis::Run),
     fact(EXPERTS, Has::Yes, Basis::Run),

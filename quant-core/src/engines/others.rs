@@ -24,7 +24,7 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
 /// transformers, with the compressed-tensors package or with gptqmodel.
 pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("its models initialize an embedding that is not there: AttributeError".into());
+        return No("its models fail on a quantized embedding (AttributeError on initialization)".into());
     }
     let schemes = all_schemes(outline);
     if is_gptq(outline) {
@@ -39,7 +39,7 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
             .find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
         return match narrow {
             Some((part, k)) => Unsure(format!(
-                "`{}`: gptqmodel needs inputs and outputs in multiples of 32 and pads others, such as {} × {k}",
+                "`{}`: gptqmodel needs inputs and outputs in multiples of 32, and pads {} × {k}",
                 part.module, part.n
             )),
             None => Yes,
@@ -66,14 +66,16 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     if schemes.iter().any(|s| s.activations != ActivationScheme::Float)
         && schemes.iter().all(|s| s.is_symmetric())
     {
-        return With("activations are rounded and multiplied as floats".into());
+        return With("activations are rounded, but multiplied as floats".into());
     }
     if schemes.iter().all(|s| s.is_symmetric()) {
         return Yes;
     }
     match schemes.len() {
         1 => With("asymmetric grids need CompressedTensorsConfig(dequantize=True)".into()),
-        _ => No("several schemes, some of them asymmetric: one is applied to all linears".into()),
+        _ => {
+            No("it applies one scheme to all linears if one is asymmetric, but here there are several".into())
+        }
     }
 }
 
@@ -83,7 +85,7 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
         return No("it does not read a quantized embedding".into());
     }
     let schemes = outline.schemes();
-    let [scheme] = schemes[..] else { return No("it reads one scheme per checkpoint".into()) };
+    let [scheme] = schemes[..] else { return No("it supports only one scheme per checkpoint".into()) };
     if scheme.activations != ActivationScheme::Float {
         return No(format!("it does not read {scheme} in this format"));
     }
@@ -99,7 +101,7 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
         ));
     }
     if let Some(shape) = outline.attentions.iter().find(|shape| !shape.heads().is_multiple_of(ranks)) {
-        return No(format!("{} heads do not split over {ranks} ranks", shape.heads()));
+        return No(format!("{} heads cannot be split across {ranks} ranks", shape.heads()));
     }
     let group = match scheme.granularity {
         Granularity::Group(size) => size,
@@ -110,13 +112,13 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     }
     let known: &[usize] = if is_awq(outline) || is_gptq(outline) { &[128] } else { &[32, 128] };
     if scheme.bits() != 4 || !known.contains(&group) {
-        return No(format!("it reads 4 bits in groups of {known:?}, not {scheme}"));
+        return No(format!("it reads 4-bit weights in groups of {known:?} only, not {scheme}"));
     }
     let output =
         outline.layers.iter().find(|l| l.kind == LayerKind::Row && !(l.k / group).is_multiple_of(ranks));
     match output {
         Some(layer) => Unsure(format!(
-            "`{}`: {} groups do not split over {ranks} ranks",
+            "`{}`: {} groups cannot be split across {ranks} ranks",
             layer.parts.first().map_or("", |p| &p.module),
             layer.k / group
         )),
@@ -128,7 +130,7 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
 pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     match outline.schemes()[..] {
         [LinearScheme { granularity: Granularity::Group(32 | 64 | 128), .. }] => Yes,
-        _ => No("it supports groups of 32, 64 and 128".into()),
+        _ => No("it supports groups of 32, 64 and 128 only".into()),
     }
 }
 
@@ -144,7 +146,7 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
                 layer.k
             )),
         },
-        _ => No(format!("it reads no {scheme}")),
+        _ => No(format!("it does not read {scheme}")),
     }
 }
 
@@ -169,8 +171,8 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
         [LinearScheme { granularity: Granularity::Channel, .. }] => {
             No("it does not read scales per channel".into())
         }
-        [scheme] => No(format!("it reads no {scheme}, and no quantized head or embedding")),
-        _ => No("it reads one scheme per checkpoint".into()),
+        [scheme] => No(format!("it does not read {scheme}, or a quantized head or embedding")),
+        _ => No("it supports only one scheme per checkpoint".into()),
     };
     let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
     // NVFP4 alone goes over as it is.

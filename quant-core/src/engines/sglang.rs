@@ -21,7 +21,7 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
 /// that a checkpoint says of single modules is found.
 pub(super) fn opt(outline: &Outline) -> Verdict {
     if outline.head.is_some() {
-        return No("the head of its OPT has no quantization".into());
+        return No("its OPT does not support a quantized head".into());
     }
     uniform(outline, "OPT")
 }
@@ -43,10 +43,9 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
         "compressed-tensors" if is_packed(".kv_b_proj") => {
             No("its latent attention does not read a packed `kv_b_proj`: leave it float".into())
         }
-        "compressed-tensors" if is_packed(".q_a_proj") => Unsure(
-            "whether it joins packed `q_a_proj` and `kv_a_proj_with_mqa`, whose shapes are tensors too"
-                .into(),
-        ),
+        "compressed-tensors" if is_packed(".q_a_proj") => {
+            Unsure("whether it can fuse packed `q_a_proj` and `kv_a_proj_with_mqa`".into())
+        }
         "gptq" => Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into()),
         _ => Yes,
     }
@@ -57,8 +56,7 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
 pub(super) fn container(outline: &Outline) -> Verdict {
     match uniform(outline, "class") {
         No(_) => Unsure(
-            "whether settings for single linears reach its modules, whose names differ from those of \
-             the tensors"
+            "whether settings for single linears reach its modules, whose names differ from the tensor names"
                 .into(),
         ),
         other => other,
@@ -77,18 +75,20 @@ pub(super) fn mistral3(outline: &Outline) -> Verdict {
 pub(super) fn experts(outline: &Outline) -> Verdict {
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
-        return Unsure("it uses the scheme of a block's first expert for all, and here they differ".into());
+        return Unsure(
+            "it applies the scheme of a block's first expert to all experts, but here they differ".into(),
+        );
     };
     let Some(scheme) = one else { return Yes };
     if outline.container != "compressed-tensors" {
-        return Unsure(format!("how it runs experts in the {} format was not followed", outline.container));
+        return Unsure(format!("how it runs experts in the {} format was not checked", outline.container));
     }
     match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
         ActivationScheme::Token if scheme.float_format().is_none() => {
             No(format!("it runs experts of {scheme} only on Ascend devices"))
         }
-        _ => Unsure(format!("how it runs experts of {scheme} was not followed")),
+        _ => Unsure(format!("how it runs experts of {scheme} was not checked")),
     }
 }
 
@@ -99,7 +99,8 @@ fn uniform(outline: &Outline, class: &str) -> Verdict {
     match parts.find(|part| part.scheme != first) {
         None => Yes,
         Some(part) => No(format!(
-            "`{}` is another in its {class}: settings for single linears (float, or another scheme) are lost",
+            "its {class} does not know `{}` by this name: settings for single linears (float or a different \
+            scheme) are ignored",
             part.module
         )),
     }
@@ -114,11 +115,11 @@ fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
         (_, Some(ScaleFormat::E4m3)) if rounds => {
-            With("FP4 products need compute capability 10.0; before, activations stay float".into())
+            With("FP4 products need compute capability 10.0; on older GPUs, activations stay float".into())
         }
         (FloatFormat::E2m1, Some(ScaleFormat::E8m0)) => No(share.fault("it reads MXFP4 for experts only")),
         (_, None) if rounds => {
-            With("FP8 products need compute capability 8.9; before, activations stay float".into())
+            With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
         }
         (_, None) => Unsure(share.fault(
             "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
@@ -138,9 +139,7 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         ActivationScheme::Token if scheme.is_stored_as_bytes() => {
             return match n.is_multiple_of(16) && k.is_multiple_of(16) {
                 true => Yes,
-                false => Unsure(
-                    share.fault(format!("{n} × {k} per rank: whether its int8 product supports these")),
-                ),
+                false => Unsure(share.fault(format!("whether its int8 product supports {n} × {k} per rank"))),
             };
         }
         ActivationScheme::Fp8Token => {
@@ -152,17 +151,20 @@ fn compressed_tensors(share: &Share<'_>) -> Verdict {
         return No(share.fault(format!("{} bits are not supported", scheme.bits())));
     }
     if scheme.bits() == 8 && !scheme.is_symmetric() {
-        return No(share.fault("no kernel for 8 bits with zeros"));
+        return No(share.fault("no kernel for 8-bit weights with zero points"));
     }
     if !is_marlin_group(share) {
-        return No(share.fault(format!("no kernel for {scheme}: groups of 32, 64, 128 or channels")));
+        return No(share.fault(format!(
+            "no kernel for {scheme}; scales must be per channel, or per group of \
+            32, 64 or 128"
+        )));
     }
     let tiled =
         (n.is_multiple_of(64) && k.is_multiple_of(128)) || (n.is_multiple_of(128) && k.is_multiple_of(64));
     match tiled {
         true => Yes,
         false => {
-            No(share.fault(format!("{n} × {k} per rank fits none of Marlin's tiles, and nothing pads it")))
+            No(share.fault(format!("{n} × {k} per rank fits none of Marlin's tiles, and is not padded")))
         }
     }
 }
@@ -172,7 +174,7 @@ fn gptq(share: &Share<'_>) -> Verdict {
         return compressed_tensors(share);
     }
     Unsure(share.fault(format!(
-        "{} runs on a slow kernel, in F16 only, and its handling of a zero point of 0 is not known",
+        "{} runs on a slow kernel, in F16 only; how it handles a zero point of 0 was not checked",
         share.scheme
     )))
 }
@@ -182,7 +184,7 @@ fn awq(share: &Share<'_>) -> Verdict {
     match is_marlin_group(share) && n.is_multiple_of(64) && k.is_multiple_of(128) {
         true => Yes,
         false => With(share.fault(format!(
-            "{n} × {k} per rank in {}: dequantized before every product, slower",
+            "{n} × {k} per rank in {}: weights are dequantized before every product, which is slower",
             share.scheme
         ))),
     }

@@ -48,13 +48,13 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
     for shape in &outline.attentions {
         let (heads, kv_heads) = (shape.heads(), shape.kv_heads);
         if !heads.is_multiple_of(ranks) {
-            return Err(format!("{heads} heads do not split over {ranks} ranks"));
+            return Err(format!("{heads} heads cannot be split across {ranks} ranks"));
         }
         // Fewer key heads than ranks are repeated.
         let whole =
             if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
         if !whole {
-            return Err(format!("{kv_heads} key heads do not split over {ranks} ranks"));
+            return Err(format!("{kv_heads} key heads cannot be split across {ranks} ranks"));
         }
     }
     let mut shares = Vec::new();
@@ -77,7 +77,7 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
     let module = first.module.as_str();
     let split = |size: usize, what: &str| match size.is_multiple_of(ranks) {
         true => Ok(size / ranks),
-        false => Err(format!("`{module}`: {size} {what} do not split over {ranks} ranks")),
+        false => Err(format!("`{module}`: {size} {what} cannot be split across {ranks} ranks")),
     };
     let (parts, k) = match layer.kind {
         LayerKind::Row => (layer.parts.iter().map(|p| p.n).collect(), split(layer.k, "inputs")?),
@@ -106,14 +106,14 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     let Share { k, .. } = *share;
     if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
         let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
-        let remedy = fits.map(|g| format!("; groups of {g} would do")).unwrap_or_default();
+        let remedy = fits.map(|g| format!("; groups of {g} would work")).unwrap_or_default();
         return Err(
             share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}"))
         );
     }
     if container == "awq" {
         if share.group().is_none() && share.split_inputs {
-            return Err(share.fault("a scale per channel does not split over ranks in this format"));
+            return Err(share.fault("in this format, a scale per channel cannot be split across ranks"));
         }
         return match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
             Some(n) => Err(share.fault(format!("{n} outputs per rank are not a multiple of 8"))),
@@ -124,19 +124,25 @@ fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
         // Zeros are packed along the outputs even where grids are symmetric.
         let part = share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32));
         if let Some(n) = part {
-            return Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole words")));
+            return Err(share.fault(format!(
+                "zero points of {n} outputs per rank do not fill whole 32-bit \
+                words"
+            )));
         }
     }
     if share.scheme.float_format().is_some() {
         return aligned_blocks(share);
     }
     if share.split_inputs && !(k * bits).is_multiple_of(32) {
-        return Err(share.fault(format!("{k} codes of {bits} bits per rank do not fill whole words")));
+        return Err(share.fault(format!("{k} codes of {bits} bits per rank do not fill whole 32-bit words")));
     }
     // Zeros are packed along the outputs, each part's own.
     let along = if bits.is_power_of_two() { 32 / bits } else { 32 };
     match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
-        Some(n) => Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole words"))),
+        Some(n) => Err(share.fault(format!(
+            "zero points of {n} outputs per rank do not fill whole 32-bit \
+            words"
+        ))),
         None => Ok(()),
     }
 }

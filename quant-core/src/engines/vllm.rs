@@ -43,18 +43,21 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     let (n, k) = (share.n(), share.k);
     if !share.scheme.is_stored_as_bytes() {
         return match share.scheme.has_static_activations() {
-            true => No(share.fault("packed weights are not multiplied with static activations")),
+            true => No(share.fault("no kernel for packed weights with static activation scales")),
             false if !share.scheme.is_symmetric() => {
-                No(share.fault("packed weights with 8-bit activations must be symmetric there"))
+                No(share.fault("packed weights with 8-bit activations must be symmetric"))
             }
             false => {
-                With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme)))
+                With(share.fault(format!("{} runs on a kernel that is compiled at startup", share.scheme)))
             }
         };
     }
     match n.is_multiple_of(16) && k.is_multiple_of(16) {
         true => With("int8 products run on compute capability 7.5 to 9.0, not on 10.0 and later".into()),
-        false => With(share.fault(format!("{n} × {k} per rank are not multiples of 16: a slower kernel"))),
+        false => With(share.fault(format!(
+            "{n} × {k} per rank are not multiples of 16, and run on a slower \
+            kernel"
+        ))),
     }
 }
 
@@ -63,17 +66,17 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
         (_, Some(ScaleFormat::E4m3)) if rounds => {
-            With("FP4 products need compute capability 10.0; before, activations stay float".into())
+            With("FP4 products need compute capability 10.0; on older GPUs, activations stay float".into())
         }
         (_, Some(ScaleFormat::E4m3)) => Yes,
         (FloatFormat::E2m1, _) => With(
-            "activations are rounded to FP4 on compute capability 10.0 and later, whatever the file says; before, they \
-             stay float"
+            "activations are rounded to FP4 on compute capability 10.0 and later, whatever the file says; on \
+            older GPUs they stay float"
                 .into(),
         ),
         (_, Some(_)) => Unsure(share.fault(format!("which kernel takes {}", share.scheme))),
         (_, None) if rounds => {
-            With("FP8 products need compute capability 8.9; before, activations stay float".into())
+            With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
         }
         (_, None) => Unsure(share.fault(
             "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
@@ -113,7 +116,10 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
             || (n.is_multiple_of(128) && k.is_multiple_of(64));
         return match tiled {
             true => Yes,
-            false => With(share.fault(format!("{n} × {k} per rank is padded to Marlin's tiles: slower"))),
+            false => With(share.fault(format!(
+                "{n} × {k} per rank is padded to Marlin's tiles, which is \
+                slower"
+            ))),
         };
     }
     match group {
@@ -121,7 +127,7 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
         Some(group) if !group.is_power_of_two() => {
             Unsure(share.fault(format!("groups of {group}: not a power of two")))
         }
-        _ => With(share.fault(format!("{} runs on a kernel that is compiled at start", share.scheme))),
+        _ => With(share.fault(format!("{} runs on a kernel that is compiled at startup", share.scheme))),
     }
 }
 
@@ -137,9 +143,9 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
         (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
         // It has the operation's name, and no implementation.
         _ if share.scheme.activations == ActivationScheme::Fp8Static => {
-            No(share.fault("its CPU build cannot round inputs with a stored scale"))
+            No(share.fault("its CPU build cannot quantize activations with a static scale"))
         }
-        _ => With("a fast kernel needs a CPU with AMX; elsewhere torch multiplies".into()),
+        _ => With("its fast kernel needs a CPU with AMX; on others it falls back to torch".into()),
     }
 }
 
@@ -156,10 +162,10 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
         _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
     }
     if share.scheme.bits() != 4 {
-        return No(share.fault(format!("the CPU kernel has 4 bits, not {}", share.scheme.bits())));
+        return No(share.fault(format!("the CPU kernel supports 4 bits only, not {}", share.scheme.bits())));
     }
     if let Some(group) = share.group().filter(|g| !g.is_multiple_of(2)) {
-        return No(share.fault(format!("the CPU kernel has no groups of {group}")));
+        return No(share.fault(format!("the CPU kernel does not support groups of {group}")));
     }
     if !n.is_multiple_of(32) || !k.is_multiple_of(32) {
         return No(share.fault(format!("{n} × {k} per rank: the CPU kernel needs multiples of 32")));

@@ -109,7 +109,7 @@ impl<'a> Generator<'a> {
         }
         if prompt.len() > positions {
             return Err(Error::usage(
-                format!("the prompt has {} tokens and the context {positions}", prompt.len()),
+                format!("the prompt has {} tokens, but the context has only {positions}", prompt.len()),
                 "shorten the prompt, or load the model for a longer context",
             ));
         }
@@ -124,7 +124,7 @@ impl<'a> Generator<'a> {
             logits = Some(self.decoder.step(chunk, &mut self.cache)?);
             self.tokens.extend_from_slice(chunk);
         }
-        let logits = logits.ok_or_else(|| Error::Internal("a prompt without tokens was read".into()))?;
+        let logits = logits.ok_or_else(|| Error::Internal("a prompt without tokens was accepted".into()))?;
         Ok(logits.to_vec1()?)
     }
 

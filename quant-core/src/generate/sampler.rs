@@ -77,7 +77,7 @@ impl<'a> Sampler<'a> {
             return Err(numeric(format!("hold {} for token {at}", logits[at])));
         }
         if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
-            return Err(numeric("give no token a probability".into()));
+            return Err(numeric("are -inf for every token".into()));
         }
         let mut scores = logits.to_vec();
         self.process(&mut scores, tokens, prompt);

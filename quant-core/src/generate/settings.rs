@@ -124,7 +124,7 @@ impl GenerationSettings {
         }
         let notes = IGNORED.iter().filter(|(key, neutral)| is_set(&map, key, *neutral));
         let notes =
-            notes.map(|(key, _)| format!("{FILE}: `{key}` is not implemented and was left out")).collect();
+            notes.map(|(key, _)| format!("{FILE}: `{key}` is not supported and was ignored")).collect();
         Ok((settings, notes))
     }
 
@@ -164,7 +164,7 @@ impl GenerationSettings {
     pub fn check(&self) -> Result<()> {
         match self.fault() {
             Some((name, reason)) => {
-                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or leave it out"))
+                Err(Error::usage(format!("`{name}` {reason}"), "give a value in this range, or omit it"))
             }
             None => Ok(()),
         }
@@ -174,7 +174,7 @@ impl GenerationSettings {
     fn fault(&self) -> Option<(&'static str, String)> {
         let positive = |value: f32| value.is_finite() && value > 0.0;
         let range = |name, value: f32, is_valid: bool, range: &str| {
-            (!is_valid).then(|| (name, format!("is {value}, and must be {range}")))
+            (!is_valid).then(|| (name, format!("is {value}; it must be {range}")))
         };
         range("temperature", self.temperature, positive(self.temperature), "greater than 0")
             .or(range("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "above 0 and at most 1"))
@@ -198,16 +198,14 @@ fn tokens(fields: &ConfigFields<'_>, key: &str) -> Result<Vec<u32>> {
     let found = match fields.get(key) {
         None => return Ok(Vec::new()),
         Some(Value::Array(list)) if list.len() > MAX_TOKENS => {
-            return Err(
-                fields.error(key, format!("lists {} tokens; at most {MAX_TOKENS} are read", list.len()))
-            );
+            return Err(fields.error(key, format!("lists {} tokens; the limit is {MAX_TOKENS}", list.len())));
         }
         Some(Value::Array(list)) => list.iter().map(one).collect::<std::result::Result<Vec<_>, _>>(),
         Some(value) => one(value).map(|token| vec![token]),
     };
     match found {
         Ok(tokens) => Ok(tokens.into_iter().flatten().collect()),
-        Err(()) => Err(fields.error(key, "is neither a token's number nor a list of such")),
+        Err(()) => Err(fields.error(key, "is neither a token ID nor a list of token IDs")),
     }
 }
 
@@ -264,8 +262,8 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_named() {
-        for (value, phrase) in [
-            (json!({"temperature": -1}), "`temperature` is -1, and must be greater than 0"),
+        for (value, says) in [
+            (json!({"temperature": -1}), "`temperature` is -1; it must be greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),
             (json!({"min_p": 2}), "`min_p` is 2"),

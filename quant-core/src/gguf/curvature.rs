@@ -36,8 +36,9 @@ impl<'a> Curvature<'a> {
             |layer: usize| a.graph(layer).nodes().iter().any(|node| node.op.routing().is_some());
         match (0..a.layers).any(has_experts) {
             true => Err(Error::usage(
-                "GPTQ onto the blocks of GGUF files is for models without experts",
-                "leave ‹method› out: scales are searched for with the importance of each expert's channels",
+                "GPTQ for GGUF types does not support models with experts",
+                "omit ‹method›: scales are then searched, weighted by the importance of each expert's \
+                channels",
             )),
             false => Ok(()),
         }

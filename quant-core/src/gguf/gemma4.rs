@@ -18,8 +18,10 @@ fn shapes(a: &Architecture, family: &GgufFamily) -> Result<[AttentionShape; 2]> 
         let mut of_kind = attentions.iter().filter(|shape| shape.window.is_some() == windowed);
         match (of_kind.next(), of_kind.next()) {
             (Some(shape), None) => Ok(*shape),
-            (None, _) => Err(unfit(family, "all of its blocks have windows, or none has".into())),
-            (Some(_), Some(_)) => Err(unfit(family, "its blocks have more than two kinds of heads".into())),
+            (None, _) => {
+                Err(unfit(family, "its blocks do not mix sliding windows and full attention".into()))
+            }
+            (Some(_), Some(_)) => Err(unfit(family, "its blocks have more than two head shapes".into())),
         }
     };
     Ok([kind(false)?, kind(true)?])
@@ -70,11 +72,14 @@ pub(super) fn heads(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(
         return Err(unfit(family, reason.into()));
     }
     if (makes..a.layers).any(|layer| has_linear(a, layer, "self_attn.k_proj")) {
-        return Err(unfit(family, "blocks that read keys of others are not the last".into()));
+        return Err(unfit(family, "the blocks that share keys and values are not the last ones".into()));
     }
     let own = a.per_layer_inputs.as_ref();
     if let Some(inputs) = own.filter(|inputs| inputs.vocab != a.vocab) {
-        let reason = format!("inputs of blocks are of {} tokens, and there are {}", inputs.vocab, a.vocab);
+        let reason = format!(
+            "its per-layer inputs have a vocabulary of {}, but the model has {}",
+            inputs.vocab, a.vocab
+        );
         return Err(unfit(family, reason));
     }
     put("embedding_length_per_layer_input", count(own.map_or(0, |inputs| inputs.width))?);

@@ -82,7 +82,7 @@ impl Importance {
     ) -> Result<Self> {
         let a = model.architecture();
         let family = families::family(a.family)
-            .ok_or_else(|| Error::Internal(format!("{} is not written as GGUF", a.family)))?;
+            .ok_or_else(|| Error::Internal(format!("{} cannot be written as GGUF", a.family)))?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
         let mut states = HiddenStates::embed(model, windows)?;
         let ropes = model.rope(windows.length())?;
@@ -214,7 +214,7 @@ impl Importance {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "give an importance matrix of the same model, or leave it out to gather one".into(),
+            remedy: "give an importance matrix of the same model, or omit it to compute one".into(),
         }
     }
 
@@ -246,12 +246,12 @@ impl Importance {
         let key = |key: &str| file.header().get(&format!("imatrix.{key}"));
         let number = |name: &str| {
             let value = key(name).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
-            value.ok_or_else(|| fault(format!("`imatrix.{name}` is missing or no number of 32 bits")))
+            value.ok_or_else(|| fault(format!("`imatrix.{name}` is missing or not a 32-bit integer")))
         };
         let datasets = key("datasets").and_then(Value::as_strings);
         let mut found = Self {
             datasets: datasets
-                .ok_or_else(|| fault("`imatrix.datasets` is missing or not a list of texts".into()))?
+                .ok_or_else(|| fault("`imatrix.datasets` is missing or not a list of strings".into()))?
                 .to_vec(),
             chunks: number("chunk_count")?,
             chunk_size: number("chunk_size")?,
@@ -279,7 +279,7 @@ impl Importance {
         for i in 0..entries {
             let name = cursor.text(&format!("name of entry {i}"))?;
             let calls = cursor.count(&format!("calls of `{}`", printable(&name)), i32::MAX as usize)?;
-            let values = cursor.count(&format!("number of values of `{}`", printable(&name)), MAX_VALUES)?;
+            let values = cursor.count(&format!("number of values for `{}`", printable(&name)), MAX_VALUES)?;
             let stored = cursor.take("values", 4 * values)?;
             let values = stored.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
             // Values are means times the number of calls. The file does not specify the number of matrices.
@@ -295,7 +295,7 @@ impl Importance {
         }
         match cursor.at == bytes.len() {
             true => Ok(found),
-            false => Err(format!("goes on after its end at byte {}", cursor.at)),
+            false => Err(format!("has data after its end at byte {}", cursor.at)),
         }
     }
 
@@ -372,7 +372,8 @@ struct Dat<'a> {
 impl<'a> Dat<'a> {
     fn take(&mut self, what: &str, len: usize) -> Result<&'a [u8], String> {
         let part = self.at.checked_add(len).and_then(|end| self.bytes.get(self.at..end));
-        let part = part.ok_or_else(|| format!("{what} at byte {} leaves the file", self.at))?;
+        let part =
+            part.ok_or_else(|| format!("{what} at byte {} extends beyond the end of the file", self.at))?;
         self.at += len;
         Ok(part)
     }

@@ -74,7 +74,7 @@ pub(super) fn of_parameter(
         return Ok(vec![Placed { expert: Some(expert), module: a.in_block(layer, stored), ..one }]);
     }
     if let Some((_, how)) = family.tensors.iter().find(|(known, _)| *known == within) {
-        let missing = || Error::Internal(format!("`{tensor}` of a block that is of another kind"));
+        let missing = || Error::Internal(format!("`{tensor}` does not belong in a block of its kind"));
         let tiled = |net: DeltaNet, first: usize, width: usize| match family.tiles_heads && net.repeat > 1 {
             true => RowOrder::Tiled { first, groups: net.key_heads, repeat: net.repeat, width },
             false => RowOrder::AsStored,
@@ -132,8 +132,8 @@ pub(super) fn of_parameter(
     }
     let Some(stored) = family.module(op.name()) else {
         return Err(Error::usage(
-            format!("`{tensor}` has no place in a GGUF file of {}", family.arch),
-            "write another format",
+            format!("GGUF files of {} cannot store `{tensor}`", family.arch),
+            "write a different format",
         ));
     };
     let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);

@@ -83,7 +83,8 @@ pub(super) fn metadata(
         match family.has_windows {
             true => put("attention.sliding_window", count(*window)?),
             false => warnings.push(format!(
-                "llama.cpp computes no sliding window for {}: texts longer than {window} tokens give other results",
+                "llama.cpp does not apply the sliding window of {}: results differ for texts longer than \
+                {window} tokens",
                 family.arch
             )),
         }
@@ -96,7 +97,7 @@ pub(super) fn metadata(
     }
     if let Some(other) = norm_eps(a).find(|eps| *eps as f32 != facts.eps as f32) {
         warnings.push(format!(
-            "llama.cpp adds {} to the squares of all norms of {}, and the model {other} to some",
+            "llama.cpp uses the epsilon {} in all norms of {}, but the model uses {other} in some",
             facts.eps, family.arch
         ));
     }
@@ -167,8 +168,8 @@ fn has_experts(a: &Architecture, layer: usize) -> bool {
 /// The error for a property that files of the family cannot express.
 pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
     Error::usage(
-        format!("GGUF files of {} cannot hold this model: {what}", family.arch),
-        "write another format, such as compressed-tensors",
+        format!("GGUF files of {} cannot represent this model: {what}", family.arch),
+        "write a different format, such as compressed-tensors",
     )
 }
 
@@ -179,7 +180,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let attention = match family.has_two_kinds {
         true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
         false if attentions.any(|other| other != attention) => {
-            return Err(fault("its blocks have different heads"));
+            return Err(fault("its blocks have different head shapes"));
         }
         false => attention,
     };
@@ -226,7 +227,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     // GGUF cannot describe which blocks have experts, except for leading blocks without them.
     let first = if family.dense_first { dense_blocks(a) } else { 0 };
     if facts.routing.is_some() && !(first..a.layers).all(|layer| has_experts(a, layer)) {
-        return Err(fault("some blocks have experts and others have none"));
+        return Err(fault("some blocks have experts, others do not"));
     }
     if let Some(Routing { normalized, .. }) = facts.routing
         && normalized != family.normalizes_experts
@@ -322,25 +323,25 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         if let Some((layer, _)) = windows.enumerate().find(|w| differs(*w)) {
             return Err(unfit(
                 family,
-                format!("block {layer} has another window than the family's blocks have there"),
+                format!("the sliding window of block {layer} does not follow the family's pattern"),
             ));
         }
     }
     for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
         let rotated =
             a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
-        let expected = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
-        if rotated != expected {
-            let does = if rotated { "turns" } else { "does not turn" };
+        let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
+        if turned != due {
+            let does = if turned { "rotates" } else { "does not rotate" };
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
     }
     if family.keys_as_wide && shape.kv_heads != shape.heads() {
         let (keys, queries) = (shape.kv_heads, shape.heads());
-        return Err(unfit(family, format!("it has {keys} heads of keys for {queries} of queries")));
+        return Err(unfit(family, format!("it has {keys} key heads for {queries} query heads")));
     }
     if family.head_is_embedding && !a.tied {
-        return Err(unfit(family, "its head is not the embedding".into()));
+        return Err(unfit(family, "its head is not tied to the embedding".into()));
     }
     Ok(())
 }
@@ -362,8 +363,8 @@ fn rope(
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it does not rotate queries and keys".into()));
     };
-    if first.rotary_dim != first.head_dim && !family.partial_rotary {
-        return Err(unfit(family, "it rotates only parts of heads".into()));
+    if first.rotary_dim != first.head_dim && !family.turns_parts {
+        return Err(unfit(family, "it rotates only part of each head".into()));
     }
     if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {
         return Err(unfit(family, "its rotation pairs halves".into()));
@@ -376,7 +377,7 @@ fn rope(
         [one, other] if family.has_windows => {
             let local = if one.theta < other.theta { one } else { other };
             if local.scaling != RopeScaling::None || local.theta == first.theta {
-                return Err(unfit(family, "blocks with windows have scaled rotations".into()));
+                return Err(unfit(family, "blocks with sliding windows have scaled rotations".into()));
             }
             put("rope.freq_base_swa", Value::F32(local.theta as f32));
         }
@@ -409,7 +410,7 @@ fn rope(
             Ok((Vec::new(), note))
         }
         RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_) | RopeScaling::Proportional { .. } => {
-            Err(unfit(family, "this version does not write its scaling of rotations".into()))
+            Err(unfit(family, "this version does not write its RoPE scaling".into()))
         }
     }
 }

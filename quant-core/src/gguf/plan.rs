@@ -135,7 +135,7 @@ impl GgufPlan {
             let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
             Error::usage(
                 format!("models of the family {} cannot be written as GGUF", a.family),
-                format!("write another format; GGUF supports {}", known.join(", ")),
+                format!("write a different format; GGUF supports {}", known.join(", ")),
             )
         })?;
         let mixture = request.mixture;
@@ -273,7 +273,7 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
         drafts.push(outer(&name, &a.head, format!("{}.weight", a.head), Role::Head));
     }
     if a.head_bias {
-        return Err(Error::usage("a head with a bias is not written as GGUF", "write another format"));
+        return Err(Error::usage("GGUF cannot store a head with a bias", "write a different format"));
     }
     Ok(drafts)
 }
@@ -467,13 +467,13 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
             WeightFormat::Int { bits: 8, .. } => &Q8_0,
             _ => {
                 return Err(refuse(format!(
-                    "{scheme} has no block type of the same numbers; Q4_0 and Q8_0 hold 4 and 8 bits"
+                    "no block type stores the numbers of {scheme}; Q4_0 and Q8_0 store 4 and 8 bits"
                 )));
             }
         };
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
             return Err(refuse(format!(
-                "{scheme} does not have a scale for every 32 inputs or a multiple of that"
+                "the groups of {scheme} are not multiples of 32 inputs with one scale each"
             )));
         }
         if kind.is_some_and(|known: &BlockType| known != found) {

@@ -188,8 +188,8 @@ impl Writer<'_> {
             Source::Blocks { tensors } => {
                 for tensor in tensors {
                     let blocks = model.source().read_mxfp4(tensor)?;
-                    let [codes, exponents] =
-                        blocks.ok_or_else(|| Error::Internal(format!("`{tensor}` is in no blocks")))?;
+                    let [codes, exponents] = blocks
+                        .ok_or_else(|| Error::Internal(format!("`{tensor}` is not stored in blocks")))?;
                     self.hash.update(&codes);
                     self.hash.update(&exponents);
                     if skip {
@@ -209,7 +209,7 @@ impl Writer<'_> {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
                 false => Err(Error::usage(
-                    format!("the input of `{name}` has changed since the run was interrupted"),
+                    format!("the sources of `{name}` have changed since the run was interrupted"),
                     "start again without ‹resume›",
                 )),
             };
@@ -273,7 +273,7 @@ impl Writer<'_> {
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),
-                reason: format!("row {row} leaves the range of {}", kind.name),
+                reason: format!("row {row} exceeds the range of {}", kind.name),
             });
         }
         // Errors are added in order, so that the sums do not depend on the number of threads.

@@ -47,7 +47,7 @@ impl LatentWidths {
 /// # Errors
 /// [`Error::Usage`](crate::Error::Usage) when it does not fit 32 bits.
 pub(super) fn count(family: &GgufFamily, n: usize) -> Result<Value> {
-    u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit 32 bits")))
+    u32::try_from(n).map(Value::U32).map_err(|_| unfit(family, format!("{n} does not fit in 32 bits")))
 }
 
 /// Writes the numbers of heads and their widths.
@@ -143,7 +143,10 @@ pub(super) fn delta_nets(
         return Err(unfit(family, "its delta nets differ".into()));
     }
     if net.key_dim != net.value_dim {
-        let reason = format!("heads of its delta nets have {} and {} features", net.key_dim, net.value_dim);
+        let reason = format!(
+            "the key and value heads of its delta nets have {} and {} features",
+            net.key_dim, net.value_dim
+        );
         return Err(unfit(family, reason));
     }
     let kernels = (0..a.layers).find_map(|layer| {
@@ -200,7 +203,7 @@ pub(super) fn yarn(
 ) -> Result<Option<String>> {
     if yarn.rotations != ROTATIONS {
         let [fast, slow] = yarn.rotations;
-        return Err(unfit(family, format!("the ramp of YaRN is between {fast} and {slow} turns")));
+        return Err(unfit(family, format!("YaRN's beta_fast and beta_slow are {fast} and {slow}")));
     }
     put("rope.scaling.type", Value::string("yarn"));
     put("rope.scaling.factor", Value::F32(yarn.factor as f32));

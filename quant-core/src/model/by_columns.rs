@@ -60,7 +60,7 @@ impl ByRows {
         *last = None;
         let bytes = self.source.read(name)?;
         let &[rows, columns] = &info.shape[..] else {
-            return Err(Error::Internal(format!("`{name}` is no matrix")));
+            return Err(Error::Internal(format!("`{name}` is not a matrix")));
         };
         let bytes = Arc::new(transposed(&bytes, [columns, rows], info.dtype.size()));
         *last = Some((name.to_owned(), bytes.clone()));
@@ -83,7 +83,7 @@ impl TensorSource for ByRows {
         let start = usize::try_from(offset).ok();
         let part = start.and_then(|start| bytes.get(start..start.checked_add(buffer.len())?));
         buffer.copy_from_slice(part.ok_or_else(|| {
-            Error::Internal(format!("a range of tensor `{name}` that leaves its {} bytes", bytes.len()))
+            Error::Internal(format!("a range beyond the {} bytes of tensor `{name}`", bytes.len()))
         })?);
         Ok(())
     }

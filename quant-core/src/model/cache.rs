@@ -94,11 +94,11 @@ impl LayerCache {
         if let CacheContents::Nothing = self.held {
             self.held = CacheContents::Floats { keys: Vec::new(), values: Vec::new() };
         }
-        let CacheContents::Floats { keys, values } = &mut self.held else {
-            return Err(Error::Internal("a cache of pages was given to a model that caches floats".into()));
+        let Held::Floats { keys, values } = &mut self.held else {
+            return Err(Error::Internal("the model caches floats, but got a paged cache".into()));
         };
         if keys.len() + k.len() > self.capacity * k_width || k.len() * v_width != v.len() * k_width {
-            return Err(Error::Internal("more positions than the cache was made for".into()));
+            return Err(Error::Internal("more positions than the capacity of the cache".into()));
         }
         keys.extend_from_slice(k);
         values.extend_from_slice(v);

@@ -222,7 +222,7 @@ impl Decoder {
     /// When there is no such block, the states are longer than the decoder supports, or `tap` fails.
     pub fn advance(&self, index: usize, hidden: &Tensor, tap: &mut dyn Tap) -> Result<Tensor> {
         let block =
-            self.blocks.get(index).ok_or_else(|| Error::Internal(format!("there is no block {index}")))?;
+            self.blocks.get(index).ok_or_else(|| Error::Internal(format!("block {index} does not exist")))?;
         block.forward(hidden, 0, None, tap).map_err(|e| e.in_block(index))
     }
 
@@ -294,7 +294,7 @@ impl Decoder {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {
             return Err(Error::Internal(format!(
-                "{} tokens after {start} do not fit {} positions",
+                "{} tokens after {start} do not fit in {} positions",
                 tokens.len(),
                 self.positions
             )));

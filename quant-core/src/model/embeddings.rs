@@ -112,11 +112,11 @@ impl Model {
         match a.learned_positions {
             Some(_) if window > a.max_positions => Err(Error::usage(
                 format!(
-                    "windows of {window} tokens are longer than the {} positions that the model has learned",
+                    "windows of {window} tokens are longer than the model's {} learned positions",
                     a.max_positions
                 ),
                 format!(
-                    "ask for {} at most: with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together",
+                    "request at most {}: with ‹seq_len›, ‹window›, or the sum of ‹prefill› and ‹decode›",
                     a.max_positions
                 ),
             )),
@@ -196,7 +196,7 @@ impl Model {
         }
         Err(Error::Tokenizer {
             path: self.path().with_file_name("tokenizer.json"),
-            reason: format!("gives token {token}, but the embedding has {vocab} rows"),
+            reason: format!("produces token {token}, but the embedding has {vocab} rows"),
         })
     }
 }

@@ -54,9 +54,12 @@ impl GroupedExperts {
                     numbers.push(expert as u32);
                     own.push(weight);
                 }
-                let (got, max) = (numbers.len() - before, self.top_k);
-                if got > max {
-                    return Err(Error::Internal(format!("a token goes to {got} experts of at most {max}")));
+                let (got, most) = (numbers.len() - before, self.top_k);
+                if got > most {
+                    return Err(Error::Internal(format!(
+                        "a token is routed to {got} experts; the limit is \
+                        {most}"
+                    )));
                 }
                 // A token may have fewer experts than `max`, because a weight may have underflowed to 0.
                 numbers.resize(before + max, NO_EXPERT);

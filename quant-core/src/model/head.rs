@@ -67,7 +67,7 @@ impl<'a> Head<'a> {
             && bytes == Some(weight.len())
             && bias.as_ref().is_none_or(|bias| bias.len() == shape[0]);
         if !fits {
-            return Err(Error::Internal(format!("parts that are no head {shape:?}")));
+            return Err(Error::Internal(format!("parts do not form a head of shape {shape:?}")));
         }
         let rows = Some(WeightRows::stored(shape, dtype, weight));
         Ok(Head { linear: None, rows, shape, bias, transform })

@@ -102,19 +102,19 @@ impl KvScheme {
         }
         let bits = fields.require_usize("bits")?;
         let Some(scheme) = Self::INTEGERS.into_iter().find(|s| usize::from(s.bits()) == bits) else {
-            return Err(fields.error("bits", format!("is {bits}; this version caches in 4 or 8")));
+            return Err(fields.error("bits", format!("is {bits}; supported values: 4, 8")));
         };
         match fields.optional_bool("symmetric")? {
             Some(false) => {}
             Some(true) => {
-                return Err(fields.error("symmetric", "is true; this version caches on asymmetric grids"));
+                return Err(fields.error("symmetric", "is true; only asymmetric caches are supported"));
             }
             None => return Err(fields.error("symmetric", "is missing")),
         }
         for (key, expected) in [("strategy", "token-head"), ("scale_dtype", "float16")] {
             let found = fields.require_str(key)?;
             if found != expected {
-                let reason = format!("is `{}`; this version computes {expected}", found.escape_default());
+                let reason = format!("is `{}`; only {expected} is supported", found.escape_default());
                 return Err(fields.error(key, reason));
             }
         }
@@ -129,7 +129,10 @@ impl KvScheme {
     /// ±65504.
     pub fn round(self, x: &mut [f32], head_dim: usize, scale: f32) -> Result<()> {
         if head_dim == 0 || !x.len().is_multiple_of(head_dim) {
-            return Err(Error::Internal(format!("{} keys or values are no heads of {head_dim}", x.len())));
+            return Err(Error::Internal(format!(
+                "{} keys or values are not whole heads of {head_dim}",
+                x.len()
+            )));
         }
         if self == Self::Kvf8 {
             if x.iter().any(|x| !x.is_finite()) {
@@ -166,7 +169,7 @@ impl KvCaching {
     /// Returns why the kernels cannot cache the keys and values of these attentions on this machine, if so. The cache
     /// is then simulated.
     pub fn refusal(kind: Option<KvType>, attentions: &[AttentionShape]) -> Option<String> {
-        let Some(kind) = kind else { return Some("the kernels have no cache of FP8".into()) };
+        let Some(kind) = kind else { return Some("the kernels do not support an FP8 cache".into()) };
         attentions.iter().find_map(|shape| match lacking(*shape) {
             Some(reason) => Some(reason.into()),
             None => refusal(kind, shape.head_dim),
@@ -177,15 +180,15 @@ impl KvCaching {
 /// Returns the feature of an attention that the kernels lack, if any.
 pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
     if shape.softcap.is_some() {
-        Some("the kernels' attention has no soft cap on scores")
+        Some("the kernels' attention does not support a soft cap on scores")
     } else if shape.sinks.is_some() {
-        Some("the kernels' attention has no sinks")
+        Some("the kernels' attention does not support sinks")
     } else if shape.chunk.is_some() {
-        Some("the kernels' attention has no chunks")
+        Some("the kernels' attention does not support chunks")
     } else if shape.alibi {
-        Some("the kernels' attention has no scores that fall with the distance")
+        Some("the kernels' attention does not support ALiBi")
     } else if shape.value_dim != shape.head_dim {
-        Some("the kernels' cache holds keys and values of one width")
+        Some("the kernels' cache requires keys and values of the same width")
     } else {
         None
     }
@@ -194,27 +197,27 @@ pub(super) fn lacking(shape: AttentionShape) -> Option<&'static str> {
 /// Returns why the kernels cannot hold heads of `head_dim` in pages on this machine, if so.
 pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
     if Isa::detect() == Isa::Scalar {
-        return Some("the kernels have no vector instructions on this processor".into());
+        return Some("the kernels cannot use vector instructions on this processor".into());
     }
     let error = KvLayout::new(kind, head_dim).err()?;
-    Some(format!("the kernels' cache does not hold heads of {head_dim}: {error}"))
+    Some(format!("the kernels' cache cannot hold heads of width {head_dim}: {error}"))
 }
 
 /// Converts an error of the cache. Sizes were checked earlier, so the cause is a value.
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {
-            format!("a value is beyond ±{MAX_MAGNITUDE}, and the cache's scales are f16")
+            format!("a value exceeds ±{LARGEST}, the range of the cache's f16 scales")
         }
         KernelError::Scheme(NOT_FINITE) => "a value is NaN or infinite".to_owned(),
         KernelError::Memory(what) => {
             return Error::Unavailable {
                 what: format!("memory for {what} of keys and values"),
-                reason: "the system gives no more".into(),
+                reason: "the allocation failed".into(),
                 remedy: "use fewer tokens at once".into(),
             };
         }
-        other => return Error::Internal(format!("the cache refuses its operands: {other}")),
+        other => return Error::Internal(format!("the cache rejects its operands: {other}")),
     };
     Error::Cache { block: None, reason }
 }

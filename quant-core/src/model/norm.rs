@@ -53,7 +53,9 @@ impl Norm {
                 };
                 rows(*width)?.apply_op3_no_bwd(&self.weight, bias, &LayerNorm { eps: *eps as f32 })?
             }
-            (op, _) => return Err(Error::Internal(format!("{op:?} with the parameters of another norm"))),
+            (op, _) => {
+                return Err(Error::Internal(format!("{op:?} with the parameters of a different norm")));
+            }
         };
         Ok(y.reshape((batch, positions, features))?)
     }
@@ -97,7 +99,7 @@ impl CustomOp3 for LayerNorm {
             (slice(x, x_layout)?, slice(weight, weight_layout)?, slice(bias, bias_layout)?);
         let width = weight.len();
         if bias.len() != width || x_layout.dims().last() != Some(&width) {
-            candle_core::bail!("layer norm of width {width} got input of shape {:?}", x_layout.dims());
+            candle_core::bail!("layer norm of width {width} got an input of shape {:?}", x_layout.dims());
         }
         let mut out = vec![0.0_f32; x.len()];
         let rows = out.par_chunks_mut(width.max(1)).zip(x.par_chunks(width.max(1)));

@@ -29,7 +29,8 @@ impl Paged {
     pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
-        let kv = kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are no heads of {d}")))?;
+        let kv =
+            kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are not whole heads of {d}")))?;
         if let Some(reason) = super::kv::lacking(shape) {
             return Err(Error::Internal(reason.into()));
         }
@@ -124,8 +125,8 @@ pub(super) fn decode(
     if let CacheContents::Nothing = cache.held {
         cache.held = CacheContents::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
     }
-    let CacheContents::Pages(pages) = &mut cache.held else {
-        return Err(Error::Internal("a cache of floats was given to a model that caches pages".into()));
+    let Held::Pages(pages) = &mut cache.held else {
+        return Err(Error::Internal("the model caches pages, but got a float cache".into()));
     };
     let mut out = vec![0.0; m * width];
     with_slices([q, k, v], |tensors| pages.advance(tensors, shape.window, &mut out))?;

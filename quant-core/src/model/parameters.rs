@@ -16,7 +16,7 @@ impl OpParameters {
     pub(super) fn number(&self) -> Result<f32> {
         match &self.0[..] {
             [values] if values.len() == 1 => Ok(values[0]),
-            _ => Err(Error::Internal("an operation has other parameters than a number".into())),
+            _ => Err(Error::Internal("an operation has parameters other than a single number".into())),
         }
     }
 }

@@ -23,7 +23,7 @@ impl PositionTable {
         for (token, state) in states.chunks_exact_mut(self.hidden.max(1)).enumerate() {
             let position = place(token);
             let row = self.values.chunks_exact(self.hidden.max(1)).nth(position).ok_or_else(|| {
-                Error::Internal(format!("position {position} is beyond those that were loaded"))
+                Error::Internal(format!("position {position} is beyond the loaded positions"))
             })?;
             state.iter_mut().zip(row).for_each(|(s, p)| *s += p);
         }

@@ -53,7 +53,7 @@ impl Block {
         };
         let Some(logits) = logits else { return Ok(self.evaluate(known, &[input], tap)?.swap_remove(0)) };
         let [rows, logits] = &self.evaluate(known, &[input, logits], tap)?[..] else {
-            return Err(Error::Internal("two values of two nodes".into()));
+            return Err(Error::Internal("expected one value per node".into()));
         };
         let tokens = rows.elem_count() / rows.dim(D::Minus1)?.max(1);
         experts::scale_rows(rows, logits, &(0..tokens as u32).collect::<Vec<_>>(), expert)

@@ -33,8 +33,11 @@ impl Plan {
             let graph = architecture.graph(layer);
             let values = cached_values(graph).ok_or_else(|| {
                 Error::usage(
-                    format!("keys and values of block {layer} cannot be cached in FP8: engines cache a latent vector"),
-                    "leave kvf8 out of the scheme",
+                    format!(
+                        "keys and values of block {layer} cannot be cached in FP8: engines cache a \
+                        latent vector instead"
+                    ),
+                    "remove kvf8 from the scheme",
                 )
             })?;
             for value in values {
@@ -72,7 +75,7 @@ impl Plan {
             let format = self.container.name();
             Error::usage(
                 format!("the {format} format cannot store the scales of keys and values in FP8"),
-                "leave kvf8 out of the scheme, or write ‹format=compressed-tensors›",
+                "remove kvf8 from the scheme, or write ‹format=compressed-tensors›",
             )
         })
     }

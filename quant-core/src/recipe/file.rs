@@ -82,7 +82,7 @@ pub(super) struct RecipeFile {
 
 /// One format, or several.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
-#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of such names")]
+#[serde(untagged, expecting = "format is the name of a checkpoint format, or an array of names")]
 enum Formats {
     /// One format.
     One(#[schemars(schema_with = "schema::container")] String),
@@ -122,7 +122,7 @@ impl TransformEntry {
                     "transform.{key} has no effect: it belongs to kind `{}`, but this is `{kind}`",
                     transforms_with(key).join("`, `"),
                 ),
-                "leave it out",
+                "remove it",
             ));
         }
         alpha.map_or(Ok(()), Alpha::check)?;
@@ -300,8 +300,8 @@ impl Recipe {
         let (gptq, default_gptq) = (file.quantize.gptq.as_ref(), method.default_gptq());
         if gptq.is_some() && method.rounding != Rounding::Gptq {
             return Err(Error::usage(
-                "[quantize.gptq] has no effect: quantize.method is not gptq",
-                "leave it out, or set method = \"gptq\" in [quantize]",
+                "[quantize.gptq] has no effect, because quantize.method is not gptq",
+                "remove it, or set method = \"gptq\" in [quantize]",
             ));
         }
         file.transform.iter().try_for_each(|entry| entry.add_to(&mut settings))?;
@@ -330,8 +330,8 @@ impl Recipe {
         };
         if calibration.is_some() && !recipe.needs_text() {
             return Err(Error::usage(
-                "[calibration] has no effect: nothing uses a text",
-                "leave it out, or add a [[transform]] that uses one",
+                "[calibration] has no effect, because no step uses a text",
+                "remove it, or add a [[transform]] that uses one",
             ));
         }
         Ok(recipe)
@@ -386,7 +386,7 @@ impl RecipeFile {
                 let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
                 Error::usage(
                     format!("quantize.method `{name}` is not known"),
-                    format!("use {}; earlier steps go into [[transform]]", names.join(" or ")),
+                    format!("it must be {}; earlier steps are [[transform]] entries", names.join(" or ")),
                 )
             })?,
         };
@@ -504,8 +504,8 @@ mod tests {
             ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
             ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
             ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),
-            ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is named twice"),
-            ("format = 4\n[quantize]\nscheme = \"w4a16\"", "an array of such names"),
+            ("format = [\"awq\", \"awq\"]\n[quantize]\nscheme = \"w4a16\"", "`awq` is listed twice"),
+            ("format = 4\n[quantize]\nscheme = \"w4a16\"", "or an array of names"),
             (
                 "[[transform]]\nkind = \"awq\"\n[quantize]\nscheme = \"w4a16\"\n[calibration]\nmask = \"users\"",
                 "line 6: unknown variant `users`",

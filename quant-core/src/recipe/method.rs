@@ -107,7 +107,7 @@ impl Method {
             return Err(Error::usage(
                 format!("`{name}` is not a step of method `{}`", self.name),
                 match steps[..] {
-                    [] => "it has no steps that can be left out".to_owned(),
+                    [] => "none of its steps can be skipped".to_owned(),
                     _ => format!("its steps are {}", steps.join(", ")),
                 },
             ));
@@ -129,15 +129,15 @@ impl Method {
         let mut transforms = Vec::with_capacity(steps.len());
         for (i, step) in steps.iter().enumerate() {
             if steps[..i].contains(step) {
-                return Err(Error::usage(format!("step `{step}` is listed twice"), "leave one of them out"));
+                return Err(Error::usage(format!("step `{step}` is listed twice"), "remove one of them"));
             }
             match TRANSFORMS.iter().find(|t| t.name() == *step) {
                 Some(transform) => transforms.push(*transform),
                 None if prepares(step).is_some() => {}
                 None if Rounding::ALL.iter().any(|r| r.name() == *step) => {
                     return Err(Error::usage(
-                        format!("`{step}` rounds the weights, so it comes after all other steps"),
-                        "put it last, once; in a recipe it is the `method` of [quantize]",
+                        format!("`{step}` rounds the weights, and must come after all steps"),
+                        "list it once, at the end; in a recipe, as `method` of [quantize]",
                     ));
                 }
                 None => {
@@ -156,11 +156,11 @@ impl Method {
             ))
         };
         if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
-            return refused("`rotate` folds norms itself".into(), "leave `fold-norms` out");
+            return refused("`rotate` folds norms itself".into(), "remove `fold-norms`");
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
             let reason =
-                format!("`{step}` changes the model, which invalidates the result of `{}`", steps[0]);
+                format!("`{step}` modifies the whole model, which invalidates the result of `{}`", steps[0]);
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
@@ -168,7 +168,7 @@ impl Method {
         if let [one, other, ..] = narrowing[..] {
             return refused(
                 format!("`{one}` and `{other}` both search for narrower ranges of weights"),
-                &format!("leave `{other}` out"),
+                &format!("remove `{other}`"),
             );
         }
         if let (Some(last), Some(narrows)) =
@@ -185,7 +185,7 @@ impl Method {
         }
         Ok(Self {
             name: name.join(",").into(),
-            summary: "steps in your own order",
+            summary: "custom steps",
             preparation: steps.first().and_then(|step| prepares(step)),
             transforms: transforms.into(),
             rounding,
@@ -359,12 +359,12 @@ mod tests {
         for (name, expected, remedy) in [
             ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
             ("clip,reorder,gptq", "`clip` narrows", "last"),
-            ("clip,awq", "`clip` and `awq` both search for narrower ranges", "leave `awq` out"),
-            ("reorder,rotate", "changes the model", "put `rotate` first"),
-            ("awq,fold-norms", "changes the model", "put `fold-norms` first"),
-            ("fold-norms,rotate", "`rotate` folds norms itself", "leave `fold-norms` out"),
-            ("reorder,reorder", "listed twice", "leave one"),
-            ("reorder,gptq,clip", "`gptq` rounds the weights", "put it last"),
+            ("clip,awq", "`clip` and `awq` both search for narrower ranges", "remove `awq`"),
+            ("reorder,rotate", "modifies the whole model", "put `rotate` first"),
+            ("awq,fold-norms", "modifies the whole model", "put `fold-norms` first"),
+            ("fold-norms,rotate", "`rotate` folds norms itself", "remove `fold-norms`"),
+            ("reorder,reorder", "listed twice", "remove one"),
+            ("reorder,gptq,clip", "`gptq` rounds the weights", "list it once, at the end"),
             ("gptq,rtn", "`gptq` rounds the weights", "once"),
             ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),

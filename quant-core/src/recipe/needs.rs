@@ -50,7 +50,7 @@ impl Plan {
             true => Ok(()),
             false => Err(Error::usage(
                 "the choice of calibration tokens for experts has no effect: no layer of the model has experts",
-                "leave out ‹expert_tokens› and ‹expert_floor›, or expert_tokens and expert_floor in the recipe",
+                "omit ‹expert_tokens› and ‹expert_floor› (expert_tokens and expert_floor in a recipe)",
             )),
         }
     }
@@ -87,7 +87,7 @@ impl Plan {
             let Some((module, scheme)) = entry.quantized() else { continue };
             if module == self.embedding {
                 return Err(Error::usage(
-                    format!("`{module}` cannot be {scheme}: an embedding multiplies no activations"),
+                    format!("`{module}` cannot be {scheme}: an embedding has no input activations"),
                     "choose a scheme with a16 for it",
                 ));
             }

@@ -259,7 +259,7 @@ impl Plan {
         let selectors = selection.matches(&names, &outside)?;
         if let Some(router) = named(false).find(|router| selection.outside(router).is_some()) {
             return Err(Error::usage(
-                format!("`{router}` cannot be quantized: it is a router or a gate, which always stays float"),
+                format!("`{router}` cannot be quantized: routers and gates always stay float"),
                 "remove the override",
             ));
         }

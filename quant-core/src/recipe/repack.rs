@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "converts a quantized checkpoint to another format without changing its values",
+    summary: "the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,

@@ -95,9 +95,11 @@ impl<'r> Selection<'r> {
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
                     format!(
-                        "‹{option}={pattern}› has no effect: other patterns override it for everything it matches"
+                        "‹{option}={pattern}› has no effect: other patterns take precedence for everything \
+                        that it matches"
                     ),
-                    "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one",
+                    "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an \
+                    earlier one",
                 ));
             }
             modules.retain(|module| !none_of_them_is(module));

@@ -70,10 +70,10 @@ impl Transform for Clip {
         let scheme = outline.schemes.first().map(ToString::to_string).unwrap_or_default();
         Err(Error::usage(
             format!(
-                "`clip` has no effect on {scheme}: rows share its scales, or they are powers of two or searched for when \
-                 weights are rounded"
+                "`clip` has no effect on {scheme}: its scales are shared by rows, powers of two, or searched \
+                when weights are rounded"
             ),
-            "leave the step out",
+            "remove the step",
         ))
     }
 

@@ -40,7 +40,7 @@ pub fn rotate(model: &Model) -> Result<Model> {
     let (architecture, hidden) = (model.architecture(), model.architecture().hidden);
     let hadamard = Hadamard::new(hidden).map_err(|_| {
         let reason = format!(
-            "there is no construction of a Hadamard matrix of order {hidden}, the width of its hidden states"
+            "no Hadamard matrix of order {hidden}, the width of its hidden states, can be constructed"
         );
         refused(architecture, Preparation::Rotate, &reason)
     });
@@ -82,7 +82,7 @@ fn refused(architecture: &Architecture, by: Preparation, reason: &str) -> Error 
         }
         Preparation::FoldNorms => (format!("norms of the family `{family}` cannot be folded"), "the folding"),
     };
-    Error::usage(format!("{what}: {reason}"), format!("leave out {step}: ‹skip={}›", by.name()))
+    Error::usage(format!("{what}: {reason}"), format!("skip {step}: ‹skip={}›", by.name()))
 }
 
 /// The nodes of a block that touch the residual stream.
@@ -108,7 +108,7 @@ fn check_outside(architecture: &Architecture, by: Preparation) -> Result<()> {
         return refuse("it adds learned positions to the embeddings");
     }
     if architecture.embedding_norm.is_some() {
-        return refuse("it norms the embeddings before the first block");
+        return refuse("it normalizes the embeddings before the first block");
     }
     match &architecture.final_norm {
         Some(Op::RmsNorm { .. }) => Ok(()),
@@ -139,7 +139,7 @@ impl Stream {
                         if graph.nodes()[added].op.linear_shape().is_none() || graph.users(added).count() != 1
                         {
                             return Err(refuse(
-                                "what is added to its hidden states is not the output of a linear",
+                                "it adds values to its hidden states that are not outputs of linears",
                             ));
                         }
                         stream.writes.push(added);
@@ -150,12 +150,17 @@ impl Stream {
                         for (reader, _) in graph.users(user) {
                             match graph.nodes()[reader].op {
                                 Op::Linear { .. } => stream.reads.push((reader, user)),
-                                _ => return Err(refuse("what is normed is not only multiplied")),
+                                _ => {
+                                    return Err(refuse(
+                                        "operations other than linears read its normalized \
+                                    hidden states",
+                                    ));
+                                }
                             }
                         }
                     }
                     Op::LayerNorm { .. } => return Err(refuse(SUBTRACTS)),
-                    _ => return Err(refuse("its hidden states are read without a norm")),
+                    _ => return Err(refuse("an operation reads its hidden states without a norm")),
                 }
             }
         }
@@ -163,8 +168,8 @@ impl Stream {
     }
 }
 
-const NORMED: &str = "norms with weights are between its linears and the residual sum, and a rotation \
- does not commute with these";
+const NORMED: &str = "its linears are separated from the residual sum by norms with weights, which do not \
+    commute with a rotation";
 const SUBTRACTS: &str = "its norms subtract the mean, which does not commute with a rotation, and may \
  add a bias that linears cannot absorb";
 
@@ -371,7 +376,10 @@ impl TensorSource for Rotated {
         };
         let len = tensor.info.byte_len();
         if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > len) {
-            return Err(Error::Internal(format!("{} bytes at {offset} leave `{name}`", buffer.len())));
+            return Err(Error::Internal(format!(
+                "{} bytes at {offset} are beyond the end of `{name}`",
+                buffer.len()
+            )));
         }
         let dtype = tensor.info.dtype;
         match change {

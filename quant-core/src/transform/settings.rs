@@ -87,8 +87,8 @@ impl Alpha {
     pub fn check(self) -> Result<()> {
         match self {
             Self::Fixed(alpha) if !(0.0..=1.0).contains(&alpha) => Err(Error::usage(
-                format!("alpha {alpha} is outside 0 to 1"),
-                "give a share: 0 leaves all outliers to the activations, 1 moves all into the weights",
+                format!("alpha is {alpha}; it must be from 0 to 1"),
+                "0 leaves all outliers in the activations, 1 moves all into the weights",
             )),
             _ => Ok(()),
         }
@@ -103,7 +103,7 @@ impl FromStr for Alpha {
             return Ok(Self::Auto(Automatic::Auto));
         }
         let alpha = text.parse().map(Self::Fixed).map_err(|_| {
-            Error::usage(format!("alpha `{text}` is not understood"), "give a number from 0 to 1, or auto")
+            Error::usage(format!("invalid alpha `{text}`"), "give a number from 0 to 1, or auto")
         })?;
         alpha.check()?;
         Ok(alpha)
@@ -129,7 +129,7 @@ impl FromStr for Producers {
         match text {
             "norms" => Ok(Self::Norms),
             "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("producers `{text}` are not known"), "known: norms, all")),
+            _ => Err(Error::usage(format!("unknown producers `{text}`"), "known: norms, all")),
         }
     }
 }

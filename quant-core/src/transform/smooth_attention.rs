@@ -96,9 +96,9 @@ impl Transform for SmoothAttention {
             return Ok(());
         }
         Err(Error::usage(
-            "`smooth-attention` helps caches of integers: FP8 has steps that grow with the numbers, and one scale for all \
-             channels of keys",
-            "leave the step out, for example with ‹skip=smooth-attention›",
+            "`smooth-attention` helps only integer caches: in FP8, step sizes grow with the values, and all \
+            channels of keys share one scale",
+            "remove the step, for example with ‹skip=smooth-attention›",
         ))
     }
 
@@ -251,7 +251,7 @@ impl QueryKeyStatistics {
                 }
                 op => {
                     let Some((_, width, _)) = op.stored_norm() else {
-                        return Err(Error::Internal(format!("{op:?} makes queries or keys")));
+                        return Err(Error::Internal(format!("{op:?} computes queries or keys")));
                     };
                     let scaled = |values: Vec<f32>| -> Vec<f32> {
                         values.iter().enumerate().map(|(i, v)| v * scale(i)).collect()

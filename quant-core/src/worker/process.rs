@@ -108,8 +108,8 @@ impl TextWorkers for ProcessWorkers {
             Err(error) => match &self.instead {
                 Some(instead) if !is_shortage(&error) => {
                     tracing::warn!(
-                        "no process can be started ({error}): the model's tokenizer and template run in this one, \
-                         where a hostile one can end it"
+                        "cannot start a process ({error}): the model's tokenizer and template run in this \
+                        process, which a hostile one can crash"
                     );
                     return instead.load(worker.loadable);
                 }
@@ -224,7 +224,7 @@ impl ProcessWorker {
             };
         }
         let reason = if matches!(failure, Failure::TooLong) {
-            "makes more of the text than any text should become".to_owned()
+            "produces implausibly much output from the text".to_owned()
         } else if out_of_memory {
             format!("takes more than {} MiB of memory", memory >> 20)
         } else if is(Signal::XCPU) {
@@ -232,16 +232,16 @@ impl ProcessWorker {
         } else if [Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL].into_iter().any(is) {
             "overflows the stack, or crashes the library that reads it".to_owned()
         } else {
-            format!("makes the process that runs it fail ({status})")
+            format!("makes its process fail ({status})")
         };
         let remedy = match self.loadable.content {
             Content::Tokenizer(_) => {
-                "take the tokenizer.json that belongs to the model; if this is it, give a shorter text, or one in several \
-                 documents (.jsonl)"
+                "use the tokenizer.json that belongs to the model; if it is that one, give a shorter text, \
+                or split it into several documents (.jsonl)"
             }
             Content::Template { .. } => {
-                "correct the model's chat template, or put another one as chat_template.jinja beside it, which is taken \
-                 first"
+                "correct the model's chat template, or put a different one next to it as \
+                chat_template.jinja, which takes precedence"
             }
         };
         Error::InputFile { path: self.loadable.path.clone(), line: None, reason, remedy: remedy.into() }

@@ -51,7 +51,7 @@ fn answer_all(input: &mut dyn Read, output: &mut dyn Write, workers: &dyn TextWo
             workers.load(loadable).map(|worker| (worker, threads)).map_err(Fault::from)
         }
         None => {
-            Err(Fault { reason: "is loaded by another version of the worker".into(), ..Fault::default() })
+            Err(Fault { reason: "was sent to a different version of the worker".into(), ..Fault::default() })
         }
     };
     let (worker, threads) = match loaded {
@@ -62,7 +62,7 @@ fn answer_all(input: &mut dyn Read, output: &mut dyn Write, workers: &dyn TextWo
     let mut pool = None;
     while let Some(bytes) = read_frame(input, u64::MAX).map_err(failed)? {
         let answer = match read_question(&bytes) {
-            None => Err(Fault { reason: "got a request that no worker answers".into(), ..Fault::default() }),
+            None => Err(Fault { reason: "got an unknown request".into(), ..Fault::default() }),
             Some(question) if question.items() > 1 && threads > 1 => {
                 let pool = match &mut pool {
                     Some(pool) => pool,

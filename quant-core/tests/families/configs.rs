@@ -33,9 +33,9 @@ pub struct Case {
 }
 
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
-const NORMED: &str = "are between its linears and the residual sum";
+const NORMED: &str = "are separated from the residual sum by norms";
 const UNNORMED: &str = "without a norm";
-const EXPERTS: &str = "what is normed is not only multiplied";
+const EXPERTS: &str = "other than linears read its normalized hidden states";
 const MEAN: &str = "subtract the mean";
 
 impl Case {
@@ -703,7 +703,7 @@ pub fn cases() -> Vec<Case> {
             producers: vec!["input_layernorm", "post_attention_layernorm"],
             has_pairs: false,
             unlike_kernels: true,
-            not_rotated_for: Some("norms the embeddings"),
+            not_rotated_for: Some("normalizes the embeddings"),
             ..Case::new("bloom", "BloomForCausalLM", json!({ "num_attention_heads": 8 }))
         },
         Case {
@@ -771,7 +771,7 @@ pub fn cases() -> Vec<Case> {
                 vec!["norm", "mixer.v_proj"],
             ],
             rounding: 1.0,
-            not_rotated_for: Some("is not the output of a linear"),
+            not_rotated_for: Some("that are not outputs of linears"),
             ..Case::new(
                 "nemotron_h, latent experts",
                 "NemotronHForCausalLM",
@@ -816,7 +816,7 @@ pub fn cases() -> Vec<Case> {
             ],
             has_pairs: false,
             rounding: 1.0,
-            not_rotated_for: Some("is not the output of a linear"),
+            not_rotated_for: Some("that are not outputs of linears"),
             ..Case::new(
                 "falcon_h1",
                 "FalconH1ForCausalLM",

@@ -79,15 +79,18 @@ impl Container for AutoAwq {
         {
             return Err(Error::usage(
                 format!(
-                    "`{outside}`, which stays float, is a part of the names of linears that are to be quantized, and \
-                     readers of the {METHOD} format match it anywhere in a name"
+                    "`{outside}`, which stays float, is part of the names of quantized linears, and \
+                    implementations of the {METHOD} format match it anywhere in a name"
                 ),
                 "write ‹format=compressed-tensors›",
             ));
         }
         if let Some(module) = head.or(schemes.embedding.map(|_| "the embedding")) {
             return Err(Error::usage(
-                format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
+                format!(
+                    "`{module}` cannot be quantized in the {METHOD} format: implementations keep it \
+                    float"
+                ),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
@@ -96,7 +99,8 @@ impl Container for AutoAwq {
             None => Ok(()),
             Some((module, other)) => Err(Error::usage(
                 format!(
-                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
+                    "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
+                    needs one scheme for all modules"
                 ),
                 "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
@@ -127,12 +131,13 @@ impl Container for AutoAwq {
             schemes.quantized.first()
             && !MARLIN_GROUPS.contains(size)
         {
-            notes.push(format!("vLLM's kernels read groups of 32, 64 or 128, not of {size}"));
+            notes.push(format!("vLLM's fast kernels support groups of 32, 64 and 128, not {size}"));
         }
         if schemes.float.len() > 1 {
             notes.push(
-                "readers match `modules_to_not_convert` anywhere in a name, and vLLM needs the linears that it \
-                 fuses (queries, keys and values; gate and up) all quantized or all float"
+                "implementations match `modules_to_not_convert` anywhere in a name, and vLLM needs the \
+                linears that it fuses (queries, keys and values; gate and up) either all quantized or all \
+                float"
                     .to_owned(),
             );
         }

@@ -34,7 +34,7 @@ impl Reader {
         match get("version").map(|v| v.as_str().map(str::to_lowercase)) {
             None => {}
             Some(Some(version)) if version == VERSION => {}
-            Some(_) => return refuse("version", "is not gemm, the only one that can be read"),
+            Some(_) => return refuse("version", "must be gemm; others are not supported"),
         }
         if get("bits").and_then(Value::as_u64) != Some(u64::from(BITS)) {
             return refuse("bits", "is not 4");
@@ -53,7 +53,9 @@ impl Reader {
                 let names: Option<Vec<_>> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
                 match names {
                     Some(names) => names,
-                    None => return refuse("modules_to_not_convert", "holds something that is not text"),
+                    None => {
+                        return refuse("modules_to_not_convert", "contains an entry that is not a string");
+                    }
                 }
             }
             Some(_) => return refuse("modules_to_not_convert", "is not an array"),

@@ -191,12 +191,12 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     note(groups.len() > 1, "llama.cpp's converter does not read checkpoints that mix several schemes");
     note(
         schemes.fp8_cache,
-        "vLLM 0.33 caches keys and values in FP8 only when it is started with --kv-cache-dtype fp8, and then takes these \
-         scales",
+        "vLLM 0.33 caches keys and values in FP8 only when it is started with --kv-cache-dtype fp8, and then \
+        uses these scales",
     );
     note(
         schemes.fp8_cache && !groups.iter().all(|g| g.scheme.has_global_scale()),
-        "llama.cpp's converter stops at FP8 scales of keys and values beside other weights than NVFP4",
+        "llama.cpp's converter rejects FP8 scales of keys and values unless the weights are NVFP4",
     );
     notes
 }

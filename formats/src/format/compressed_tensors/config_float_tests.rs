@@ -57,7 +57,7 @@ fn fp8_caches_are_reported_and_explained() {
     );
     // llama.cpp's converter ignores them only if all weights are NVFP4.
     let nvfp4 = ModuleSchemes { fp8_cache: true, ..of("wf4a16-g16-nv") };
-    assert!(!warnings(&nvfp4).iter().any(|n| n.contains("stops at FP8 scales")));
+    assert!(!warnings(&nvfp4).iter().any(|n| n.contains("rejects FP8 scales")));
 }
 
 #[test]

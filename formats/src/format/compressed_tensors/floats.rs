@@ -50,7 +50,7 @@ pub(super) fn layout(
     let unusable = |what: String| {
         Error::usage(
             format!("`{module}.weight`: {what}"),
-            "leave it float with ‹ignore›, or choose another scheme",
+            "leave it float with ‹ignore›, or choose a different scheme",
         )
     };
     if storage != Storage::of(scheme) {

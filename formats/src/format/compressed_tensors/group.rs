@@ -19,7 +19,7 @@ pub(super) fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Stor
             Some(storage) => Ok(Some(storage)),
             None => {
                 let known: Vec<_> = Storage::ALL.iter().map(|s| s.name()).collect();
-                Err(of.refuse("format", &format!("is \"{name}\"; only {} can be read", known.join(", "))))
+                Err(of.refuse("format", &format!("is \"{name}\"; supported values: {}", known.join(", "))))
             }
         },
         None => of.require("format", Storage::Packed.name()).map(|()| None),
@@ -53,10 +53,7 @@ pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String
     match (input.get("strategy").and_then(Value::as_str), dynamic, symmetric) {
         (Some("token"), true, true) => Ok(ActivationScheme::Token),
         (Some("tensor"), false, symmetric) => Ok(ActivationScheme::Static { symmetric }),
-        _ => Err(input.refuse(
-            "strategy",
-            "can be read where it is token, dynamic and symmetric, or tensor and not dynamic",
-        )),
+        _ => Err(input.refuse("strategy", "must be token (dynamic and symmetric) or tensor (not dynamic)")),
     }
 }
 
@@ -72,7 +69,7 @@ pub(super) fn fp8_cache(root: &Object<'_>) -> Result<bool, String> {
     scheme.require("strategy", "tensor")?;
     match float_activations(&scheme)? {
         ActivationScheme::Fp8Static => Ok(true),
-        _ => Err(scheme.refuse("strategy", "and the keys beside it are not FP8 with static scales")),
+        _ => Err(scheme.refuse("strategy", "and its sibling keys do not describe FP8 with static scales")),
     }
 }
 
@@ -82,7 +79,7 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         input.require_absent(key)?;
     }
     if input.get("symmetric").is_some_and(|symmetric| *symmetric != Value::Bool(true)) {
-        return Err(input.refuse("symmetric", "is not true, and the type is float"));
+        return Err(input.refuse("symmetric", "must be true if the type is float"));
     }
     let text = |key| input.get(key).and_then(Value::as_str);
     let number = |key| input.get(key).and_then(Value::as_u64);
@@ -102,7 +99,8 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         }
         _ => Err(input.refuse(
             "strategy",
-            "and the other keys do not describe FP8 per token, tensor or 128 inputs, MXFP8 and NVFP4",
+            "and its sibling keys do not describe FP8 per token, per tensor or per 128 inputs, MXFP8 or \
+            NVFP4",
         )),
     }
 }
@@ -191,7 +189,7 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
         (other, ..) => {
             let known =
                 if is_float { "tensor, channel, block, group and tensor_group" } else { "group and channel" };
-            return Err(weights.refuse("strategy", &format!("is {other}; {known} can be read")));
+            return Err(weights.refuse("strategy", &format!("is {other}; supported values: {known}")));
         }
     };
     if !is_float {
@@ -200,13 +198,13 @@ pub(super) fn scheme(weights: &Object<'_>) -> Result<LinearScheme, String> {
     let format = match bits {
         8 => FloatFormat::E4m3,
         4 => FloatFormat::E2m1,
-        _ => return Err(weights.refuse("num_bits", "is neither 8 nor 4, and the type is float")),
+        _ => return Err(weights.refuse("num_bits", "must be 8 or 4 if the type is float")),
     };
     if !symmetric {
-        return Err(weights.refuse("symmetric", "is false, and the type is float"));
+        return Err(weights.refuse("symmetric", "must be true if the type is float"));
     }
     if granularity == Granularity::Group(NV_GROUP) && strategy != "tensor_group" {
-        return Err(weights.refuse("strategy", "is group, and groups of 16 are tensor_group"));
+        return Err(weights.refuse("strategy", "is group, but groups of 16 must be tensor_group"));
     }
     let scheme = LinearScheme::weight_only(WeightFormat::Float(format), granularity);
     let implied = match scheme.fixed_scales() {
@@ -228,7 +226,7 @@ pub(super) fn reject_padded_words(root: &Object<'_>) -> Result<(), String> {
     let mut numbers = version.split('.').map(|n| n.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
         (Some(0), Some(minor)) if minor < 18 => {
-            Err(root.refuse("version", &format!("is {version}, which packed such widths in another way")))
+            Err(root.refuse("version", &format!("is {version}, which packed such widths differently")))
         }
         _ => Ok(()),
     }

@@ -141,7 +141,7 @@ pub(super) fn layout_as(
     let unusable = |what: String| {
         Error::usage(
             format!("`{module}.weight`: {what}"),
-            "leave it float with ‹ignore›, or choose another scheme",
+            "leave it float with ‹ignore›, or choose a different scheme",
         )
     };
     let bits = scheme.bits();
@@ -185,7 +185,7 @@ pub(super) fn layout_as(
     }
     if scheme.has_static_activations() {
         return Err(unusable(format!(
-            "readers take static activations with w8a8-channel-sym only, and this is {scheme}"
+            "implementations support static activations only with w8a8-channel-sym, not {scheme}"
         )));
     }
     let mut specs = vec![

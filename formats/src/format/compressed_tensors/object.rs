@@ -41,7 +41,7 @@ impl<'a> Object<'a> {
         match self.get(key) {
             Some(Value::String(s)) if s == expected => Ok(()),
             Some(other) => {
-                Err(self.refuse(key, &format!("is {}; only {expected} can be read", brief(other))))
+                Err(self.refuse(key, &format!("is {}; only {expected} is supported", brief(other))))
             }
             None => Err(self.refuse(key, &format!("is missing; it must be {expected}"))),
         }

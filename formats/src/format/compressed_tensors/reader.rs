@@ -65,13 +65,13 @@ impl<T: Copy> Names<T> {
     fn add(&mut self, name: &str, what: T, path: &str) -> Result<(), String> {
         if let Some(pattern) = name.strip_prefix(REGEX) {
             if self.patterns.len() == MAX_PATTERNS {
-                return Err(format!("`{path}` is more than the {MAX_PATTERNS} regular expressions allowed"));
+                return Err(format!("`{path}` exceeds the limit of {MAX_PATTERNS} regular expressions"));
             }
             let compile = |pattern: &str| {
                 RegexBuilder::new(pattern)
                     .size_limit(PATTERN_SIZE)
                     .build()
-                    .map_err(|e| format!("`{path}` is not a regular expression that can be used: {e}"))
+                    .map_err(|e| format!("`{path}` is not a supported regular expression: {e}"))
             };
             // Compiled alone first, because `a)|(b` would be well-formed inside the group. The group anchors the whole
             // expression at the start, as Python's `re.match` does.
@@ -130,11 +130,11 @@ impl Reader {
             group.require_absent("output_activations")?;
             let own = if group.get("format").is_some() { self::storage(&group, false)? } else { storage };
             let storage =
-                own.ok_or_else(|| group.refuse("format", "is missing, and the formats are mixed"))?;
+                own.ok_or_else(|| group.refuse("format", "is missing, but the formats are mixed"))?;
             let weights = group.object("weights")?;
             let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
             if let Err(error) = SchemeRequest::from(scheme).check() {
-                return Err(group.refuse("weights", &format!("and the activations beside them: {error}")));
+                return Err(group.refuse("weights", &format!("do not go with the activations: {error}")));
             }
             if storage == Storage::Packed && !scheme.bits().is_power_of_two() {
                 reject_padded_words(&root)?;
@@ -144,7 +144,7 @@ impl Reader {
                 return Err(group.refuse(
                     "format",
                     &format!(
-                        "is {}, which {} weights ({scheme}) do not have",
+                        "is {}, which does not match {} weights ({scheme})",
                         storage.name(),
                         kind_of(scheme)
                     ),
@@ -153,13 +153,15 @@ impl Reader {
             if storage == Storage::Int8 && !(scheme.bits() == 8 && scheme.is_symmetric()) {
                 return Err(group.refuse(
                     "format",
-                    &format!("is {}: of it 8 bits, symmetric, can be read", storage.name()),
+                    &format!("is {}; it is supported only with 8 bits and symmetric grids", storage.name()),
                 ));
             }
             if storage == Storage::Packed && scheme.activations.is_static() {
-                return Err(
-                    group.refuse("input_activations", "are static, and weights packed: not supported")
-                );
+                return Err(group.refuse(
+                    "input_activations",
+                    "are static, which is not supported with packed \
+                        weights",
+                ));
             }
             let scheme = Target { scheme, storage };
             for (path, target) in group.strings("targets")? {
@@ -258,7 +260,7 @@ impl PackedReader for Reader {
         if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
             return Err(Error::UnsupportedQuantization {
                 path: source.location(&name),
-                reason: format!("tensor `{name}` has no place beside {scheme} weights in natural order"),
+                reason: format!("tensor `{name}` is not allowed with {scheme} weights in natural order"),
             });
         }
         if storage == Storage::Packed {
@@ -415,7 +417,7 @@ fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize;
     }
     Err(Error::UnsupportedQuantization {
         path: source.location(&name),
-        reason: format!("tensor `{name}` says {stated:?}, config.json implies {expected:?}"),
+        reason: format!("tensor `{name}` is {stated:?}, but config.json implies {expected:?}"),
     })
 }
 

@@ -221,14 +221,19 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("/config_groups/group_0", json!("W4A16"), "config_groups.group_0` is not an object"),
         ("/ignore", json!("lm_head"), "ignore` is not an array"),
         ("/ignore", json!(["a", 7]), "ignore[1]` is not a string"),
-        ("/ignore", json!(["re:(?=a)"]), "ignore[0]` is not a regular expression"),
+        ("/ignore", json!(["re:(?=a)"]), "ignore[0]` is not a supported regular expression"),
         ("targets", json!(null), "group_0.targets` is not an array"),
         ("targets", json!([null]), "group_0.targets[0]` is not a string"),
-        ("targets", json!(["Linear", "re:a)|(b"]), "group_0.targets[1]` is not a regular expression"),
-        ("targets", json!(["re:(a{999}){999}"]), "group_0.targets[0]` is not a regular expression"),
-        ("targets", json!(vec!["re:a"; 300]), "group_0.targets[256]` is more than the 256"),
+        (
+            "targets",
+            json!(["Linear", "re:a)|(b"]),
+            "group_0.targets[1]` is not a supported regular \
+            expression",
+        ),
+        ("targets", json!(["re:(a{999}){999}"]), "group_0.targets[0]` is not a supported regular expression"),
+        ("targets", json!(vec!["re:a"; 300]), "group_0.targets[256]` exceeds the limit of 256"),
         ("input_activations", json!(8), "group_0.input_activations` is not an object"),
-        ("input_activations", json!({"num_bits": 8}), "input_activations.strategy` can be read"),
+        ("input_activations", json!({"num_bits": 8}), "input_activations.strategy` must be token"),
         (
             "input_activations",
             json!({"num_bits": 4, "strategy": "token"}),
@@ -237,12 +242,12 @@ fn what_is_not_understood_is_refused_by_its_path() {
         (
             "input_activations",
             json!({"num_bits": 8, "type": "float"}),
-            "input_activations.strategy` and the other keys",
+            "input_activations.strategy` and its sibling keys",
         ),
         (
             "input_activations",
             json!({"num_bits": 8, "strategy": "token", "dynamic": true, "symmetric": false}),
-            "input_activations.strategy` can be read",
+            "input_activations.strategy` must be token",
         ),
         (
             "input_activations",
@@ -254,7 +259,12 @@ fn what_is_not_understood_is_refused_by_its_path() {
             json!({"num_bits": 8, "strategy": "token", "dynamic": true, "group_size": 128}),
             "input_activations.group_size` is set",
         ),
-        ("format", json!("int-quantized"), "group_0.format` is int-quantized: of it 8 bits"),
+        (
+            "format",
+            json!("int-quantized"),
+            "group_0.format` is int-quantized; it is supported only with 8 \
+            bits",
+        ),
         ("output_activations", json!({"num_bits": 8}), "group_0.output_activations` is set"),
         ("format", json!("float-quantized"), "group_0.format` is"),
         ("novelty", json!(1), "group_0.novelty` is not known"),
@@ -262,7 +272,7 @@ fn what_is_not_understood_is_refused_by_its_path() {
         ("weights/num_bits", json!(16), "weights.num_bits` is not a number from 2 to 8"),
         ("weights/num_bits", json!("4"), "weights.num_bits` is not a number"),
         ("weights/num_bits", json!(null), "weights.num_bits` is not a number"),
-        ("weights/type", json!("float"), "FP4 weights are in groups"),
+        ("weights/type", json!("float"), "FP4 weights require groups"),
         ("weights/type", json!("uint"), "weights.type` is neither int nor float"),
         ("weights/symmetric", json!(1), "weights.symmetric` is neither"),
         ("weights/dynamic", json!(true), "weights.dynamic` is true"),
@@ -448,17 +458,25 @@ fn floating_point_weights_come_back() {
 #[test]
 fn floating_point_weights_that_cannot_be_read() {
     for (key, value, expected) in [
-        ("weights/num_bits", json!(4), "FP4 weights are in groups"),
-        ("weights/num_bits", json!(6), "weights.num_bits` is neither 8 nor 4"),
+        ("weights/num_bits", json!(4), "FP4 weights require groups"),
+        ("weights/num_bits", json!(6), "weights.num_bits` must be 8 or 4"),
         (
             "weights/type",
             json!("int"),
-            "group_0.format` is float-quantized, which int weights (w8a16-channel-sym) do not",
+            "group_0.format` is float-quantized, which does not match int weights (w8a16-channel-sym)",
         ),
-        ("weights/symmetric", json!(false), "weights.symmetric` is false"),
+        ("weights/symmetric", json!(false), "weights.symmetric` must be true"),
         ("weights/strategy", json!("block"), "weights.block_structure` is not [128, 128]"),
-        ("format", json!("pack-quantized"), "group_0.format` is pack-quantized, which float weights"),
-        ("format", json!("mxfp8-quantized"), "group_0.format` is mxfp8-quantized, which float weights"),
+        (
+            "format",
+            json!("pack-quantized"),
+            "group_0.format` is pack-quantized, which does not match float weights",
+        ),
+        (
+            "format",
+            json!("mxfp8-quantized"),
+            "group_0.format` is mxfp8-quantized, which does not match float weights",
+        ),
         (
             "input_activations",
             json!({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": true}),

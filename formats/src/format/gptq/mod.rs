@@ -71,7 +71,8 @@ impl Container for GptqV1 {
         if let Some(module) = head {
             return Err(Error::usage(
                 format!(
-                    "`{module}` is to be quantized, but not all readers of the {METHOD} format look for it"
+                    "`{module}` cannot be quantized in the {METHOD} format: not all implementations support \
+                    it"
                 ),
                 REMEDY,
             ));
@@ -81,8 +82,8 @@ impl Container for GptqV1 {
             None => Ok(()),
             Some((module, other)) => Err(Error::usage(
                 format!(
-                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one \
-                     scheme for all"
+                    "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
+                    needs one scheme for all modules"
                 ),
                 "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
@@ -126,17 +127,18 @@ impl Container for GptqV1 {
         let bits = scheme.bits();
         if !scheme.is_symmetric() {
             notes.push(
-                "vLLM and SGLang read symmetric grids only in this format, and ignore zeros".to_owned(),
+                "vLLM and SGLang support only symmetric grids in this format, and ignore zero points"
+                    .to_owned(),
             );
-            notes.push("llama.cpp's converter misreads groups with a zero of 0 in this format".to_owned());
+            notes.push("llama.cpp's converter misreads groups with zero point 0 in this format".to_owned());
         }
         if !matches!(bits, 4 | 8) {
             notes.push(format!("vLLM and SGLang read 4 and 8 bits in this format, not {bits}"));
         }
         if schemes.float.iter().any(|m| *m != HEAD) {
             notes.push(
-                "linears that stay float are listed as `dynamic`, which vLLM, SGLang and gptqmodel \
-                 understand, but older readers ignore"
+                "linears that stay float are listed in `dynamic`, which vLLM, SGLang and gptqmodel support, \
+                but older implementations ignore"
                     .to_owned(),
             );
         }

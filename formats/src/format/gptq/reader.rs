@@ -69,15 +69,12 @@ impl Reader {
             Some(Value::Object(rules)) => {
                 for key in rules.keys() {
                     let Some(pattern) = key.strip_prefix(EXCLUDED) else {
-                        return refuse(
-                            "dynamic",
-                            "gives modules a scheme of their own, which is not supported",
-                        );
+                        return refuse("dynamic", "overrides the scheme of modules, which is not supported");
                     };
                     // Matched from the start of a name, as Python's `re.match` does.
                     match Regex::new(&format!("^(?:{pattern})")) {
                         Ok(pattern) => float.push(pattern),
-                        Err(_) => return refuse("dynamic", "holds an expression that cannot be read"),
+                        Err(_) => return refuse("dynamic", "contains an unsupported expression"),
                     }
                 }
             }

@@ -82,7 +82,7 @@ impl Container for ModelOpt {
         let is_nvfp4 = scheme.has_global_scale() && scale_dtype == Dtype::F8E4M3;
         if !is_nvfp4 || n.checked_mul(k).is_none_or(|elements| elements > isize::MAX as usize / 8) {
             return Err(Error::usage(
-                format!("`{module}.weight`: the {METHOD} format is written with NVFP4 weights, not {scheme}"),
+                format!("`{module}.weight`: the {METHOD} format supports only NVFP4 weights, not {scheme}"),
                 "choose ‹scheme=nvfp4› or nvfp4a16, or write ‹format=compressed-tensors›",
             ));
         }
@@ -125,8 +125,8 @@ impl Container for ModelOpt {
             None => Ok(()),
             Some((module, other)) => Err(Error::usage(
                 format!(
-                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format is written with one scheme \
-                     for all"
+                    "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
+                    needs one scheme for all modules"
                 ),
                 "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),
@@ -183,8 +183,8 @@ impl Container for ModelOpt {
             excluded(schemes).iter().find_map(|float| Some((float.clone(), taken(float)?)))
         {
             notes.push(format!(
-                "vLLM 0.33 leaves `{module}` float as well, because its name contains that of `{float}`: write \
-                 ‹format=compressed-tensors›"
+                "vLLM 0.33 also treats `{module}` as float, because its name contains `{float}`: write \
+                ‹format=compressed-tensors›"
             ));
         }
         notes

@@ -87,27 +87,24 @@ impl Reader {
         };
         if !ALGORITHMS.contains(&algorithm.as_str()) {
             let known = ALGORITHMS.join(", ");
-            return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} can be read"));
+            return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} is supported"));
         }
-        let algorithm_of_cache = field("kv_cache_quant_algo");
-        if let Some(other) = algorithm_of_cache.filter(|field| !field.as_str().is_some_and(is_fp8)) {
-            return Err(format!("`{path}.kv_cache_quant_algo` is {other}; only FP8 can be read"));
+        let algorithm_of_cache = said("kv_cache_quant_algo");
+        if let Some(other) = algorithm_of_cache.filter(|said| !said.as_str().is_some_and(is_fp8)) {
+            return Err(format!("`{path}.kv_cache_quant_algo` is {other}; only FP8 is supported"));
         }
         let scheme_of_cache = field("kv_cache_scheme");
         if scheme_of_cache.is_some_and(|scheme| !is_fp8_scheme(scheme)) {
-            return Err(format!(
-                "`{path}.kv_cache_scheme` is not {}, and nothing else can be read",
-                super::cache_scheme()
-            ));
+            return Err(format!("`{path}.kv_cache_scheme` must be {}", super::cache_scheme()));
         }
         for key in ["has_zero_point", "pre_quant_scale"] {
-            if field(key).is_some_and(|value| *value != Value::Bool(false)) {
-                return Err(format!("`{path}.{key}` is not false"));
+            if said(key).is_some_and(|value| *value != Value::Bool(false)) {
+                return Err(format!("`{path}.{key}` must be false"));
             }
         }
         let is_nvfp4 = matches!(algorithm.as_str(), "NVFP4" | "W4A16_NVFP4");
-        if let Some(size) = field("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
-            return Err(format!("`{path}.group_size` is {size}; groups of NVFP4 have {NV_GROUP}"));
+        if let Some(size) = said("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
+            return Err(format!("`{path}.group_size` is {size}; it must be {NV_GROUP} for NVFP4"));
         }
         Ok(Some(Self {
             fp8: NativeFp8::new(true),
@@ -170,8 +167,8 @@ fn read_divisor(source: &dyn TensorSource, name: &str) -> Result<f32> {
     Err(Error::UnsupportedQuantization {
         path: source.location(name),
         reason: format!(
-            "tensor `{name}` is {multiplier}, with which values reach {}: it seems to be a divisor, and this format \
-             multiplies",
+            "tensor `{name}` is {multiplier}, which allows values up to {}: it seems to be a divisor, but \
+            this format stores a multiplier",
             2688.0 * multiplier
         ),
     })

@@ -167,10 +167,10 @@ fn configurations_of_others_are_read_strictly() {
         (json!({ "quant_algo": "W4A8_AWQ" }), "quant_algo` is W4A8_AWQ"),
         (json!({ "quant_algo": null }), "quant_algo` is not a string"),
         (json!({ "group_size": 32 }), "group_size` is 32"),
-        (json!({ "kv_cache_scheme": { "num_bits": 4, "type": "float" } }), "kv_cache_scheme` is not"),
-        (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` is not"),
+        (json!({ "kv_cache_scheme": { "num_bits": 4, "type": "float" } }), "kv_cache_scheme` must be"),
+        (json!({ "kv_cache_scheme": "FP8" }), "kv_cache_scheme` must be"),
         (json!({ "kv_cache_quant_algo": "NVFP4" }), "kv_cache_quant_algo` is \"NVFP4\""),
-        (json!({ "pre_quant_scale": true }), "pre_quant_scale` is not false"),
+        (json!({ "pre_quant_scale": true }), "pre_quant_scale` must be false"),
         (json!({ "something": 1 }), "something` is not known"),
     ] {
         let mut config = config(&ModelOpt, "wf4a16-g16-nv".parse().unwrap());

@@ -171,7 +171,7 @@ pub(super) fn layout(
         |what: String, remedy: &str| Err(Error::usage(format!("`{module}.weight`: {what}"), remedy));
     let Some(kind) = Kind::of(scheme) else {
         return unusable(
-            format!("the {METHOD} format has no {scheme}"),
+            format!("the {METHOD} format does not support {scheme}"),
             "choose ‹scheme=w4a8-g128-asym-progressive›, w4a8-channel-asym or w8a8-channel-sym, leave it float with \
              ‹ignore›, or write ‹format=compressed-tensors›",
         );
@@ -223,7 +223,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
     let bytes = match (&tensor.levels, &tensor.zeros) {
         (Some(levels), Some(zeros)) => {
             if let Some(outlier) = outlier(&tensor.codes, &levels.groups, zeros, k / GROUP) {
-                return Err(inconsistent(&format!("{outlier}, which a kernel has no room for")));
+                return Err(inconsistent(&format!("{outlier}, which kernels cannot represent")));
             }
             if levels.rows.iter().any(|&s| Dtype::F16.round(s) != s) {
                 return Err(inconsistent("a row's scale is not exact in F16"));
@@ -240,8 +240,8 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
                 return Err(Error::Numeric {
                     tensor: format!("{module}.weight"),
                     reason: format!(
-                        "row {row}: its zero {} times its scale {} leaves the range of F16, in which the {METHOD} \
-                         format stores the product",
+                        "row {row}: its zero point {} times its scale {} exceeds the range of F16, in which \
+                        the {METHOD} format stores the product",
                         zeros[row], tensor.scales[row]
                     ),
                 });
@@ -270,12 +270,12 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
     of_groups.enumerate().find_map_first(|(i, (codes, (&scale, &zero)))| {
         let place = || format!("output {}, group {}", i / groups, i % groups);
         if !(1..=16).contains(&scale) {
-            return Some(format!("{} has a scale of {scale}, not 1 to 16", place()));
+            return Some(format!("{} has a scale of {scale}; it must be from 1 to 16", place()));
         }
         let (min, max) = codes.iter().fold((u8::MAX, 0), |(l, m), &c| (c.min(l), c.max(m)));
         let integer = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(scale);
-        let wide = [min, max].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
-        wide.map(|c| format!("{} has a code of {c}, which stands for {}", place(), integer(c)))
+        let wide = [least, most].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
+        wide.map(|c| format!("{} has a code of {c}, which represents {}", place(), integer(c)))
     })
 }
 

@@ -195,7 +195,7 @@ fn what_the_format_cannot_hold() {
         assert!(matches!(error, Error::Usage { .. }), "{error}");
         assert!(
             error.to_string().contains(&format!(
-                "`m.up.weight`: the qserve format has no {}",
+                "`m.up.weight`: the qserve format does not support {}",
                 scheme.parse::<LinearScheme>().unwrap()
             )),
             "{error}"
@@ -223,12 +223,14 @@ fn what_no_kernel_could_run_is_not_written() {
     wide.scales = levels.products();
     let error = pack("x", &wide).unwrap_err();
     assert!(
-        error.to_string().contains("output 7, group 0 has a code of 15, which stands for 135"),
+        error.to_string().contains("output 7, group 0 has a code of 15, which represents 135"),
         "{error}"
     );
     let mut coarse = quantized([32, 128], GROUPS);
     coarse.levels.as_mut().unwrap().groups[2] = 17;
-    assert!(pack("x", &coarse).unwrap_err().to_string().contains("has a scale of 17, not 1 to 16"));
+    assert!(
+        pack("x", &coarse).unwrap_err().to_string().contains("has a scale of 17; it must be from 1 to 16")
+    );
     let mut without = quantized([32, 128], GROUPS);
     without.levels = None;
     assert!(pack("x", &without).is_err());

@@ -123,25 +123,27 @@ fn tiles(kind: Kind) -> [usize; 3] {
 /// See [`Container::warnings`](crate::format::Container::warnings).
 pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     let mut notes = vec![
-        "norms are stored with their weights; QServe's own loader skips them, which is right only where all are 1"
+        "norms are stored with their weights; QServe's own loader skips them, which is correct only if all \
+        are 1"
             .to_owned(),
     ];
     let of_f16 = |dtype: &&Dtype| **dtype != Dtype::F16 && dtype.is_weight_float();
     if let Some(dtype) = schemes.float_dtypes.iter().find(of_f16) {
         notes.push(format!(
-            "tensors that stay float keep their type, {dtype} among them; QServe's loaders take F16 only"
+            "tensors that stay float keep their type (such as {dtype}); QServe's loaders support F16 only"
         ));
     }
     let float = schemes.float.iter().filter(|m| **m != HEAD).count();
     if float > 0 {
         notes.push(format!(
-            "{float} linear(s) of blocks stay float; QServe's loaders treat all of them as quantized"
+            "{float} linear(s) of blocks stay float; QServe's loaders treat all linears of blocks as \
+            quantized"
         ));
     }
     if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
         notes.push(format!(
-            "`{name}`: QServe's kernels take outputs in multiples of {rows} and inputs in multiples of {columns}, from \
-             {min}, not {n} × {k}"
+            "`{name}` is {n} × {k}; QServe's kernels need outputs in multiples of {rows} and inputs in \
+            multiples of {columns}, at least {least}"
         ));
     }
     notes
@@ -224,26 +226,23 @@ mod tests {
         assert_eq!(warnings(&these).len(), 1, "{:?}", warnings(&these));
         assert!(warnings(&these)[0].contains("norms are stored"));
         these.fused = &[];
-        assert!(warnings(&these)[1].starts_with("`l.k`: QServe's kernels take outputs in multiples of 64"));
+        assert!(warnings(&these)[1].starts_with("`l.k` is "));
         these.float_dtypes.push(Dtype::Bf16);
         these.float.push("l.o");
-        let message = warnings(&these);
-        assert!(
-            message[1].contains("BF16 among them") && message[2].starts_with("1 linear(s)"),
-            "{message:?}"
-        );
+        let said = warnings(&these);
+        assert!(said[1].contains("such as BF16") && said[2].starts_with("1 linear(s)"), "{said:?}");
         let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
-        assert!(warnings(&short)[1].contains("from 320, not 256 × 256"));
+        assert!(warnings(&short)[1].contains("at least 320"));
     }
 
     #[test]
     fn one_scheme_for_all_and_a_float_head() {
         let mut these = schemes("w4a8-g128-asym-progressive", &[("a", [64, 256]), ("lm_head", [64, 256])]);
         let error = QServe.check(&these).unwrap_err().to_string();
-        assert!(error.contains("`lm_head` is to be quantized"), "{error}");
+        assert!(error.contains("`lm_head` cannot be quantized"), "{error}");
         these.quantized[1] = ("b", "w8a8-channel-sym".parse().unwrap());
         let error = QServe.check(&these).unwrap_err();
-        assert!(error.to_string().contains("`b` is to be w8a8-channel-sym and `a`"), "{error}");
+        assert!(error.to_string().contains("`b` has the scheme w8a8-channel-sym, but `a`"), "{error}");
         assert!(error.remedy().contains("‹ignore›"));
         these.quantized.pop();
         these.embedding = Some(LinearScheme::default());

@@ -43,7 +43,7 @@ impl Container for QServe {
     }
 
     fn summary(&self) -> &'static str {
-        "QServe's W4A8 with both levels of scales, in the order of its kernels; no current engine loads it"
+        "QServe's W4A8 with both levels of scales, in its kernels' memory order; no current engine loads it"
     }
 
     fn symmetric_by_default(&self, bits: u8) -> bool {
@@ -61,8 +61,8 @@ impl Container for QServe {
     fn loses(&self, scheme: LinearScheme, _scale_dtype: Dtype) -> Vec<String> {
         match Kind::of(scheme) {
             Some(Kind::Channel) => vec![
-                "zero points are stored multiplied by their scale and rounded to F16: quant reads them \
-                 back exactly, but QServe's kernels subtract them with a relative error of up to 2^-11"
+                "zero points are stored multiplied by their scale and rounded to F16: quant recovers them \
+                exactly, but QServe's kernels subtract them with a relative error of up to 2^-11"
                     .to_owned(),
             ],
             _ => Vec::new(),
@@ -95,7 +95,10 @@ impl Container for QServe {
         let head = schemes.head.or(named_head).or(schemes.embedding.map(|_| "the embedding"));
         if let Some(module) = head {
             return Err(Error::usage(
-                format!("`{module}` is to be quantized, but readers of the {METHOD} format keep it float"),
+                format!(
+                    "`{module}` cannot be quantized in the {METHOD} format: implementations keep it \
+                    float"
+                ),
                 "leave it float, or write ‹format=compressed-tensors›",
             ));
         }
@@ -104,7 +107,8 @@ impl Container for QServe {
             None => Ok(()),
             Some((module, other)) => Err(Error::usage(
                 format!(
-                    "`{module}` is to be {other} and `{first}` {scheme}; the {METHOD} format has one scheme for all"
+                    "`{module}` has the scheme {other}, but `{first}` has {scheme}; the {METHOD} format \
+                    needs one scheme for all modules"
                 ),
                 "leave modules float with ‹ignore›, or write ‹format=compressed-tensors›",
             )),

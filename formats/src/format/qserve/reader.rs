@@ -64,7 +64,7 @@ impl Reader {
             _ => return refuse("wbits", "is neither 4 nor 8"),
         };
         if get("layout_version").is_some_and(|v| v.as_u64() != Some(LAYOUT_VERSION)) {
-            return refuse("layout_version", "is not 1, the only one that can be read");
+            return refuse("layout_version", "must be 1; others are not supported");
         }
         Ok(Some(Self { kind, order: order(map, kind)?, float: float(map)? }))
     }
@@ -87,7 +87,7 @@ impl Reader {
             Some(row) => Err(Self::broken(
                 source,
                 name,
-                &format!("has a scale of {} at {row}; scales are positive", scales[row]),
+                &format!("has a scale of {} at {row}; scales must be positive", scales[row]),
                 "quantize the float model again",
             )),
         }
@@ -103,7 +103,11 @@ impl Reader {
             return Err(Self::broken(
                 source,
                 &scales_name,
-                &format!("has a scale of {} for {}; scales of groups are 1 to 16", scales[i] as i8, place(i)),
+                &format!(
+                    "has a scale of {} for {}; scales of groups must be from 1 to 16",
+                    scales[i] as i8,
+                    place(i)
+                ),
                 "quantize the float model again, with weights within the protective range of 119",
             ));
         }
@@ -118,12 +122,12 @@ impl Reader {
                 source,
                 &zeros_name,
                 &format!(
-                    "has {} for {}, which is not minus its scale of {scale} times a zero from 0 to 15",
+                    "has {} for {}, expected minus its scale of {scale} times a zero point from 0 to 15",
                     *stored as i8,
                     place(i)
                 ),
-                "zeros computed on 8 bits (deepcompressor's `zero_point: PostScale`) are not 4-bit codes: quantize again with \
-                 `PreScale`, or from the float model",
+                "zero points computed on 8 bits (deepcompressor's `zero_point: PostScale`) are not 4-bit \
+                codes: quantize again with `PreScale`, or from the float model",
             ))
         };
         let zeros = stored.iter().zip(&scales).enumerate().map(zero).collect::<Result<Vec<u8>>>()?;
@@ -145,10 +149,11 @@ impl Reader {
                 source,
                 &name,
                 &format!(
-                    "has {stored} at {row}, which is not its scale of {scale} times a zero from 0 to 15 in F16"
+                    "has {stored} at {row}, expected its scale of {scale} times a zero point from 0 to 15, \
+                    in F16"
                 ),
-                "zeros that are not 4-bit codes (deepcompressor's `zero_point: PostScale`) cannot be read: quantize again with \
-                 `PreScale`, or from the float model",
+                "zero points that are not 4-bit codes (deepcompressor's `zero_point: PostScale`) are not \
+                supported: quantize again with `PreScale`, or from the float model",
             ))
         };
         stored.iter().zip(&scales).enumerate().map(zero).collect()
@@ -162,8 +167,8 @@ fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
         return Err("`quantization_config.s2_order` is set, but the weights have no groups".into());
     }
     S2Order::ALL.into_iter().find(|known| order.as_str() == Some(known.name())).ok_or_else(|| {
-        let known = S2Order::ALL.map(S2Order::name).join(" nor ");
-        format!("`quantization_config.s2_order` is neither {known}")
+        let known = S2Order::ALL.map(S2Order::name).join(" or ");
+        format!("`quantization_config.s2_order` must be {known}")
     })
 }
 
@@ -174,7 +179,7 @@ fn float(map: &Map<String, Value>) -> Result<Vec<String>, String> {
         None => Ok(Vec::new()),
         Some(Value::Array(names)) => {
             let names: Option<_> = names.iter().map(|n| n.as_str().map(str::to_owned)).collect();
-            names.ok_or_else(|| format!("{KEY} holds something that is not text"))
+            names.ok_or_else(|| format!("{KEY} contains an entry that is not a string"))
         }
         Some(_) => Err(format!("{KEY} is not an array")),
     }
@@ -260,7 +265,7 @@ impl PackedReader for Reader {
                     return Err(Self::broken(
                         source,
                         &name,
-                        &format!("and its scales do not go together: {outlier}, more than 8 bits hold"),
+                        &format!("does not match its scales: {outlier}, which exceeds 8 bits"),
                         "if deepcompressor's converter wrote it, set \"s2_order\": \"deepcompressor\" in \
                          quantization_config; else quantize the float model again",
                     ));

@@ -208,14 +208,14 @@ fn groups_that_no_kernel_could_run_are_refused() {
         assert!(message.contains("output 9, group 1") && !error.remedy().is_empty(), "{message}");
     };
     for scale in [0, 17, 128, 255] {
-        refused(with_group(scale, 0, None), "s2_scales", "scales of groups are 1 to 16");
+        refused(with_group(scale, 0, None), "s2_scales", "scales of groups must be from 1 to 16");
     }
     refused(with_group(3, 256_u16.wrapping_sub(4) as u8, None), "s2_zeros", "has -4");
-    refused(with_group(1, 256_u16.wrapping_sub(16) as u8, None), "s2_zeros", "a zero from 0 to 15");
+    refused(with_group(1, 256_u16.wrapping_sub(16) as u8, None), "s2_zeros", "a zero point from 0 to 15");
     // 15 · 10 = 150 is more than 127.
-    refused(with_group(10, 0, Some(15)), "qweight", "stands for 150");
+    refused(with_group(10, 0, Some(15)), "qweight", "represents 150");
     // −15 · 16 = −240 wraps to 16, and code 0 then has a value below −128.
-    refused(with_group(16, 16, Some(0)), "qweight", "stands for -240");
+    refused(with_group(16, 16, Some(0)), "qweight", "represents -240");
     let fits = with_group(16, 16, Some(15)).unwrap();
     assert_eq!((fits.levels.unwrap().groups[19], fits.zeros.unwrap()[19]), (16, 15));
 }

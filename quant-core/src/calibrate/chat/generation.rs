@@ -103,11 +103,11 @@ pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), St
                 }
                 open = None;
             }
-            _ => return Err("its generation blocks lie in each other".into()),
+            _ => return Err("its generation blocks are nested".into()),
         }
     }
     match open {
-        Some(_) => Err("it cuts a generation block in two".into()),
+        Some(_) => Err("it splits a generation block".into()),
         None => Ok((text, spans)),
     }
 }

@@ -43,14 +43,14 @@ impl Conversation {
         let messages = match fields.remove("messages") {
             Some(Value::Array(messages)) if !messages.is_empty() => messages,
             Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
-            None => return Err("has no field `messages`, which others have".into()),
+            None => return Err("has no field `messages`, but other rows do".into()),
         };
-        if messages.len() > MAX_MESSAGES {
-            return Err(format!("has {} messages; at most {MAX_MESSAGES} are read", messages.len()));
+        if messages.len() > MOST_MESSAGES {
+            return Err(format!("has {} messages; the limit is {MOST_MESSAGES}", messages.len()));
         }
         let no_role = |m: &Value| m.get("role").and_then(Value::as_str).is_none();
         if let Some(at) = messages.iter().position(no_role) {
-            return Err(format!("has no string field `role` in its message {}", at + 1));
+            return Err(format!("has no string field `role` in message {}", at + 1));
         }
         let tools = match fields.remove("tools") {
             Some(Value::Array(tools)) if !tools.is_empty() => Value::Array(tools),
@@ -118,9 +118,9 @@ impl TokenWindows {
             return Err(Error::InputFile {
                 path: origin.to_owned(),
                 line: None,
-                reason: "holds no token that an assistant wrote, and prompts are masked".into(),
-                remedy: "give conversations with messages of the role `assistant`, or count all tokens \
-                         (‹mask=none›)"
+                reason: "has no assistant tokens, and prompts are masked".into(),
+                remedy: "give conversations with messages whose role is `assistant`, or count all tokens \
+                    (‹mask=none›)"
                     .into(),
             });
         }
@@ -183,8 +183,8 @@ mod tests {
             (json!({"text": "x"}), "no field `messages`"),
             (json!({"messages": []}), "not a non-empty list"),
             (json!({"messages": "x"}), "not a non-empty list"),
-            (json!({"messages": [{"role": "user"}, {"content": "x"}]}), "`role` in its message 2"),
-            (json!({"messages": [{"role": 1}]}), "`role` in its message 1"),
+            (json!({"messages": [{"role": "user"}, {"content": "x"}]}), "`role` in message 2"),
+            (json!({"messages": [{"role": 1}]}), "`role` in message 1"),
             (json!({"messages": [{"role": "user"}], "tools": 3}), "`tools`"),
             (json!({"messages": vec![json!({"role": "user"}); 1025]}), "1025 messages"),
         ] {

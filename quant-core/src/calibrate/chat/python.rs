@@ -82,7 +82,7 @@ pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs)
     let separators = options.get::<Option<Vec<String>>>("separators")?;
     let (item, key) = match separators.as_deref() {
         Some([item, key]) => (item.as_str(), key.as_str()),
-        Some(_) => return Err(invalid("separators are two texts")),
+        Some(_) => return Err(invalid("`separators` must be two strings")),
         None => (if indent.is_some() { "," } else { ", " }, ": "),
     };
     let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);

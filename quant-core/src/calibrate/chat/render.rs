@@ -69,22 +69,23 @@ impl One<'_> {
         let rendered = guard_panics(|| {
             template.environment.get_template(form)?.render_captured_to(context, &mut output).map(drop)
         });
-        let other = "remove the conversation, or give a template that takes it (chat_template.jinja beside \
-                     the model is taken first)";
+        let other = "remove the conversation, or give a template that accepts it (chat_template.jinja next \
+            to the model takes precedence)";
         match rendered {
             None => Err(self.fault("makes the template library panic on it", REMEDY)),
             Some(Err(_)) if output.full => {
-                Err(self.fault(format_args!("writes more than {MAX_TEXT_BYTES} bytes for it"), other))
+                Err(self.fault(format_args!("renders it to more than {LONGEST_TEXT} bytes"), other))
             }
             Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
-                Err(self.fault("takes more steps for it than any template should", REMEDY))
+                Err(self.fault("exceeds the step limit on it", REMEDY))
             }
             Some(Err(error)) => {
                 let place = error.line().map(|l| format!("line {l}: ")).unwrap_or_default();
                 Err(self.fault(format_args!("fails on it: {place}{}", describe(&error)), other))
             }
-            Some(Ok(())) => String::from_utf8(output.bytes)
-                .map_err(|_| self.fault("writes something other than text for it", REMEDY)),
+            Some(Ok(())) => {
+                String::from_utf8(output.bytes).map_err(|_| self.fault("renders it to invalid UTF-8", REMEDY))
+            }
         }
     }
 
@@ -92,7 +93,7 @@ impl One<'_> {
     fn marked(&self, text: &str) -> Result<Vec<Range<usize>>, Fault> {
         if text.contains(MARKS) {
             let remedy = "remove it from the conversation";
-            return Err(self.fault("writes a noncharacter (U+FDD0 or U+FDD1) of it", remedy));
+            return Err(self.fault("copies a noncharacter (U+FDD0 or U+FDD1) from it", remedy));
         }
         let marked = self.text(MARKED, &self.chat.messages, false)?;
         let (without, spans) = take_marks(&marked).map_err(|e| self.unmaskable(&e))?;
@@ -140,8 +141,8 @@ impl One<'_> {
     fn unmaskable(&self, reason: &str) -> Fault {
         self.fault(
             format_args!("does not separate prompts from answers: {reason}"),
-            "give a template with {% generation %} blocks around what the assistant writes \
-             (chat_template.jinja beside the model is taken first), or count all tokens (‹mask=none›)",
+            "give a template with {% generation %} blocks around the assistant's text (chat_template.jinja \
+            next to the model takes precedence), or count all tokens (‹mask=none›)",
         )
     }
 }

@@ -146,7 +146,7 @@ fn refusals_name_their_place() {
 #[test]
 fn hostile_templates_end() {
     let one = chat(&[("user", "a")]);
-    let steps = ["takes more steps", "chat_template.jinja beside it"];
+    let steps = ["exceeds the step limit", "as chat_template.jinja, which takes precedence"];
     refused(
         "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
         &one,
@@ -158,7 +158,7 @@ fn hostile_templates_end() {
         "{% set x = 'x' * 1000000 %}{% for a in range(99) %}{{ x }}{% endfor %}",
         &one,
         Mask::None,
-        &["writes more than 16777216 bytes", "remove the conversation"],
+        &["renders it to more than 16777216 bytes", "remove the conversation"],
     );
     refused("{{ 'x' * 99999999999 }}", &one, Mask::None, &["fails on it"]);
     refused("{{ range(99999999999) | list }}", &one, Mask::None, &["fails on it"]);
@@ -186,7 +186,7 @@ fn indistinguishable_answers_are_refused() {
     let marked = chat(&[("user", "\u{fdd0}"), ("assistant", "x")]);
     refused(GENERATION, &marked, Mask::Prompts, &["noncharacter"]);
     let nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}";
-    refused(nested, &chat(&TURNS), Mask::Prompts, &["in each other"]);
+    refused(nested, &chat(&TURNS), Mask::Prompts, &["generation blocks are nested"]);
     let measured = "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}";
     refused(measured, &chat(&TURNS), Mask::Prompts, &["changes when generation blocks are marked"]);
 }

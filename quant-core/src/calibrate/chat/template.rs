@@ -16,8 +16,8 @@ const TEMPLATE: &str = "chat_template.jinja";
 /// Longer templates are rejected; real ones have a few kilobytes.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// The remedy for a template that cannot be used.
-pub(super) const REMEDY: &str = "correct the model's chat template, or put another one as \
-                                 chat_template.jinja beside it, which is taken first";
+pub(super) const REMEDY: &str = "correct the model's chat template, or put a different one next to it as \
+    chat_template.jinja, which takes precedence";
 
 /// A chat template, with the special tokens that it may write.
 #[derive(Debug)]
@@ -52,21 +52,19 @@ impl ChatTemplate {
                 Self::load(directory.text_workers(), source, tokens, config_path)
             }
             Some(source) => {
-                let reason = format!(
-                    "`chat_template` has {} bytes; at most {MAX_TEMPLATE_BYTES} are read",
-                    source.len()
-                );
+                let reason =
+                    format!("`chat_template` has {} bytes; the limit is {LARGEST_TEMPLATE}", source.len());
                 Err(fault(&config_path, reason))
             }
             None => Err(Error::InputFile {
                 path: directory.path().to_owned(),
                 line: None,
                 reason: format!(
-                    "has no chat template, neither {TEMPLATE} nor `chat_template` in {CONFIG}, and so \
-                     conversations cannot be rendered"
+                    "has no chat template (neither {TEMPLATE} nor `chat_template` in {CONFIG}), so \
+                    conversations cannot be rendered"
                 ),
                 remedy: format!(
-                    "take a chat model, put its {TEMPLATE} beside the weights, or calibrate on plain text"
+                    "use a chat model, put its {TEMPLATE} next to the weights, or calibrate on plain text"
                 ),
             }),
         }
@@ -190,6 +188,6 @@ fn configured(config: &Map<String, Json>) -> Result<Option<String>, String> {
                 None => Err("`chat_template` is a list without a template named `default`".into()),
             }
         }
-        Some(_) => Err("`chat_template` is neither a text nor a list of named ones".into()),
+        Some(_) => Err("`chat_template` is neither a string nor a list of named templates".into()),
     }
 }

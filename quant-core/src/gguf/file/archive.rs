@@ -50,12 +50,13 @@ fn dtype(kind: &'static BlockType, bytes: u64) -> Result<Dtype> {
         return Ok(Dtype::Bf16);
     }
     let opaque = OpaqueDtype::new(kind.name, bytes);
-    opaque.map(Dtype::Opaque).ok_or_else(|| Error::Internal(format!("no type is called {}", kind.name)))
+    opaque.map(Dtype::Opaque).ok_or_else(|| Error::Internal(format!("unknown type {}", kind.name)))
 }
 
 fn kind(spec: &TensorSpec) -> Result<&'static BlockType> {
-    block_type(spec.info.dtype.name())
-        .ok_or_else(|| Error::Internal(format!("`{}` is {}, no block type", spec.name, spec.info.dtype)))
+    block_type(spec.info.dtype.name()).ok_or_else(|| {
+        Error::Internal(format!("`{}` is {}, which is not a block type", spec.name, spec.info.dtype))
+    })
 }
 
 fn placed(tensor: GgufTensor) -> Result<PlacedTensor> {
@@ -141,7 +142,7 @@ impl Archive for GgufArchive {
         let count = groups.len();
         if count > parts::MAX_FILES {
             return Err(Error::usage(
-                format!("the model would be in {count} files; at most {} are written", parts::MAX_FILES),
+                format!("the model would be split into {count} files; the limit is {}", parts::MOST),
                 "allow larger files",
             ));
         }
@@ -169,7 +170,7 @@ impl Archive for GgufArchive {
         let seen = GgufFile::open_model(&path).map_err(|e| differs(e.to_string()))?;
         match seen.header().tensors.len() {
             found if found == tensors => Ok(()),
-            found => Err(differs(format!("holds {found} tensors, {tensors} were written"))),
+            found => Err(differs(format!("holds {found} tensors, but {tensors} were written"))),
         }
     }
 

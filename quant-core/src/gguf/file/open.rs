@@ -51,8 +51,8 @@ impl GgufFile {
             return Ok(first);
         };
         if part.number != 0 {
-            let reason = format!("is file {} of {} of a model", part.number + 1, part.count);
-            return Err(Self::refused(path, reason, "give the first of them, which ends in -00001-of-…"));
+            let reason = format!("is file {} of a model in {} files", part.number + 1, part.count);
+            return Err(Self::refused(path, reason, "give the first file, which ends in -00001-of-…"));
         }
         let others = part.others(path).map_err(|fault| Self::broken(path, fault))?;
         for (number, other) in others.iter().enumerate() {
@@ -64,11 +64,11 @@ impl GgufFile {
                 }
                 opened => opened?,
             };
-            let expected = Part { number: number + 1, ..part };
-            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(expected) {
+            let due = Part { number: number + 1, ..part };
+            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(due) {
                 let reason = format!(
-                    "is not file {} of the {} of {}",
-                    expected.number + 1,
+                    "is not file {} of {} of the model {}",
+                    due.number + 1,
                     part.count,
                     path.display()
                 );
@@ -79,8 +79,7 @@ impl GgufFile {
         match first.header.tensors.len() {
             found if found == part.tensors => Ok(first),
             found => {
-                let reason =
-                    format!("says that there are {} tensors, but the files hold {found}", part.tensors);
+                let reason = format!("declares {} tensors, but the files hold {found}", part.tensors);
                 Err(Self::broken(path, reason))
             }
         }
@@ -92,7 +91,7 @@ impl GgufFile {
             let place = self.header.tensors.len();
             if self.places.insert(tensor.name.clone(), place).is_some() {
                 let reason =
-                    format!("holds tensor `{}`, which an earlier file holds too", printable(&tensor.name));
+                    format!("holds tensor `{}`, which is also in an earlier file", printable(&tensor.name));
                 return Err(Self::broken(&other.path, reason));
             }
             self.header.tensors.push(GgufTensor { part: self.files.len(), ..tensor });
@@ -152,12 +151,11 @@ impl GgufFile {
     /// # Errors
     /// [`Error::Internal`] when the range exceeds the tensor; [`Error::Io`].
     pub fn read(&self, tensor: &GgufTensor, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let (path, file) = self
-            .files
-            .get(tensor.part)
-            .ok_or_else(|| Error::Internal(format!("tensor `{}` is of another file", tensor.name)))?;
+        let (path, file) = self.files.get(tensor.part).ok_or_else(|| {
+            Error::Internal(format!("tensor `{}` belongs to a different file", tensor.name))
+        })?;
         if offset.checked_add(buffer.len() as u64).is_none_or(|end| end > tensor.bytes) {
-            return Err(Error::Internal(format!("a range that leaves tensor `{}`", tensor.name)));
+            return Err(Error::Internal(format!("a range beyond the end of tensor `{}`", tensor.name)));
         }
         read_exact_at(file, path, tensor.offset + offset, buffer)
     }

@@ -39,14 +39,14 @@ impl Part {
             },
         };
         let Some(count) = number(COUNT)?.filter(|count| *count > 1) else { return Ok(None) };
-        let missing = |key: &str| GgufFault::from(format!("`{key}` is missing beside `{COUNT}`"));
+        let missing = |key: &str| GgufFault::from(format!("`{COUNT}` is set, but `{key}` is missing"));
         let part = Self {
             number: number(NUMBER)?.ok_or_else(|| missing(NUMBER))?,
             count,
             tensors: number(TENSORS)?.ok_or_else(|| missing(TENSORS))?,
         };
-        if count > MAX_FILES || part.number >= count {
-            return Err(format!("`{NUMBER}` is {}, of {count} files", part.number).into());
+        if count > MOST || part.number >= count {
+            return Err(format!("`{NUMBER}` is {}, but there are {count} files", part.number).into());
         }
         Ok(Some(part))
     }
@@ -67,7 +67,7 @@ impl Part {
         let ending = file_name("", 0, self.count);
         let stem = name.strip_suffix(&ending).ok_or_else(|| {
             GgufFault::from(format!(
-                "holds the first of {} files, and its name does not end in `{ending}`",
+                "is the first of {} files, but its name does not end in `{ending}`",
                 self.count
             ))
         })?;

@@ -87,7 +87,11 @@ impl<R: Read> Cursor<R> {
             v if v & 0xffff == 0 => {
                 return Err(GgufFault::Unread("is in big-endian order, which is not supported".into()));
             }
-            v => return Err(GgufFault::Unread(format!("`version` at byte 4 is {v}; 2 and 3 are read"))),
+            v => {
+                return Err(GgufFault::Unread(format!(
+                    "`version` at byte 4 is {v}; supported versions: 2, 3"
+                )));
+            }
         }
         let tensors = self.count("tensor_count", MAX_TENSORS, 8 + 4 + 8 + 4 + 8)?;
         let entries = self.count("metadata_kv_count", MAX_ENTRIES, 8 + 4 + 1)?;
@@ -142,7 +146,10 @@ impl<R: Read> Cursor<R> {
         let left = self.len.saturating_sub(self.at);
         if bytes > left {
             let what = printable(what);
-            return Err(format!("`{what}` at byte {} needs {bytes} bytes, {left} are left", self.at));
+            return Err(format!(
+                "`{what}` at byte {} needs {bytes} bytes, but only {left} are left",
+                self.at
+            ));
         }
         Ok(())
     }
@@ -159,7 +166,7 @@ impl<R: Read> Cursor<R> {
         if count > max || count.checked_mul(min).is_none_or(|bytes| bytes > left) {
             let what = printable(what);
             return Err(format!(
-                "`{what}` at byte {at} is {count}; at most {max} are read, and {left} bytes are left"
+                "`{what}` at byte {at} is {count}; the limit is {most}, and {left} bytes are left"
             ));
         }
         Ok(count)
@@ -200,7 +207,7 @@ impl<R: Read> Cursor<R> {
             kinds::F64 => Value::F64(f64::from_le_bytes(self.array(key)?)),
             other => {
                 let (key, at) = (printable(key), self.at - 4);
-                return Err(format!("`{key}` has the unknown type {other} at byte {at}").into());
+                return Err(format!("`{key}` has unknown type {other} at byte {at}").into());
             }
         })
     }
@@ -220,11 +227,9 @@ impl<R: Read> Cursor<R> {
                 )));
             }
             other => {
-                return Err(format!(
-                    "`{}` is a list of the unknown type {other} at byte {at}",
-                    printable(key)
-                )
-                .into());
+                return Err(
+                    format!("`{}` is a list of unknown type {other} at byte {at}", printable(key)).into()
+                );
             }
         };
         let count = self.count(key, MAX_ELEMENTS - self.elements, min)?;
@@ -264,13 +269,16 @@ impl<R: Read> Cursor<R> {
         let shown = printable(&name);
         if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
             return Err(format!(
-                "the name of tensor {i} at byte {at}, `{shown}`, is not one of 1 to {MAX_NAME} bytes"
+                "the name of tensor {i} at byte {at}, `{shown}`, must have 1 to {MAX_NAME} bytes"
             )
             .into());
         }
         let dims = u32::from_le_bytes(self.array(&name)?) as usize;
         if dims == 0 || dims > MAX_DIMS {
-            let reason = format!("tensor `{shown}` at byte {at} has {dims} dimensions, not 1 to {MAX_DIMS}");
+            let reason = format!(
+                "tensor `{shown}` at byte {at} has {dims} dimensions; it must have 1 to \
+                {MAX_DIMS}"
+            );
             return Err(reason.into());
         }
         let mut shape = Vec::with_capacity(dims);
@@ -287,7 +295,7 @@ impl<R: Read> Cursor<R> {
             Some(kind) => GgufFault::Unread(format!(
                 "tensor `{shown}` has the type {kind} at byte {type_at}, which is not supported"
             )),
-            None => format!("tensor `{shown}` has the unknown type {id} at byte {type_at}").into(),
+            None => format!("tensor `{shown}` has unknown type {id} at byte {type_at}").into(),
         })?;
         let columns = shape[dims - 1];
         let row = kind.row_bytes(columns).ok_or_else(|| {
@@ -311,7 +319,7 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
     };
     match value {
         Value::U32(v) if v.is_power_of_two() => Ok(u64::from(*v)),
-        other => Err(format!("`{ALIGNMENT_KEY}` is {other:?}, no power of two of type u32")),
+        other => Err(format!("`{ALIGNMENT_KEY}` is {other:?}; it must be a power of two of type u32")),
     }
 }
 
@@ -320,9 +328,9 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
     let mut expected = 0_u64;
     for tensor in tensors {
-        if tensor.offset != expected {
+        if tensor.offset != due {
             return Err(format!(
-                "the offset of tensor `{}` is {}, {expected} is due",
+                "the offset of tensor `{}` is {}, expected {due}",
                 tensor.name, tensor.offset
             ));
         }
@@ -330,7 +338,7 @@ fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Re
         let placed = end.and_then(|end| start.checked_add(end)).filter(|end| *end <= len);
         let (Some(end), Some(_)) = (end, placed) else {
             return Err(format!(
-                "tensor `{}` has {} bytes from byte {} on, and the file has {len}",
+                "tensor `{}` needs {} bytes from byte {}, but the file has {len}",
                 tensor.name,
                 tensor.bytes,
                 start.saturating_add(expected)

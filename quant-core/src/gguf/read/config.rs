@@ -124,9 +124,11 @@ pub(super) fn shortest(value: f64) -> f64 {
 /// Reads a tensor of frequency divisors, one per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
-    if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
-        let reason =
-            format!("tensor `{}` has {count} values, but heads rotate {rotary_dim} channels", tensor.name);
+    if turned > WIDEST || count as u64 != turned / 2 {
+        let reason = format!(
+            "tensor `{}` has {count} values, but {turned} channels per head are rotated",
+            tensor.name
+        );
         return Err(GgufFile::broken(about.file.path(), reason));
     }
     let mut bytes = vec![0; tensor.bytes as usize];
@@ -137,12 +139,14 @@ pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) 
 }
 
 fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
-    let rotary_dim = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
-    if rotary_dim != head_dim {
-        if !about.family.partial_rotary || rotary_dim > head_dim {
-            return Err(
-                about.unread("rope.dimension_count", "is not the width of a head, which is not supported")
-            );
+    let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
+    if turned != head_dim {
+        if !about.family.turns_parts || turned > head_dim {
+            return Err(about.unread(
+                "rope.dimension_count",
+                "differs from the width of a head, which is not \
+                    supported",
+            ));
         }
         set("partial_rotary_factor", json!(rotary_dim as f64 / head_dim as f64));
     } else if about.family.partial_rotary {
@@ -198,7 +202,13 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             }
             json!({ "rope_type": "linear", "factor": factor })
         }
-        ("linear", _) => return Err(about.unread("rope.scaling.type", "is `linear` beside divisors")),
+        ("linear", _) => {
+            return Err(about.unread(
+                "rope.scaling.type",
+                "is `linear` together with frequency \
+            divisors, which is not supported",
+            ));
+        }
         _ => {
             let reason = format!("is `{}`, which is not supported", crate::checkpoint::printable(kind));
             return Err(about.unread("rope.scaling.type", &reason));

@@ -22,7 +22,7 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     let keys = about.integers("attention.head_count_kv", blocks)?;
     let of = |windowed: bool| windows.iter().position(|w| *w == windowed);
     let Some((at_full, at_windowed)) = of(false).zip(of(true)) else {
-        return Err(about.unread(key, "has no two kinds of blocks, which is not supported"));
+        return Err(about.unread(key, "must contain both kinds of blocks"));
     };
     set("head_dim", json!(windowed));
     set("global_head_dim", json!(full));
@@ -62,16 +62,22 @@ pub(super) fn config(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
             if divisors[..pairs].iter().any(|divisor| *divisor != factor)
                 || divisors[pairs..].iter().any(|divisor| *divisor < UNROTATED_DIVISOR)
             {
-                return Err(about.unread("rope.dimension_count", "rotates channels with several divisors"));
+                return Err(about.unread(
+                    "rope.dimension_count",
+                    "has several frequency divisors, which is \
+                    not supported",
+                ));
             }
             (pairs as u64, factor)
         }
     };
     let rotary = about.integer("rope.dimension_count_swa")?.unwrap_or(windowed);
     if rotary != windowed {
-        return Err(
-            about.unread("rope.dimension_count_swa", "is not the width of a head, which is not supported")
-        );
+        return Err(about.unread(
+            "rope.dimension_count_swa",
+            "differs from the width of a head, which is not \
+                supported",
+        ));
     }
     set(
         "rope_parameters",

@@ -112,7 +112,8 @@ impl<'a> About<'a> {
             return match blocks <= max && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
                 false => {
-                    Err(self.broken("block_count", &format!("is {blocks}, and there are {max} tensors")))
+                    Err(self
+                        .broken("block_count", &format!("is {blocks}, but there are only {most} tensors")))
                 }
             };
         };
@@ -131,7 +132,13 @@ impl<'a> About<'a> {
             (self.require("block_count")?, self.integer("nextn_predict_layers")?.unwrap_or(0));
         match usize::try_from(further).ok().filter(|_| further < all) {
             Some(further) => Ok(further),
-            None => Err(self.broken("nextn_predict_layers", &format!("is {further}, of {all} blocks"))),
+            None => Err(self.broken(
+                "nextn_predict_layers",
+                &format!(
+                    "is {further}, but there are only {all} \
+                blocks"
+                ),
+            )),
         }
     }
 
@@ -191,8 +198,7 @@ fn typed<'a, T>(
     read: impl Fn(&'a Value) -> Option<T>,
 ) -> Result<Option<T>> {
     let Some(value) = file.header().get(key) else { return Ok(None) };
-    let article = if what.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
-    let fault = || GgufFile::broken(file.path(), format!("`{}` is not {article} {what}", printable(key)));
+    let fault = || GgufFile::broken(file.path(), format!("`{}` is not a valid {what}", printable(key)));
     read(value).map(Some).ok_or_else(fault)
 }
 
@@ -216,15 +222,15 @@ fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {
         Some(family) if family.experts.is_some() => {
-            format!("`{shown}.expert_count` is missing or 0, and `{shown}` has experts")
+            format!("`{shown}.expert_count` is missing or 0, but `{shown}` has experts")
         }
         Some(_) => {
-            format!("`{shown}.expert_count` is {experts}, and files of `{shown}` with experts are not read")
+            format!("`{shown}.expert_count` is {experts}, but `{shown}` with experts is not supported")
         }
         None => {
             let known: BTreeSet<&str> = families::FAMILIES.iter().map(|f| f.arch).collect();
             let known: Vec<&str> = known.into_iter().collect();
-            format!("`general.architecture` is `{shown}`; read are {}", known.join(", "))
+            format!("`general.architecture` is `{shown}`; supported architectures: {}", known.join(", "))
         }
     };
     GgufFile::unread(file.path(), reason)

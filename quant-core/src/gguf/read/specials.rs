@@ -17,7 +17,11 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
     let rotary = about.require("rope.dimension_count")?;
     let key = "attention.key_length_mla";
     let Some(width) = about.integer(key)? else {
-        return Err(about.unread(key, "is missing, and files that are older than it are not read"));
+        return Err(about.unread(
+            key,
+            "is missing; files from before this key was introduced are not \
+            supported",
+        ));
     };
     let Some(plain) = width.checked_sub(rotary).filter(|plain| *plain > 0) else {
         return Err(about.broken(key, &format!("is {width}, but {rotary} features are rotated")));
@@ -47,7 +51,11 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
         }
     };
     if sigmoid == (family.family == "deepseek_v2") {
-        return Err(about.unread("expert_gating_func", "is not that of the family, which is not supported"));
+        return Err(about.unread(
+            "expert_gating_func",
+            "differs from the family's function, which is not \
+            supported",
+        ));
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
@@ -61,7 +69,7 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     let (count, chosen) = (groups("expert_group_count")?, groups("expert_group_used_count")?);
     if !sigmoid && count > 1 && chosen < count {
         return Err(
-            about.unread("expert_group_count", "has groups of experts by softmax, which are not read")
+            about.unread("expert_group_count", "groups experts with softmax routing, which is not supported")
         );
     }
     set("topk_method", json!(if sigmoid { "noaux_tc" } else { "greedy" }));
@@ -79,7 +87,13 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     let (heads, width) = (about.require("ssm.time_step_rank")?, about.require("ssm.state_size")?);
     let inner = about.require("ssm.inner_size")?;
     if heads.checked_mul(width) != Some(inner) {
-        return Err(about.broken("ssm.inner_size", &format!("is {inner}, of {heads} heads of {width}")));
+        return Err(about.broken(
+            "ssm.inner_size",
+            &format!(
+                "is {inner}, but there are {heads} heads of width \
+            {width}"
+            ),
+        ));
     }
     set("linear_num_value_heads", json!(heads));
     set("linear_num_key_heads", json!(about.require("ssm.group_count")?));
@@ -124,7 +138,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         ["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"].into_iter().zip(ROTATIONS)
     {
         if let Some(other) = about.float(key)?.filter(|beta| *beta != due) {
-            return Err(about.unread(key, &format!("is {other}, and llama.cpp takes {due}")));
+            return Err(about.unread(key, &format!("is {other}, but llama.cpp uses {due}")));
         }
     }
     let mut yarn = json!({
@@ -145,7 +159,7 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         }
         Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not supported"))),
         None if is_latent => {
-            return Err(about.unread(key, "is missing, but there is YaRN, which is not supported"));
+            return Err(about.unread(key, "is missing, which is not supported with YaRN"));
         }
         None => {
             yarn["attention_factor"] = json!(recommended * float("rope.scaling.attn_factor", 1.0)?);

@@ -58,7 +58,7 @@ impl GgufSource {
     pub(super) fn check_experts(about: &About<'_>) -> Result<()> {
         match about.integer("expert_count")?.unwrap_or(0) {
             experts if experts > MAX_EXPERTS => {
-                Err(about.unread("expert_count", &format!("is {experts}; at most {MAX_EXPERTS} are read")))
+                Err(about.unread("expert_count", &format!("is {experts}; the limit is {MAX_EXPERTS}")))
             }
             _ => Ok(()),
         }
@@ -121,7 +121,7 @@ impl GgufSource {
     /// The error for a tensor that the family does not have.
     fn unknown(&self, name: &str, about: &About<'_>) -> Error {
         let (name, arch) = (printable(name), about.family.arch);
-        let reason = format!("tensor `{name}` does not belong to the supported tensors of {arch}");
+        let reason = format!("tensor `{name}` is not supported for {arch}");
         GgufFile::unread(self.file.path(), reason)
     }
 
@@ -145,28 +145,27 @@ impl GgufSource {
         let mut expected = placed.stored_shape.clone();
         if placed.expert.is_some() {
             let experts = about.require("expert_count")?;
-            if tensor.shape.len() != expected.len() + 1 {
-                let (found, expected) = (tensor.shape.len(), expected.len() + 1);
-                return Err(broken(format!("tensor `{stored}` has {found} dimensions, {expected} are due")));
+            if tensor.shape.len() != due.len() + 1 {
+                let (found, due) = (tensor.shape.len(), due.len() + 1);
+                return Err(broken(format!("tensor `{stored}` has {found} dimensions, expected {due}")));
             }
             if tensor.shape[0] as u64 != experts {
                 let found = tensor.shape[0];
                 let key = format!("{}.expert_count", about.family.arch);
-                return Err(broken(format!("tensor `{stored}` has {found} experts, `{key}` is {experts}")));
+                return Err(broken(format!(
+                    "tensor `{stored}` has {found} experts, but `{key}` is {experts}"
+                )));
             }
             expected.insert(0, tensor.shape[0]);
         }
         // Leading dimensions of size 1 may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
-        if plain(&tensor.shape) != plain(&expected) {
-            return Err(broken(format!(
-                "tensor `{stored}` has the shape {:?}, {expected:?} is due",
-                tensor.shape
-            )));
+        if plain(&tensor.shape) != plain(&due) {
+            return Err(broken(format!("tensor `{stored}` has shape {:?}, expected {due:?}", tensor.shape)));
         }
         let [rows, columns] = matrix(&placed.shape, placed.view)?;
         if tensor.kind.row_bytes(columns).is_none() {
-            let reason = format!("tensor `{stored}` is {}, and floats are due", tensor.kind.name);
+            let reason = format!("tensor `{stored}` is {}, expected floats", tensor.kind.name);
             return Err(broken(reason));
         }
         let first_row = placed.expert.unwrap_or(0) * rows;
@@ -218,7 +217,7 @@ impl GgufSource {
 
     fn stored_bytes(&self, piece: &Piece, row: usize) -> Result<Vec<u8>> {
         let row_bytes = piece.tensor.kind.row_bytes(piece.columns).ok_or_else(|| {
-            Error::Internal(format!("rows of `{}` that are no whole blocks", piece.tensor.name))
+            Error::Internal(format!("rows of `{}` that are not whole blocks", piece.tensor.name))
         })?;
         let mut bytes = vec![0; row_bytes];
         self.file.read(&piece.tensor, ((piece.first_row + row) * row_bytes) as u64, &mut bytes)?;
@@ -274,7 +273,7 @@ impl GgufSource {
             out.extend(place.info.dtype.narrow(&values));
             return Ok(());
         }
-        Err(Error::Internal(format!("row {row} of a tensor that no tensor of the file holds")))
+        Err(Error::Internal(format!("row {row} is not stored in any tensor of the file")))
     }
 }
 
@@ -305,7 +304,7 @@ impl TensorSource for GgufSource {
             .ok_or_else(|| Error::MissingTensor { path: self.location(name), tensor: name.to_owned() })?;
         let end = offset.checked_add(buffer.len() as u64).filter(|end| *end <= place.info.byte_len());
         let Some(end) = end else {
-            return Err(Error::Internal(format!("a range that leaves tensor `{name}`")));
+            return Err(Error::Internal(format!("a range beyond the end of tensor `{name}`")));
         };
         if buffer.is_empty() {
             return Ok(());

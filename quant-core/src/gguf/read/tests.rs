@@ -131,10 +131,7 @@ fn a_tensor_has_one_name() {
     {
         let mut model = model();
         model.1.push(tensor(name, &[8, 8], 9.0));
-        assert_contains(
-            &refusal(&model),
-            &[name, "does not belong to the supported tensors of llama", "Hugging Face directory"],
-        );
+        says(&refusal(&model), &[name, "is not supported for llama", "Hugging Face directory"]);
     }
 }
 
@@ -162,7 +159,7 @@ fn counts_are_checked_before_use() {
     );
     let mut many = experts(2);
     set(&mut many.0, "llama.expert_count", Value::U32(1 << 30));
-    assert_contains(&refusal(&many), &["llama.expert_count", "at most 4096"]);
+    says(&refusal(&many), &["llama.expert_count", "the limit is 4096"]);
 
     let with_divisors = |count: usize| {
         let mut model = model();
@@ -189,7 +186,7 @@ fn tokens_that_are_too_long_or_too_alike_are_refused() {
         ]
     };
     let long = tokens(vec!["a".into(), "b".repeat(1024), "c".repeat(1025)]);
-    assert_contains(&refused(&long), &["tokenizer.ggml.tokens", "1025 bytes for token 2", "at most 1024"]);
+    says(&refused(&long), &["tokenizer.ggml.tokens", "1025 bytes for token 2", "the limit is 1024"]);
     let runs = tokens((1..200).map(|count| "a".repeat(count)).collect());
     assert_contains(&refused(&runs), &["tokenizer.ggml.tokens", "over 6368 pairs"]);
     let (_scratch, read) = read(&model());
@@ -218,7 +215,7 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
+        says(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a valid "), "fetch it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
     assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a text"]);
@@ -286,9 +283,9 @@ fn remedies_fit_what_is_wrong() {
         ("split.no", Value::U16(1)),
         ("split.tensors.count", Value::I32(11)),
     ];
-    assert_contains(&refused(&second), &["is file 2 of 2 of a model", "give the first of them"]);
+    says(&refused(&second), &["is file 2 of a model in 2 files", "give the first file"]);
     let unknown = refused(&[("general.architecture", Value::string("gpt9"))]);
-    assert_contains(&unknown, &["`gpt9`; read are", "Hugging Face directory"]);
+    says(&unknown, &["`gpt9`; supported architectures:", "Hugging Face directory"]);
     assert_eq!(unknown.matches(" llama,").count(), 1, "{unknown}");
     let dense = refused(&[("general.architecture", Value::string("qwen3moe"))]);
     assert_contains(&dense, &["`qwen3moe.expert_count` is missing or 0"]);
@@ -350,14 +347,14 @@ fn models_in_parts_are_read_as_one() {
     };
     let as_it_is = |_: &mut Tensors, _: &mut Tensors| {};
     for wrong in [second(0, 2, 11), second(1, 3, 11), second(1, 2, 12)] {
-        assert_contains(&refused(&wrong, NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
+        says(&refused(&wrong, NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
     }
-    assert_contains(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of the 2"]);
-    assert_contains(
+    says(&refused(&[], NAMES, &as_it_is), &[NAMES[1], "is not file 2 of 2"]);
+    says(
         &refused(&second(2, 2, 11), NAMES, &as_it_is),
-        &[NAMES[1], "`split.no` is 2, of 2 files"],
+        &[NAMES[1], "`split.no` is 2, but there are 2 files"],
     );
-    assert_contains(
+    says(
         &refused(&second(1, 2, -1), NAMES, &as_it_is),
         &[NAMES[1], "`split.tensors.count` is not an integer"],
     );
@@ -367,10 +364,7 @@ fn models_in_parts_are_read_as_one() {
     );
     assert_contains(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
-    assert_contains(
-        &refused(&good, NAMES, &twice),
-        &[NAMES[1], "token_embd.weight", "an earlier file holds"],
-    );
+    says(&refused(&good, NAMES, &twice), &[NAMES[1], "token_embd.weight", "also in an earlier file"]);
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
     assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
 }
@@ -465,15 +459,25 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
         set(&mut model.0, &format!("qwen35.{key}"), value);
         assert_contains(&refusal(&model), parts);
     };
-    says_of("ssm.inner_size", Value::U32(9), &["`qwen35.ssm.inner_size` is 9, of 4 heads of 2"]);
+    says_of(
+        "ssm.inner_size",
+        Value::U32(9),
+        &["`qwen35.ssm.inner_size` is 9, but there are 4 heads of width \
+        2"],
+    );
     let flags = Value::Array(Array::Bool(vec![true]));
     says_of("attention.recurrent_layers", flags, &["is not a list of flags for 2 blocks"]);
-    says_of("nextn_predict_layers", Value::U32(2), &["`qwen35.nextn_predict_layers` is 2, of 2 blocks"]);
+    says_of(
+        "nextn_predict_layers",
+        Value::U32(2),
+        &["`qwen35.nextn_predict_layers` is 2, but there are only \
+        2 blocks"],
+    );
     says_of("block_count", Value::U32(3), &["tensor `blk.2.attn_norm.weight` is missing"]);
     says_of(
         "full_attention_interval",
         Value::U32(1),
-        &["tensor `blk.0.attn_qkv.weight` does not belong to the supported tensors of qwen35"],
+        &["tensor `blk.0.attn_qkv.weight` is not supported for qwen35"],
     );
     // Blocks for multi-token prediction are ignored.
     let mut further = hybrid();
@@ -484,7 +488,7 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
     let mut narrow = hybrid();
     narrow.1.retain(|(name, ..)| name != "blk.0.ssm_conv1d.weight");
     narrow.1.push(tensor("blk.0.ssm_conv1d.weight", &[16, 3], 0.0));
-    assert_contains(&refusal(&narrow), &["blk.0.ssm_conv1d.weight", "[16, 3]", "[16, 4] is due"]);
+    says(&refusal(&narrow), &["blk.0.ssm_conv1d.weight", "[16, 3]", "expected [16, 4]"]);
 }
 
 #[test]
@@ -505,7 +509,7 @@ fn yarn_is_read_as_llama_cpp_computes_it() {
     assert_eq!(plain["original_max_position_embeddings"], 64);
     assert!((plain["attention_factor"].as_f64().unwrap() - recommended).abs() < 1e-12);
     for (more, says_so) in [
-        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, and llama.cpp takes 32"),
+        (("yarn_beta_fast", Value::F32(8.0)), "yarn_beta_fast` is 8, but llama.cpp uses 32"),
         (("yarn_ext_factor", Value::F32(0.5)), "yarn_ext_factor` is 0.5"),
         (("yarn_log_multiplier", Value::F32(0.1)), "yarn_log_multiplier"),
         (("factor", Value::F32(-4.0)), "factor` is -4"),

@@ -67,7 +67,7 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     const TOKENS: &str = "tokenizer.ggml.tokens";
     const TYPES: &str = "tokenizer.ggml.token_type";
     let tokens = about.global(TOKENS).and_then(Value::as_strings);
-    let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or not a list of texts"))?;
+    let tokens = tokens.ok_or_else(|| broken(about, TOKENS, "is missing or not a list of strings"))?;
     let types = match about.global(TYPES) {
         Some(types) => {
             types.as_integers().ok_or_else(|| broken(about, TYPES, "is not a list of integers"))?
@@ -76,7 +76,7 @@ fn vocabulary<'a>(about: &About<'a>) -> Result<Vocabulary<'a>> {
     };
     match types.len() == tokens.len() {
         true => Ok(Vocabulary { tokens, types }),
-        false => Err(broken(about, TYPES, "has another length than the tokens")),
+        false => Err(broken(about, TYPES, "differs in length from the list of tokens")),
     }
 }
 
@@ -114,7 +114,7 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
         let Some(id) = id.filter(|_| adds) else { return Ok(None) };
         let known = usize::try_from(id).ok().filter(|id| *id < vocabulary.tokens.len());
         let key = format!("tokenizer.ggml.{name}_token_id");
-        let reason = format!("is {id}, the vocabulary has {} tokens", vocabulary.tokens.len());
+        let reason = format!("is {id}, but the vocabulary has {} tokens", vocabulary.tokens.len());
         known.map(Some).ok_or_else(|| broken(about, &key, &reason))
     };
     let (bos, eos) = (token("bos", bos_by_default)?, token("eos", false)?);
@@ -151,12 +151,12 @@ fn byte_level(about: &About<'_>, vocabulary: &Vocabulary<'_>, steps: Json, whole
     const MERGES: &str = "tokenizer.ggml.merges";
     let (vocab, added) = vocabulary.parts();
     let merges = about.global(MERGES).and_then(Value::as_strings);
-    let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or not a list of texts"))?;
+    let merges = merges.ok_or_else(|| broken(about, MERGES, "is missing or not a list of strings"))?;
     let pair = |merge: &String| {
         // The first space after the first character separates the two parts.
         let from = merge.chars().next().map_or(0, char::len_utf8);
         let at = merge[from..].find(' ').map(|at| from + at);
-        let at = at.ok_or_else(|| broken(about, MERGES, "holds a text without a space"))?;
+        let at = at.ok_or_else(|| broken(about, MERGES, "contains a merge without a space"))?;
         Ok(json!([&merge[..at], &merge[at + 1..]]))
     };
     let merges = merges.iter().map(pair).collect::<Result<Vec<Json>>>()?;
@@ -177,8 +177,8 @@ fn sentencepiece(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json>
     let (vocab, added) = vocabulary.parts();
     let scores = about.global(SCORES).and_then(Value::as_f32s);
     let scores = scores.filter(|scores| scores.len() == vocabulary.tokens.len());
-    let scores =
-        scores.ok_or_else(|| broken(about, SCORES, "is missing or of another length than the tokens"))?;
+    let scores = scores
+        .ok_or_else(|| broken(about, SCORES, "is missing or differs in length from the list of tokens"))?;
     if let Some(id) = scores.iter().position(|score| !score.is_finite()) {
         return Err(broken(about, SCORES, &format!("is {} for token {id}", scores[id])));
     }
@@ -218,9 +218,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
     for (id, token) in
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
-        if token.len() > MAX_TOKEN_BYTES {
-            let reason =
-                format!("has {} bytes for token {id}; at most {MAX_TOKEN_BYTES} are read", token.len());
+        if token.len() > LONGEST {
+            let reason = format!("has {} bytes for token {id}; the limit is {LONGEST}", token.len());
             return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {
@@ -228,8 +227,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
                 merges.push((scores[id], id, left, right));
             }
         }
-        if merges.len() > max {
-            return Err(broken(about, TOKENS, &format!("has over {max} pairs that make a token")));
+        if merges.len() > most {
+            return Err(broken(about, TOKENS, &format!("has over {most} pairs that merge into a token")));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

@@ -22,7 +22,7 @@ impl Kind {
         let named = model.get("type").and_then(Json::as_str);
         let kind = named.unwrap_or(if model.get("merges").is_some() { "BPE" } else { "unknown" });
         if kind != "BPE" {
-            return Err(format!("`model.type` is {kind}; BPE is written as GGUF"));
+            return Err(format!("`model.type` is {kind}; GGUF output supports only BPE"));
         }
         if model.get("byte_fallback").and_then(Json::as_bool) == Some(true) {
             return Ok(Self::SentencePiece);
@@ -30,7 +30,9 @@ impl Kind {
         let is_byte_level = |key: &str| json.get(key).is_some_and(pre::has_byte_level);
         match is_byte_level("pre_tokenizer") || is_byte_level("decoder") {
             true => Ok(Self::ByteLevel),
-            false => Err("is a BPE without bytes: neither byte-level nor with byte fallback".into()),
+            false => {
+                Err("is a BPE that cannot encode all bytes: neither byte-level nor with byte fallback".into())
+            }
         }
     }
 }
@@ -41,7 +43,7 @@ pub(super) fn read(json: &Json, rows: usize, pre: (String, String)) -> Result<Vo
     vocabulary.pre = Some(pre);
     let model = json.get("model").and_then(|model| model.get("vocab")).and_then(Json::as_object);
     for (text, id) in model.ok_or("`model.vocab` is missing or malformed")? {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
         vocabulary.set(id, text, kinds::NORMAL)?;
     }
     for token in added(json)? {
@@ -63,7 +65,7 @@ pub(super) fn merges(json: &Json) -> Result<Vec<[String; 2]>, String> {
             },
             _ => None,
         };
-        let parts = parts.ok_or_else(|| format!("`model.merges[{i}]` is not a pair of texts"))?;
+        let parts = parts.ok_or_else(|| format!("`model.merges[{i}]` is not a pair of strings"))?;
         Ok(parts.map(|part| part.replace(' ', "Ġ")))
     };
     merges.iter().enumerate().map(one).collect()

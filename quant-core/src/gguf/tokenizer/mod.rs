@@ -71,10 +71,10 @@ pub(super) fn metadata(
     let mut notes = Vec::new();
     let Some(sidecar) = directory.sidecar(JSON) else {
         if pre.is_some() {
-            return Err(Error::usage("‹pre› has no effect: the model has no tokenizer.json", "leave it out"));
+            return Err(Error::usage("‹pre› has no effect: the model has no tokenizer.json", "omit it"));
         }
         notes.push(
-            "the model has no tokenizer.json: the file gets no vocabulary, and takes token ids only".into(),
+            "the model has no tokenizer.json: the file has no vocabulary and accepts token IDs only".into(),
         );
         return Ok(TokenizerMetadata { entries: vec![without_vocabulary()], notes });
     };
@@ -98,8 +98,8 @@ pub(super) fn metadata(
         bpe::Kind::SentencePiece => {
             if pre.is_some() {
                 return Err(Error::usage(
-                    "‹pre› has no effect: SentencePiece has no pre-tokenizer of that kind",
-                    "leave it out",
+                    "‹pre› has no effect: SentencePiece has no such pre-tokenizer",
+                    "omit it",
                 ));
             }
             sentencepiece::read(directory, &json, rows)?

@@ -187,9 +187,9 @@ pub(super) fn unrecognized(path: &Path) -> Error {
     Error::InputFile {
         path: path.to_owned(),
         line: None,
-        reason: "has a pre-tokenizer that is not recognized".into(),
-        remedy: "add ‹pre=NAME›, with the name of llama.cpp's that does the same, or ‹pre=none› for a file without a \
-                 vocabulary"
+        reason: "has an unknown pre-tokenizer".into(),
+        remedy: "add ‹pre=NAME›, with llama.cpp's name of the equivalent pre-tokenizer, or ‹pre=none› for a \
+            file without a vocabulary"
             .into(),
     }
 }

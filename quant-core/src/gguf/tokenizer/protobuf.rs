@@ -38,7 +38,7 @@ impl<'a> Fields<'a> {
             let byte = *self
                 .bytes
                 .get(self.at)
-                .ok_or_else(|| format!("ends within a number at byte {}", self.at))?;
+                .ok_or_else(|| format!("is truncated within a number at byte {}", self.at))?;
             self.at += 1;
             value |= u64::from(byte & 0x7f) << shift;
             if byte & 0x80 == 0 {
@@ -51,8 +51,9 @@ impl<'a> Fields<'a> {
     fn take(&mut self, len: u64) -> Result<&'a [u8], String> {
         let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
         let part = end.and_then(|end| self.bytes.get(self.at..end));
-        let part =
-            part.ok_or_else(|| format!("has a field of {len} bytes at byte {} that leaves it", self.at))?;
+        let part = part.ok_or_else(|| {
+            format!("has a field of {len} bytes at byte {} that extends beyond its end", self.at)
+        })?;
         self.at += part.len();
         Ok(part)
     }
@@ -77,7 +78,7 @@ impl<'a> Fields<'a> {
                 let bytes = self.take(4)?;
                 Field::Fixed32([bytes[0], bytes[1], bytes[2], bytes[3]])
             }
-            other => return Err(format!("has a field of the unknown type {other} before byte {}", self.at)),
+            other => return Err(format!("has a field of unknown type {other} before byte {}", self.at)),
         };
         Ok(Some((key >> 3, field)))
     }

@@ -57,8 +57,8 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
         return Err(fault(
             &json_path,
             format!(
-                "has tokens for {bytes} of the 256 bytes that characters outside the vocabulary fall back to; name the \
-                 pre-tokenizer none to write a file without vocabulary"
+                "has tokens for {bytes} of the 256 bytes that characters outside the vocabulary fall back \
+                to; set the pre-tokenizer to none to write a file without a vocabulary"
             ),
         ));
     }
@@ -68,7 +68,10 @@ pub(super) fn read(directory: &ModelDirectory, json: &Json, rows: usize) -> Resu
 fn from_model(bytes: &[u8], vocabulary: &mut Vocabulary) -> Result<(), String> {
     let model = protobuf::read(bytes)?;
     if model.algorithm != 2 {
-        return Err(format!("is SentencePiece of algorithm {}; BPE, 2, is written as GGUF", model.algorithm));
+        return Err(format!(
+            "is SentencePiece with algorithm {}; GGUF output supports only BPE (2)",
+            model.algorithm
+        ));
     }
     vocabulary.adds_space = model.adds_space;
     for (id, piece) in model.pieces.iter().enumerate() {
@@ -101,7 +104,7 @@ fn from_json(json: &Json, vocabulary: &mut Vocabulary) -> Result<(), String> {
         ranks.entry(format!("{left}{right}")).or_insert(rank);
     }
     for (text, id) in vocab {
-        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` gives `{text}` no number"))?;
+        let id = id.as_u64().ok_or_else(|| format!("`model.vocab` has no ID for `{text}`"))?;
         let kind = match () {
             () if unknown == Some(text) => kinds::UNKNOWN,
             () if is_byte(text) => kinds::BYTE,

@@ -31,8 +31,7 @@ impl Family for Bloom {
         }
         const INNER: &str = "n_inner";
         if let Some(width) = config.optional_positive(INNER)?.filter(|width| *width != 4 * hidden) {
-            let reason =
-                format!("is {width}; MLPs of this family are four times as wide as the hidden states");
+            let reason = format!("is {width}; in this family, MLPs are four times as wide as hidden states");
             return Err(config.error(INNER, reason));
         }
         let defaults = Defaults {

@@ -53,7 +53,11 @@ impl Family for Cohere2 {
         let d = read(config, self.name(), 1e4)?;
         // Other implementations use `hidden_size / num_attention_heads`, regardless of the configuration.
         if d.shape.head_dim * d.shape.heads() != d.hidden {
-            let reason = format!("is {}; heads of this family share the hidden size", d.shape.head_dim);
+            let reason = format!(
+                "is {}; in this family, it must be the hidden size divided by the number of \
+                heads",
+                d.shape.head_dim
+            );
             return Err(config.error("head_dim", reason));
         }
         let pattern = config.optional_positive("sliding_window_pattern")?.unwrap_or(4);

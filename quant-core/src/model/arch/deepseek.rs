@@ -194,14 +194,14 @@ pub(super) fn groups(
         return Err(config.error(COUNT, format!("is {count}, which does not divide the {experts} experts")));
     }
     if experts / count < by_largest {
-        let reason = format!("is {count}, of {experts} experts: a group must have {by_largest} at least");
+        let reason = format!("is {count} for {experts} experts; a group must have at least {by_largest}");
         return Err(config.error(COUNT, reason));
     }
     if chosen > count {
-        return Err(config.error(CHOSEN, format!("is {chosen}, and there are only {count} groups")));
+        return Err(config.error(CHOSEN, format!("is {chosen}, but there are only {count} groups")));
     }
     if top_k > experts / count * chosen {
-        let reason = format!("is {chosen}: these groups have fewer than the {top_k} experts of a token");
+        let reason = format!("is {chosen}; these groups contain fewer than the {top_k} experts per token");
         return Err(config.error(CHOSEN, reason));
     }
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))
@@ -215,7 +215,7 @@ pub(super) fn with_shared(
 ) -> Result<GatedExperts> {
     const KEY: &str = "moe_layer_freq";
     if let Some(other) = config.optional_usize(KEY)?.filter(|step| *step != 1) {
-        return Err(config.error(KEY, format!("is {other}: all layers but the first have experts here")));
+        return Err(config.error(KEY, format!("is {other}; only 1 is supported")));
     }
     let intermediate = config.require_positive("moe_intermediate_size")?;
     let shared = config.optional_usize("n_shared_experts")?.unwrap_or(shared);

@@ -228,8 +228,8 @@ pub(super) fn routing_by(
         return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
     }
     match config.require_positive(top_k)? {
-        max if max <= found => Ok(Routing::new(found, max)),
-        max => Err(config.error(top_k, format!("is {max}, and there are only {found} experts"))),
+        most if most <= found => Ok(Routing::new(found, most)),
+        most => Err(config.error(top_k, format!("is {most}, but there are only {found} experts"))),
     }
 }
 
@@ -257,7 +257,7 @@ pub(super) fn mlp_layer_types(config: &ConfigFields<'_>, layers: usize) -> Resul
     }
     match types.iter().find(|kind| !["dense", "sparse"].contains(kind)) {
         Some(other) => {
-            let reason = format!("holds `{}`, which is not known", other.escape_default());
+            let reason = format!("contains the unknown entry `{}`", other.escape_default());
             Err(config.error(TYPES, reason))
         }
         None => Ok(Some(types.iter().map(|kind| *kind == "dense").collect())),

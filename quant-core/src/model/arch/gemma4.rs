@@ -98,7 +98,7 @@ impl Family for Gemma4Text {
         if own > 0 {
             let vocab = config.optional_positive("vocab_size_per_layer_input")?.unwrap_or(262_144);
             if vocab < architecture.vocab {
-                let reason = format!("is {vocab}, but there are {} tokens", architecture.vocab);
+                let reason = format!("is {vocab}, but the vocabulary has {} tokens", architecture.vocab);
                 return Err(config.error("vocab_size_per_layer_input", reason));
             }
             architecture.per_layer_inputs = Some(PerLayerInputs {
@@ -129,7 +129,7 @@ fn own_width(d: &Decoder<'_>) -> Result<usize> {
 /// Returns an error if all blocks differ and there are more than the maximum.
 fn few_layers(d: &Decoder<'_>, all_differ: bool) -> Result<()> {
     if all_differ && d.layers > MAX_LAYERS {
-        let reason = format!("is {}; at most {MAX_LAYERS} blocks that all differ are supported", d.layers);
+        let reason = format!("is {}; at most {MAX_LAYERS} blocks are supported if all differ", d.layers);
         return Err(d.config.error("num_hidden_layers", reason));
     }
     Ok(())
@@ -153,12 +153,12 @@ fn share(d: &Decoder<'_>, attentions: &mut [Attention]) -> Result<usize> {
     for (at, reader) in readers.iter_mut().enumerate() {
         let pair = pair_of(reader);
         let Some(maker) = makers.iter_mut().rfind(|maker| pair_of(maker) == pair) else {
-            let reason = format!("leaves no block that makes the keys of block {}", first + at);
+            let reason = format!("leaves no earlier block whose keys block {} can share", first + at);
             return Err(d.config.error(KEY, reason));
         };
         let [made, read] = [&maker.shape, &reader.shape].map(|shape| (shape.kv_heads, shape.head_dim));
         if made != read {
-            let reason = format!("has block {} read keys of another width than its own", first + at);
+            let reason = format!("makes block {} share keys of a width different from its own", first + at);
             return Err(d.config.error(KEY, reason));
         }
         maker.sharing = Some(Sharing::Makes(pair));
@@ -214,7 +214,11 @@ fn shape(d: &Decoder<'_>, layer: usize, window: Option<usize>, shares: bool) -> 
                 kv_heads = own.optional_positive(kv_key)?.unwrap_or(kv_heads);
                 let known = |key: &&String| !["head_dim", kv_key].contains(&key.as_str());
                 if let Some(other) = own.map().keys().find(known) {
-                    return Err(own.error(&other.escape_default().to_string(), "is not known of a layer"));
+                    return Err(own.error(
+                        &other.escape_default().to_string(),
+                        "is not a known field of a \
+                        layer",
+                    ));
                 }
             }
         }

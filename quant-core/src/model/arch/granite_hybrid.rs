@@ -38,7 +38,7 @@ impl Family for GraniteMoeHybrid {
             Some("rope") => Some(d.rope()?),
             None | Some("nope") => None,
             Some(other) => {
-                let reason = format!("is `{}`; this family has `rope` and none", other.escape_default());
+                let reason = format!("is `{}`; this family supports `rope` or none", other.escape_default());
                 return Err(config.error(POSITIONS, reason));
             }
         };
@@ -86,7 +86,7 @@ fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             "mamba" | "linear_attention" => Ok(true),
             "attention" | "full_attention" => Ok(false),
             other => {
-                let reason = format!("holds `{}`, which is not known", other.escape_default());
+                let reason = format!("contains the unknown entry `{}`", other.escape_default());
                 Err(d.config.error(key, reason))
             }
         };
@@ -110,7 +110,7 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
         _ => config.optional_positive(HEAD_DIM)?,
     };
     if let Some(other) = head_dim.filter(|dim| dim * heads != width) {
-        let reason = format!("is {other}, and {heads} heads of that are not {width} wide");
+        let reason = format!("is {other}, but {heads} heads must have a total width of {width}");
         return Err(config.error(HEAD_DIM, reason));
     }
     // The second entry is a placeholder for the head width, whose key may hold text.

@@ -126,7 +126,13 @@ fn intermediate(d: &Decoder<'_>) -> Result<usize> {
     let unit = config.optional_positive("block_multiple_of")?.unwrap_or(256);
     let wide = factor * width as f64;
     if wide > f64::from(1 << 30) {
-        return Err(config.error("block_ffn_dim_multiplier", format!("is {factor}, of {width}: too large")));
+        return Err(config.error(
+            "block_ffn_dim_multiplier",
+            format!(
+                "is {factor}, which is too large for a \
+            width of {width}"
+            ),
+        ));
     }
     Ok((wide as usize).div_ceil(unit) * unit)
 }
@@ -144,7 +150,7 @@ fn attention_layers(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool
     let attends = |kind: &&str| match *kind {
         "full_attention" => Ok(true),
         "conv" => Ok(false),
-        other => Err(config.error(KEY, format!("holds `{}`, which is not known", other.escape_default()))),
+        other => Err(config.error(KEY, format!("contains the unknown entry `{}`", other.escape_default()))),
     };
     types.iter().map(attends).collect()
 }

@@ -102,7 +102,7 @@ fn sparse_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
     const KEY: &str = "moe_layers";
     if let Some(list) = d.config.optional_usize_list(KEY)? {
         if let Some(other) = list.iter().find(|layer| **layer >= d.layers) {
-            return Err(d.config.error(KEY, format!("holds {other}, of {} blocks", d.layers)));
+            return Err(d.config.error(KEY, format!("contains {other}, but there are {} blocks", d.layers)));
         }
         return Ok((0..d.layers).map(|layer| list.contains(&layer)).collect());
     }
@@ -140,7 +140,7 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
         }
         Some(types) => match types.iter().find(|kind| ![CHUNKED, FULL].contains(kind)) {
             Some(other) => {
-                let reason = format!("holds `{}`, which is not known", other.escape_default());
+                let reason = format!("contains the unknown entry `{}`", other.escape_default());
                 return Err(d.config.error(TYPES, reason));
             }
             None => types.iter().map(|kind| *kind == CHUNKED).collect(),
@@ -153,7 +153,7 @@ fn chunks(d: &Decoder<'_>, rotated: &[bool]) -> Result<Vec<Option<usize>>> {
     };
     match size {
         None if chunked.contains(&true) => {
-            Err(d.config.error(SIZE, "is null, and some layers attend within chunks"))
+            Err(d.config.error(SIZE, "is null, but some layers attend within chunks"))
         }
         size => Ok(chunked.into_iter().map(|is_chunked| size.filter(|_| is_chunked)).collect()),
     }
@@ -164,7 +164,7 @@ fn position_scale(d: &Decoder<'_>) -> Result<PositionScale> {
     const KEY: &str = "attn_scale";
     let beta = d.config.optional_f64(KEY)?.unwrap_or(0.1);
     if !(0.0..=1e6).contains(&beta) {
-        return Err(d.config.error(KEY, format!("is {beta}; expected a number from 0 on")));
+        return Err(d.config.error(KEY, format!("is {beta}; it must be from 0 to 1e6")));
     }
     let original_positions = d.config.optional_positive("floor_scale")?.unwrap_or(8192);
     Ok(PositionScale { beta: beta as f32, original_positions, offset: 1 })

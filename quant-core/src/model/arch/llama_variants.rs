@@ -73,7 +73,7 @@ pub(super) fn position_scale(
     const ORIGINAL: &str = "original_max_position_embeddings";
     let beta = parameters.require_f64(BETA)?;
     if !(0.0..=1e6).contains(&beta) {
-        return Err(parameters.error(BETA, format!("is {beta}; expected a number from 0 on")));
+        return Err(parameters.error(BETA, format!("is {beta}; it must be from 0 to 1e6")));
     }
     let original_positions = match config.optional_positive(ORIGINAL)? {
         Some(positions) => positions,

@@ -412,7 +412,7 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
         return match model_type {
             Some(kind) if !family.has_model_type(kind) => Err(config.error(
                 "model_type",
-                format!("is `{kind}`, and `architectures` says `{found}`, which is `{}`", family.name()),
+                format!("is `{kind}`, but `architectures` is `{found}`, which implies `{}`", family.name()),
             )),
             _ => family.describe(config),
         };

@@ -313,7 +313,7 @@ pub(super) fn describe(
         return Err(config.error(
             "model_type",
             format!(
-                "is `{kind}`, and `architectures` says `{}`, which is `{}`",
+                "is `{kind}`, but `architectures` is `{}`, which implies `{}`",
                 class.name, class.model_type
             ),
         ));
@@ -321,11 +321,11 @@ pub(super) fn describe(
     let nested = config.optional_object(TEXT)?;
     let (text, map) = match &nested {
         Some(fields) if fields.get(TEXT).is_some() => {
-            return Err(fields.error(TEXT, "is nested in another one"));
+            return Err(fields.error(TEXT, "is nested in a second `text_config`"));
         }
         Some(fields) => (text_of(class, fields)?, fields.map()),
         None if class.may_be_flat => (&class.texts[0], config.map()),
-        None => return Err(config.error(TEXT, format!("is missing, and `{}` needs it", class.name))),
+        None => return Err(config.error(TEXT, format!("is missing, but `{}` requires it", class.name))),
     };
     let family = text.family().ok_or_else(|| {
         Error::Internal(format!("the text family `{}` of `{}` is not registered", text.family, class.name))
@@ -352,8 +352,7 @@ fn text_of(class: &'static Class, fields: &ConfigFields<'_>) -> Result<&'static 
     let Some(kind) = fields.optional_str("model_type")? else { return Ok(&class.texts[0]) };
     class.texts.iter().find(|text| text.model_type == kind).ok_or_else(|| {
         let known: Vec<_> = class.texts.iter().map(|text| text.model_type).collect();
-        let reason =
-            format!("is `{kind}`; text models of {} that can be read: {}", class.name, known.join(", "));
+        let reason = format!("is `{kind}`; supported text models of {}: {}", class.name, known.join(", "));
         fields.error("model_type", reason)
     })
 }

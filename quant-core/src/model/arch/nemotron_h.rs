@@ -40,7 +40,10 @@ impl Experts {
         const SHARED: &str = "n_shared_experts";
         let config = d.config;
         if let Some(other) = config.optional_usize(SHARED)?.filter(|shared| *shared != 1) {
-            let reason = format!("is {other}: readers disagree on what that means, and only 1 is computed");
+            let reason = format!(
+                "is {other}; only 1 is supported, because implementations disagree about \
+                other values"
+            );
             return Err(config.error(SHARED, reason));
         }
         Ok(Self {
@@ -183,7 +186,7 @@ fn kinds(config: &ConfigFields<'_>) -> Result<Vec<Kind>> {
     const LISTS: [&str; 2] = ["layers_block_type", "layer_types"];
     const PATTERN: &str = "hybrid_override_pattern";
     let unknown = |key: &str, what: &str| {
-        config.error(key, format!("holds `{}`, which is not known", what.escape_default()))
+        config.error(key, format!("contains the unknown entry `{}`", what.escape_default()))
     };
     for key in LISTS {
         let Some(types) = config.optional_str_list(key)? else { continue };

@@ -54,7 +54,7 @@ impl Family for Opt {
         if activation != "relu" {
             return Err(config.error(
                 "activation_function",
-                format!("is `{activation}`; this version computes `relu` for this family"),
+                format!("is `{activation}`; this family supports only `relu`"),
             ));
         }
         let sizes = Sizes {

@@ -42,7 +42,7 @@ impl Family for PhiMoe {
         let scores = Scores::Sparse { tolerance: (2.0 * jitter) as f32 };
         let routing = Routing { scores, ..routing(config, &["num_experts", "num_local_experts"])? };
         if routing.top_k != 2 {
-            let reason = format!("is {}; experts of this family are chosen twice", routing.top_k);
+            let reason = format!("is {}; this family always has 2 experts per token", routing.top_k);
             return Err(config.error(CHOSEN, reason));
         }
         let experts = GatedExperts {
@@ -76,9 +76,13 @@ fn rope(d: &Decoder<'_>) -> Result<Rope> {
         return Err(fields.error(SHORT, format!("is {short}; it must be positive")));
     }
     if short != long {
-        return Err(
-            fields.error(LONG, format!("is {long}, and {SHORT} is {short}: only one factor is computed"))
-        );
+        return Err(fields.error(
+            LONG,
+            format!(
+                "is {long}, but {SHORT} is {short}; different factors are not \
+                supported"
+            ),
+        ));
     }
     longrope.attention_factor = short;
     Ok(rope)

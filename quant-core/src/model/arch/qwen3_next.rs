@@ -154,7 +154,7 @@ fn delta_net(config: &ConfigFields<'_>) -> Result<DeltaNet> {
     let (keys, values) = ("linear_num_key_heads", "linear_num_value_heads");
     let (key_heads, value_heads) = (number(keys, 16)?, number(values, 32)?);
     if value_heads % key_heads != 0 {
-        let reason = format!("is {value_heads}, which the {key_heads} of `{keys}` do not divide");
+        let reason = format!("is {value_heads}, which is not a multiple of `{keys}` ({key_heads})");
         return Err(config.error(values, reason));
     }
     Ok(DeltaNet {
@@ -179,7 +179,7 @@ fn full_attention(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>>
         "full_attention" => Ok(true),
         "linear_attention" => Ok(false),
         other => {
-            let reason = format!("holds `{}`, which is not known", other.escape_default());
+            let reason = format!("contains the unknown entry `{}`", other.escape_default());
             Err(config.error(KEY, reason))
         }
     };

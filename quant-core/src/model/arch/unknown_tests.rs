@@ -55,10 +55,10 @@ fn names_and_fields_find_the_nearest_family() {
             &[
                 "no supported family has `attention_sinks`",
                 "`use_qk_norm` is true, which",
-                "GraniteForCausalLM has not",
+                "GraniteForCausalLM does not",
             ],
         ),
-        (dense("LlamaBitForCausalLM", &json!({})), "LlamaForCausalLM", &["no field of its configuration"]),
+        (dense("LlamaBitForCausalLM", &json!({})), "LlamaForCausalLM", &["its configuration does not show"]),
         (
             dense("Qwen3BitForCausalLM", &json!({ "hidden_act": "gelu" })),
             "Qwen3ForCausalLM",
@@ -99,7 +99,7 @@ fn nested_text_models_are_looked_at_where_they_are() {
     });
     let (nearest, message) = of(&muse);
     assert_eq!(nearest, Some("Llama4ForCausalLM"), "{message}");
-    for part in ["normalized without a weight", "a gate of its own", "counted from the last block"] {
+    for part in ["normalized without a weight", "attention is gated", "counted from the last block"] {
         assert!(message.contains(part), "{message}");
     }
 }

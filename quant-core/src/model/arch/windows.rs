@@ -52,9 +52,11 @@ impl Windows {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
             Some(window) => Ok(Self::Listed { slides, window }),
-            None => {
-                Err(config.error("sliding_window", "is null, and some layers of this family slide a window"))
-            }
+            None => Err(config.error(
+                "sliding_window",
+                "is null, but some layers of this family have a sliding \
+                    window",
+            )),
         }
     }
 
@@ -120,7 +122,7 @@ fn layer_types(config: &ConfigFields<'_>) -> Result<Option<Vec<bool>>> {
     }
     if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
         let other = other.escape_default();
-        return Err(config.error("layer_types", format!("holds `{other}`, which is not known")));
+        return Err(config.error("layer_types", format!("contains the unknown entry `{other}`")));
     }
     Ok(Some(types.iter().map(|t| *t == SLIDING).collect()))
 }

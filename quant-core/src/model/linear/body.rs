@@ -103,9 +103,7 @@ impl WeightBody {
             Self::Stored(weight) => Ok(WeightRows::stored(shape, weight.dtype(), weight.bytes()?)),
             Self::Quantized(tensor) => Ok(WeightRows::quantized(tensor.view()?, shape)),
             Self::Packed { linear, .. } => Ok(WeightRows::packed(linear, shape)),
-            Self::Cuda { .. } => {
-                Err(Error::Internal("weights on a GPU are multiplied there, not read".into()))
-            }
+            Self::Cuda { .. } => Err(Error::Internal("weights on a GPU cannot be read back".into())),
         }
     }
 
@@ -136,5 +134,5 @@ impl WeightBody {
 
 /// Shapes were checked when the weight was read, so an error from a kernel is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
-    Error::Internal(format!("a kernel refuses its operands: {error}"))
+    Error::Internal(format!("a kernel rejects its operands: {error}"))
 }

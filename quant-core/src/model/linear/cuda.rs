@@ -20,14 +20,14 @@ impl CudaRunner {
         if cfg!(target_feature = "crt-static") {
             return Err(Error::Unavailable {
                 what: "an NVIDIA GPU".into(),
-                reason: "this program is linked statically, and loads no libraries".into(),
-                remedy: "build one with `cargo build --release`, or leave ‹device› out".into(),
+                reason: "this program is linked statically and cannot load libraries".into(),
+                remedy: "use a dynamically linked one (`cargo build --release`), or omit ‹device›".into(),
             });
         }
         let runner = Runner::new().map_err(|e| Error::Unavailable {
             what: "an NVIDIA GPU".into(),
             reason: e.to_string(),
-            remedy: "run where there is one with its driver, or leave ‹device› out".into(),
+            remedy: "run on a machine with an NVIDIA GPU and its driver, or omit ‹device›".into(),
         })?;
         Ok(Self(Arc::new(runner)))
     }
@@ -61,9 +61,9 @@ impl CudaRunner {
 pub(super) fn failed(error: &quant_kernels_cuda::Error) -> Error {
     let (what, remedy) = match error {
         quant_kernels_cuda::Error::Operands(_) => {
-            ("a product on a GPU", "leave ‹device› out: the kernels for processors take these weights")
+            ("a product on a GPU", "omit ‹device›: the CPU kernels support these weights")
         }
-        _ => ("a product on a GPU", "leave ‹device› out, or see docs/kernels/cuda-host.md"),
+        _ => ("a product on a GPU", "omit ‹device›, or see docs/kernels/cuda-host.md"),
     };
     Error::Unavailable { what: what.into(), reason: error.to_string(), remedy: remedy.into() }
 }

@@ -141,7 +141,7 @@ impl CustomOp1 for Product<'_> {
         let mut dims = layout.dims().to_vec();
         match dims.last_mut() {
             Some(last) if *last == k => *last = n,
-            _ => candle_core::bail!("linear of width {k} got input of shape {:?}", layout.dims()),
+            _ => candle_core::bail!("linear of width {k} got an input of shape {:?}", layout.dims()),
         }
         let Some((start, end)) = layout.contiguous_offsets() else {
             candle_core::bail!("linear needs a contiguous input")

@@ -42,7 +42,7 @@ impl<'a> WeightRows<'a> {
         };
         match fits {
             true => Ok(Self { shape, values: Values::Float(rows) }),
-            false => Err(Error::Internal(format!("values that are no weight {shape:?}"))),
+            false => Err(Error::Internal(format!("values do not form a weight of shape {shape:?}"))),
         }
     }
 

@@ -90,7 +90,8 @@ impl Model {
         let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
             path: self.path.clone(),
             reason: format!(
-                "a cache of FP8 of keys and values that come from several linears, in block {layer}"
+                "an FP8 cache requires keys and values from one linear each, which block {layer} does not \
+                have"
             ),
         })?;
         let tensor = |value: CachedValue| {

@@ -69,7 +69,7 @@ impl<'a> RopeRequest<'a> {
         let own = match (&parameters, self.layer_type) {
             (Some(all), Some(kind)) if by_type(all) => all.optional_object(kind)?,
             (Some(all), Some(_)) if !all.map().is_empty() => {
-                return Err(config.error("rope_parameters", "has no entries for types of layers"));
+                return Err(config.error("rope_parameters", "has no entries per layer type"));
             }
             (_, Some(_)) => None,
             (shared, None) => shared.clone(),
@@ -81,7 +81,7 @@ impl<'a> RopeRequest<'a> {
         {
             let kind = kind.escape_default().to_string();
             return Err(
-                fields.error(&kind, "has its own RoPE parameters, but all blocks are rotated alike here")
+                fields.error(&kind, "has its own RoPE parameters, but this family rotates all blocks alike")
             );
         }
         let reader = Reader { request: self, config, nested };
@@ -131,7 +131,9 @@ impl Reader<'_, '_, '_> {
             None => self.config.optional_f64(request.theta_key)?.unwrap_or(request.theta),
         };
         if theta <= 1.0 || !(theta as f32).is_finite() {
-            return Err(self.config.error(request.theta_key, format!("is {theta}; it must be above 1")));
+            return Err(self
+                .config
+                .error(request.theta_key, format!("is {theta}; it must be greater than 1")));
         }
         Ok(theta)
     }
@@ -151,7 +153,10 @@ impl Reader<'_, '_, '_> {
         let share = found.or(request.partial).unwrap_or(1.0);
         let dim = (head_dim as f64 * share) as usize;
         if !(share > 0.0 && share <= 1.0) || dim == 0 {
-            let reason = format!("is {share}, of heads of {head_dim}; expected a share above 0 and up to 1");
+            let reason = format!(
+                "is {share} for heads of width {head_dim}; it must be greater than 0 and at \
+                most 1, and rotate at least one channel"
+            );
             return Err(self.config.error(request.partial_key, reason));
         }
         if request.partial.is_none() && dim != head_dim && self.kind()? != "proportional" {
@@ -175,7 +180,7 @@ impl Reader<'_, '_, '_> {
             }
         }
         match fields.get("factor") {
-            Some(_) => Err(fields.error("rope_type", "is missing, but there is a factor")),
+            Some(_) => Err(fields.error("rope_type", "is missing, but `factor` is present")),
             None => Ok("default"),
         }
     }
@@ -238,17 +243,25 @@ impl Reader<'_, '_, '_> {
             "llama3" => {
                 let (low, high) = (positive("low_freq_factor")?, positive("high_freq_factor")?);
                 if high <= low {
-                    return Err(fields
-                        .error("high_freq_factor", format!("is {high}, not above low_freq_factor {low}")));
+                    return Err(fields.error(
+                        "high_freq_factor",
+                        format!(
+                            "is {high}; it must be greater than \
+                            low_freq_factor, which is {low}"
+                        ),
+                    ));
                 }
                 let factor = positive("factor")?;
                 let original_positions = self.original_positions(fields)? as f64;
                 Ok(RopeScaling::Llama3 { factor, low, high, original_positions })
             }
-            "dynamic" if dim <= 2 => {
-                Err(fields.error("rope_type", format!("is `dynamic`, which is not possible with {dim} \
-                 rotated channels")))
-            }
+            "dynamic" if dim <= 2 => Err(fields.error(
+                "rope_type",
+                format!(
+                    "is `dynamic`, which is not possible with {dim} \
+                 rotated channels"
+                ),
+            )),
             "dynamic" => {
                 let factor = positive("factor")?;
                 if factor < 1.0 {
@@ -267,7 +280,7 @@ impl Reader<'_, '_, '_> {
                     None => (1.0 + factor.ln() / (original_positions as f64).ln()).sqrt(),
                 };
                 if !(attention_factor as f32).is_normal() {
-                    return Err(fields.error("attention_factor", format!("would be {attention_factor}")));
+                    return Err(fields.error("attention_factor", format!("evaluates to {attention_factor}")));
                 }
                 let factors = |key| factors(fields, key, dim / 2);
                 let (short, long) = (factors("short_factor")?, factors("long_factor")?);
@@ -282,7 +295,8 @@ impl Reader<'_, '_, '_> {
             other => Err(fields.error(
                 "rope_type",
                 format!(
-                    "is `{}`; this version computes default, linear, dynamic, llama3, yarn, longrope and proportional",
+                    "is `{}`; supported types: default, linear, dynamic, llama3, yarn, longrope, \
+                    proportional",
                     other.escape_default()
                 ),
             )),

@@ -153,7 +153,7 @@ impl RopeTable {
     fn angles(&self, start: usize, positions: usize) -> Result<Angles> {
         let length = start + positions;
         if length > self.positions {
-            return Err(Error::Internal(format!("{length} positions, and tables for {}", self.positions)));
+            return Err(Error::Internal(format!("{length} positions, but tables for {}", self.positions)));
         }
         match self.rope.scaling.changes_above() {
             Some(limit) if length > limit => match &self.long {

@@ -69,11 +69,11 @@ fn types_of_layers_turn_differently() {
     assert_eq!(read_as(&full, &json!({})).unwrap().theta, 5.0);
     assert_eq!(read_as(&sliding, &json!({})).unwrap().theta, 6.0);
     let flat = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}});
-    assert!(read_as(&full, &flat).unwrap_err().to_string().contains("types of layers"));
-    let message = read(nested.clone()).unwrap_err().to_string();
+    assert!(read_as(&full, &flat).unwrap_err().to_string().contains("per layer type"));
+    let said = read(nested.clone()).unwrap_err().to_string();
     assert!(
-        message.contains("rope_parameters.full_attention") && message.contains("rotated alike"),
-        "{message}"
+        said.contains("rope_parameters.full_attention") && said.contains("rotates all blocks alike"),
+        "{said}"
     );
     let older = json!({"rope_scaling": nested["rope_parameters"]});
     assert!(read(older).unwrap_err().to_string().contains("rope_scaling.full_attention"));

@@ -37,7 +37,11 @@ pub fn encode_blocks(
         k > 0 && rows.len().is_multiple_of(k) && out.len() == rows.len() / k * row_bytes,
         "bytes of {kind:?} rows"
     );
-    assert!(factor.columns().iter().copied().eq(0..k), "a factor of {k} columns in order");
+    assert!(
+        factor.columns().iter().copied().eq(0..k),
+        "expected a factor of {k} columns in their original \
+        order"
+    );
     let tiles = rows.par_chunks(TILE * k).zip(out.par_chunks_mut((TILE * row_bytes).max(1)));
     tiles.for_each(|(rows, out)| tile(rows, k, kind, importance, factor.ratios(), out));
 }

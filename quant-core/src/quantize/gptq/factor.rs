@@ -38,8 +38,8 @@ pub enum FactorError {
     },
     /// The Hessian was not positive definite even with the maximum damping.
     #[error(
-        "its Hessian is not positive definite, not even with a damping of {damping:e} of its mean: use \
-         more damping or more calibration text"
+        "its Hessian is not positive definite, even with damping of {damping:e} times the mean of its \
+        diagonal: use more damping or more calibration text"
     )]
     Indefinite {
         /// The last damping tried.

@@ -43,7 +43,7 @@ impl FromStr for ActOrder {
         [Self::None, Self::StaticGroups, Self::GroupAware].into_iter().find(|o| o.name() == text).ok_or_else(
             || {
                 Error::usage(
-                    format!("act-order `{text}` is not known"),
+                    format!("unknown act-order `{text}`"),
                     "choose none, static-groups or group-aware",
                 )
             },
@@ -78,7 +78,7 @@ impl FromStr for LayerInputs {
 
     fn from_str(text: &str) -> Result<Self> {
         [Self::Quantized, Self::Float].into_iter().find(|i| i.name() == text).ok_or_else(|| {
-            Error::usage(format!("layer inputs `{text}` are not known"), "choose quantized or float")
+            Error::usage(format!("unknown layer inputs `{text}`"), "choose quantized or float")
         })
     }
 }
@@ -107,18 +107,18 @@ impl GptqSettings {
     pub fn check(&self) -> Result<()> {
         if !(self.damping > 0.0 && self.damping <= 100.0) {
             return Err(Error::usage(
-                format!("a damping of {} is not between 0 and 100", self.damping),
+                format!("the damping is {}; it must be greater than 0 and at most 100", self.damping),
                 "0.01 is common: one hundredth of the mean of the Hessian's diagonal",
             ));
         }
         if !(1..=Self::MAX_BLOCK_SIZE).contains(&self.block_size) {
             return Err(Error::usage(
                 format!(
-                    "a block of {} columns is not between 1 and {}",
+                    "the block size is {}; it must be from 1 to {}",
                     self.block_size,
                     Self::MAX_BLOCK_SIZE
                 ),
-                "128 is common; it changes the speed, and the result only by rounding",
+                "128 is common; it affects speed, and changes the result only by rounding",
             ));
         }
         Ok(())

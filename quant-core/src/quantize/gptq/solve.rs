@@ -82,7 +82,7 @@ pub fn solve_within(
     let groups = k / group_size;
     let layout = |what: &str| Err(RowsError::Layout(what.to_owned()));
     if rows.count(k)? != n || factor.columns().len() != k {
-        return layout("weights or the factor are not of the shape");
+        return layout("weights or the factor do not match the shape");
     }
     if clip.is_some_and(|clip| clip.len() != n * groups || clip.iter().any(|m| m.is_nan() || *m < 0.0)) {
         return layout("clip bounds are not one magnitude per group");

@@ -434,7 +434,7 @@ impl<'a> BlockSearch<'a> {
         let (first, x) = hidden
             .chunks()
             .find(|piece| !matches!(piece, Ok((first, x)) if counted(hidden, *first, x) == 0))
-            .ok_or_else(|| Error::Internal("a search on a batch without tokens that count".into()))??;
+            .ok_or_else(|| Error::Internal("a search on a batch without counted tokens".into()))??;
         let mut search = Self { task, hidden, migrations, first, x, y: Vec::new(), rounded: BTreeMap::new() };
         search.y = search.output(task.block)?;
         Ok(search)

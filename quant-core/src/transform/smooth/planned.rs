@@ -12,8 +12,8 @@ pub(super) fn check_scales(step: &str, outline: &Outline<'_>) -> Result<()> {
     };
     Err(Error::usage(
         format!(
-            "`{step}` does not help {scheme}: every {} inputs have a scale of their own, which follows outliers, and larger \
-             weights round worse",
+            "`{step}` does not help {scheme}: every group of {} inputs has its own scale, which adapts to \
+            outliers, and larger weights have larger rounding errors",
             scheme.granularity.group_size(0)
         ),
         "choose ‹method=rtn›, gptq or awq, or a scheme such as wf8af8-channel",
@@ -25,9 +25,9 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
     let smooth = &outline.settings.smooth;
     if smooth.producers == Producers::All && outline.steps.contains(&"smooth-outputs") {
         return Err(Error::usage(
-            "`smooth-outputs` repeats what SmoothQuant with all producers does: both scale the inputs \
-             of the output projections",
-            "leave `smooth-outputs` out, or say `norms` for SmoothQuant's producers",
+            "`smooth-outputs` repeats SmoothQuant with all producers: both scale the inputs of the output \
+            projections",
+            "remove `smooth-outputs`, or set SmoothQuant's producers to `norms`",
         ));
     }
     if let (Some(_), Some(step)) = (&smooth.maxima, outline.steps.first().filter(|s| **s != "smoothquant")) {
@@ -35,13 +35,14 @@ pub(super) fn check_inputs(outline: &Outline<'_>) -> Result<()> {
             format!(
                 "channel maxima from a file belong to the unmodified model, but `{step}` changes it first"
             ),
-            "leave ‹channel_maxima› out, so that they are gathered after that, or put `smoothquant` first",
+            "omit ‹channel_maxima›, so that they are collected after that step, or put `smoothquant` first",
         ));
     }
     if !outline.rounds_in_blocks {
         return Err(Error::usage(
             format!("method `{}` has no effect: all activations stay float", outline.method),
-            "SmoothQuant makes activations easier to round; take a scheme such as w8a8, or another ‹method›",
+            "SmoothQuant makes activations easier to round; choose a scheme such as w8a8, or a different \
+            ‹method›",
         ));
     }
     (0..outline.architecture.layers).try_for_each(|layer| check_maxima(outline, layer))

@@ -199,8 +199,9 @@ fn show(report: &Report) -> String {
         .collect();
     let (device, limits) = (&report.device, &report.ceilings);
     format!(
-        "{}\n{}, compute capability {}, {} multiprocessors, driver for CUDA {}: reads {:.0} GB/s, copies {:.0} GB/s, \
-         products f16 {:.1}, bf16 {:.1}, int8 {:.1} TOPS, a launch {} µs; per cent are of these\n",
+        "{}\n{}, compute capability {}, {} multiprocessors, driver for CUDA {}: reads {:.0} GB/s, copies \
+        {:.0} GB/s, products f16 {:.1}, bf16 {:.1}, int8 {:.1} TOPS, a launch {} µs; percentages are \
+        relative to these\n",
         table(&["kernel", "shape", "tokens", "µs", "floor µs", "rate", "share"], &rows),
         device.name,
         device.compute_capability,

@@ -200,7 +200,7 @@ fn median(values: &[f64]) -> f64 {
 }
 
 fn refused(error: KernelError) -> Error {
-    Error::Internal(format!("a kernel refuses its operands: {error}"))
+    Error::Internal(format!("a kernel rejects its operands: {error}"))
 }
 
 fn show(report: &Report) -> String {
@@ -214,9 +214,9 @@ fn show(report: &Report) -> String {
     tables.push(table(&header, &peaks.collect::<Vec<_>>()));
     tables.extend(report.warnings.iter().map(|warning| format!("warning: {warning}\n")));
     format!(
-        "{}\nmemory {:.1} GB/s in {} stream(s) per thread (at best {:.1}), products of integers in registers {:.2} TOPS, of \
-         floats {:.2}, which change: percentages are of what there was just before and after, float kernels of floats with \
-         every product counted; {} thread(s), {}\n",
+        "{}\nmemory {:.1} GB/s in {} stream(s) per thread (at best {:.1}), products of integers in registers \
+        {:.2} TOPS, of floats {:.2}, which vary: percentages are relative to the limits measured just before \
+        and after; for float kernels, to float products, with every product counted; {} thread(s), {}\n",
         tables.join("\n"),
         report.memory.gb_per_second,
         report.memory.streams,
