@@ -144,12 +144,12 @@ impl Profile {
                     "windows of {} tokens are too short to score any token with this rule",
                     self.window()
                 ),
-                format!("choose ‹window={least}› or more; 512 and 2048 are common choices"),
+                format!("choose ‹window={min}› or more; 512 and 2048 are common choices"),
             ));
         }
         if self.window() > MAX_WINDOW {
             return Err(Error::usage(
-                format!("windows of {} tokens are too long; the limit is {LONGEST}", self.window()),
+                format!("windows of {} tokens are too long; the limit is {MAX_WINDOW}", self.window()),
                 "choose a shorter ‹window›; 512 and 2048 are common choices",
             ));
         }

@@ -255,8 +255,8 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     if !metadata.is_file() {
         return Err(broken("is not a regular file".into()));
     }
-    if metadata.len() > LARGEST {
-        return Err(broken(format!("has {} bytes; the limit is {LARGEST}", metadata.len())));
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(broken(format!("has {} bytes; the limit is {MAX_FILE_BYTES}", metadata.len())));
     }
     let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
     if bytes.iter().all(u8::is_ascii_whitespace) {
@@ -350,7 +350,7 @@ impl Divergence {
         let too_large =
             |(share, value): (f64, f64)| value * (1.0 - share) > self.kl.mean * (1.0 + TOLERANCE) + slack;
         let window_over = self.window_kl.iter().any(|w| *w > rising[4] * (1.0 + TOLERANCE));
-        if self.kl.mean > most + slack || least.into_iter().any(too_large) || window_over {
+        if self.kl.mean > max + slack || min.into_iter().any(too_large) || window_over {
             return Err("has `comparison.kl_quantiles` that contradict its mean".into());
         }
         let positions = self.kl_by_confidence.iter().map(|b| b.positions);

@@ -97,9 +97,9 @@ impl StoredReference {
             return Err(fault("is not a stored reference: its first bytes are wrong".into()));
         }
         let [offset, length] = [8, 16].map(|at| u64_at(&prelude, at));
-        if length > LONGEST_HEADER {
+        if length > MAX_HEADER_BYTES {
             return Err(fault(format!(
-                "has a header of {length} bytes; at most {LONGEST_HEADER} are supported"
+                "has a header of {length} bytes; at most {MAX_HEADER_BYTES} are supported"
             )));
         }
         if offset < PRELUDE || offset.checked_add(length) != Some(metadata.len()) {

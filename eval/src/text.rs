@@ -297,7 +297,7 @@ fn of_stream(
                     line: None,
                     reason: format!(
                         "has {count} tokens: windows of {window} with a stride of {stride} would read \
-                        {tokens_read} tokens; the limit is {MOST_READ}"
+                        {tokens_read} tokens; the limit is {MAX_READ}"
                     ),
                 });
             }

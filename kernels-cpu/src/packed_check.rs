@@ -55,7 +55,7 @@ fn check(layout: &Layout, panel: &[u8]) -> Result<(), KernelError> {
                     let code =
                         i32::from(layout.code(panel, row, k)) - i32::from(layout.zero(panel, row, group));
                     let scale = i32::from(scales[group * PANEL_ROWS + row]);
-                    if (code * scale).abs() > PROGRESSIVE_MOST {
+                    if (code * scale).abs() > PROGRESSIVE_MAX {
                         return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
                     }
                 }

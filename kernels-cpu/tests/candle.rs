@@ -221,7 +221,7 @@ fn message(error: candle_core::Error) -> String {
 fn what_does_not_fit_is_refused() {
     let runner = Runner::new(Serial);
     let linear = QuantizedLinear::new(weight([20, 64], 32), Activations::Float, &runner).unwrap();
-    let refused = |x: &Tensor| said(linear.forward(x).unwrap_err());
+    let refused = |x: &Tensor| message(linear.forward(x).unwrap_err());
     assert_eq!(
         refused(&tensor(&[3, 32])),
         "quantized-linear: expected an input of shape [.., 64], got [3, 32]"

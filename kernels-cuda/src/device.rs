@@ -121,7 +121,7 @@ impl Kernel {
         })?;
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function belongs to the module.
-        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, most, bytes) };
+        let allowed = unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, bytes) };
         checked("request shared memory", allowed)?;
         Ok(kernel)
     }

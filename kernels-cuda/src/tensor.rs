@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn other_inputs_are_reported() {
         for dims in [&[][..], &[127], &[128, 5]] {
-            let message = look(dims, Some(0), Float::F16).unwrap_err();
+            let message = check(dims, Some(0), Float::F16).unwrap_err();
             assert_eq!(
                 message,
                 format!("quantized-linear: expected an input of shape [.., 128], got {dims:?}")

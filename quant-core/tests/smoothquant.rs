@@ -427,16 +427,16 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         assert_eq!(error.category(), Category::Usage, "{error}");
         error.to_string()
     };
-    assert!(said(&recipe("smoothquant", "w4a16")).contains("all activations stay float"));
-    assert!(said(&recipe("rtn", "w4a8-static")).contains("only with w8a8-channel-sym"));
+    assert!(message(&recipe("smoothquant", "w4a16")).contains("all activations stay float"));
+    assert!(message(&recipe("rtn", "w4a8-static")).contains("only with w8a8-channel-sym"));
     let with = |pattern: &str, scheme: &str| {
         let mut recipe = recipe("rtn", "w8a8");
         let scheme = recipe.scheme.refine(scheme).unwrap();
         recipe.overrides.push((quant_core::recipe::Pattern::new(pattern).unwrap(), scheme));
         recipe
     };
-    assert!(said(&with("embed_tokens", "w8a8")).contains("an embedding has no input activations"));
-    assert!(said(&with("lm_head", "w8a8-static")).contains("only for blocks"));
+    assert!(message(&with("embed_tokens", "w8a8")).contains("an embedding has no input activations"));
+    assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
         // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be

@@ -145,7 +145,7 @@ fn every_place_of_a_template() {
     let from_file = tokens(&bench, "beside");
     let config = json!({ "eos_token": "</s>", "chat_template": "{{ raise_exception('not this one') }}" });
     bench.write("model/tokenizer_config.json", &config.to_string());
-    assert_eq!(tokens(&bench, "first"), beside, "chat_template.jinja takes precedence");
+    assert_eq!(tokens(&bench, "first"), from_file, "chat_template.jinja takes precedence");
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
     for (out, template) in [
         ("text", json!(TEMPLATE)),
@@ -213,16 +213,16 @@ fn conversations_that_cannot_be_used() {
     }
     with(&format!("{good}\n{{")).refuses("no JSON", &[], 4, &["chats.jsonl:2: is not JSON"]);
     with(&good).refuses("too few", &[], 4, &["chats.jsonl: has ", "windows of 96", "3 are needed"]);
-    let says = ["no assistant tokens", "--mask none"];
-    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &says);
+    let phrase = ["no assistant tokens", "--mask none"];
+    with(&good).refuses("no answers", &["--mask", "prompts"], 4, &phrase);
     // Text has no prompts.
     let bench = Bench::new();
     bench.write("plain.txt", &"Rain in the morning. ".repeat(200));
     let plain = bench.at("plain.txt");
     for text in ["builtin", plain.to_str().unwrap()] {
         let options = [&AWQ[..], &["--calibration", text, "--mask", "prompts"]].concat();
-        let says = ["is plain text, which has no prompts to mask", "`messages`"];
-        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &says);
+        let phrase = ["is plain text, which has no prompts to mask", "`messages`"];
+        refuses_to_quantize("a mask on text", &bench.model(), &options, 2, &phrase);
     }
 }
 

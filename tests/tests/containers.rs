@@ -111,7 +111,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     let run = quant(quantize(&model, &other, &three));
     check_message("3 bits", &run, 2, &["the awq format packs 4 bits, not 3"]);
     assert!(!other.exists());
-    for (case, formats, says) in [
+    for (case, formats, expected) in [
         ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is listed twice"),
         ("unknown", &["--format", "awq", "--format", "gguf9"], "unknown format `gguf9`"),
     ] {

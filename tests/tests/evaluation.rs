@@ -8,7 +8,7 @@ use quant_tests::{args, demo_model};
 #[test]
 fn rules_that_score_nothing_are_refused() {
     let text = ["--text", "builtin-heldout"];
-    for (options, code, says) in [
+    for (options, code, expected) in [
         (vec!["--profile", "gptq-1"], 2, "too short to score"),
         (vec!["--profile", "perplexity"], 2, "unknown profile `perplexity`"),
         (vec!["--profile", "hf-stride-64-65"], 2, "stride of 65"),

@@ -344,13 +344,13 @@ fn requests_that_make_no_sense_are_refused() {
         );
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let says = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
-    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &says);
+    let phrase = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
+    check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &phrase);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();
     let message = format!("{}{}", plan.stdout, plan.stderr);
     assert!(
-        said.contains("--kv-cache-dtype fp8") && said.contains("rejects FP8 scales of keys and values"),
+        message.contains("--kv-cache-dtype fp8") && message.contains("rejects FP8 scales of keys and values"),
         "{plan}"
     );
 }

@@ -205,7 +205,7 @@ fn prompts_come_from_files_and_standard_input() {
 #[test]
 fn what_cannot_be_done_is_refused() {
     let bench = Bench::new();
-    for (options, says) in [
+    for (options, phrase) in [
         (&["--temperature", "-1"][..], "`temperature` is -1; it must be greater than 0"),
         (&["--top-p", "0"], "`top_p` is 0"),
         (&["--min-p", "nan"], "`min_p` is NaN"),

@@ -162,8 +162,8 @@ fn tokenizers_that_grow() {
         for command in [bench.eval(&text), limited("-v 8000000", &bench.eval(&text))] {
             let run = run(command);
             check_message(case, &run, 4, &[TOKENIZER]);
-            let told = ["MiB of memory", "makes the tokenizer library panic", "implausibly much output"];
-            assert!(told.iter().any(|t| run.stderr.contains(t)), "{case}: {run}");
+            let reasons = ["MiB of memory", "makes the tokenizer library panic", "implausibly much output"];
+            assert!(reasons.iter().any(|t| run.stderr.contains(t)), "{case}: {run}");
         }
     }
     let out = bench.scratch.path().join("out");

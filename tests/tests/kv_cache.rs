@@ -99,8 +99,8 @@ fn a_model_is_compared_with_itself_on_floats() {
     };
     gate("eight.json").succeeded();
     std::fs::rename(at("four.json"), at("eight.json")).unwrap();
-    let says = ["kv8 in the baseline, kv4 now", "--kv"];
-    check_message("another cache", &gate("eight.json"), 4, &says);
+    let expected = ["kv8 in the baseline, kv4 now", "--kv"];
+    check_message("another cache", &gate("eight.json"), 4, &expected);
 
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
@@ -195,8 +195,8 @@ fn what_a_cache_cannot_hold_is_reported_with_the_block() {
     }
     tiny.write_with(&model, &tensors);
     assert!(eval(&model, &["--kv", "16"]).succeeded().code() == Some(0));
-    let says = ["keys and values of block 1: a value exceeds", "--kv 16"];
-    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &says);
+    let expected = ["keys and values of block 1: a value exceeds", "--kv 16"];
+    check_message("--kv 4", &eval(&model, &["--kv", "4"]), 6, &expected);
 }
 
 #[test]

@@ -180,8 +180,8 @@ fn messages_name_settings_and_no_options() {
     }
     let (category, message) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
     assert!(
-        category == Category::Input && said.contains("none is neither a file nor a known text set"),
-        "{said}"
+        category == Category::Input && message.contains("none is neither a file nor a known text set"),
+        "{message}"
     );
 }
 

@@ -138,7 +138,7 @@ fn what_other_formats_lose_is_reported_completely() {
     assert!(rounded > 0, "something is lost");
 
     // Reported before and after the run, as text and as JSON.
-    let said = "the two levels of scales are multiplied into one F16 scale, with a relative error of up to \
+    let message = "the two levels of scales are multiplied into one F16 scale, with a relative error of up to \
         2^-11";
     let plan = args!["plan", &model, "--method", "rtn", "--scheme", GROUPS];
     let plan = |format: &str, json: &[&str]| {
@@ -217,7 +217,7 @@ fn broken_tensors_are_reported_by_name() {
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let entries: Value = serde_json::from_slice(&whole[8..8 + header]).unwrap();
     let begin = |name: &str| 8 + header + entries[name]["data_offsets"][0].as_u64().unwrap() as usize;
-    for (name, value, says) in [
+    for (name, value, phrase) in [
         ("model.layers.0.mlp.up_proj.s2_scales", 17, "scales of groups must be from 1 to 16"),
         ("model.layers.0.mlp.up_proj.s2_scales", 0, "has a scale of 0 for output 0, group 0"),
         ("model.layers.0.self_attn.o_proj.s2_zeros", 1, "has 1 for output 0, group 0"),

@@ -83,7 +83,7 @@ fn one_of_another_text_rule_or_model_is_refused() {
     let other = bench.at("other.txt");
     std::fs::write(&other, "Rain in the morning and no sun at noon. ".repeat(200)).unwrap();
     let other = other.to_str().unwrap();
-    for (options, says) in [
+    for (options, expected) in [
         (["--text", other, "--window", "64", "--windows", "20"], "on a different text, builtin-heldout"),
         (["--text", TEXT[1], "--window", "63", "--windows", "20"], "with a different profile, gptq-64"),
         (["--text", TEXT[1], "--window", "64", "--windows", "19"], "on 20 windows, not 19"),

@@ -140,9 +140,9 @@ impl ShardedCheckpoint {
             Some(Ok(size)) => (*size != total).then(|| size.to_string()),
             Some(Err(other)) => Some(other.clone()),
         };
-        if let Some(said) = said {
+        if let Some(stated) = stated {
             warnings.push(format!(
-                "{INDEX}: `metadata.total_size` is {said}, but the tensors have {total} bytes"
+                "{INDEX}: `metadata.total_size` is {stated}, but the tensors have {total} bytes"
             ));
         }
         let mut known = index.shards;

@@ -250,7 +250,7 @@ impl QuantizedTensor {
         let zero_point = 1 << (scheme.bits() - 1);
         match (&self.zeros, scheme.is_symmetric()) {
             (Some(zeros), true) => {
-                if let Some(zero) = zeros.iter().find(|&&z| z != middle) {
+                if let Some(zero) = zeros.iter().find(|&&z| z != zero_point) {
                     return Err(format!("it has a zero point of {zero}, which a symmetric grid cannot have"));
                 }
                 self.zeros = None;
@@ -323,7 +323,7 @@ mod tests {
         bf16.scales[3] = 2.0_f32.powi(-40);
         assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
         let asym = tensor("w4a16-g32-asym", Dtype::F16);
-        assert!(said(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero point of"));
-        assert!(said(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
+        assert!(message(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero point of"));
+        assert!(message(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));
     }
 }

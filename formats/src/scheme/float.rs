@@ -109,8 +109,8 @@ impl SchemeRequest {
         };
         self.check_float(format)?;
         match suffix {
-            Some(said) if self::suffix(format, self.granularity) != Some(said) => {
-                Err(Error::usage(format!("scheme `{self}`: -{said} does not match its scales"), known()))
+            Some(stated) if self::suffix(format, self.granularity) != Some(stated) => {
+                Err(Error::usage(format!("scheme `{self}`: -{stated} does not match its scales"), known()))
             }
             _ => Ok(()),
         }
@@ -140,10 +140,10 @@ impl SchemeRequest {
                 matches!(self.activations, A::Float | A::Nvfp4)
             }
             (FloatFormat::E2m1, Granularity::Group(MX_GROUP)) => self.activations == A::Float,
-            (FloatFormat::E2m1, _) => return said("FP4 weights require groups: -g16-nv or -g32-mx"),
+            (FloatFormat::E2m1, _) => return refuse("FP4 weights require groups: -g16-nv or -g32-mx"),
             _ => false,
         };
-        if fits { Ok(()) } else { said("this combination of activations and weights is not supported") }
+        if fits { Ok(()) } else { refuse("this combination of activations and weights is not supported") }
     }
 }
 

@@ -208,7 +208,7 @@ impl Layout {
         if n == 0 || k == 0 {
             return Err(KernelError::Scheme("an empty matrix"));
         }
-        if !matches!(code_bits, 4 | 8) || middle.is_some_and(|m| usize::from(m) >> code_bits != 0) {
+        if !matches!(code_bits, 4 | 8) || zero_point.is_some_and(|m| usize::from(m) >> code_bits != 0) {
             return Err(KernelError::Scheme(
                 "a code width other than 4 or 8, or a zero point that exceeds it",
             ));
@@ -462,7 +462,7 @@ impl Layout {
         if let Scales::Progressive { groups, .. } = view.all_scales() {
             let scale = i32::from(groups[row * self.groups() + g]);
             let reach = |code: u8| ((i32::from(code) - i32::from(zero)) * scale).abs();
-            if reach(low).max(reach(high)) > PROGRESSIVE_MOST {
+            if reach(low).max(reach(high)) > PROGRESSIVE_MAX {
                 return Err(KernelError::Scheme("a progressive weight that exceeds 8 bits"));
             }
         }

@@ -111,14 +111,14 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 continue;
             }
             "/retry" => {
-                if !talk.take_back("assistant") {
-                    output::tell("no answer to retry");
+                if !talk.pop("assistant") {
+                    output::print_message("no answer to retry");
                     continue;
                 }
                 settings.seed = settings.seed.wrapping_add(1);
             }
             _ if command.starts_with('/') && !command[1..].contains('/') => {
-                output::tell(&format!("unknown command {command}; /help lists the commands"));
+                output::print_message(&format!("unknown command {command}; /help lists the commands"));
                 continue;
             }
             _ => talk.push("user", line),
@@ -130,7 +130,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let tokens = tokenizer.encode_rendered(&prompt)?.into_iter().map(|(token, _)| token).collect();
         let tokens = generation::checked_tokens(&opened, tokens)?;
         if tokens.len() >= context {
-            output::tell(&format!(
+            output::print_message(&format!(
                 "the conversation has {} tokens, but the context has only {context}; start a new one with \
                 /new, or restart with a larger --context",
                 tokens.len()

@@ -154,7 +154,7 @@ fn text(summary: &QuantizeSummary, model: &Path) -> String {
         });
         if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
-                "{linears} linears of experts saw fewer than {FEW} tokens (minimum: {least}); more text \
+                "{linears} linears of experts saw fewer than {MIN_EXPERT_TOKENS} tokens (minimum: {least}); more text \
                 reaches more experts\n"
             ));
         }

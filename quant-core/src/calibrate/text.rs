@@ -111,8 +111,8 @@ pub fn corpus_of_rows(rows: impl IntoIterator<Item = Value>, origin: &Path) -> R
                 "differs in kind from the rows before it: use either texts or conversations".into(),
             ));
         }
-        if bytes as u64 > LARGEST_FILE {
-            return Err(fault(format!("exceeds the limit of {LARGEST_FILE} bytes of text")));
+        if bytes as u64 > MAX_FILE_BYTES {
+            return Err(fault(format!("exceeds the limit of {MAX_FILE_BYTES} bytes of text")));
         }
     }
     match chats.is_empty() {
@@ -137,8 +137,8 @@ fn open(path: &Path) -> Result<File> {
     if !metadata.is_file() {
         return Err(fault("is not a regular file".into()));
     }
-    if metadata.len() > LARGEST_FILE {
-        return Err(fault(format!("has {} bytes; the limit is {LARGEST_FILE}", metadata.len())));
+    if metadata.len() > MAX_FILE_BYTES {
+        return Err(fault(format!("has {} bytes; the limit is {MAX_FILE_BYTES}", metadata.len())));
     }
     File::open(path).map_err(|e| Error::io("open", path, e))
 }
@@ -263,7 +263,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        for (rows, says) in [
+        for (rows, expected) in [
             (json!(["a", [message]]), "dataset:2: differs in kind"),
             (json!([3]), "dataset:1: is neither"),
             (json!([{ "txt": "a" }]), "dataset:1: has no string field `text`"),
@@ -292,7 +292,7 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert_eq!(read("{\"text\": \"a\"}\n").unwrap(), Corpus::Texts(vec!["a".into()]));
-        for (content, line, says) in [
+        for (content, line, expected) in [
             (format!("{chat}{{\"text\": \"a\"}}"), 2, "no field `messages`, but other rows do"),
             (format!("{{\"text\": \"a\"}}\n{chat}"), 2, "no string field `text`"),
             (format!("{chat}{{\"messages\": 3}}"), 2, "not a non-empty list"),

@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_named() {
-        for (value, says) in [
+        for (value, phrase) in [
             (json!({"temperature": -1}), "`temperature` is -1; it must be greater than 0"),
             (json!({"top_p": 0}), "`top_p` is 0"),
             (json!({"top_p": 1.5}), "`top_p` is 1.5"),

@@ -330,9 +330,9 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
     for layer in (0..a.layers).filter(|layer| a.graph(*layer).attentions().next().is_some()) {
         let rotated =
             a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
-        let due = family.unturned.is_none_or(|every| !(layer + 1).is_multiple_of(every));
-        if turned != due {
-            let does = if turned { "rotates" } else { "does not rotate" };
+        let expected = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
+        if rotated != expected {
+            let does = if rotated { "rotates" } else { "does not rotate" };
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
     }
@@ -363,7 +363,7 @@ fn rope(
     let Some(first) = ropes.iter().max_by(|x, y| x.theta.total_cmp(&y.theta)) else {
         return Err(unfit(family, "it does not rotate queries and keys".into()));
     };
-    if first.rotary_dim != first.head_dim && !family.turns_parts {
+    if first.rotary_dim != first.head_dim && !family.partial_rotary {
         return Err(unfit(family, "it rotates only part of each head".into()));
     }
     if LatentWidths::of(a.graph(0)).is_some() && first.layout == RopeLayout::Halves {

@@ -215,5 +215,5 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
         "{warnings:?}"
     );
     let (.., warnings) = about(&config("deepseek_v2", json!({ "rms_norm_eps": 1e-5 }))).unwrap();
-    assert!(warnings.iter().any(|said| said.contains("in all norms")), "{warnings:?}");
+    assert!(warnings.iter().any(|message| message.contains("in all norms")), "{warnings:?}");
 }

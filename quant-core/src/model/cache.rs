@@ -94,7 +94,7 @@ impl LayerCache {
         if let CacheContents::Nothing = self.held {
             self.held = CacheContents::Floats { keys: Vec::new(), values: Vec::new() };
         }
-        let Held::Floats { keys, values } = &mut self.held else {
+        let CacheContents::Floats { keys, values } = &mut self.held else {
             return Err(Error::Internal("the model caches floats, but got a paged cache".into()));
         };
         if keys.len() + k.len() > self.capacity * k_width || k.len() * v_width != v.len() * k_width {

@@ -54,11 +54,11 @@ impl GroupedExperts {
                     numbers.push(expert as u32);
                     own.push(weight);
                 }
-                let (got, most) = (numbers.len() - before, self.top_k);
-                if got > most {
+                let (got, max) = (numbers.len() - before, self.top_k);
+                if got > max {
                     return Err(Error::Internal(format!(
                         "a token is routed to {got} experts; the limit is \
-                        {most}"
+                        {max}"
                     )));
                 }
                 // A token may have fewer experts than `max`, because a weight may have underflowed to 0.

@@ -207,7 +207,7 @@ pub(super) fn refusal(kind: KvType, head_dim: usize) -> Option<String> {
 pub(super) fn cache_error(error: KernelError) -> Error {
     let reason = match error {
         KernelError::TooLarge("a key or value") => {
-            format!("a value exceeds ±{LARGEST}, the range of the cache's f16 scales")
+            format!("a value exceeds ±{MAX_MAGNITUDE}, the range of the cache's f16 scales")
         }
         KernelError::Scheme(NOT_FINITE) => "a value is NaN or infinite".to_owned(),
         KernelError::Memory(what) => {

@@ -125,7 +125,7 @@ pub(super) fn decode(
     if let CacheContents::Nothing = cache.held {
         cache.held = CacheContents::Pages(Paged::new(kind, shape, width / shape.repeat, cache.capacity())?);
     }
-    let Held::Pages(pages) = &mut cache.held else {
+    let CacheContents::Pages(pages) = &mut cache.held else {
         return Err(Error::Internal("the model caches pages, but got a float cache".into()));
     };
     let mut out = vec![0.0; m * width];

@@ -66,7 +66,7 @@ pub(super) fn layout(
     }
     if !n.is_multiple_of(ROWS_PER_WORD) {
         return Err(unusable(format!(
-            "the {METHOD} format packs {ROWS_A_WORD} outputs per word, which does not divide its {n} outputs"
+            "the {METHOD} format packs {ROWS_PER_WORD} outputs per word, which does not divide its {n} outputs"
         )));
     }
     let group_size = scheme.granularity.group_size(k);

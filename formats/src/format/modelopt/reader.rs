@@ -89,8 +89,8 @@ impl Reader {
             let known = ALGORITHMS.join(", ");
             return Err(format!("`{path}.quant_algo` is {algorithm}; only {known} is supported"));
         }
-        let algorithm_of_cache = said("kv_cache_quant_algo");
-        if let Some(other) = algorithm_of_cache.filter(|said| !said.as_str().is_some_and(is_fp8)) {
+        let algorithm_of_cache = field("kv_cache_quant_algo");
+        if let Some(other) = algorithm_of_cache.filter(|field| !field.as_str().is_some_and(is_fp8)) {
             return Err(format!("`{path}.kv_cache_quant_algo` is {other}; only FP8 is supported"));
         }
         let scheme_of_cache = field("kv_cache_scheme");
@@ -98,12 +98,12 @@ impl Reader {
             return Err(format!("`{path}.kv_cache_scheme` must be {}", super::cache_scheme()));
         }
         for key in ["has_zero_point", "pre_quant_scale"] {
-            if said(key).is_some_and(|value| *value != Value::Bool(false)) {
+            if field(key).is_some_and(|value| *value != Value::Bool(false)) {
                 return Err(format!("`{path}.{key}` must be false"));
             }
         }
         let is_nvfp4 = matches!(algorithm.as_str(), "NVFP4" | "W4A16_NVFP4");
-        if let Some(size) = said("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
+        if let Some(size) = field("group_size").filter(|size| is_nvfp4 && **size != NV_GROUP) {
             return Err(format!("`{path}.group_size` is {size}; it must be {NV_GROUP} for NVFP4"));
         }
         Ok(Some(Self {

@@ -274,7 +274,7 @@ pub(super) fn outlier(codes: &[u8], scales: &[u8], zeros: &[u8], groups: usize) 
         }
         let (min, max) = codes.iter().fold((u8::MAX, 0), |(l, m), &c| (c.min(l), c.max(m)));
         let integer = |code: u8| (i32::from(code) - i32::from(zero)) * i32::from(scale);
-        let wide = [least, most].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
+        let wide = [min, max].into_iter().find(|&c| !(-128..=127).contains(&integer(c)));
         wide.map(|c| format!("{} has a code of {c}, which represents {}", place(), integer(c)))
     })
 }

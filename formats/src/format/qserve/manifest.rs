@@ -143,7 +143,7 @@ pub(super) fn warnings(schemes: &ModuleSchemes<'_>) -> Vec<String> {
     if let Some((name, [n, k], [rows, columns, min])) = narrow(schemes) {
         notes.push(format!(
             "`{name}` is {n} × {k}; QServe's kernels need outputs in multiples of {rows} and inputs in \
-            multiples of {columns}, at least {least}"
+            multiples of {columns}, at least {min}"
         ));
     }
     notes
@@ -229,8 +229,8 @@ mod tests {
         assert!(warnings(&these)[1].starts_with("`l.k` is "));
         these.float_dtypes.push(Dtype::Bf16);
         these.float.push("l.o");
-        let said = warnings(&these);
-        assert!(said[1].contains("such as BF16") && said[2].starts_with("1 linear(s)"), "{said:?}");
+        let message = warnings(&these);
+        assert!(message[1].contains("such as BF16") && message[2].starts_with("1 linear(s)"), "{message:?}");
         let short = schemes("w8a8-channel-sym", &[("a", [256, 256])]);
         assert!(warnings(&short)[1].contains("at least 320"));
     }

@@ -45,8 +45,8 @@ impl Conversation {
             Some(_) => return Err("has a field `messages` that is not a non-empty list".into()),
             None => return Err("has no field `messages`, but other rows do".into()),
         };
-        if messages.len() > MOST_MESSAGES {
-            return Err(format!("has {} messages; the limit is {MOST_MESSAGES}", messages.len()));
+        if messages.len() > MAX_MESSAGES {
+            return Err(format!("has {} messages; the limit is {MAX_MESSAGES}", messages.len()));
         }
         let no_role = |m: &Value| m.get("role").and_then(Value::as_str).is_none();
         if let Some(at) = messages.iter().position(no_role) {

@@ -74,7 +74,7 @@ impl One<'_> {
         match rendered {
             None => Err(self.fault("makes the template library panic on it", REMEDY)),
             Some(Err(_)) if output.full => {
-                Err(self.fault(format_args!("renders it to more than {LONGEST_TEXT} bytes"), other))
+                Err(self.fault(format_args!("renders it to more than {MAX_TEXT_BYTES} bytes"), other))
             }
             Some(Err(e)) if innermost(&e) == ErrorKind::OutOfFuel => {
                 Err(self.fault("exceeds the step limit on it", REMEDY))

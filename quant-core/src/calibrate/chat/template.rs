@@ -53,7 +53,7 @@ impl ChatTemplate {
             }
             Some(source) => {
                 let reason =
-                    format!("`chat_template` has {} bytes; the limit is {LARGEST_TEMPLATE}", source.len());
+                    format!("`chat_template` has {} bytes; the limit is {MAX_TEMPLATE_BYTES}", source.len());
                 Err(fault(&config_path, reason))
             }
             None => Err(Error::InputFile {

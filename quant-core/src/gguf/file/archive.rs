@@ -142,7 +142,7 @@ impl Archive for GgufArchive {
         let count = groups.len();
         if count > parts::MAX_FILES {
             return Err(Error::usage(
-                format!("the model would be split into {count} files; the limit is {}", parts::MOST),
+                format!("the model would be split into {count} files; the limit is {}", parts::MAX_FILES),
                 "allow larger files",
             ));
         }

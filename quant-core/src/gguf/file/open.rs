@@ -64,11 +64,11 @@ impl GgufFile {
                 }
                 opened => opened?,
             };
-            let due = Part { number: number + 1, ..part };
-            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(due) {
+            let expected = Part { number: number + 1, ..part };
+            if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(expected) {
                 let reason = format!(
                     "is not file {} of {} of the model {}",
-                    due.number + 1,
+                    expected.number + 1,
                     part.count,
                     path.display()
                 );

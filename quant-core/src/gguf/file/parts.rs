@@ -45,7 +45,7 @@ impl Part {
             count,
             tensors: number(TENSORS)?.ok_or_else(|| missing(TENSORS))?,
         };
-        if count > MOST || part.number >= count {
+        if count > MAX_FILES || part.number >= count {
             return Err(format!("`{NUMBER}` is {}, but there are {count} files", part.number).into());
         }
         Ok(Some(part))

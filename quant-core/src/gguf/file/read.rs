@@ -166,7 +166,7 @@ impl<R: Read> Cursor<R> {
         if count > max || count.checked_mul(min).is_none_or(|bytes| bytes > left) {
             let what = printable(what);
             return Err(format!(
-                "`{what}` at byte {at} is {count}; the limit is {most}, and {left} bytes are left"
+                "`{what}` at byte {at} is {count}; the limit is {max}, and {left} bytes are left"
             ));
         }
         Ok(count)
@@ -328,9 +328,9 @@ fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {
 fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Result<(), String> {
     let mut expected = 0_u64;
     for tensor in tensors {
-        if tensor.offset != due {
+        if tensor.offset != expected {
             return Err(format!(
-                "the offset of tensor `{}` is {}, expected {due}",
+                "the offset of tensor `{}` is {}, expected {expected}",
                 tensor.name, tensor.offset
             ));
         }

@@ -124,9 +124,9 @@ pub(super) fn shortest(value: f64) -> f64 {
 /// Reads a tensor of frequency divisors, one per pair of rotated channels.
 pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) -> Result<Vec<f32>> {
     let count: usize = tensor.shape.iter().product();
-    if turned > WIDEST || count as u64 != turned / 2 {
+    if rotary_dim > MAX_HEAD_DIM || count as u64 != rotary_dim / 2 {
         let reason = format!(
-            "tensor `{}` has {count} values, but {turned} channels per head are rotated",
+            "tensor `{}` has {count} values, but {rotary_dim} channels per head are rotated",
             tensor.name
         );
         return Err(GgufFile::broken(about.file.path(), reason));
@@ -139,9 +139,9 @@ pub(super) fn divisors(about: &About<'_>, tensor: &GgufTensor, rotary_dim: u64) 
 }
 
 fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> Result<()> {
-    let turned = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
-    if turned != head_dim {
-        if !about.family.turns_parts || turned > head_dim {
+    let rotary_dim = about.integer("rope.dimension_count")?.unwrap_or(head_dim);
+    if rotary_dim != head_dim {
+        if !about.family.partial_rotary || rotary_dim > head_dim {
             return Err(about.unread(
                 "rope.dimension_count",
                 "differs from the width of a head, which is not \

@@ -112,8 +112,7 @@ impl<'a> About<'a> {
             return match blocks <= max && blocks > 0 {
                 true => Ok(vec![self.require(key)?; blocks as usize]),
                 false => {
-                    Err(self
-                        .broken("block_count", &format!("is {blocks}, but there are only {most} tensors")))
+                    Err(self.broken("block_count", &format!("is {blocks}, but there are only {max} tensors")))
                 }
             };
         };

@@ -145,9 +145,9 @@ impl GgufSource {
         let mut expected = placed.stored_shape.clone();
         if placed.expert.is_some() {
             let experts = about.require("expert_count")?;
-            if tensor.shape.len() != due.len() + 1 {
-                let (found, due) = (tensor.shape.len(), due.len() + 1);
-                return Err(broken(format!("tensor `{stored}` has {found} dimensions, expected {due}")));
+            if tensor.shape.len() != expected.len() + 1 {
+                let (found, expected) = (tensor.shape.len(), expected.len() + 1);
+                return Err(broken(format!("tensor `{stored}` has {found} dimensions, expected {expected}")));
             }
             if tensor.shape[0] as u64 != experts {
                 let found = tensor.shape[0];
@@ -160,8 +160,11 @@ impl GgufSource {
         }
         // Leading dimensions of size 1 may be omitted.
         let plain = |shape: &[usize]| shape.iter().copied().skip_while(|n| *n == 1).collect::<Vec<_>>();
-        if plain(&tensor.shape) != plain(&due) {
-            return Err(broken(format!("tensor `{stored}` has shape {:?}, expected {due:?}", tensor.shape)));
+        if plain(&tensor.shape) != plain(&expected) {
+            return Err(broken(format!(
+                "tensor `{stored}` has shape {:?}, expected {expected:?}",
+                tensor.shape
+            )));
         }
         let [rows, columns] = matrix(&placed.shape, placed.view)?;
         if tensor.kind.row_bytes(columns).is_none() {

@@ -218,8 +218,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
     for (id, token) in
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
-        if token.len() > LONGEST {
-            let reason = format!("has {} bytes for token {id}; the limit is {LONGEST}", token.len());
+        if token.len() > MAX_TOKEN_BYTES {
+            let reason = format!("has {} bytes for token {id}; the limit is {MAX_TOKEN_BYTES}", token.len());
             return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {
@@ -227,8 +227,8 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
                 merges.push((scores[id], id, left, right));
             }
         }
-        if merges.len() > most {
-            return Err(broken(about, TOKENS, &format!("has over {most} pairs that merge into a token")));
+        if merges.len() > max {
+            return Err(broken(about, TOKENS, &format!("has over {max} pairs that merge into a token")));
         }
     }
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));

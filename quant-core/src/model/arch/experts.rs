@@ -228,8 +228,8 @@ pub(super) fn routing_by(
         return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} experts are supported")));
     }
     match config.require_positive(top_k)? {
-        most if most <= found => Ok(Routing::new(found, most)),
-        most => Err(config.error(top_k, format!("is {most}, but there are only {found} experts"))),
+        max if max <= found => Ok(Routing::new(found, max)),
+        max => Err(config.error(top_k, format!("is {max}, but there are only {found} experts"))),
     }
 }
 

@@ -117,10 +117,10 @@ fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };
     let wrong = || config.error(KEY, "must be a list of two numbers in increasing order");
-    let [least, most] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
-    let infinite = most.as_str() == Some("Infinity")
-        || most.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");
-    let least = least.as_f64().map(|v| v as f32).ok_or_else(wrong)?;
-    let most = if infinite { f32::INFINITY } else { most.as_f64().map(|v| v as f32).ok_or_else(wrong)? };
-    if least >= 0.0 && least <= most { Ok([least, most]) } else { Err(wrong()) }
+    let [min, max] = limits.as_array().map(Vec::as_slice).ok_or_else(wrong)? else { return Err(wrong()) };
+    let infinite = max.as_str() == Some("Infinity")
+        || max.get("__float__").and_then(serde_json::Value::as_str) == Some("Infinity");
+    let min = min.as_f64().map(|v| v as f32).ok_or_else(wrong)?;
+    let max = if infinite { f32::INFINITY } else { max.as_f64().map(|v| v as f32).ok_or_else(wrong)? };
+    if min >= 0.0 && min <= max { Ok([min, max]) } else { Err(wrong()) }
 }

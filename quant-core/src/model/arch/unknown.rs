@@ -48,38 +48,38 @@ fn is_true(value: &Value) -> bool {
 
 const EXPERTS: &str = "layers are mixtures of experts";
 
-static MARKS: &[Mark] = &[
-    mark("num_experts", several, EXPERTS),
-    mark("num_local_experts", several, EXPERTS),
-    mark("n_routed_experts", several, EXPERTS),
-    mark("n_shared_experts", positive, "shared experts see every token"),
-    mark("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
-    mark("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
-    mark("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
-    mark("index_topk", positive, "queries attend only to the keys that an indexer selects"),
-    mark("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
-    mark("swiglu_limit", positive, "gate and up projections are clamped"),
-    mark("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
-    mark("final_logit_softcapping", positive, "logits are bounded by a tanh"),
-    mark("query_pre_attn_scalar", positive, "attention scores have their own scale"),
-    mark("partial_rotary_factor", not_one, "only a part of each head is rotated"),
-    mark("rotary_pct", not_one, "only a part of each head is rotated"),
-    mark("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
-    mark("no_rope_layers", any, "some layers have no RoPE"),
-    mark("no_rope_layer_interval", positive, "some layers have no RoPE"),
-    mark("num_kv_shared_layers", positive, "layers share keys and values"),
-    mark("hidden_size_per_layer_input", positive, "layers have their own embeddings"),
-    mark("embedding_multiplier", not_one, "embeddings are scaled"),
-    mark("residual_multiplier", not_one, "updates of the residual stream are scaled"),
-    mark("attention_multiplier", not_one, "attention scores have their own scale"),
-    mark("logits_scaling", not_one, "logits are scaled"),
-    mark("logit_scale", not_one, "logits are scaled"),
-    mark("use_parallel_residual", is_true, "attention and MLP run in parallel on the same hidden states"),
-    mark("mamba_d_state", positive, "some layers are state-space layers (Mamba)"),
-    mark("ssm_state_size", positive, "some layers are state-space layers (Mamba)"),
-    mark("conv_L_cache", positive, "some layers are short convolutions"),
-    mark("clip_qkv", positive, "queries, keys and values are clamped"),
-    mark("alibi", is_true, "attention scores are biased by position (ALiBi)"),
+static MARKERS: &[Marker] = &[
+    marker("num_experts", several, EXPERTS),
+    marker("num_local_experts", several, EXPERTS),
+    marker("n_routed_experts", several, EXPERTS),
+    marker("n_shared_experts", positive, "shared experts see every token"),
+    marker("shared_expert_intermediate_size", positive, "a shared expert sees every token"),
+    marker("topk_method", |v| v.as_str() == Some("noaux_tc"), "experts are chosen with a correction bias"),
+    marker("kv_lora_rank", positive, "keys and values are projected from a latent vector (MLA)"),
+    marker("index_topk", positive, "queries attend only to the keys that an indexer selects"),
+    marker("linear_num_value_heads", positive, "some layers have linear attention (gated delta nets)"),
+    marker("swiglu_limit", positive, "gate and up projections are clamped"),
+    marker("attn_logit_softcapping", positive, "attention scores are bounded by a tanh"),
+    marker("final_logit_softcapping", positive, "logits are bounded by a tanh"),
+    marker("query_pre_attn_scalar", positive, "attention scores have their own scale"),
+    marker("partial_rotary_factor", not_one, "only a part of each head is rotated"),
+    marker("rotary_pct", not_one, "only a part of each head is rotated"),
+    marker("attention_chunk_size", positive, "some layers attend within chunks of the sequence"),
+    marker("no_rope_layers", any, "some layers have no RoPE"),
+    marker("no_rope_layer_interval", positive, "some layers have no RoPE"),
+    marker("num_kv_shared_layers", positive, "layers share keys and values"),
+    marker("hidden_size_per_layer_input", positive, "layers have their own embeddings"),
+    marker("embedding_multiplier", not_one, "embeddings are scaled"),
+    marker("residual_multiplier", not_one, "updates of the residual stream are scaled"),
+    marker("attention_multiplier", not_one, "attention scores have their own scale"),
+    marker("logits_scaling", not_one, "logits are scaled"),
+    marker("logit_scale", not_one, "logits are scaled"),
+    marker("use_parallel_residual", is_true, "attention and MLP run in parallel on the same hidden states"),
+    marker("mamba_d_state", positive, "some layers are state-space layers (Mamba)"),
+    marker("ssm_state_size", positive, "some layers are state-space layers (Mamba)"),
+    marker("conv_L_cache", positive, "some layers are short convolutions"),
+    marker("clip_qkv", positive, "queries, keys and values are clamped"),
+    marker("alibi", is_true, "attention scores are biased by position (ALiBi)"),
 ];
 
 /// Properties of published families that no field of their configuration shows.
@@ -300,7 +300,7 @@ fn differences(
             (Some(marker), ..) => reasons.push(format!("{}: {}", field.shown(fields), marker.means)),
             (None, Some(other), Some(nearest)) => {
                 let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
-                said.push(format!("{}, which {other} has, but {nearest} does not", field.says(fields)));
+                reasons.push(format!("{}, which {other} has, but {nearest} does not", field.shown(fields)));
             }
             (None, Some(_), None) => {}
             (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
@@ -328,8 +328,8 @@ fn differences(
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         reasons.push(format!("no supported family has {listed}{more}"));
     }
-    if said.is_empty() && nearest.is_some() {
-        said.push(
+    if reasons.is_empty() && nearest.is_some() {
+        reasons.push(
             "its configuration does not show how it differs, but its class may compute different results"
                 .into(),
         );

@@ -70,10 +70,10 @@ fn types_of_layers_turn_differently() {
     assert_eq!(read_as(&sliding, &json!({})).unwrap().theta, 6.0);
     let flat = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}});
     assert!(read_as(&full, &flat).unwrap_err().to_string().contains("per layer type"));
-    let said = read(nested.clone()).unwrap_err().to_string();
+    let message = read(nested.clone()).unwrap_err().to_string();
     assert!(
-        said.contains("rope_parameters.full_attention") && said.contains("rotates all blocks alike"),
-        "{said}"
+        message.contains("rope_parameters.full_attention") && message.contains("rotates all blocks alike"),
+        "{message}"
     );
     let older = json!({"rope_scaling": nested["rope_parameters"]});
     assert!(read(older).unwrap_err().to_string().contains("rope_scaling.full_attention"));
