@@ -258,7 +258,7 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         version: checked.then_some(version),
         date: checked.then_some(date),
     };
-    EngineJson { engine: engine.name, version: engine.version, read: READ, family, ranks }
+    EngineJson { engine: engine.name, version: engine.version, read: engine.read, family, ranks }
 }
 
 fn text(planned: &Planned, all: bool) -> String {
@@ -318,7 +318,7 @@ fn engines_text(outline: &Outline) -> String {
         row.push(known.basis.word().to_owned());
         rows.push(row);
         // Of another version or day than the rest of the row.
-        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, READ) {
+        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
             let Known { basis, version, date } = known;
             dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
         }

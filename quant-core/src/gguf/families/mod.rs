@@ -65,6 +65,12 @@ pub(super) struct GgufFamily {
     pub(super) gates_attention: bool,
     /// What files say of experts beside their number.
     pub(super) routing: RoutingKeys,
+    /// Whether experts are scored by softmax, where files say of experts what they are: by sigmoid otherwise.
+    pub(super) softmax_scores: bool,
+    /// Whether files hold divisors of rotations for short and for long texts.
+    pub(super) has_long_rope: bool,
+    /// Whether its class scales rotations unless a configuration says that it does not.
+    pub(super) scales_rope_unasked: bool,
     /// Whether the file of a vision-language model that holds it is the same but for the vision part.
     pub(super) is_text_of_larger: bool,
 }
@@ -162,8 +168,6 @@ pub(super) fn architecture(
     // Gemma 4 has experts beside its MLP, or has not.
     let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
     let mut known = FAMILIES.iter().filter(is_of);
-    match (arch, scores) {
-        ("deepseek2", None | Some(1)) => known.find(|f| f.family == "deepseek_v2"),
-        _ => known.next(),
-    }
+    let is_softmax = matches!(scores, None | Some(1));
+    known.clone().find(|family| family.softmax_scores == is_softmax).or_else(|| known.next())
 }

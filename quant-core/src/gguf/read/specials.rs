@@ -39,14 +39,14 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
         return Ok(());
     }
     let sigmoid = match about.integer("expert_gating_func")? {
-        None => family.family != "deepseek_v2",
+        None => !family.softmax_scores,
         Some(1) => false,
         Some(2) => true,
         Some(other) => {
             return Err(about.unread("expert_gating_func", &format!("is {other}, which is not read")));
         }
     };
-    if sigmoid == (family.family == "deepseek_v2") {
+    if sigmoid == family.softmax_scores {
         return Err(about.unread("expert_gating_func", "is not that of the family, which is not read"));
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
