@@ -140,10 +140,11 @@ fn no_stage_uses_one_above_it() {
 
 /// Where operations of a block may be named, and why nothing is forgotten there when one is added. Elsewhere a question
 /// about an operation is a method of `Op`, whose match is exhaustive.
-const NAMES_OPERATIONS: [(&str, &str); 7] = [
+const NAMES_OPERATIONS: [(&str, &str); 8] = [
     ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
     ("model/norm.rs", "evaluates norms; another operation is an error"),
+    ("model/fused.rs", "recognizes what the kernels compute as they pack; the rest is computed before"),
     ("model/grouped.rs", "recognizes the experts that one call can run; others run one by one"),
     ("transform/fold.rs", "folds into norms and linears; another operation is an error"),
     ("transform/rotate.rs", "refuses each operation that it does not know to commute"),

@@ -213,6 +213,12 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
+    /// How many norms and gates of block `index` the kernels compute with the products that read them; none where there is
+    /// no such block.
+    pub fn fused_operations(&self, index: usize) -> usize {
+        self.blocks.get(index).map_or(0, Block::fused_operations)
+    }
+
     /// How many experts of block `index` run in one call of the kernels; none where there is no such block.
     pub fn experts_in_one_call(&self, index: usize) -> usize {
         self.blocks.get(index).map_or(0, Block::experts_in_one_call)

@@ -14,6 +14,7 @@ mod decoder;
 mod dequantized;
 mod embeddings;
 mod experts;
+mod fused;
 mod fused_experts;
 mod gates;
 mod grouped;

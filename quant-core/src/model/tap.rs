@@ -8,7 +8,8 @@ use crate::{CancelToken, Result};
 
 /// Watches the inputs of linears while a block runs.
 pub trait Tap {
-    /// Whether it looks at the inputs of linears. If it does not, linears may run several at once.
+    /// Whether it looks at the inputs of linears. If it does not, linears may run several at once, and with the norm or
+    /// gate before them: what [`linear_input`](Self::linear_input) is given is then what that reads.
     fn watches(&self) -> bool {
         true
     }

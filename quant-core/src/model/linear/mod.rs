@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{Module, Tensor};
 use quant_kernels_cpu::Isa;
-use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
+use quant_kernels_cpu::candle::{Fused, QuantizedLinear, Runner};
 
 pub use body::WeightBody;
 pub(super) use body::kernel_error;
@@ -21,8 +21,8 @@ pub(super) use product::multiply_tile;
 pub use rows::WeightRows;
 pub use stored::StoredWeight;
 
-use crate::Result;
 use crate::quantize::InputGrid;
+use crate::{Error, Result};
 
 /// The name of the path that quantized weights are multiplied by on this processor.
 pub fn kernels() -> &'static str {
@@ -118,6 +118,24 @@ impl Linear {
         }
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
         let products = QuantizedLinear::forward_each(&packed, &first.rounded(x)?)?;
+        products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
+    }
+
+    /// Whether the kernels can make the rows that it multiplies.
+    pub(super) fn takes_fused(&self) -> bool {
+        matches!(&*self.weight, WeightBody::Packed { grid: None, .. })
+    }
+
+    /// What linears that [go together](Self::goes_with) make of rows that the kernels compute.
+    ///
+    /// # Errors
+    /// When they do not go together, or shapes do not fit.
+    pub(super) fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
+        let packed = linears.iter().map(|linear| match &*linear.weight {
+            WeightBody::Packed { linear, grid: None } => Ok(linear),
+            _ => Err(Error::Internal("a linear is not packed".into())),
+        });
+        let products = QuantizedLinear::forward_fused(&packed.collect::<Result<Vec<_>>>()?, from)?;
         products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
     }
 
