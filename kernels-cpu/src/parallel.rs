@@ -6,6 +6,34 @@
 /// Pieces write to parts of one output without looking at each other: an implementation must call each
 /// number below `count` at most once and no other, and neither return nor unwind while a call runs. Results are
 /// whole only if every number was called.
+///
+/// # Examples
+///
+/// ```
+/// use quant_kernels_cpu::Parallel;
+///
+/// /// Threads that are started for each call.
+/// struct Scoped(usize);
+///
+/// // SAFETY: each number is called by one thread, and all threads are joined before it returns.
+/// unsafe impl Parallel for Scoped {
+///     fn threads(&self) -> usize {
+///         self.0
+///     }
+///
+///     fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+///         std::thread::scope(|scope| {
+///             for first in 0..self.0 {
+///                 scope.spawn(move || (first..count).step_by(self.0).for_each(piece));
+///             }
+///         });
+///     }
+/// }
+///
+/// let sum = std::sync::atomic::AtomicUsize::new(0);
+/// Scoped(2).for_each(5, &|number| _ = sum.fetch_add(number, std::sync::atomic::Ordering::Relaxed));
+/// assert_eq!(sum.into_inner(), 10);
+/// ```
 #[allow(unsafe_code, reason = "what implementations must keep")]
 pub unsafe trait Parallel: Sync {
     /// How many pieces may run at once; at least 1.

@@ -54,7 +54,8 @@ fn norms_and_gates_run_with_the_products_that_read_them() {
         for scheme in ["w4a16-g32-sym", "w8a8-channel-sym"] {
             let quantized = run(&model, &case.config, &recipe("rtn", scheme), None);
             let packed = decoder(&quantized.model()).packed().unwrap();
-            let fused: Vec<usize> = (0..packed.blocks()).map(|block| packed.fused_operations(block)).collect();
+            let fused: Vec<usize> =
+                (0..packed.blocks()).map(|block| packed.fused_operations(block)).collect();
             if ["llama", "mistral", "qwen2", "qwen3"].contains(&case.name) {
                 // Of attention's inputs, of the MLP's, and of its output.
                 assert!(fused.iter().all(|count| *count == 3), "{} {fused:?}", case.name);

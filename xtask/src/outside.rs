@@ -164,6 +164,24 @@ mod tests {
         }
     }
 
+    /// What stands in `examples/` is read by people who link a crate; programs that measure are in `measure/`.
+    #[test]
+    fn every_library_has_short_examples() {
+        let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda"];
+        for (library, extension, most) in
+            libraries.map(|name| (name, "rs", 40)).into_iter().chain([("kernels-c", "c", 45)])
+        {
+            let files = std::fs::read_dir(root().join(library).join("examples")).unwrap();
+            let files = files.map(|entry| entry.unwrap().path());
+            let files: Vec<_> = files.filter(|p| p.extension().is_some_and(|e| e == extension)).collect();
+            let lines = |path: &PathBuf| std::fs::read_to_string(path).unwrap().lines().count();
+            let short = files.iter().filter(|path| lines(path) <= most).count();
+            // In C the interface is shown once in full, too.
+            let all = library == "kernels-c" || short == files.len();
+            assert!(short > 0 && all, "{library}: {files:?}");
+        }
+    }
+
     #[test]
     fn outputs_are_read() {
         let said = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";

@@ -173,6 +173,17 @@ impl WeightFormat {
 /// `g64`, `g128` … or `channel`; of floating-point weights also `b128` and `tensor`), of integers symmetry (`sym` or
 /// `asym`), `progressive` where scales have two levels; of floating-point groups the kind of scales (`nv` or `mx`); with
 /// activations of 8 bits, `-static` or `-static-asym` where their scale is not found per token.
+///
+/// ```
+/// use quant_formats::scheme::{Granularity, LinearScheme};
+///
+/// let scheme: LinearScheme = "w4a16-g128-asym".parse()?;
+/// assert_eq!((scheme.bits(), scheme.is_symmetric()), (4, false));
+/// assert_eq!(scheme.granularity, Granularity::Group(128));
+/// assert_eq!(scheme.to_string(), "w4a16-g128-asym");
+/// assert!("w4a16-g0".parse::<LinearScheme>().is_err());
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
     /// What the codes of the weight mean.

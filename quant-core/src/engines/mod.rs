@@ -139,6 +139,24 @@ const GPTQ: &str = "gptq";
 const MODELOPT: &str = "modelopt";
 
 /// The engines whose rules are known.
+///
+/// ```
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::engines::{ENGINES, Outline, Verdict};
+/// use quant_core::model::Model;
+/// use quant_core::recipe::{Plan, Recipe};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?;
+/// let recipe = Recipe { scheme: "w4a16-g32".parse()?, ..Recipe::preset("awq-w4a16")? };
+/// let outline = Outline::new(&Plan::new(&model, &recipe, recipe.containers[0])?, &model);
+/// let transformers = ENGINES.iter().find(|engine| engine.name == "transformers").unwrap();
+/// assert!(matches!(transformers.loads(&outline, 1), Some(Verdict::Yes | Verdict::With(_))));
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CUDA",

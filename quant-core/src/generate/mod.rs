@@ -55,19 +55,29 @@ impl End {
 
 /// One sequence that grows: a decoder, its cache of keys and values, and the tokens in it.
 ///
-/// ```no_run
-/// # use quant_core::{CancelToken, Silent, generate::{GenerationSettings, Generator}, model::Decoder};
-/// # fn example(model: &quant_core::model::Model, prompt: &[u32]) -> quant_core::Result<()> {
+/// ```
+/// use std::ops::ControlFlow;
+///
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::generate::{GenerationSettings, Generator};
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?;
 /// let cancel = CancelToken::new();
-/// let decoder = Decoder::load(model, 1024, &Silent, &cancel)?.packed()?;
-/// let settings = GenerationSettings { max_new_tokens: 64, ..GenerationSettings::default() };
+/// let decoder = Decoder::load(&model, 128, &Silent, &cancel)?.packed()?; // quantized linears run on the kernels
+/// let settings = GenerationSettings { max_new_tokens: 8, ..GenerationSettings::default() };
 /// let mut new = Vec::new();
-/// Generator::new(&decoder).generate(prompt, &settings, &cancel, &mut |choice| {
+/// Generator::new(&decoder).generate(&[1, 2, 3], &settings, &cancel, &mut |choice| {
 ///     new.push(choice.token);
-///     Ok(std::ops::ControlFlow::Continue(()))
+///     Ok(ControlFlow::Continue(()))
 /// })?;
-/// # Ok(())
-/// # }
+/// assert_eq!(new.len(), 8);
+/// # Ok::<(), quant_core::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Generator<'a> {

@@ -17,6 +17,22 @@ use super::{
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// All blocks, the embedding and the head.
+///
+/// ```
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?; // float or quantized
+/// let decoder = Decoder::load(&model, 16, &Silent, &CancelToken::new())?;
+/// let hidden = decoder.hidden(&[&[1, 2, 3], &[4, 5, 6]])?; // two windows of three tokens
+/// assert_eq!(decoder.logits(&hidden)?.dims(), [2, 3, 64]);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Decoder {
     hidden: usize,

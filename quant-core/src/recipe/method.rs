@@ -293,6 +293,15 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 ///
 /// # Errors
 /// When there is none; the message lists those there are. As [`Method::of`].
+///
+/// ```
+/// use quant_core::recipe::{Rounding, method};
+///
+/// let steps = method("rotate,awq,gptq")?;
+/// assert_eq!((steps.steps(), steps.rounding), (vec!["rotate", "awq"], Rounding::Gptq));
+/// assert!(method("magic").is_err());
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());
