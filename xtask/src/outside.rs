@@ -1,9 +1,11 @@
 //! `cargo xtask outside`: programs as an engine's author would write them, outside the workspace, built and run.
 //!
-//! `read` links the leaf crates alone, and what it depends on is counted; `drive` and `score` link the pipeline and the
-//! evaluator. They are built with the versions of the workspace's lock file.
+//! `read` links the leaf crates alone; `drive` and `score` link the pipeline and the evaluator, without the features that
+//! they do not need. What they depend on is counted. To compile the pipeline once more, without the workspace's features,
+//! takes minutes: that is done every night ([`pipeline`]), and for every change the same two programs run as examples of
+//! the workspace. All are built with the versions of the workspace's lock file.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +14,10 @@ use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Crates that an engine takes on with `quant-formats` and `quant-kernels-cpu`, these two included.
 const MOST_DEPENDENCIES: usize = 40;
+/// Crates that a program takes on with the pipeline and the evaluator, without GPUs and chat templates.
+const MOST_OF_PIPELINE: usize = 190;
+/// What is left out of the pipeline by its features.
+const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
 /// How the model is written that the first program reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
@@ -27,20 +33,17 @@ const CHECKPOINTS: [(&str, &str); 5] = [
 /// # Errors
 /// When one does not build, prints something else than it should, or has too many dependencies.
 pub fn run() -> Result<()> {
-    let scratch = target_dir().join("outside-run");
-    if scratch.exists() {
-        std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
-    }
-    std::fs::create_dir_all(&scratch)?;
+    let scratch = scratch("outside-run")?;
     let read = build("read")?.join("read");
-    let pipeline = build("pipeline")?;
-    count("read")?;
+    count("read", MOST_DEPENDENCIES, &["candle", "token"])?;
+    count("pipeline", MOST_OF_PIPELINE, &LEFT_OUT)?;
 
-    // The program that the tests have built.
-    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    // What the tests have built.
+    execute(&mut cargo(&[
+        "build", "--workspace", "--bin", "quant", "--example", "drive", "--example", "score",
+    ]))?;
     let quant = target_dir().join("debug/quant");
-    let model = scratch.join("model");
-    execute(Command::new(&quant).args(["demo", "--save-model"]).arg(&model))?;
+    let model = demo(&scratch)?;
     let mut first: Vec<(String, f64)> = Vec::new();
     for (format, scheme) in CHECKPOINTS {
         let out = scratch.join(format!("{format}-{scheme}"));
@@ -62,11 +65,46 @@ pub fn run() -> Result<()> {
     let refused = Command::new(&read).arg(&model).output()?;
     ensure!(refused.status.code() == Some(4), "a float model ends with {}", refused.status);
 
-    let out = scratch.join("driven");
-    let said = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
+    drive_and_score(&target_dir().join("debug/examples"), &model, &scratch.join("driven"))
+}
+
+/// Builds the programs of the pipeline as their users do, and runs them; and checks that the crates build without any
+/// feature.
+///
+/// # Errors
+/// When one does not build, or a program does something else than it should.
+pub fn pipeline() -> Result<()> {
+    let scratch = scratch("outside-pipeline-run")?;
+    let programs = build("pipeline")?;
+    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    drive_and_score(&programs, &demo(&scratch)?, &scratch.join("driven"))?;
+    let mut bare = cargo(&["check", "-p", "quant-evaluator", "--no-default-features"]);
+    execute(bare.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
+}
+
+/// An empty directory.
+fn scratch(name: &str) -> Result<PathBuf> {
+    let scratch = target_dir().join(name);
+    if scratch.exists() {
+        std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
+    }
+    std::fs::create_dir_all(&scratch)?;
+    Ok(scratch)
+}
+
+/// The demo model, written into a directory.
+fn demo(scratch: &Path) -> Result<PathBuf> {
+    let model = scratch.join("model");
+    let quant = target_dir().join("debug/quant");
+    execute(Command::new(quant).args(["demo", "--save-model"]).arg(&model))?;
+    Ok(model)
+}
+
+fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
+    let said = output(Command::new(programs.join("drive")).arg(model).arg(out))?;
     ensure!(said.ends_with("units\n") && out.join("config.json").is_file(), "{said}");
     let text = root().join("calibration-data/heldout/narrative.txt");
-    let said = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
+    let said = output(Command::new(programs.join("score")).arg(model).arg(text))?;
     let perplexity: f64 = said.trim().parse().with_context(|| said.clone())?;
     // Below that of one that knows nothing, which is the size of the vocabulary.
     ensure!((2.0..4000.0).contains(&perplexity), "a perplexity of {perplexity}");
@@ -93,15 +131,16 @@ fn build(package: &str) -> Result<PathBuf> {
     Ok(target_dir().join("outside/debug"))
 }
 
-/// Counts the crates that a program links.
-fn count(package: &str) -> Result<()> {
+/// Counts the crates that a program links, `most` at most, and none whose name holds one of these.
+fn count(package: &str, most: usize, without: &[&str]) -> Result<()> {
     let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
     let tree = output(&mut { tree })?;
     let crates: std::collections::BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
-    ensure!(crates.len() <= MOST_DEPENDENCIES, "more than {MOST_DEPENDENCIES}: {crates:?}");
-    ensure!(!crates.iter().any(|name| name.contains("candle") || name.contains("token")), "{crates:?}");
+    ensure!(crates.len() <= most, "more than {most}: {crates:?}");
+    let unwanted = crates.iter().find(|name| without.iter().any(|part| name.contains(part)));
+    ensure!(unwanted.is_none(), "{unwanted:?} among {crates:?}");
     Ok(())
 }
 

@@ -1,9 +1,13 @@
 //! Conversations become text through the model's own chat template, and of that text it is known
 //! what the assistant wrote.
 
+#[cfg_attr(not(feature = "chat-templates"), path = "without_templates.rs")]
 mod compiled;
+#[cfg(feature = "chat-templates")]
 mod generation;
+#[cfg(feature = "chat-templates")]
 mod python;
+#[cfg(feature = "chat-templates")]
 mod render;
 mod template;
 
@@ -12,7 +16,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-pub(super) use self::compiled::Compiled;
+pub(super) use self::compiled::load;
 pub use self::template::ChatTemplate;
 use super::packing::Document;
 use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};

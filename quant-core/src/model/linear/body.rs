@@ -5,7 +5,7 @@ use std::sync::Arc;
 use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, Rayon};
 
-use super::cuda::CudaRunner;
+use super::cuda::{CudaLinear, CudaRunner};
 use super::{StoredWeight, WeightRows};
 use crate::quantize::{InputGrid, QuantizedTensor, Rows};
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ pub enum WeightBody {
     /// The same on a GPU, which activations go to and results come from.
     Cuda {
         /// The weight there.
-        linear: quant_kernels_cuda::standalone::Linear,
+        linear: CudaLinear,
         /// As of those that are packed.
         grid: Option<InputGrid>,
     },

@@ -1,6 +1,7 @@
 //! The linear layer: one product for every kind of weight.
 
 mod body;
+#[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
 mod product;
 mod rows;
@@ -14,7 +15,7 @@ use quant_kernels_cpu::candle::{Fused, QuantizedLinear, Runner};
 
 pub use body::WeightBody;
 pub(super) use body::kernel_error;
-pub use cuda::CudaRunner;
+pub use cuda::{CudaLinear, CudaRunner};
 use product::Product;
 pub use product::multiply;
 pub(super) use product::multiply_tile;
