@@ -16,6 +16,7 @@ const WINDOWS: usize = 4;
 
 /// What is seen of two models between their blocks.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Anatomy {
     /// Windows that were looked at.
     pub windows: usize,
@@ -28,6 +29,7 @@ pub struct Anatomy {
 /// How uneven the channels of a linear's input are: the largest magnitude of the largest channel over
 /// that of the median channel.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LinearInput {
     /// The block.
     pub block: usize,

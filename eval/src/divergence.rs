@@ -19,6 +19,7 @@ const LEVEL: f64 = 0.05;
 /// How far a model is from its reference.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Divergence {
     /// The reference's own scores.
     pub reference: Scores,
@@ -54,6 +55,7 @@ pub struct Divergence {
 /// Quantiles of a divergence over positions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct KlQuantiles {
     /// Half of all positions are below.
     pub median: Quantile,
@@ -70,6 +72,7 @@ pub struct KlQuantiles {
 /// Positions at which the reference is about as sure.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct ConfidenceBucket {
     /// The reference's largest probability is at least this,
     pub from: f64,
@@ -84,6 +87,7 @@ pub struct ConfidenceBucket {
 /// How far the reference is from itself when every block's output is off by what bfloat16 rounds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct NoiseFloor {
     /// `KL(reference ‖ disturbed reference)`, in nats per token.
     pub kl: Estimate,
@@ -95,6 +99,7 @@ pub struct NoiseFloor {
 
 /// What a model is compared with.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum Reference<'a> {
     /// A model that runs beside it.
     Model {

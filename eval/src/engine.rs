@@ -54,6 +54,7 @@ pub trait LogitsModel {
 
 /// What is scored.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum Scored<'a> {
     /// A decoder of `quant-core`.
     Decoder(&'a Decoder),

@@ -8,6 +8,7 @@ use crate::score::{Origin, Panel, dropped, require_finite};
 
 /// How likely a model finds the scored tokens of a window.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Likelihood {
     /// The sum of the natural logarithms of their probabilities.
     pub log_likelihood: f64,

@@ -35,6 +35,7 @@ const LONGEST: usize = 1 << 20;
 
 /// A rule for scoring a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Profile {
     /// `gptq-L`.
     Gptq {

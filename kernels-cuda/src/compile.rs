@@ -129,6 +129,7 @@ pub struct Image {
 
 /// What a kernel's machine code takes, of a thread and of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Usage {
     /// Registers of a thread.
     pub registers: u32,

@@ -40,7 +40,14 @@ pub fn run() -> Result<()> {
 
     // What the tests have built.
     execute(&mut cargo(&[
-        "build", "--workspace", "--bin", "quant", "--example", "drive", "--example", "score",
+        "build",
+        "--workspace",
+        "--bin",
+        "quant",
+        "--example",
+        "drive",
+        "--example",
+        "score",
     ]))?;
     let quant = target_dir().join("debug/quant");
     let model = demo(&scratch)?;

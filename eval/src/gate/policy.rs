@@ -67,6 +67,7 @@ pub struct Policy {
 /// What becomes of a gate that neither passes nor fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum OnInconclusive {
     /// It is inconclusive.
     #[default]
@@ -95,6 +96,7 @@ pub struct NonInferiority {
 /// What a result is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Against {
     /// The result of the same name in the baseline.
     Baseline,

@@ -11,6 +11,7 @@ use crate::{Error, Result};
 /// Each row is summed by itself and rows are added in order, so the result does not depend on the
 /// number of threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ErrorStats {
     /// Weights compared.
     pub count: u64,

@@ -62,6 +62,7 @@ pub struct Expert<'a> {
 
 /// What an expert makes of gate and up.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[non_exhaustive]
 pub enum ExpertGate {
     /// `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
     #[default]
@@ -92,6 +93,7 @@ impl ExpertGate {
 
 /// What weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExpertRows {
     /// Integers of 8 bits with a scale for every row (W4A8, W8A8), see [`Int8Rows`](crate::Int8Rows).
     Int8,

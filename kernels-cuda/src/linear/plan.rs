@@ -68,6 +68,7 @@ pub struct LinearArguments {
 
 /// Bytes that a launch moves, each as often as it must be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LinearTraffic {
     /// Of the packed matrix, fillers included; read once.
     pub weights: usize,

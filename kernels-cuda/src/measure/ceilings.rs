@@ -22,6 +22,7 @@ const LONG_ENOUGH: f64 = 1e-3;
 
 /// What is measured against.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Ceilings {
     /// Bytes read a second.
     pub read: f64,

@@ -41,6 +41,7 @@ struct Work {
 
 /// Seconds of a launch.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Times {
     /// Of each measurement, a mean over its launches, from the shortest on.
     pub seconds: Vec<f64>,

@@ -251,7 +251,7 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         Some(VerdictJson { ranks, loads: verdict.word(), reason: verdict.reason().map(str::to_owned) })
     };
     let ranks = RANKS.iter().filter_map(verdict).collect();
-    let Known { basis, version, date } = engine.known(outline);
+    let Known { basis, version, date, .. } = engine.known(outline);
     let checked = basis != Basis::NotChecked;
     let family = FamilyJson {
         basis: basis.word(),
@@ -319,7 +319,7 @@ fn engines_text(outline: &Outline) -> String {
         rows.push(row);
         // Of another version or day than the rest of the row.
         if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
-            let Known { basis, version, date } = known;
+            let Known { basis, version, date, .. } = known;
             dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
         }
     }

@@ -22,6 +22,7 @@ pub struct ExpertSampling {
 /// The tokens that experts are calibrated on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum ExpertTokens {
     /// Those that are routed to the expert.
     #[default]

@@ -5,10 +5,10 @@
 use rayon::prelude::*;
 
 use super::{chat, local_tokenizer};
-use crate::worker::{Content, Loadable, TextWorker, TextWorkers};
 #[cfg(not(all(feature = "tokenizers", feature = "chat-templates")))]
 use crate::Error;
 use crate::Result;
+use crate::worker::{Content, Loadable, TextWorker, TextWorkers};
 
 /// Runs tokenizers and templates where it is asked to. Panics of the libraries are errors; a stack that overflows, or
 /// memory that runs out, ends the process. Without the features `tokenizers` and `chat-templates` it has neither, and says

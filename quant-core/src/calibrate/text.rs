@@ -16,6 +16,7 @@ const LONGEST_LINE: u64 = 64 << 20;
 
 /// What a calibration file holds.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Corpus {
     /// Plain texts.
     Texts(Vec<String>),

@@ -11,6 +11,7 @@ use super::{COMPRESSED_TENSORS, GPTQ};
 
 /// How it is known that an engine has a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Basis {
     /// A checkpoint of it was loaded, and its numbers compared.
     Run,
@@ -46,6 +47,7 @@ pub(super) enum Has {
 
 /// How something is known of an engine, of which version, and since when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Known {
     /// How.
     pub basis: Basis,

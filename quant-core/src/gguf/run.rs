@@ -22,6 +22,7 @@ const PIECE: usize = 1 << 22;
 
 /// What was done to a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GgufTensorReport {
     /// Its name in the file.
     pub tensor: String,
@@ -49,6 +50,7 @@ pub struct GgufTensorReport {
 
 /// What was done.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct GgufReport {
     /// `quant-gguf-report/1`.
     pub schema: &'static str,

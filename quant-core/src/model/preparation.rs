@@ -2,6 +2,7 @@
 
 /// Each makes another model that computes the same, so what follows sees no difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Preparation {
     /// Weights of norms move into the linears that read them, and are 1 from then on.
     FoldNorms,

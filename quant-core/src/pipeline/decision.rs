@@ -53,6 +53,7 @@ impl Rounded {
 
 /// What GPTQ did to a linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GptqRecord {
     /// The mean over outputs and tokens of the squared error that is left in the linear's output, with what damping
     /// adds to it.

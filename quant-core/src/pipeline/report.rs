@@ -28,6 +28,7 @@ const LARGEST: u64 = 64 << 20;
 
 /// What a run did.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct QuantReport {
     /// The version of the schema, `quant-report/1`.
     pub schema: String,
@@ -68,6 +69,7 @@ pub struct QuantReport {
 
 /// Identifies the input, whatever its files are called.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SourceDigest {
     /// Tensors that were hashed.
     pub tensors: u64,
@@ -77,6 +79,7 @@ pub struct SourceDigest {
 
 /// The calibration batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CalibrationReport {
     /// How candidates were compared, by methods that search.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -110,6 +113,7 @@ pub struct CalibrationReport {
 
 /// What rounding a weight cost, against the float weight as it was rewritten.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct WeightError {
     /// `√(Σ(w − ŵ)² / Σw²)`.
     pub relative_rms: f64,
@@ -131,6 +135,7 @@ impl From<ErrorStats> for WeightError {
 
 /// What happened to one tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TensorReport {
     /// Its name in the input.
     pub tensor: String,
@@ -192,6 +197,7 @@ pub struct TensorReport {
 
 /// The grid of a linear's input.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct InputReport {
     /// The step.
     pub scale: f32,

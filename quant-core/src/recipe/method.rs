@@ -198,6 +198,7 @@ fn prepares(step: &str) -> Option<Preparation> {
 
 /// How weights become codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Rounding {
     /// Each to the nearest of its grid.
     Nearest,

@@ -58,6 +58,7 @@ pub enum Action {
 
 /// One tensor of the input, what happens to it, and what is written in its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanEntry {
     /// Its name as a float tensor of the model.
     pub tensor: String,

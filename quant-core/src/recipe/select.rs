@@ -9,6 +9,7 @@ const OVERRIDE: &str = "override";
 
 /// Which modules an `--ignore` or `--override` selected.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SelectorMatches {
     /// The option and its value as given, without the pattern's scheme spelled out anew.
     pub option: &'static str,

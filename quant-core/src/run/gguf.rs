@@ -23,6 +23,7 @@ const FILE: &str = "model.gguf";
 
 /// A GGUF file that was written.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct GgufDone {
     /// What each tensor got.
     pub plan: GgufPlan,

@@ -61,6 +61,7 @@ impl QuantizeRequest {
 
 /// What a run has written.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Done {
     /// Checkpoints.
     Checkpoints(Quantized),
@@ -70,6 +71,7 @@ pub enum Done {
 
 /// Checkpoints, one for each format.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Quantized {
     /// Each with its report.
     pub outputs: Vec<(Published, QuantReport)>,

@@ -18,6 +18,7 @@ pub(super) struct Candidate {
 /// How the candidates of a scale search are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Search {
     /// All candidates on a share of the batch, the better ones on more of it, until one is left or
     /// the rest are as good; from the batch's Gram matrix where that is cheaper, and then exactly.

@@ -40,6 +40,7 @@ const USUAL: KvScheme = KvScheme::Kv4;
 
 /// What SmoothAttention did to an attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct AttentionRecord {
     /// What makes the keys, and is divided.
     pub keys: String,

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// A rule that a file breaks, or what of it this version does not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GgufFault {
     /// It is not as the format says: damaged, incomplete, or made to mislead.
     Damaged(String),

@@ -128,6 +128,7 @@ pub struct Architecture {
 
 /// A factor of embeddings.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum EmbeddingScale {
     /// As the configuration has it.
     Exact(f64),

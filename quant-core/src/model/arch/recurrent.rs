@@ -18,6 +18,7 @@ pub struct Recurrent {
 
 /// What a recurrent operation computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum RecurrentKind {
     /// Every channel of the input convolved with a kernel of its own.
     Convolution(Convolution),

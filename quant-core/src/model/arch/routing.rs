@@ -49,6 +49,7 @@ impl Routing {
 
 /// What a router's scores are.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Scores {
     /// The softmax of the logits of all experts.
     Softmax,

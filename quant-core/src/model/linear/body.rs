@@ -12,6 +12,7 @@ use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum WeightBody {
     /// Widened already.
     F32 {

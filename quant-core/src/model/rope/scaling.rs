@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 /// How the rotary frequencies are changed for contexts longer than the model was trained on.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum RopeScaling {
     /// Not at all.
     None,

@@ -12,6 +12,7 @@ use crate::{Error, Result};
 /// Whatever the order, groups are runs of neighbouring columns, so no container needs an index of groups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ActOrder {
     /// From the first to the last. A group's grid is found when its first column is reached, from what its weights
     /// have become by then.
