@@ -22,7 +22,7 @@ const STAGES: [&str; 14] = [
     "run",
 ];
 /// What every stage may use. Of the stages they name error types alone.
-const SHARED: [&str; 7] = ["digest", "error", "progress", "random", "vector", "wording", "worker"];
+const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {
@@ -255,6 +255,31 @@ fn names_of_containers_and_families_are_data() {
     }
     assert!(faults.is_empty(), "make it an entry of a table:\n{}", faults.join("\n"));
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
+}
+
+/// What asks the operating system directly, and what for; another system needs these and nothing else.
+const SYSTEM_CALLS: [(&str, &str); 4] = [
+    ("formats/src/system.rs", "files"),
+    ("quant-core/src/worker/process.rs", "processes that run tokenizers; on Linux alone"),
+    ("quant-core/src/worker/limits.rs", "their limits, and how much memory there is; likewise"),
+    ("quant-core/src/worker/wire.rs", "paths as bytes, between two processes of one program"),
+];
+
+#[test]
+fn the_operating_system_is_asked_in_few_places() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut asking = BTreeSet::new();
+    for folder in ["formats", "quant-core", "eval"] {
+        let mut files = Vec::new();
+        sources(&root.join(folder).join("src"), &mut files);
+        for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
+            let text = without_tests(&std::fs::read_to_string(file).unwrap());
+            if ["std::os::", "rustix::", "\"/proc/"].iter().any(|call| text.contains(call)) {
+                asking.insert(file.strip_prefix(&root).unwrap().to_string_lossy().replace('\\', "/"));
+            }
+        }
+    }
+    assert_eq!(asking, SYSTEM_CALLS.iter().map(|(place, _)| (*place).to_owned()).collect());
 }
 
 #[test]

@@ -3,11 +3,10 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use super::job::job_path;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// Fails when `output`, or the job directory beside it, is the directory `input`, lies inside it,
 /// or lies around it. Links, mounts of one directory in two places and different spellings are seen
@@ -37,7 +36,7 @@ fn overlap(input: &Path, output: &Path) -> bool {
 /// Whether `path` or a directory above it is the same directory as `above` under another name, as
 /// a bind mount makes possible.
 fn has_ancestor(path: &Path, above: &Path) -> bool {
-    let identity = |p: &Path| fs::metadata(p).ok().map(|m| (m.dev(), m.ino()));
+    let identity = |p: &Path| fs::metadata(p).ok().map(|m| system::identity(&m));
     let Some(sought) = identity(above) else { return false };
     path.ancestors().any(|p| identity(p) == Some(sought))
 }
