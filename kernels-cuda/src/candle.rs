@@ -46,7 +46,7 @@ use crate::device::{self, Kernels};
 use crate::float::Float;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, CallShape, DeviceLimits, LinearCall};
+use crate::linear::{CallArguments, CallShape, LinearCall, LinearLimits};
 use crate::tensor::{input, types};
 
 /// Weights `[n, k]` on a device, packed once.
@@ -127,7 +127,7 @@ impl PackedLinear {
 pub struct Runner {
     // Dropped before the device, whose context they are loaded into.
     kernels: Arc<Kernels>,
-    limits: DeviceLimits,
+    limits: LinearLimits,
     device: CudaDevice,
 }
 

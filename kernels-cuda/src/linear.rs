@@ -15,8 +15,8 @@ mod variant;
 pub use call::{CallArguments, CallLaunch, CallShape, LinearCall};
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
-pub use scheme::{Activation, LinearScheme, Output};
-pub use variant::{BLOCK_ROWS, BlockShape, DeviceLimits, LinearVariant, Parts};
+pub use scheme::{Activation, Output, ProductScheme};
+pub use variant::{BLOCK_ROWS, BlockShape, LinearLimits, LinearVariant, Parts};
 
 use crate::compile::Source;
 

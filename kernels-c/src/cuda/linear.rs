@@ -6,7 +6,7 @@ use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::device::DeviceLimits;
 use quant_kernels_cuda::launch::LaunchShape;
 use quant_kernels_cuda::layout::{SECTION, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, LinearArguments, LinearPlan, LinearScheme, Output};
+use quant_kernels_cuda::linear::{Activation, LinearArguments, LinearPlan, Output, ProductScheme};
 
 use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
@@ -96,7 +96,7 @@ impl Launch for Linear {
             _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
         };
         // Parts that do not fit each other are refused before a device is asked for.
-        LinearScheme::new(&layout, activation, output)?;
+        ProductScheme::new(&layout, activation, output)?;
         let device = DeviceLimits::current()?;
         let plan = LinearPlan::new(&layout, activation, output, s.m, &(&device).into())?;
         let wanted = vec![(plan.variant.compiled(), plan.launch)];

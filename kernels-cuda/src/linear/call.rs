@@ -7,7 +7,7 @@ use quant_kernels_cpu::KernelError;
 
 use super::plan::{LinearArguments, LinearPlan};
 use super::scheme::{Activation, Output};
-use super::variant::DeviceLimits;
+use super::variant::LinearLimits;
 use crate::activation::{ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows};
 use crate::compile::Variant;
 use crate::float::Float;
@@ -104,7 +104,7 @@ impl LinearCall {
     /// When weights and activations do not belong together: `f32` or `fixed` with weights for floats; rows that are other
     /// than `k` elements apart with integers, or fewer with floats; a scale that is not above zero; a zero without sums in
     /// the layout. What plans refuse.
-    pub fn new(layout: &WeightLayout, shape: &CallShape, device: &DeviceLimits) -> Result<Self, KernelError> {
+    pub fn new(layout: &WeightLayout, shape: &CallShape, device: &LinearLimits) -> Result<Self, KernelError> {
         let (n, k) = (layout.n(), layout.k());
         let CallShape { m, element, stride, output, fixed } = *shape;
         let refuse = |why| Err(KernelError::Scheme(why));
@@ -254,7 +254,7 @@ mod tests {
         m: usize,
     ) -> Result<LinearCall, KernelError> {
         let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
-        LinearCall::new(layout, &shape, &DeviceLimits::of(Architecture::Sm90))
+        LinearCall::new(layout, &shape, &LinearLimits::of(Architecture::Sm90))
     }
 
     fn places(call: &LinearCall, layout: &WeightLayout, each: usize) -> CallArguments {
@@ -344,7 +344,7 @@ mod tests {
         let layout = layout(1004, Order::Float, false);
         let shape = CallShape { stride: 1008, output: Output::F32, ..CallShape::new(Float::F16, 3, 1004) };
         let new =
-            |shape: &CallShape, layout| LinearCall::new(layout, shape, &DeviceLimits::of(Architecture::Sm90));
+            |shape: &CallShape, layout| LinearCall::new(layout, shape, &LinearLimits::of(Architecture::Sm90));
         let call = new(&shape, &layout).unwrap();
         let at = CallArguments {
             out: Region { bytes: 4 * 3 * 512, ..places(&call, &layout, 2).out },

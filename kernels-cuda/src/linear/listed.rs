@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 
-use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{DeviceLimits, LinearVariant};
+use super::scheme::{Activation, Output, ProductScheme};
+use super::variant::{LinearLimits, LinearVariant};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
@@ -24,10 +24,10 @@ pub fn variants() -> Vec<Entry> {
 
 /// The variants that a typical device of an architecture takes; of the common schemes, or of all.
 pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
-    let device = DeviceLimits::of(architecture);
+    let device = LinearLimits::of(architecture);
     let mut variants = Vec::new();
     for (turn, (layout, activation, output, common)) in schemes().into_iter().enumerate() {
-        let Ok(scheme) = LinearScheme::new(&layout, activation, output) else { continue };
+        let Ok(scheme) = ProductScheme::new(&layout, activation, output) else { continue };
         let tokens: &[usize] = match (common, all) {
             (true, true) => &[8, 16, 32, 64, 128, 4096],
             (true, false) => &[8, 16, 4096],

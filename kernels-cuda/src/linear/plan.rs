@@ -2,8 +2,8 @@
 
 use quant_kernels_cpu::KernelError;
 
-use super::scheme::{Activation, LinearScheme, Output};
-use super::variant::{BLOCK_ROWS, DeviceLimits, LinearVariant, Parts};
+use super::scheme::{Activation, Output, ProductScheme};
+use super::variant::{BLOCK_ROWS, LinearLimits, LinearVariant, Parts};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
@@ -13,13 +13,13 @@ use crate::layout::{SECTION, Section, WeightLayout};
 /// use quant_kernels_cpu::WeightView;
 /// use quant_kernels_cuda::compile::Architecture;
 /// use quant_kernels_cuda::layout::{Order, WeightLayout};
-/// use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+/// use quant_kernels_cuda::linear::{Activation, LinearLimits, LinearPlan, Output};
 ///
 /// # let (codes, scales) = (vec![9; 4096 * 128], vec![0.5; 4096]);
 /// # let view = WeightView::new([4096, 128], 4, 128, &codes, &scales, None)?;
 /// # let layout = WeightLayout::of(&view, Order::Float, false)?;
 /// // For one token on an H100 or H200; needs no device.
-/// let device = DeviceLimits::of(Architecture::Sm90);
+/// let device = LinearLimits::of(Architecture::Sm90);
 /// let plan = LinearPlan::new(&layout, Activation::Bf16, Output::Bf16, 1, &device)?;
 /// println!("{} with {} bytes of workspace", plan.variant.name(), plan.workspace_bytes);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -99,9 +99,9 @@ impl LinearPlan {
         activation: Activation,
         output: Output,
         m: usize,
-        device: &DeviceLimits,
+        device: &LinearLimits,
     ) -> Result<Self, KernelError> {
-        let scheme = LinearScheme::new(layout, activation, output)?;
+        let scheme = ProductScheme::new(layout, activation, output)?;
         let variant = LinearVariant::choose(scheme, [layout.n(), layout.k()], m, device);
         Self::of_variant(variant, layout, m)
     }
@@ -233,7 +233,7 @@ mod tests {
 
     fn plan(n: usize, k: usize, m: usize) -> Result<LinearPlan, KernelError> {
         let layout = WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false)?;
-        let device = DeviceLimits::of(Architecture::Sm90);
+        let device = LinearLimits::of(Architecture::Sm90);
         LinearPlan::new(&layout, Activation::F16, Output::F16, m, &device)
     }
 

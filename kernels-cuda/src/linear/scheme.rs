@@ -32,7 +32,7 @@ pub enum Output {
 
 /// What of weights, activations and results is compiled into a variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct LinearScheme {
+pub struct ProductScheme {
     pub(super) activation: Activation,
     pub(super) output: Output,
     /// The format of codes that are no integers.
@@ -58,7 +58,7 @@ pub(super) enum Scale {
     E8m0,
 }
 
-impl LinearScheme {
+impl ProductScheme {
     /// That of packed weights with these activations and results.
     ///
     /// # Errors

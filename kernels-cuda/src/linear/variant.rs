@@ -3,7 +3,7 @@
 use quant_kernels_cpu::FloatFormat;
 
 use super::SOURCE;
-use super::scheme::{Activation, LinearScheme, Output, Scale};
+use super::scheme::{Activation, Output, ProductScheme, Scale};
 use crate::compile::{Architecture, Variant};
 use crate::layout::{TILE_K, TILE_ROWS};
 
@@ -59,7 +59,7 @@ pub const BLOCK_ROWS: usize = 128;
 
 /// What a device has, as far as plans depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeviceLimits {
+pub struct LinearLimits {
     /// Bytes of shared memory that one block may have.
     pub shared_of_block: usize,
     /// Bytes of shared memory that a multiprocessor has.
@@ -68,7 +68,7 @@ pub struct DeviceLimits {
     pub multiprocessors: usize,
 }
 
-impl From<&crate::device::DeviceLimits> for DeviceLimits {
+impl From<&crate::device::DeviceLimits> for LinearLimits {
     fn from(device: &crate::device::DeviceLimits) -> Self {
         Self {
             shared_of_block: device.shared_of_block as usize,
@@ -78,7 +78,7 @@ impl From<&crate::device::DeviceLimits> for DeviceLimits {
     }
 }
 
-impl DeviceLimits {
+impl LinearLimits {
     /// Those of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
     pub fn of(architecture: Architecture) -> Self {
         let (shared_of_block, multiprocessors) = match architecture {
@@ -97,7 +97,7 @@ impl DeviceLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearVariant {
     /// What it multiplies.
-    pub scheme: LinearScheme,
+    pub scheme: ProductScheme,
     /// By how many threads.
     pub shape: BlockShape,
     /// Whether chunks of `k` have halves: [`Parts::halved`].
@@ -173,7 +173,7 @@ impl LinearVariant {
     }
 
     /// Bytes of one slot of the ring.
-    fn stage_bytes(scheme: &LinearScheme, tokens: usize) -> usize {
+    fn stage_bytes(scheme: &ProductScheme, tokens: usize) -> usize {
         let blocks = BLOCK_ROWS / TILE_ROWS;
         let tile = TILE_ROWS * TILE_K * scheme.code_bits / 8;
         blocks * (tile + scheme.parameter_bytes) + tokens * TILE_K * scheme.activation_bytes()
@@ -197,7 +197,7 @@ impl LinearVariant {
 
     /// The variant for so many tokens on such a device: the smallest shape that holds them, or the largest that there is;
     /// chunks follow each other in one block where tiles of results are enough to occupy the device.
-    pub fn choose(scheme: LinearScheme, [n, k]: [usize; 2], m: usize, device: &DeviceLimits) -> Self {
+    pub fn choose(scheme: ProductScheme, [n, k]: [usize; 2], m: usize, device: &LinearLimits) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
         let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);

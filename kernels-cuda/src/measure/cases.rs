@@ -9,7 +9,7 @@ use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, Deco
 use crate::compile::Variant;
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{Activation, DeviceLimits, LinearArguments, LinearPlan, Output};
+use crate::linear::{Activation, LinearArguments, LinearLimits, LinearPlan, Output};
 
 /// Which rate products are held to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +106,7 @@ const TOKENS: [usize; 8] = [1, 8, 16, 32, 64, 256, 1024, 4096];
 ///
 /// # Errors
 /// When one is not in this version.
-pub fn cases(device: &DeviceLimits) -> Result<Vec<Case>, KernelError> {
+pub fn cases(device: &LinearLimits) -> Result<Vec<Case>, KernelError> {
     let mut cases = Vec::new();
     for m in [1, 64, 4096] {
         for k in [4096, 8192, 14_336] {
@@ -209,7 +209,7 @@ fn linear(
     layout: WeightLayout,
     input: Activation,
     m: usize,
-    device: &DeviceLimits,
+    device: &LinearLimits,
 ) -> Result<Case, KernelError> {
     let (n, k) = (layout.n(), layout.k());
     let plan = LinearPlan::new(&layout, input, Output::F16, m, device)?;

@@ -200,7 +200,7 @@ pub fn compile_ahead(directory: &Path, architectures: &[Architecture]) -> Result
     let mut count = 0;
     for &architecture in architectures {
         let mut variants = ceilings::variants();
-        for case in cases(&linear::DeviceLimits::of(architecture))? {
+        for case in cases(&linear::LinearLimits::of(architecture))? {
             if !variants.contains(&case.variant) {
                 variants.push(case.variant);
             }

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::image_cache::ImageCache;
 use crate::launch::{Region, Stream};
 use crate::layout::{Order, WeightLayout};
-use crate::linear::{CallArguments, CallLaunch, CallShape, DeviceLimits, LinearCall, Output};
+use crate::linear::{CallArguments, CallLaunch, CallShape, LinearCall, LinearLimits, Output};
 
 /// Values of activations or results that are on the device at once, at most.
 const VALUES_AT_ONCE: usize = 1 << 26;
@@ -79,7 +79,7 @@ pub struct Linear {
     layout: WeightLayout,
     weight: Memory,
     activations: Activations,
-    limits: DeviceLimits,
+    limits: LinearLimits,
     runner: Arc<Runner>,
 }
 
@@ -99,7 +99,7 @@ impl Linear {
         let mut packed = vec![0; layout.bytes()];
         layout.pack(view, &mut packed)?;
         let weight = Memory::of(&packed)?;
-        let limits = DeviceLimits::from(&runner.gpu.limits);
+        let limits = LinearLimits::from(&runner.gpu.limits);
         let linear = Self { layout, weight, activations, limits, runner: Arc::clone(runner) };
         // No rows are refused for what all would be.
         linear.call(0)?;

@@ -4,7 +4,7 @@
 use quant_kernels_cpu::ScaleType;
 use quant_kernels_cuda::compile::Architecture;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+use quant_kernels_cuda::linear::{Activation, LinearLimits, LinearPlan, Output};
 use quant_ptx_interpreter::{Counters, Options};
 
 use crate::DEVICE;
@@ -114,7 +114,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
 /// with 16 tokens a sixth. It is what the 32 row tiles cost that cannot occupy a device alone.
 #[test]
 fn bytes_of_models_shapes() {
-    let device = DeviceLimits::of(Architecture::Sm90);
+    let device = LinearLimits::of(Architecture::Sm90);
     let ratio = |n: usize, k: usize, m: usize| {
         let layout =
             WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();

@@ -1,7 +1,7 @@
 //! What results may not depend on: the rows beside a row, their number, the shape of a block, the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
-use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearScheme, LinearVariant, Output, Parts};
+use quant_kernels_cuda::linear::{Activation, LinearPlan, LinearVariant, Output, Parts, ProductScheme};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -38,7 +38,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn variant(problem: &Problem, m: usize) -> LinearVariant {
-    let scheme = LinearScheme::new(&problem.layout, problem.activation, problem.output).unwrap();
+    let scheme = ProductScheme::new(&problem.layout, problem.activation, problem.output).unwrap();
     LinearVariant::choose(scheme, problem.case.shape, m, &DEVICE)
 }
 

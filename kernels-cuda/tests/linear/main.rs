@@ -13,8 +13,8 @@ mod results;
 #[path = "../support/mod.rs"]
 mod support;
 
-use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::linear::LinearLimits;
 
 /// An A10: with little shared memory a ring is short, and goes round soon.
-const DEVICE: DeviceLimits =
-    DeviceLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };
+const DEVICE: LinearLimits =
+    LinearLimits { shared_of_block: 101_376, shared_of_multiprocessor: 102_400, multiprocessors: 72 };

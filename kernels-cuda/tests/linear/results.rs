@@ -1,7 +1,7 @@
 //! Every scheme on ragged shapes, and on values at the ends of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
-use quant_kernels_cuda::linear::{Activation, DeviceLimits, LinearPlan, Output};
+use quant_kernels_cuda::linear::{Activation, LinearLimits, LinearPlan, Output};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -190,7 +190,7 @@ fn a_deep_ring() {
     if !ready() {
         return;
     }
-    let device = DeviceLimits::of(Architecture::Sm90);
+    let device = LinearLimits::of(Architecture::Sm90);
     let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
     for problem in [
         Problem::float(case(Kind::F16), Activation::F16, Output::F16, 3, Draw::Typical, 9),

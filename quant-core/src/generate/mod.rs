@@ -21,7 +21,7 @@ use std::ops::ControlFlow;
 pub use self::sampler::{Candidate, Choice, Sampler};
 pub use self::settings::GenerationSettings;
 pub use self::text_stream::TextStream;
-use crate::model::{Decoder, KvCache};
+use crate::model::{Decoder, SequenceCache};
 use crate::{CancelToken, Error, Result};
 
 /// Tokens of a prompt that are read at once: enough to use matrix products well, few enough to stop soon and to keep
@@ -82,7 +82,7 @@ impl End {
 #[derive(Debug)]
 pub struct Generator<'a> {
     decoder: &'a Decoder,
-    cache: KvCache,
+    cache: SequenceCache,
     /// What the cache holds.
     tokens: Vec<u32>,
 }

@@ -11,8 +11,8 @@ use quant_kernels_cpu::candle::Runner;
 use super::per_layer::PerLayer;
 use super::soft_cap::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCache, KvCaching, KvScheme, Linear,
-    LogitsTransform, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCaching, KvScheme, Linear, LogitsTransform,
+    Model, NoTap, NodeId, Norm, Op, PositionTable, SequenceCache, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -307,15 +307,15 @@ impl Decoder {
     }
 
     /// An empty cache that fits this decoder.
-    pub fn cache(&self) -> KvCache {
-        KvCache::new(self.blocks.len(), self.positions)
+    pub fn cache(&self) -> SequenceCache {
+        SequenceCache::new(self.blocks.len(), self.positions)
     }
 
     /// Appends `tokens` of one sequence to the cache and returns the last one's logits `[vocab]`.
     ///
     /// # Errors
     /// When a token is outside the vocabulary, or the cache is full.
-    pub fn step(&self, tokens: &[u32], cache: &mut KvCache) -> Result<Tensor> {
+    pub fn step(&self, tokens: &[u32], cache: &mut SequenceCache) -> Result<Tensor> {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {
             return Err(Error::Internal(format!(

@@ -49,7 +49,7 @@ pub use arch::{
 };
 pub use block::Block;
 pub(crate) use by_columns::transposed;
-pub use cache::{KvCache, LayerCache};
+pub use cache::{LayerCache, SequenceCache};
 pub use decoder::Decoder;
 pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;

@@ -2,7 +2,7 @@
 
 use quant_core::model::CudaRunner;
 use quant_core::{Error, Result};
-use quant_kernels_cuda::linear::DeviceLimits;
+use quant_kernels_cuda::linear::LinearLimits;
 use quant_kernels_cuda::measure::{Bound, Case, Ceilings, Meter, Times, cases};
 use serde::Serialize;
 
@@ -110,7 +110,7 @@ pub(super) fn run(only: &Only, json: &JsonOption, session: &Session) -> Result<(
     CudaRunner::new()?;
     let meter = Meter::new().map_err(|e| unavailable(&e))?;
     let gpu = meter.gpu();
-    let mut cases = cases(&DeviceLimits::from(&gpu.limits)).map_err(refused)?;
+    let mut cases = cases(&LinearLimits::from(&gpu.limits)).map_err(refused)?;
     cases.retain(|case| only.takes(&format!("{} {} {}", case.name, case.shape, case.tokens)));
     only.check(cases.len())?;
     session.progress.note("what the device can do");
