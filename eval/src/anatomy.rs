@@ -16,6 +16,7 @@ const WINDOWS: usize = 4;
 
 /// Differences between two models, block by block.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Anatomy {
     /// Number of windows that were run.
     pub windows: usize,
@@ -28,6 +29,7 @@ pub struct Anatomy {
 /// How uneven the channels of a linear's input are: the ratio of the largest channel's largest magnitude to the median
 /// channel's.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LinearInput {
     /// The block.
     pub block: usize,

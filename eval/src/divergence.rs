@@ -19,6 +19,7 @@ const LEVEL: f64 = 0.05;
 /// The divergence of a model from its reference.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Divergence {
     /// The reference's own scores.
     pub reference: Scores,
@@ -54,6 +55,7 @@ pub struct Divergence {
 /// Quantiles of a divergence over positions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct KlQuantiles {
     /// The 50th percentile.
     pub median: Quantile,
@@ -70,6 +72,7 @@ pub struct KlQuantiles {
 /// Positions at which the reference has a similar confidence.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct ConfidenceBucket {
     /// The reference's largest probability is at least this,
     pub from: f64,
@@ -85,6 +88,7 @@ pub struct ConfidenceBucket {
 /// bfloat16.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct NoiseFloor {
     /// `KL(reference ‖ disturbed reference)`, in nats per token.
     pub kl: Estimate,
@@ -96,6 +100,7 @@ pub struct NoiseFloor {
 
 /// The reference of a comparison.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum Reference<'a> {
     /// A model that runs in the same process.
     Model {

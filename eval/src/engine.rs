@@ -53,6 +53,7 @@ pub trait LogitsModel {
 
 /// A model to score.
 #[derive(Clone, Copy)]
+#[non_exhaustive]
 pub enum Scored<'a> {
     /// A decoder of `quant-core`.
     Decoder(&'a Decoder),

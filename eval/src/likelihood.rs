@@ -8,6 +8,7 @@ use crate::score::{Origin, Panel, dropped, require_finite};
 
 /// The likelihood of a window's scored tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Likelihood {
     /// The sum of the natural logarithms of their probabilities.
     pub log_likelihood: f64,

@@ -33,6 +33,7 @@ const MAX_WINDOW: usize = 1 << 20;
 
 /// A rule for scoring a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Profile {
     /// `gptq-L`.
     Gptq {

@@ -27,6 +27,7 @@ const TOLERANCE: f64 = 1e-9;
 /// The measurements of a model on a text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Evaluation {
     /// [`SCHEMA`].
     pub schema: String,
@@ -111,6 +112,7 @@ pub struct SchemeShare {
 /// A text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct TextIdentity {
     /// Its name.
     pub name: String,

@@ -16,13 +16,12 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use quant_core::checkpoint::{Dtype, parse_strictly};
 use quant_core::model::{Decoder, Head, HeadParts, LogitsTransform};
-use quant_core::{CancelToken, Error, Observer, Result};
+use quant_core::{CancelToken, Error, Observer, Result, system};
 use serde::{Deserialize, Serialize};
 
 use crate::score::{Origin, Panel, require_finite};
@@ -106,7 +105,7 @@ impl StoredReference {
             return Err(fault("is truncated: its header does not end where the file does".into()));
         }
         let mut bytes = vec![0; length as usize];
-        file.read_exact_at(&mut bytes, offset).map_err(io)?;
+        system::read_exact_at(&file, &mut bytes, offset).map_err(io)?;
         let digest = blake3::hash(&bytes);
         if digest.as_bytes()[..] != prelude[24..] {
             return Err(fault("was changed: the BLAKE3 hash of its header differs".into()));
@@ -128,7 +127,7 @@ impl StoredReference {
             return Err(fault(format!("has {} bytes before its header, but declares {}", offset, sizes.end)));
         }
         let mut part = vec![0; sizes.weight + sizes.bias];
-        file.read_exact_at(&mut part, PRELUDE).map_err(io)?;
+        system::read_exact_at(&file, &mut part, PRELUDE).map_err(io)?;
         if blake3::hash(&part).to_hex().as_str() != header.head_blake3 {
             return Err(fault("was changed: the BLAKE3 hash of its head differs".into()));
         }
@@ -197,7 +196,7 @@ impl StoredReference {
         for &window in windows {
             let positions = self.header.window_tokens[window];
             let mut bytes = vec![0; positions * self.header.width * 4];
-            let read = self.file.read_exact_at(&mut bytes, self.offsets[window]);
+            let read = system::read_exact_at(&self.file, &mut bytes, self.offsets[window]);
             read.map_err(|e| Error::io("read", self.path.as_path(), e))?;
             if blake3::hash(&bytes).to_hex().as_str() != self.header.window_blake3[window] {
                 return Err(fault(

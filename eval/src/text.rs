@@ -40,6 +40,7 @@ impl Window {
 /// The token before a text's own tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct BosPolicy {
     /// Its position.
     pub policy: Bos,

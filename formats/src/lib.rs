@@ -23,6 +23,7 @@ mod progress;
 pub mod quantize;
 pub mod random;
 pub mod scheme;
+pub mod system;
 pub mod vector;
 pub mod worker;
 

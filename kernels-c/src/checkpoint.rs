@@ -91,15 +91,14 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
-        // Names contain no zero byte: headers with control characters are rejected.
-        let c_text = |text: &str| CString::new(text).unwrap_or_default();
-        let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
-        let texts = opened.linears().iter().map(both).collect();
-        out.put(memory::boxed(qz1_checkpoint { opened, texts })?);
-        Ok(())
+        memory::make(scope, out, || {
+            let opened = QuantizedCheckpoint::open(self::path(text(path, "the path")?)?)?;
+            // Names contain no zero byte: headers with control characters are rejected.
+            let c_text = |text: &str| CString::new(text).unwrap_or_default();
+            let both = |linear: &QuantizedLinear| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
+            let texts = opened.linears().iter().map(both).collect();
+            Ok(qz1_checkpoint { opened, texts })
+        })
     })
 }
 
@@ -109,10 +108,8 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
 /// The handle comes from `qz1_checkpoint_open` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_checkpoint_free(checkpoint: *mut qz1_checkpoint) {
-    if !checkpoint.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(checkpoint) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(checkpoint) }
 }
 
 /// The number of quantized linears. They are numbered from 0, in the order of their names.
@@ -199,21 +196,20 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        let checkpoint = scope.look(checkpoint, "the checkpoint")?;
-        let linear = linear(checkpoint, index)?;
-        let tensor = checkpoint.opened.read(&linear.name)?;
-        let bias = checkpoint.opened.bias(&linear.name)?;
-        if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
-            return Err(Fault::new(
-                qz1_status::Checkpoint,
-                "the length of the bias differs from the number of rows of the weight",
-            ));
-        }
-        let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
-        out.put(memory::boxed(qz1_tensor { tensor, scale_codes, bias })?);
-        Ok(())
+        memory::make(scope, out, || {
+            let checkpoint = scope.look(checkpoint, "the checkpoint")?;
+            let linear = linear(checkpoint, index)?;
+            let tensor = checkpoint.opened.read(&linear.name)?;
+            let bias = checkpoint.opened.bias(&linear.name)?;
+            if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
+                return Err(Fault::new(
+                    qz1_status::Checkpoint,
+                    "the length of the bias differs from the number of rows of the weight",
+                ));
+            }
+            let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
+            Ok(qz1_tensor { tensor, scale_codes, bias })
+        })
     })
 }
 
@@ -223,10 +219,8 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
 /// The handle comes from `qz1_checkpoint_read` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
-    if !tensor.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(tensor) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(tensor) }
 }
 
 /// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` the caller has

@@ -188,23 +188,22 @@ pub unsafe extern "C" fn qz1_experts_new(
 ) -> qz1_status {
     // SAFETY: the caller guarantees the requirements of `# Safety`.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        let bytes = match workspace_bytes.is_null() {
-            true => None,
-            false => Some(scope.value(workspace_bytes, "the size of the workspace")?),
-        };
-        let config = scope.read(config, "the configuration")?;
-        let experts = self::experts(scope, experts, count)?;
-        let experts = Experts::new(&experts)?;
-        let plan = by_kind!(config.kind, plan_of(&experts, &config))?;
-        let mut workspace = ExpertsWorkspace::default();
-        workspace.reserve(&plan)?;
-        if let Some(bytes) = bytes {
-            bytes.put(plan.workspace_bytes());
-        }
-        out.put(memory::boxed(qz1_experts { plan, workspace })?);
-        Ok(())
+        memory::make(scope, out, || {
+            let bytes = match workspace_bytes.is_null() {
+                true => None,
+                false => Some(scope.value(workspace_bytes, "the size of the workspace")?),
+            };
+            let config = scope.read(config, "the configuration")?;
+            let experts = self::experts(scope, experts, count)?;
+            let experts = Experts::new(&experts)?;
+            let plan = by_kind!(config.kind, plan_of(&experts, &config))?;
+            let mut workspace = ExpertsWorkspace::default();
+            workspace.reserve(&plan)?;
+            if let Some(bytes) = bytes {
+                bytes.put(plan.workspace_bytes());
+            }
+            Ok(qz1_experts { plan, workspace })
+        })
     })
 }
 
@@ -214,10 +213,8 @@ pub unsafe extern "C" fn qz1_experts_new(
 /// The handle comes from `qz1_experts_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_experts_free(handle: *mut qz1_experts) {
-    if !handle.is_null() {
-        // SAFETY: the caller guarantees the requirements of `# Safety`. Freeing memory calls nothing that could panic.
-        drop(unsafe { Box::from_raw(handle) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(handle) }
 }
 
 /// `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`, summed in the order of expert indices. `x` is

@@ -23,12 +23,7 @@ pub unsafe extern "C" fn qz1_hadamard_new(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        out.put(memory::boxed(qz1_hadamard { by: Hadamard::new(n)? })?);
-        Ok(())
-    })
+    call(message, |scope| unsafe { memory::make(scope, out, || Ok(qz1_hadamard { by: Hadamard::new(n)? })) })
 }
 
 /// Frees a handle; null is allowed.
@@ -37,10 +32,8 @@ pub unsafe extern "C" fn qz1_hadamard_new(
 /// The handle comes from `qz1_hadamard_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_hadamard_free(by: *mut qz1_hadamard) {
-    if !by.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(by) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(by) }
 }
 
 /// An entry of the matrix, 1 or −1; 0 if there is no such row or column, or the handle is null.

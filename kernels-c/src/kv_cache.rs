@@ -31,11 +31,10 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
     call(message, |scope| unsafe {
         // Read before the handle is written: `out` might overlap it.
         let (layout, heads) = (kv_layout(scope, layout), self::heads(scope, heads));
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        let cache = KvCache::new(layout?, heads?, max_tokens)?;
-        out.put(memory::boxed(qz1_kv_cache { cache, workspace: Workspace::default() })?);
-        Ok(())
+        memory::make(scope, out, || {
+            let cache = KvCache::new(layout?, heads?, max_tokens)?;
+            Ok(qz1_kv_cache { cache, workspace: Workspace::default() })
+        })
     })
 }
 
@@ -45,10 +44,8 @@ pub unsafe extern "C" fn qz1_kv_cache_new(
 /// The handle comes from `qz1_kv_cache_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_kv_cache_free(cache: *mut qz1_kv_cache) {
-    if !cache.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(cache) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(cache) }
 }
 
 /// The number of tokens in the cache; 0 for null.

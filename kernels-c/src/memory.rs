@@ -442,6 +442,35 @@ impl<'s, T> Output<'s, T> {
     }
 }
 
+/// Makes a handle that [`free`] frees; `out` is null on an error.
+///
+/// # Safety
+/// As [`Scope::value`]; the memory of `out` is valid.
+pub(crate) unsafe fn make<T>(
+    scope: &Scope,
+    out: *mut *mut T,
+    made: impl FnOnce() -> Result<T, Fault>,
+) -> Result<(), Fault> {
+    // SAFETY: as asked for.
+    unsafe {
+        let out = scope.value(out, "the handle")?;
+        out.put(core::ptr::null_mut());
+        out.put(boxed(made()?)?);
+    }
+    Ok(())
+}
+
+/// Frees a handle; null is allowed.
+///
+/// # Safety
+/// It is one of [`boxed`], freed once, and nobody uses it.
+pub(crate) unsafe fn free<T>(handle: *mut T) {
+    if !handle.is_null() {
+        // SAFETY: as asked for; what handles hold is given back without calling anything that could panic.
+        drop(unsafe { Box::from_raw(handle) });
+    }
+}
+
 /// Allocates a handle, which `Box` frees.
 pub(crate) fn boxed<T>(value: T) -> Result<*mut T, Fault> {
     let layout = std::alloc::Layout::new::<T>();

@@ -30,15 +30,14 @@ pub unsafe extern "C" fn qz1_pool_new(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        if !(1..=MAX_THREADS).contains(&threads) {
-            return Err(Fault::new(qz1_status::Scheme, "a pool must have 1 to 1024 threads"));
-        }
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(|_| Fault::new(qz1_status::Memory, "cannot start a thread"))?;
-        out.put(memory::boxed(qz1_pool { pool })?);
-        Ok(())
+        memory::make(scope, out, || {
+            if !(1..=MAX_THREADS).contains(&threads) {
+                return Err(Fault::new(qz1_status::Scheme, "a pool must have 1 to 1024 threads"));
+            }
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            let pool = pool.map_err(|_| Fault::new(qz1_status::Memory, "cannot start a thread"))?;
+            Ok(qz1_pool { pool })
+        })
     })
 }
 
@@ -48,10 +47,8 @@ pub unsafe extern "C" fn qz1_pool_new(
 /// The pool comes from `qz1_pool_new` and is freed once, and no call is running on it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_pool_free(pool: *mut qz1_pool) {
-    if !pool.is_null() {
-        // SAFETY: the pointer contract; ending idle threads cannot panic.
-        drop(unsafe { Box::from_raw(pool) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(pool) }
 }
 
 /// The `for_each` of a `qz1_parallel` whose `ctx` is a pool.

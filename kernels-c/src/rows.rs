@@ -91,25 +91,18 @@ fields!(qz1_residual, len);
 fields!(qz1_static_scale, reserved, reserved);
 fields!(qz1_rms_norm, weight_len);
 
-/// The destination of activations.
+/// What rows are made of.
+enum Source<'a, E: Element> {
+    Plain(&'a [E]),
+    Norm(&'a [E], RmsNorm<'a>, Option<&'a mut [E]>),
+    Gate(GateUp<'a, E>),
+}
+
+/// Rows of either kind, to be filled.
 trait Sink {
-    fn plain<E: Element>(
+    fn fill<E: Element>(
         &mut self,
-        x: &[E],
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError>;
-    fn norm<E: Element>(
-        &mut self,
-        x: &[E],
-        norm: RmsNorm<'_>,
-        residual: Option<&mut [E]>,
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError>;
-    fn gate<E: Element>(
-        &mut self,
-        x: GateUp<'_, E>,
+        from: Source<'_, E>,
         layout: RowLayout,
         threads: &dyn Parallel,
     ) -> Result<(), KernelError>;
@@ -119,63 +112,36 @@ trait Sink {
 struct Int8<'a>(&'a mut Int8Rows, Option<StaticScale>);
 
 impl Sink for Int8<'_> {
-    fn plain<E: Element>(
+    fn fill<E: Element>(
         &mut self,
-        x: &[E],
+        from: Source<'_, E>,
         layout: RowLayout,
         threads: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        match self.1 {
-            Some(by) => self.0.quantize_static(x, layout, by, threads),
-            None => self.0.quantize(x, layout, threads),
+        let Self(rows, by) = self;
+        match (from, *by) {
+            (Source::Plain(x), Some(by)) => rows.quantize_static(x, layout, by, threads),
+            (Source::Plain(x), None) => rows.quantize(x, layout, threads),
+            (Source::Norm(x, norm, residual), by) => {
+                rows.quantize_rms_norm(x, norm, residual, layout, by, threads)
+            }
+            (Source::Gate(x), by) => rows.quantize_silu_mul(x, layout, by, threads),
         }
-    }
-    fn norm<E: Element>(
-        &mut self,
-        x: &[E],
-        norm: RmsNorm<'_>,
-        residual: Option<&mut [E]>,
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        self.0.quantize_rms_norm(x, norm, residual, layout, self.1, threads)
-    }
-    fn gate<E: Element>(
-        &mut self,
-        x: GateUp<'_, E>,
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        self.0.quantize_silu_mul(x, layout, self.1, threads)
     }
 }
 
 impl Sink for &mut FloatRows {
-    fn plain<E: Element>(
+    fn fill<E: Element>(
         &mut self,
-        x: &[E],
+        from: Source<'_, E>,
         layout: RowLayout,
         threads: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        self.pack(x, layout, threads)
-    }
-    fn norm<E: Element>(
-        &mut self,
-        x: &[E],
-        norm: RmsNorm<'_>,
-        residual: Option<&mut [E]>,
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        self.pack_rms_norm(x, norm, residual, layout, threads)
-    }
-    fn gate<E: Element>(
-        &mut self,
-        x: GateUp<'_, E>,
-        layout: RowLayout,
-        threads: &dyn Parallel,
-    ) -> Result<(), KernelError> {
-        self.pack_silu_mul(x, layout, threads)
+        match from {
+            Source::Plain(x) => self.pack(x, layout, threads),
+            Source::Norm(x, norm, residual) => self.pack_rms_norm(x, norm, residual, layout, threads),
+            Source::Gate(x) => self.pack_silu_mul(x, layout, threads),
+        }
     }
 }
 
@@ -236,10 +202,10 @@ unsafe fn make_of<E: Element>(
         false => Err(Fault::new(qz1_status::Mismatch, "activations of different types")),
     };
     // SAFETY: the pointer contract.
-    unsafe {
+    let from = unsafe {
         let data = scope.slice(x.data.cast::<E>(), x.len, "the activations")?;
         match made {
-            Made::Plain => sink.plain(data, layout, threads)?,
+            Made::Plain => Source::Plain(data),
             Made::Norm(norm, residual) => {
                 let norm = scope.read(norm, "the norm")?;
                 let weight = scope.slice(norm.weight, norm.weight_len, "the weight of the norm")?;
@@ -252,19 +218,19 @@ unsafe fn make_of<E: Element>(
                     }
                     None => None,
                 };
-                sink.norm(data, RmsNorm { weight, eps: norm.eps }, residual, layout, threads)?;
+                Source::Norm(data, RmsNorm { weight, eps: norm.eps }, residual)
             }
             Made::Gate(up) => match scope.read_optional(up, "up")? {
                 Some(up) => {
                     same(up.kind)?;
                     let up = scope.slice(up.data.cast::<E>(), up.len, "up")?;
-                    sink.gate(GateUp::Apart { gate: data, up }, layout, threads)?;
+                    Source::Gate(GateUp::Apart { gate: data, up })
                 }
-                None => sink.gate(GateUp::Joined(data), layout, threads)?,
+                None => Source::Gate(GateUp::Joined(data)),
             },
         }
-    }
-    Ok(())
+    };
+    Ok(sink.fill(from, layout, threads)?)
 }
 
 /// A handle's rows, and the static scale that they are quantized with, if there is one.
@@ -301,10 +267,7 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        out.put(memory::boxed(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) })?);
-        Ok(())
+        memory::make(scope, out, || Ok(qz1_int8_rows { rows: Int8Rows::new(token(isa)?) }))
     })
 }
 
@@ -314,10 +277,8 @@ pub unsafe extern "C" fn qz1_int8_rows_new(
 /// The handle comes from `qz1_int8_rows_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_int8_rows_free(rows: *mut qz1_int8_rows) {
-    if !rows.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(rows) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(rows) }
 }
 
 /// Quantizes rows `[m, k]`, where `m` is the length divided by the layout's `k`: with one scale per token, or with the
@@ -393,10 +354,7 @@ pub unsafe extern "C" fn qz1_float_rows_new(
 ) -> qz1_status {
     // SAFETY: the pointer contract.
     call(message, |scope| unsafe {
-        let out = scope.value(out, "the handle")?;
-        out.put(core::ptr::null_mut());
-        out.put(memory::boxed(qz1_float_rows { rows: FloatRows::new(token(isa)?) })?);
-        Ok(())
+        memory::make(scope, out, || Ok(qz1_float_rows { rows: FloatRows::new(token(isa)?) }))
     })
 }
 
@@ -406,10 +364,8 @@ pub unsafe extern "C" fn qz1_float_rows_new(
 /// The handle comes from `qz1_float_rows_new` and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_float_rows_free(rows: *mut qz1_float_rows) {
-    if !rows.is_null() {
-        // SAFETY: the pointer contract; freeing memory cannot panic.
-        drop(unsafe { Box::from_raw(rows) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(rows) }
 }
 
 /// Packs float rows `[m, k]`.

@@ -5,11 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{CustomOp1, DType, Device, Layout, Module, Tensor, Var};
 use half::{bf16, f16};
-use quant_kernels_cpu::candle::{Activations, ExpertLinear, QuantizedExperts, QuantizedLinear, Runner};
+use quant_kernels_cpu::candle::{
+    Activations, ExpertLinear, Fused, QuantizedExperts, QuantizedLinear, Runner,
+};
 use quant_kernels_cpu::experts::{Expert, ExpertGate, ExpertRows, Experts, NO_EXPERT, Routing};
 use quant_kernels_cpu::{
-    Bf16Parts, Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RowLayout,
-    Serial, StaticScale, WeightView, reference,
+    Bf16Parts, Element, FloatRows, GateUp, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, RmsNorm,
+    RowLayout, Serial, StaticScale, WeightView, reference, rms_norm, silu_mul,
 };
 
 const STATIC: Activations = Activations::Static(StaticScale { scale: 0.03, zero: 7 });
@@ -317,6 +319,51 @@ fn linears_that_read_the_same_run_at_once() {
     }
     let narrow = Tensor::zeros((1, 1, 95), DType::F32, &Device::Cpu).unwrap();
     assert!(QuantizedLinear::forward_each(&[&first], &narrow).is_err());
+}
+
+/// Norms and gates in front of linears: what the kernels give for rows that were made before, and the bits do not change.
+#[test]
+fn norms_and_gates_are_computed_as_rows_are_packed() {
+    let runner = Runner::new(Serial);
+    let weights = [48, 7].map(|n| weight([n, 96], 32));
+    let token = IsaToken::detect();
+    for activations in ALL {
+        let linears = weights.clone().map(|w| QuantizedLinear::new(w, activations, &runner).unwrap());
+        let all: Vec<&QuantizedLinear> = linears.iter().collect();
+        for m in [1, 3, 40] {
+            let tensor = |values: Vec<f32>| Tensor::from_vec(values, (1, m, 96), &Device::Cpu).unwrap();
+            let (x, up) = (values(m * 96), values(m * 97)[m..].to_vec());
+            let gamma = &values(200)[104..];
+            let norm = RmsNorm { weight: gamma, eps: 1e-5 };
+            let mut made = vec![0.0; m * 96];
+            rms_norm(token, &x, norm, None, &mut made, &Serial).unwrap();
+            let bits = |all: Vec<Tensor>| -> Vec<Vec<u32>> {
+                all.iter().map(|t| flat(t).into_iter().map(f32::to_bits).collect()).collect()
+            };
+            let fused = Fused::RmsNorm { x: &tensor(x.clone()), weight: gamma, eps: 1e-5 };
+            let found = QuantizedLinear::forward_fused(&all, fused).unwrap();
+            assert_eq!(found[1].dims(), [1, m, 7]);
+            assert_eq!(bits(found), bits(QuantizedLinear::forward_each(&all, &tensor(made)).unwrap()));
+
+            let mut made = vec![0.0; m * 96];
+            silu_mul(token, GateUp::Apart { gate: &x, up: &up }, 96, &mut made, &Serial).unwrap();
+            let fused = Fused::SiluMul { gate: &tensor(x.clone()), up: &tensor(up.clone()) };
+            let found = QuantizedLinear::forward_fused(&all, fused).unwrap();
+            assert_eq!(bits(found), bits(QuantizedLinear::forward_each(&all, &tensor(made)).unwrap()));
+        }
+        // What does not fit is refused.
+        let x = Tensor::from_vec(values(2 * 96), (2, 96), &Device::Cpu).unwrap();
+        let refused = |from| QuantizedLinear::forward_fused(&all, from).unwrap_err().to_string();
+        let gamma = values(96);
+        assert!(refused(Fused::RmsNorm { x: &x, weight: &gamma[1..], eps: 1e-5 }).contains("weight"));
+        assert!(refused(Fused::RmsNorm { x: &x, weight: &gamma, eps: 0.0 }).contains("norm"));
+        let halves = x.to_dtype(DType::F16).unwrap();
+        assert!(refused(Fused::RmsNorm { x: &halves, weight: &gamma, eps: 1e-5 }).contains("f32"));
+        let one = x.narrow(0, 0, 1).unwrap();
+        assert!(refused(Fused::SiluMul { gate: &x, up: &one }).contains("a gate"));
+    }
+    let x = Tensor::zeros((1, 96), DType::F32, &Device::Cpu).unwrap();
+    assert!(QuantizedLinear::forward_fused(&[], Fused::SiluMul { gate: &x, up: &x }).unwrap().is_empty());
 }
 
 fn flat(x: &Tensor) -> Vec<f32> {

@@ -131,6 +131,7 @@ pub struct Image {
 
 /// Resource usage of a kernel's machine code, per thread and per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Usage {
     /// Registers per thread.
     pub registers: u32,

@@ -31,5 +31,5 @@ pub mod worker;
 
 pub use quant_formats::{
     CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, blocks,
-    checkpoint, digest, format, random, scheme, vector,
+    checkpoint, digest, format, random, scheme, system, vector,
 };

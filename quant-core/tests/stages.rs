@@ -22,7 +22,7 @@ const STAGES: [&str; 14] = [
     "run",
 ];
 /// Modules that every stage may use. They use only the error types of stages.
-const SHARED: [&str; 7] = ["digest", "error", "progress", "random", "vector", "wording", "worker"];
+const SHARED: [&str; 8] = ["digest", "error", "progress", "random", "system", "vector", "wording", "worker"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {
@@ -140,10 +140,11 @@ fn no_stage_uses_one_above_it() {
 
 /// The places where operations of a block may be named, and why no new operation can be forgotten there. Everywhere
 /// else, code calls a method of `Op`, whose match is exhaustive.
-const NAMES_OPERATIONS: [(&str, &str); 7] = [
+const NAMES_OPERATIONS: [(&str, &str); 8] = [
     ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
     ("model/norm.rs", "evaluates norms; another operation is an error"),
+    ("model/fused.rs", "recognizes what the kernels compute as they pack; the rest is computed before"),
     ("model/grouped.rs", "recognizes the experts that one call can run; others run one by one"),
     ("transform/fold.rs", "folds into norms and linears; another operation is an error"),
     ("transform/rotate.rs", "refuses each operation that it does not know to commute"),
@@ -177,6 +178,136 @@ fn every_operation_is_classified() {
     }
     let unused: Vec<_> = NAMES_OPERATIONS.iter().filter(|(place, _)| !naming.contains(place)).collect();
     assert!(unused.is_empty(), "{unused:?}");
+}
+
+/// Files whose literals are called like a family and are something else.
+const OTHER_NAMES: [(&str, &str); 2] = [
+    (
+        "quant-core/src/gguf/read/tokenizer.rs",
+        "tokenizers in GGUF files are called after the first models with them",
+    ),
+    ("quant-core/src/gguf/tokenizer/pre.rs", "so are the rules by which they split text"),
+];
+
+/// How a source compares the name of a container or family: with one of these `names`, or with any constant.
+fn compared(text: &str, names: &BTreeSet<&str>) -> Vec<String> {
+    let mut found = Vec::new();
+    for line in text.lines() {
+        for name in names {
+            let quoted = format!("\"{name}\"");
+            found.extend(line.match_indices(&quoted).filter_map(|(at, _)| {
+                let (before, after) = (line[..at].trim_end(), line[at + quoted.len()..].trim_start());
+                let operand = ["==", "!=", "\" |"].iter().any(|end| before.ends_with(end))
+                    || ["==", "!=", "| \""].iter().any(|start| after.starts_with(start));
+                let argument = ["with(", "contains(", "contains(&", ".eq(", ".ne("];
+                let is_compared = operand
+                    || argument.iter().any(|end| before.ends_with(end))
+                    || before.contains("matches!(")
+                    || after.contains("=>");
+                is_compared.then(|| line.trim().to_owned())
+            }));
+        }
+        for field in ["family", "container", "wrapper", "arch"] {
+            for ending in ["", "()", ".name()", ".family", ".arch"] {
+                let subject = format!("{field}{ending} ");
+                let is_one = |(at, _): (usize, &str)| {
+                    let after = &line[at + subject.len()..];
+                    let right = after.strip_prefix("== ").or_else(|| after.strip_prefix("!= "));
+                    !line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_')
+                        && (after == "{" && line.contains("match ")
+                            || right.is_some_and(|r| r.starts_with(|c: char| c == '"' || c.is_uppercase())))
+                };
+                if line.match_indices(&subject).any(is_one) {
+                    found.push(line.trim().to_owned());
+                }
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn names_of_containers_and_families_are_data() {
+    let names: BTreeSet<&str> = (quant_core::model::arch::supported())
+        .chain(quant_core::format::CONTAINERS.iter().map(|container| container.name()))
+        .collect();
+    assert!(names.contains("awq") && names.contains("opt") && names.len() > 40);
+    // Each container and each family knows its own name.
+    let own = ["formats/src/format/", "quant-core/src/model/arch/"];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let (mut faults, mut excused) = (Vec::new(), BTreeSet::new());
+    for folder in ["formats", "quant-core", "eval", "quant-cli", "python"] {
+        let mut files = Vec::new();
+        sources(&root.join(folder).join("src"), &mut files);
+        assert!(!files.is_empty(), "{folder}");
+        for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
+            let path = file.strip_prefix(&root).unwrap().to_string_lossy().replace('\\', "/");
+            let text = without_tests(&std::fs::read_to_string(file).unwrap());
+            let lines = compared(&text, &names);
+            if lines.is_empty() || own.iter().any(|folder| path.starts_with(folder)) {
+                continue;
+            }
+            match OTHER_NAMES.iter().find(|(place, _)| path == *place) {
+                Some((place, _)) => _ = excused.insert(*place),
+                None => faults.extend(lines.into_iter().map(|line| format!("{path}: {line}"))),
+            }
+        }
+    }
+    assert!(faults.is_empty(), "make it an entry of a table:\n{}", faults.join("\n"));
+    assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
+}
+
+/// What asks the operating system directly, and what for; another system needs these and nothing else.
+const SYSTEM_CALLS: [(&str, &str); 4] = [
+    ("formats/src/system.rs", "files"),
+    ("quant-core/src/worker/process.rs", "processes that run tokenizers; on Linux alone"),
+    ("quant-core/src/worker/limits.rs", "their limits, and how much memory there is; likewise"),
+    ("quant-core/src/worker/wire.rs", "paths as bytes, between two processes of one program"),
+];
+
+#[test]
+fn the_operating_system_is_asked_in_few_places() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut asking = BTreeSet::new();
+    for folder in ["formats", "quant-core", "eval"] {
+        let mut files = Vec::new();
+        sources(&root.join(folder).join("src"), &mut files);
+        for file in files.iter().filter(|file| !is_for_tests(file.strip_prefix(&root).unwrap())) {
+            let text = without_tests(&std::fs::read_to_string(file).unwrap());
+            if ["std::os::", "rustix::", "\"/proc/"].iter().any(|call| text.contains(call)) {
+                asking.insert(file.strip_prefix(&root).unwrap().to_string_lossy().replace('\\', "/"));
+            }
+        }
+    }
+    assert_eq!(asking, SYSTEM_CALLS.iter().map(|(place, _)| (*place).to_owned()).collect());
+}
+
+#[test]
+fn comparisons_of_names_are_found() {
+    let names = BTreeSet::from(["awq", "gptq"]);
+    for line in [
+        "if outline.container == \"awq\" {",
+        "if \"awq\" != name {",
+        "let x = matches!(name, \"x\" | \"gptq\");",
+        "Some(\"gptq\") => 1,",
+        "(\"awq\", None) if x => 2,",
+        "name.starts_with(\"awq\")",
+        "[\"x\"].contains(&\"awq\")",
+        "match outline.container {",
+        "let x = match plan.container.name() {",
+        "if family.arch == PHI {",
+        "filter(|f| f.family != \"unheard\")",
+    ] {
+        assert_eq!(compared(line, &names).len().min(1), 1, "{line}");
+    }
+    for line in [
+        "(\"awq\", &[rule]),",
+        "let x = table.get(\"awq\");",
+        "f.family == name",
+        "match container.reader() {",
+    ] {
+        assert!(compared(line, &names).is_empty(), "{line}");
+    }
 }
 
 #[test]

@@ -3,16 +3,19 @@
 //! `read` links only the leaf crates, and its dependencies are counted; `drive` and `score` link the pipeline and the
 //! evaluator. They are built with the versions in the workspace's lock file.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
-/// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
-/// two.
+/// Crates that an engine takes on with `quant-formats` and `quant-kernels-cpu`, these two included.
 const MAX_DEPENDENCIES: usize = 40;
+/// Crates that a program takes on with the pipeline and the evaluator, without GPUs and chat templates.
+const MOST_OF_PIPELINE: usize = 190;
+/// What is left out of the pipeline by its features.
+const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
 /// The formats and schemes of the checkpoints that the first program reads.
 const CHECKPOINTS: [(&str, &str); 5] = [
@@ -28,20 +31,24 @@ const CHECKPOINTS: [(&str, &str); 5] = [
 /// # Errors
 /// When a program does not build, prints unexpected output, or has too many dependencies.
 pub fn run() -> Result<()> {
-    let scratch = target_dir().join("outside-run");
-    if scratch.exists() {
-        std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
-    }
-    std::fs::create_dir_all(&scratch)?;
+    let scratch = scratch("outside-run")?;
     let read = build("read")?.join("read");
-    let pipeline = build("pipeline")?;
-    count("read")?;
+    count("read", MAX_DEPENDENCIES, &["candle", "token"])?;
+    count("pipeline", MOST_OF_PIPELINE, &LEFT_OUT)?;
 
-    // The program that the tests have already built.
-    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    // What the tests have built.
+    execute(&mut cargo(&[
+        "build",
+        "--workspace",
+        "--bin",
+        "quant",
+        "--example",
+        "drive",
+        "--example",
+        "score",
+    ]))?;
     let quant = target_dir().join("debug/quant");
-    let model = scratch.join("model");
-    execute(Command::new(&quant).args(["demo", "--save-model"]).arg(&model))?;
+    let model = demo(&scratch)?;
     let mut first: Vec<(String, f64)> = Vec::new();
     for (format, scheme) in CHECKPOINTS {
         let out = scratch.join(format!("{format}-{scheme}"));
@@ -63,13 +70,48 @@ pub fn run() -> Result<()> {
     let refused = Command::new(&read).arg(&model).output()?;
     ensure!(refused.status.code() == Some(4), "the run on a float model exited with {}", refused.status);
 
-    let out = scratch.join("driven");
-    let printed = output(Command::new(pipeline.join("drive")).arg(&model).arg(&out))?;
+    drive_and_score(&target_dir().join("debug/examples"), &model, &scratch.join("driven"))
+}
+
+/// Builds the programs of the pipeline as their users do, and runs them; and checks that the crates build without any
+/// feature.
+///
+/// # Errors
+/// When one does not build, or a program does something else than it should.
+pub fn pipeline() -> Result<()> {
+    let scratch = scratch("outside-pipeline-run")?;
+    let programs = build("pipeline")?;
+    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    drive_and_score(&programs, &demo(&scratch)?, &scratch.join("driven"))?;
+    let mut bare = cargo(&["check", "-p", "quant-evaluator", "--no-default-features"]);
+    execute(bare.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
+}
+
+/// An empty directory.
+fn scratch(name: &str) -> Result<PathBuf> {
+    let scratch = target_dir().join(name);
+    if scratch.exists() {
+        std::fs::remove_dir_all(&scratch).with_context(|| format!("cannot remove {}", scratch.display()))?;
+    }
+    std::fs::create_dir_all(&scratch)?;
+    Ok(scratch)
+}
+
+/// The demo model, written into a directory.
+fn demo(scratch: &Path) -> Result<PathBuf> {
+    let model = scratch.join("model");
+    let quant = target_dir().join("debug/quant");
+    execute(Command::new(quant).args(["demo", "--save-model"]).arg(&model))?;
+    Ok(model)
+}
+
+fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
+    let printed = output(Command::new(programs.join("drive")).arg(model).arg(out))?;
     ensure!(printed.ends_with("units\n") && out.join("config.json").is_file(), "{printed}");
     let text = root().join("calibration-data/heldout/narrative.txt");
-    let printed = output(Command::new(pipeline.join("score")).arg(&model).arg(text))?;
+    let printed = output(Command::new(programs.join("score")).arg(model).arg(text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
-    // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
+    // Below that of one that knows nothing, which is the size of the vocabulary.
     ensure!((2.0..4000.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
@@ -94,15 +136,16 @@ fn build(package: &str) -> Result<PathBuf> {
     Ok(target_dir().join("outside/debug"))
 }
 
-/// Counts the crates that a program links.
-fn count(package: &str) -> Result<()> {
+/// Counts the crates that a program links, `max` at most, and none whose name holds one of these.
+fn count(package: &str, max: usize, without: &[&str]) -> Result<()> {
     let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
     let tree = output(&mut { tree })?;
     let crates: std::collections::BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
-    ensure!(crates.len() <= MAX_DEPENDENCIES, "more than {MAX_DEPENDENCIES}: {crates:?}");
-    ensure!(!crates.iter().any(|name| name.contains("candle") || name.contains("token")), "{crates:?}");
+    ensure!(crates.len() <= max, "more than {max}: {crates:?}");
+    let unwanted = crates.iter().find(|name| without.iter().any(|part| name.contains(part)));
+    ensure!(unwanted.is_none(), "{unwanted:?} among {crates:?}");
     Ok(())
 }
 
@@ -163,6 +206,24 @@ mod tests {
                     .unwrap()
                     .contains("[workspace]")
             );
+        }
+    }
+
+    /// What stands in `examples/` is read by people who link a crate; programs that measure are in `measure/`.
+    #[test]
+    fn every_library_has_short_examples() {
+        let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda"];
+        for (library, extension, max) in
+            libraries.map(|name| (name, "rs", 40)).into_iter().chain([("kernels-c", "c", 45)])
+        {
+            let files = std::fs::read_dir(root().join(library).join("examples")).unwrap();
+            let files = files.map(|entry| entry.unwrap().path());
+            let files: Vec<_> = files.filter(|p| p.extension().is_some_and(|e| e == extension)).collect();
+            let lines = |path: &PathBuf| std::fs::read_to_string(path).unwrap().lines().count();
+            let short = files.iter().filter(|path| lines(path) <= max).count();
+            // In C the interface is shown once in full, too.
+            let all = library == "kernels-c" || short == files.len();
+            assert!(short > 0 && all, "{library}: {files:?}");
         }
     }
 

@@ -8,6 +8,7 @@ use crate::{Divergence, Estimate, Evaluation};
 /// A metric of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Metric {
     /// The model's perplexity.
     Perplexity,

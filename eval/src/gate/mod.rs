@@ -38,6 +38,7 @@ pub const SCHEMA: &str = "quant-gate/1";
 
 /// The decision of a gate, with its reasons.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Outcome {
     /// [`SCHEMA`].
     pub schema: &'static str,
@@ -61,6 +62,7 @@ pub struct Outcome {
 
 /// A result, identified by its own fields.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Judged {
     /// Its name.
     pub name: String,
@@ -94,6 +96,7 @@ impl Judged {
 
 /// One check of one result.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Check {
     /// The result's name.
     pub result: String,

@@ -52,6 +52,7 @@ pub struct Policy {
 /// The outcome of a gate that neither passes nor fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum OnInconclusive {
     /// It is inconclusive.
     #[default]
@@ -80,6 +81,7 @@ pub struct NonInferiority {
 /// The other side of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Against {
     /// The result of the same name in the baseline.
     Baseline,

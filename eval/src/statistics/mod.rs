@@ -21,6 +21,14 @@ pub use self::bootstrap::{Quantile, quantiles};
 pub use self::histogram::Histogram;
 
 /// A mean over tokens with its standard error over windows.
+///
+/// ```
+/// use quant_evaluator::Estimate;
+///
+/// // Two windows of four tokens each.
+/// let estimate = Estimate::clustered(&[8.0, 12.0], &[4, 4]);
+/// assert_eq!((estimate.mean, estimate.standard_error), (2.5, Some(0.5)));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Estimate {

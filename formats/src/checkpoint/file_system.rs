@@ -6,13 +6,10 @@
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use rustix::fs::{FallocateFlags, OFlags, RenameFlags};
-use rustix::io::Errno;
-
-use crate::{Error, Result};
+pub(crate) use crate::system::is_unsupported;
+use crate::{Error, Result, system};
 
 /// Operations that modify the disk.
 pub(crate) trait FileSystem: Send + Sync {
@@ -82,11 +79,7 @@ impl FileSystem for RealFileSystem {
     }
 
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        match File::open(path)?.sync_all() {
-            // Some network file systems do not support this on directories.
-            Err(e) if is_errno(&e, &[Errno::INVAL, Errno::NOTSUP]) => Ok(()),
-            other => other,
-        }
+        system::sync_directory(path)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -94,7 +87,7 @@ impl FileSystem for RealFileSystem {
     }
 
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
-        match rename_with(from, to, RenameFlags::NOREPLACE) {
+        match system::rename_new(from, to) {
             Err(e) if is_unsupported(&e) => match fs::symlink_metadata(to) {
                 Ok(_) => Err(ErrorKind::AlreadyExists.into()),
                 Err(e) if e.kind() == ErrorKind::NotFound => fs::rename(from, to),
@@ -105,7 +98,7 @@ impl FileSystem for RealFileSystem {
     }
 
     fn exchange(&self, one: &Path, other: &Path) -> io::Result<()> {
-        rename_with(one, other, RenameFlags::EXCHANGE)
+        system::exchange(one, other)
     }
 
     fn remove_file(&self, path: &Path) -> io::Result<()> {
@@ -121,30 +114,21 @@ impl FileSystem for RealFileSystem {
     }
 
     fn free_bytes(&self, path: &Path) -> io::Result<Option<u64>> {
-        let stat = rustix::fs::statvfs(path)?;
-        // Some network file systems report nothing.
-        Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
+        system::free_bytes(path)
     }
 
     fn forget_cached(&self, file: &File) {
-        #[cfg(target_os = "linux")]
-        let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
-        #[cfg(not(target_os = "linux"))]
-        let _ = file;
+        system::forget_cached(file);
     }
 }
 
 impl StagedFile for File {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.write_all_at(bytes, offset)
+        system::write_all_at(self, bytes, offset)
     }
 
     fn allocate(&self, len: u64) -> io::Result<()> {
-        match rustix::fs::fallocate(self, FallocateFlags::empty(), 0, len) {
-            Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.set_len(len),
-            Err(e) => Err(e.into()),
-        }
+        system::allocate(self, len)
     }
 
     fn sync_data(&self) -> io::Result<()> {
@@ -159,23 +143,9 @@ impl StagedFile for File {
 /// Opens for reading and writing, without following a link that someone put in the file's place. Permissions follow the
 /// umask.
 fn no_follow() -> OpenOptions {
-    let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or_default();
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).custom_flags(flags);
+    let mut options = system::open_options();
+    options.read(true).write(true);
     options
-}
-
-fn rename_with(from: &Path, to: &Path, flags: RenameFlags) -> io::Result<()> {
-    Ok(rustix::fs::renameat_with(rustix::fs::CWD, from, rustix::fs::CWD, to, flags)?)
-}
-
-fn is_errno(error: &io::Error, any_of: &[Errno]) -> bool {
-    any_of.iter().any(|e| error.raw_os_error() == Some(e.raw_os_error()))
-}
-
-/// Whether the file system does not support the operation, as opposed to a temporary failure.
-pub(crate) fn is_unsupported(error: &io::Error) -> bool {
-    is_errno(error, &[Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP])
 }
 
 /// Converts a system error; a full disk or an exhausted quota is reported with numbers.
@@ -186,8 +156,8 @@ pub(crate) fn failure(
     needed: u64,
     error: io::Error,
 ) -> Error {
-    let over_quota = is_errno(&error, &[Errno::DQUOT]);
-    if over_quota || is_errno(&error, &[Errno::NOSPC]) {
+    let over_quota = system::is_over_quota(&error);
+    if over_quota || system::is_disk_full(&error) {
         let place = path.parent().unwrap_or(path);
         // If a quota is exhausted, the free space of the disk is not available to the user.
         let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };

@@ -5,16 +5,12 @@
 //! mapping of a file that has shrunk kills the process.
 
 use std::ffi::OsStr;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::OFlags;
-use rustix::io::Errno;
-
 use super::names::printable;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// A model directory, resolved once; names are looked up inside it.
 #[derive(Debug, Clone)]
@@ -85,7 +81,7 @@ impl Root {
                 let is_link = fs::symlink_metadata(&path).is_ok_and(|m| m.is_symlink());
                 return Ok(if is_link { Lookup::Dangling } else { Lookup::Absent });
             }
-            Err(e) if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+            Err(e) if system::is_link_loop(&e) => {
                 return Ok(Lookup::Refused("is a symbolic link to itself".into()));
             }
             Err(e) if e.kind() == ErrorKind::InvalidFilename => {
@@ -166,14 +162,7 @@ pub(crate) fn relative_name_fault(name: &str) -> Option<&'static str> {
 /// # Errors
 /// [`Error::Io`], also when it is no longer a regular file.
 pub fn open_regular(real: &Path, shown: &Path) -> Result<File> {
-    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits();
-    // The flag bits of every Unix fit the C `int` that `open` takes.
-    let flags = i32::try_from(flags).unwrap_or_default();
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(flags)
-        .open(real)
-        .map_err(|e| Error::io("open", shown, e))?;
+    let file = system::open_options().read(true).open(real).map_err(|e| Error::io("open", shown, e))?;
     let metadata = file.metadata().map_err(|e| Error::io("open", shown, e))?;
     if !metadata.is_file() {
         return Err(Error::io("open", shown, io::Error::other("not a regular file")));
@@ -206,7 +195,7 @@ pub fn read_exact_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -
     let mut have = 0;
     while have < need {
         let at = offset.saturating_add(have as u64);
-        let error = match file.read_at(&mut buffer[have..], at) {
+        let error = match system::read_at(file, &mut buffer[have..], at) {
             Ok(0) => {
                 let message =
                     format!("the file is truncated: at offset {offset} have {have}, need {need} bytes");

@@ -12,9 +12,8 @@
 //! ```
 
 use std::ffi::OsStr;
-use std::fs::{File, Metadata, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -22,7 +21,7 @@ use serde_json::Value;
 use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
 use super::input_file::read_capped;
 use super::names::printable;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 const LOCK: &str = "lock";
 const RECORD: &str = "job.json";
@@ -117,9 +116,9 @@ impl Job {
                 continue;
             }
             // Only informs other processes; if the disk is too full for it, a later step fails.
-            let _ = lock
-                .set_len(0)
-                .and_then(|()| lock.write_all_at(format!("{}\n", std::process::id()).as_bytes(), 0));
+            let _ = lock.set_len(0).and_then(|()| {
+                system::write_all_at(&lock, format!("{}\n", std::process::id()).as_bytes(), 0)
+            });
             let job = Self { target: target.to_owned(), path, _lock: lock };
             job.restore_previous(fs)?;
             return Ok(job);
@@ -277,7 +276,7 @@ fn is_lock(path: &Path) -> io::Result<bool> {
 fn holder(lock: &File) -> String {
     for _ in 0..20 {
         let mut text = [0; LOCK_BYTES as usize];
-        let len = lock.read_at(&mut text, 0).unwrap_or(0);
+        let len = system::read_at(lock, &mut text, 0).unwrap_or(0);
         match std::str::from_utf8(&text[..len]).unwrap_or_default().trim() {
             "" => std::thread::sleep(std::time::Duration::from_millis(5)),
             pid if pid.bytes().all(|b| b.is_ascii_digit()) => return format!("process {pid}"),
@@ -289,9 +288,8 @@ fn holder(lock: &File) -> String {
 
 /// Whether a path still refers to the file that was opened under it.
 fn is_same_file(file: &File, path: &Path) -> bool {
-    let identity = |m: Metadata| (m.dev(), m.ino());
     match (file.metadata(), path.symlink_metadata()) {
-        (Ok(open), Ok(named)) => identity(open) == identity(named),
+        (Ok(open), Ok(named)) => system::identity(&open) == system::identity(&named),
         _ => false,
     }
 }

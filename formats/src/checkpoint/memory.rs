@@ -9,6 +9,18 @@ use super::{Dtype, TensorInfo, TensorSink, TensorSource, TensorSpec};
 use crate::{Error, Result};
 
 /// A [`TensorSource`] over tensors in memory.
+///
+/// ```
+/// use quant_formats::TensorSource;
+/// use quant_formats::checkpoint::{Dtype, MemorySource};
+///
+/// let mut source = MemorySource::new();
+/// let bytes: Vec<u8> = [1.0f32, 2.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+/// source.insert("norm.weight", Dtype::F32, [2], bytes)?;
+/// assert_eq!(source.read("norm.weight")?.len(), 8);
+/// assert!(source.read("other").is_err());
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemorySource {
     tensors: BTreeMap<String, (TensorInfo, Vec<u8>)>,

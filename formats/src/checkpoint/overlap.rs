@@ -3,11 +3,10 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 use super::job::job_path;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// Fails when `output`, or its job directory, is the directory `input`, is inside it, or contains it. Links, bind
 /// mounts and different spellings are resolved; `output` need not exist.
@@ -34,7 +33,7 @@ fn overlap(input: &Path, output: &Path) -> bool {
 
 /// Whether `path` or one of its parents is the same directory as `above` under another name, as with a bind mount.
 fn has_ancestor(path: &Path, above: &Path) -> bool {
-    let identity = |p: &Path| fs::metadata(p).ok().map(|m| (m.dev(), m.ino()));
+    let identity = |p: &Path| fs::metadata(p).ok().map(|m| system::identity(&m));
     let Some(sought) = identity(above) else { return false };
     path.ancestors().any(|p| identity(p) == Some(sought))
 }

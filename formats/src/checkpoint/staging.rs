@@ -1,7 +1,6 @@
 //! The staged files of a job, newly created or taken over.
 
 use std::io::ErrorKind;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -13,7 +12,7 @@ use super::journal::WriteJournal;
 use super::layout::ShardFile;
 use super::{ShardLayout, WriteOptions};
 use crate::digest::hex;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// A shard in the job directory.
 pub(crate) struct Staged {
@@ -157,7 +156,7 @@ pub(crate) fn check_space(fs: &dyn FileSystem, target: &Path, job: &Path, file_b
 /// Disk usage of the files in a directory in bytes.
 fn occupied(directory: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
-    entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| m.blocks().saturating_mul(512)).sum()
+    entries.flatten().filter_map(|e| e.metadata().ok()).map(|m| system::bytes_on_disk(&m)).sum()
 }
 
 /// Creates the parent directories of the target.

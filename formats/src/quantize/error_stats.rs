@@ -10,6 +10,7 @@ use crate::{Error, Result};
 ///
 /// Each row is summed separately and rows are added in order, so the result does not depend on the number of threads.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ErrorStats {
     /// Number of weights.
     pub count: u64,

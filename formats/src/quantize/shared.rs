@@ -38,6 +38,7 @@ const SWEEP: std::ops::RangeInclusive<i16> = -4..=8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ScaleSearch {
     /// From the largest magnitude, which gets the largest code.
     Amax,

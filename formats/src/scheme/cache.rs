@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Keys or values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum CachePart {
     /// Keys, after rotary embedding.
     Keys,

@@ -3,13 +3,17 @@
 use core::ffi::c_void;
 
 use quant_kernels_cuda::Float;
-use quant_kernels_cuda::activation::{ActivationArguments, ActivationShape, FixedScale, Rows};
+use quant_kernels_cuda::activation::{
+    ActivationArguments, ActivationPlan, ActivationShape, FixedScale, Rows,
+};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::LaunchShape;
 
-use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
-use crate::memory::fields;
+use crate::memory::{Scope, fields};
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
-use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::status::{Fault, qz1_message, qz1_status};
 
 /// Rows, unmodified.
 pub const QZ1_CUDA_ROWS_PLAIN: u32 = 1;
@@ -129,6 +133,58 @@ fn settle(s: &qz1_cuda_activation_shape) -> Result<ActivationShape, Fault> {
     })
 }
 
+/// A planned quantization.
+pub(super) struct Activation {
+    plan: ActivationPlan,
+    shape: ActivationShape,
+}
+
+impl Launch for Activation {
+    type Shape = qz1_cuda_activation_shape;
+    type Arguments = qz1_cuda_activation_arguments;
+
+    is_family!(Activation);
+
+    unsafe fn plan(_: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        let shape = settle(&s)?;
+        let plan = shape.plan()?;
+        let wanted = vec![(plan.variant.clone(), plan.launch)];
+        Ok((Self { plan, shape }, wanted))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let shape = &self.shape;
+        let of = |element: Float| if shape.aligned { 16 } else { element.bytes() };
+        let floats = of(shape.element);
+        let weight = match shape.rows {
+            Rows::RmsNorm { weight, .. } => of(weight),
+            _ => floats,
+        };
+        let zero = i8::try_from(at.zero);
+        let zero =
+            zero.map_err(|_| Fault::new(qz1_status::Scheme, "an activation zero point that exceeds 8 bits"))?;
+        let arguments = self.plan.arguments(&ActivationArguments {
+            x: region(at.x, "the rows", floats)?,
+            up: region(at.up, "the other rows", floats)?,
+            residual: region(at.residual, "the residual", floats)?,
+            weight: region(at.weight, "the weight of the norm", weight)?,
+            eps: at.eps,
+            fixed: shape.fixed.then_some(FixedScale { scale: at.scale, zero }),
+            codes: region(at.codes, "the codes", 16)?,
+            scales: region(at.scales, "the scales", 4)?,
+            row_sums: region(at.row_sums, "the sums of rows", 4)?,
+            group_sums: region(at.group_sums, "the sums of groups", 4)?,
+        })?;
+        // SAFETY: the pointer contract.
+        unsafe { plan.launch(&arguments, stream) }
+    }
+}
+
 /// Plans a quantization.
 ///
 /// # Safety
@@ -141,14 +197,7 @@ pub unsafe extern "C" fn qz1_cuda_activation_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let shape = settle(&scope.read(shape, "the shape")?)?;
-            let plan = shape.plan()?;
-            let wanted = vec![(plan.variant.clone(), plan.launch)];
-            Ok((Family::Activation(plan, shape), wanted))
-        })
-    })
+    unsafe { kernels::plan::<Activation>(kernels, shape, out, message) }
 }
 
 /// Launches a quantization.
@@ -163,31 +212,5 @@ pub unsafe extern "C" fn qz1_cuda_activation_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Activation(activation, shape) = &plan.family else { return Err(another_family()) };
-        let of = |element: Float| if shape.aligned { 16 } else { element.bytes() };
-        let floats = of(shape.element);
-        let weight = match shape.rows {
-            Rows::RmsNorm { weight, .. } => of(weight),
-            _ => floats,
-        };
-        let zero = i8::try_from(at.zero);
-        let zero =
-            zero.map_err(|_| Fault::new(qz1_status::Scheme, "an activation zero point that exceeds 8 bits"))?;
-        let arguments = activation.arguments(&ActivationArguments {
-            x: region(at.x, "the rows", floats)?,
-            up: region(at.up, "the other rows", floats)?,
-            residual: region(at.residual, "the residual", floats)?,
-            weight: region(at.weight, "the weight of the norm", weight)?,
-            eps: at.eps,
-            fixed: shape.fixed.then_some(FixedScale { scale: at.scale, zero }),
-            codes: region(at.codes, "the codes", 16)?,
-            scales: region(at.scales, "the scales", 4)?,
-            row_sums: region(at.row_sums, "the sums of rows", 4)?,
-            group_sums: region(at.group_sums, "the sums of groups", 4)?,
-        })?;
-        plan.launch(&arguments, stream)
-    })
+    unsafe { kernels::launch::<Activation>(plan, arguments, stream, message) }
 }

@@ -3,10 +3,12 @@
 use core::ffi::c_void;
 
 use quant_kernels_cpu::attention::KvType;
-use quant_kernels_cuda::attention::{AppendArguments, AppendShape, KvPageLayout};
+use quant_kernels_cuda::attention::{AppendArguments, AppendPlan, AppendShape, KvPageLayout};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::LaunchShape;
 
 use super::activation::float;
-use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, region, rows};
 use crate::kv::{QZ1_KV_4BIT, QZ1_KV_8BIT, QZ1_KV_F16, kind};
 use crate::memory::{Scope, fields};
@@ -143,6 +145,40 @@ pub struct qz1_cuda_append_arguments {
 fields!(qz1_cuda_append_shape, tokens);
 fields!(qz1_cuda_append_arguments, head_stride, reserved);
 
+/// A planned append.
+pub(super) struct Append {
+    plan: AppendPlan,
+    shape: AppendShape,
+}
+
+impl Launch for Append {
+    type Shape = qz1_cuda_append_shape;
+    type Arguments = qz1_cuda_append_arguments;
+
+    is_family!(Append);
+
+    unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        // SAFETY: the pointer contract.
+        let layout = unsafe { layout(scope, s.layout) }?;
+        let (tokens, input) = (s.tokens, float(s.x_type)?);
+        let shape = AppendShape { layout, kv_heads: heads(s.kv_heads)?, tokens, input };
+        let plan = shape.plan()?;
+        let wanted = vec![(plan.variant.clone(), plan.launch)];
+        Ok((Self { plan, shape }, wanted))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let arguments = self.plan.arguments(&settle(&self.shape, &at)?);
+        // SAFETY: the pointer contract.
+        unsafe { plan.launch(&arguments, stream) }
+    }
+}
+
 /// Plans an append.
 ///
 /// # Safety
@@ -155,17 +191,7 @@ pub unsafe extern "C" fn qz1_cuda_append_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let shape = scope.read(shape, "the shape")?;
-            let layout = layout(scope, shape.layout)?;
-            let (tokens, input) = (shape.tokens, float(shape.x_type)?);
-            let shape = AppendShape { layout, kv_heads: heads(shape.kv_heads)?, tokens, input };
-            let plan = shape.plan()?;
-            let wanted = vec![(plan.variant.clone(), plan.launch)];
-            Ok((Family::Append(plan, shape), wanted))
-        })
-    })
+    unsafe { kernels::plan::<Append>(kernels, shape, out, message) }
 }
 
 /// Numbers of heads for which no product overflows.
@@ -188,12 +214,7 @@ pub unsafe extern "C" fn qz1_cuda_append_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Append(append, shape) = &plan.family else { return Err(another_family()) };
-        plan.launch(&append.arguments(&settle(shape, &at)?), stream)
-    })
+    unsafe { kernels::launch::<Append>(plan, arguments, stream, message) }
 }
 
 fn settle(shape: &AppendShape, at: &qz1_cuda_append_arguments) -> Result<AppendArguments, Fault> {

@@ -2,14 +2,18 @@
 
 use core::ffi::c_void;
 
-use quant_kernels_cuda::attention::{DecodeArguments, DecodeShape, MergeArguments, MergeShape};
+use quant_kernels_cuda::attention::{
+    DecodeArguments, DecodePlan, DecodeShape, MergeArguments, MergePlan, MergeShape,
+};
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::LaunchShape;
 
 use super::activation::float;
 use super::append::{PageStrides, heads, layout, qz1_cuda_kv_layout, row_stride, short};
-use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, address_optional, product, qz1_cuda_region, rows};
-use crate::memory::fields;
-use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::memory::{Scope, fields};
+use crate::status::{Fault, qz1_message, qz1_status};
 
 /// Attention of the last queries of each sequence. A plan is valid for any number of tokens up to `max_tokens`, so it
 /// can be kept, or captured in a graph, while sequences grow.
@@ -89,6 +93,52 @@ pub struct qz1_cuda_decode_arguments {
 fields!(qz1_cuda_decode_shape, max_tokens, reserved);
 fields!(qz1_cuda_decode_arguments, count_head_stride);
 
+/// Planned attention.
+pub(super) struct Decode {
+    plan: DecodePlan,
+    shape: DecodeShape,
+}
+
+impl Launch for Decode {
+    type Shape = qz1_cuda_decode_shape;
+    type Arguments = qz1_cuda_decode_arguments;
+
+    is_family!(Decode);
+
+    unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        let shape = DecodeShape {
+            // SAFETY: the pointer contract.
+            layout: unsafe { layout(scope, s.layout) }?,
+            query_heads: heads(s.query_heads)?,
+            kv_heads: heads(s.kv_heads)?,
+            sequences: s.sequences,
+            queries: s.queries,
+            max_tokens: s.max_tokens,
+            query: float(s.query_type)?,
+            out: float(s.out_type)?,
+        };
+        let plan = shape.plan()?;
+        let wanted = vec![(plan.variant.clone(), plan.launch)];
+        Ok((Self { plan, shape }, wanted))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let memory = [self.plan.tickets(), self.plan.workspace()];
+        let arguments = self.plan.arguments(&settle(&self.shape, memory, &at)?);
+        // SAFETY: the pointer contract.
+        unsafe { plan.launch(&arguments, stream) }
+    }
+
+    fn workspace(&self) -> (usize, usize) {
+        (self.plan.workspace(), self.plan.tickets())
+    }
+}
+
 /// Plans attention. The choice of kernel depends on the pages and types, and on whether more than eight query rows
 /// (queries times heads) share a key-value head.
 ///
@@ -102,24 +152,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let s = scope.read(shape, "the shape")?;
-            let shape = DecodeShape {
-                layout: layout(scope, s.layout)?,
-                query_heads: heads(s.query_heads)?,
-                kv_heads: heads(s.kv_heads)?,
-                sequences: s.sequences,
-                queries: s.queries,
-                max_tokens: s.max_tokens,
-                query: float(s.query_type)?,
-                out: float(s.out_type)?,
-            };
-            let plan = shape.plan()?;
-            let wanted = vec![(plan.variant.clone(), plan.launch)];
-            Ok((Family::Decode(plan, shape), wanted))
-        })
-    })
+    unsafe { kernels::plan::<Decode>(kernels, shape, out, message) }
 }
 
 /// Launches attention.
@@ -134,12 +167,7 @@ pub unsafe extern "C" fn qz1_cuda_decode_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Decode(decode, shape) = &plan.family else { return Err(another_family()) };
-        plan.launch(&decode.arguments(&settle(shape, [decode.tickets(), decode.workspace()], &at)?), stream)
-    })
+    unsafe { kernels::launch::<Decode>(plan, arguments, stream, message) }
 }
 
 fn settle(
@@ -232,6 +260,47 @@ pub struct qz1_cuda_merge_arguments {
 fields!(qz1_cuda_merge_shape, head_dim);
 fields!(qz1_cuda_merge_arguments, lse, reserved);
 
+/// A planned merge.
+pub(super) struct Merge {
+    plan: MergePlan,
+    shape: MergeShape,
+}
+
+impl Launch for Merge {
+    type Shape = qz1_cuda_merge_shape;
+    type Arguments = qz1_cuda_merge_arguments;
+
+    is_family!(Merge);
+
+    unsafe fn plan(_: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        for (of, what) in [(s.parts, "parts"), (s.rows, "rows"), (s.head_dim, "features")] {
+            short(of, what)?;
+        }
+        let shape =
+            MergeShape { parts: s.parts, rows: s.rows, head_dim: s.head_dim, out: float(s.out_type)? };
+        let plan = shape.plan()?;
+        let wanted = vec![(plan.variant.clone(), plan.launch)];
+        Ok((Self { plan, shape }, wanted))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let MergeShape { parts, rows, head_dim, out } = self.shape;
+        let to = MergeArguments {
+            sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
+            logs: address(at.logs, "the log-sum-exps of parts", product([parts, rows, 4]), 4)?,
+            out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
+            lse: address_optional(at.lse, "the logarithms", product([rows, 4]), 4)?,
+        };
+        // SAFETY: the pointer contract.
+        unsafe { plan.launch(&self.plan.arguments(&to), stream) }
+    }
+}
+
 /// Plans a merge.
 ///
 /// # Safety
@@ -244,19 +313,7 @@ pub unsafe extern "C" fn qz1_cuda_merge_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let s = scope.read(shape, "the shape")?;
-            for (of, what) in [(s.parts, "parts"), (s.rows, "rows"), (s.head_dim, "features")] {
-                short(of, what)?;
-            }
-            let shape =
-                MergeShape { parts: s.parts, rows: s.rows, head_dim: s.head_dim, out: float(s.out_type)? };
-            let plan = shape.plan()?;
-            let wanted = vec![(plan.variant.clone(), plan.launch)];
-            Ok((Family::Merge(plan, shape), wanted))
-        })
-    })
+    unsafe { kernels::plan::<Merge>(kernels, shape, out, message) }
 }
 
 /// Launches a merge of results of the same queries on different tokens.
@@ -271,17 +328,5 @@ pub unsafe extern "C" fn qz1_cuda_merge_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Merge(merge, shape) = &plan.family else { return Err(another_family()) };
-        let MergeShape { parts, rows, head_dim, out } = *shape;
-        let to = MergeArguments {
-            sums: address(at.sums, "the parts", product([parts, rows, head_dim, 4]), 4)?,
-            logs: address(at.logs, "the log-sum-exps of parts", product([parts, rows, 4]), 4)?,
-            out: address(at.out, "the outputs", product([rows, head_dim, out.bytes()]), out.bytes())?,
-            lse: address_optional(at.lse, "the logarithms", product([rows, 4]), 4)?,
-        };
-        plan.launch(&merge.arguments(&to), stream)
-    })
+    unsafe { kernels::launch::<Merge>(plan, arguments, stream, message) }
 }

@@ -4,19 +4,17 @@ use core::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use quant_kernels_cuda::activation::{ActivationPlan, ActivationShape};
-use quant_kernels_cuda::attention::{
-    AppendPlan, AppendShape, DecodePlan, DecodeShape, MergePlan, MergeShape,
-};
 use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::device::{DeviceLimits, Kernel, Kernels};
 use quant_kernels_cuda::image_cache::{ImageCache, Nvrtc};
 use quant_kernels_cuda::launch::{Argument, LaunchShape, Stream};
-use quant_kernels_cuda::layout::WeightLayout;
-use quant_kernels_cuda::linear::LinearPlan;
 
+use super::activation::Activation;
+use super::append::Append;
+use super::attention::{Decode, Merge};
+use super::linear::Linear;
 use super::pack::Pack;
-use crate::memory::{self, Scope, fields};
+use crate::memory::{self, Fields, Scope, fields};
 use crate::status::{Fault, call, qz1_message, qz1_status};
 
 /// The properties of a device that plans depend on.
@@ -47,7 +45,7 @@ pub struct qz1_cuda_kernels {
 /// A launch of any family, complete except for addresses, and its kernels. Immutable: any number of threads may use it
 /// at once, and it may be launched repeatedly. It belongs to the context in which it was made.
 pub struct qz1_cuda_plan {
-    pub(super) family: Family,
+    family: Family,
     /// In launch order.
     loaded: [Option<(Arc<Kernel>, LaunchShape)>; MAX_KERNELS],
 }
@@ -55,46 +53,101 @@ pub struct qz1_cuda_plan {
 /// Maximum number of kernels per plan, reached when packing weights.
 const MAX_KERNELS: usize = 3;
 
-/// The plan of a family, and the shape that arguments are checked against.
-pub(super) enum Family {
-    Pack(Pack),
-    Linear(LinearPlan, WeightLayout),
-    Activation(ActivationPlan, ActivationShape),
-    Append(AppendPlan, AppendShape),
-    Decode(DecodePlan, DecodeShape),
-    Merge(MergePlan, MergeShape),
+/// A family of launches: all that its two functions do not have in common with those of the others.
+pub(super) trait Launch: Sized {
+    /// What is planned.
+    type Shape: Fields;
+    /// Where things are, and numbers.
+    type Arguments: Fields;
+
+    /// Settles a shape; with the kernels in the order in which they are launched.
+    ///
+    /// # Safety
+    /// As [`Scope::read`], for what the shape points to.
+    unsafe fn plan(scope: &Scope, shape: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault>;
+
+    /// Checks the arguments and launches the kernels of `plan`, which is that of `self`.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault>;
+
+    /// Bytes of the workspace, and of tickets.
+    fn workspace(&self) -> (usize, usize) {
+        (0, 0)
+    }
+
+    /// This family, if it is the one.
+    fn of(family: &Family) -> Option<&Self>;
 }
 
-/// The result of planning: the plan, and its kernels.
-pub(super) type Planned = (Family, Vec<(Variant, LaunchShape)>);
+macro_rules! families {
+    ($($name:ident),*) => {
+        /// What is planned, and what its arguments are looked at by.
+        pub(super) enum Family {
+            $($name($name)),*
+        }
 
-/// The error for a plan whose family differs from that of the function.
-pub(super) fn another_family() -> Fault {
-    Fault::new(qz1_status::Mismatch, "a plan for a different kernel family")
+        impl Family {
+            fn workspace(&self) -> (usize, usize) {
+                match self {
+                    $(Self::$name(family) => family.workspace()),*
+                }
+            }
+        }
+
+        $(
+            impl From<$name> for Family {
+                fn from(family: $name) -> Self {
+                    Self::$name(family)
+                }
+            }
+        )*
+    };
 }
 
-/// Makes a plan; writes null on an error.
+families!(Pack, Linear, Activation, Append, Decode, Merge);
+
+/// A family that is a variant of [`Family`] by its own name.
+macro_rules! is_family {
+    ($name:ident) => {
+        fn of(family: &$crate::cuda::kernels::Family) -> Option<&Self> {
+            match family {
+                $crate::cuda::kernels::Family::$name(family) => Some(family),
+                _ => None,
+            }
+        }
+    };
+}
+pub(super) use is_family;
+
+/// What a `qz1_cuda_…_plan` does: makes a plan; null on an error.
 ///
 /// # Safety
-/// As [`Scope::look`] and [`Scope::value`].
-pub(super) unsafe fn plan(
-    scope: &Scope,
+/// As for `qz1_cuda_require_device`.
+pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     kernels: *const qz1_cuda_kernels,
+    shape: *const F::Shape,
     out: *mut *mut qz1_cuda_plan,
-    planned: impl FnOnce() -> Result<Planned, Fault>,
-) -> Result<(), Fault> {
+    message: *const qz1_message,
+) -> qz1_status {
     // SAFETY: the pointer contract.
-    unsafe {
+    call(message, |scope| unsafe {
         let out = scope.value(out, "the plan")?;
         let made = (|| {
             let kernels = scope.look(kernels, "the kernels")?;
-            let (family, wanted) = planned()?;
+            let (family, wanted) = F::plan(scope, scope.read(shape, "the shape")?)?;
             let mut loaded = [const { None }; MAX_KERNELS];
             for (to, (variant, launch)) in loaded.iter_mut().zip(wanted) {
                 let kernel = kernels.kernels.kernel(&variant, launch.shared_bytes)?;
                 *to = Some((kernel, launch));
             }
-            memory::boxed(qz1_cuda_plan { family, loaded })
+            memory::boxed(qz1_cuda_plan { family: family.into(), loaded })
         })();
         match made {
             Ok(made) => out.put(made),
@@ -106,7 +159,26 @@ pub(super) unsafe fn plan(
             }
         }
         Ok(())
-    }
+    })
+}
+
+/// What a `qz1_cuda_…_launch` does.
+///
+/// # Safety
+/// As for `qz1_cuda_pack_launch`.
+pub(super) unsafe fn launch<F: Launch>(
+    plan: *const qz1_cuda_plan,
+    arguments: *const F::Arguments,
+    stream: *mut c_void,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the pointer contract.
+    call(message, |scope| unsafe {
+        let plan = scope.look(plan, "the plan")?;
+        let at = scope.read(arguments, "the arguments")?;
+        let another = || Fault::new(qz1_status::Mismatch, "a plan for a different kernel family");
+        F::of(&plan.family).ok_or_else(another)?.launch(plan, at, stream)
+    })
 }
 
 impl qz1_cuda_plan {
@@ -133,15 +205,6 @@ impl qz1_cuda_plan {
             unsafe { kernel.launch(shape, arguments(i), Stream(stream)) }?;
         }
         Ok(())
-    }
-
-    /// Bytes of the workspace and of the tickets.
-    fn workspace(&self) -> (usize, usize) {
-        match &self.family {
-            Family::Linear(plan, _) => (plan.workspace_bytes, plan.ticket_bytes),
-            Family::Decode(plan, _) => (plan.workspace(), plan.tickets()),
-            Family::Pack(_) | Family::Activation(..) | Family::Append(..) | Family::Merge(..) => (0, 0),
-        }
     }
 }
 
@@ -246,10 +309,8 @@ fn directory(path: &[u8]) -> Result<PathBuf, Fault> {
 /// The handle comes from `qz1_cuda_kernels_new` and is freed once, and the contexts in which it was used still exist.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_kernels_free(kernels: *mut qz1_cuda_kernels) {
-    if !kernels.is_null() {
-        // SAFETY: the pointer contract. Kernels are unloaded by the driver, whose errors are ignored.
-        drop(unsafe { Box::from_raw(kernels) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(kernels) }
 }
 
 /// Bytes of device memory that a launch needs as its workspace and for its tickets, each at a multiple of 256; both may
@@ -271,7 +332,7 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
         let plan = scope.look(plan, "the plan")?;
         let (bytes, tickets) =
             (scope.value(bytes, "the bytes")?, scope.value(tickets, "the bytes of tickets")?);
-        let workspace = plan.workspace();
+        let workspace = plan.family.workspace();
         bytes.put(workspace.0);
         tickets.put(workspace.1);
         Ok(())
@@ -285,8 +346,6 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 /// The plan comes from a `qz1_cuda_…_plan` and is freed once, and the context in which it was made still exists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
-    if !plan.is_null() {
-        // SAFETY: the pointer contract.
-        drop(unsafe { Box::from_raw(plan) });
-    }
+    // SAFETY: the pointer contract.
+    unsafe { memory::free(plan) }
 }

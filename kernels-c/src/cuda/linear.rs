@@ -2,16 +2,18 @@
 
 use core::ffi::c_void;
 
+use quant_kernels_cuda::compile::Variant;
 use quant_kernels_cuda::device::DeviceLimits;
-use quant_kernels_cuda::layout::SECTION;
+use quant_kernels_cuda::launch::LaunchShape;
+use quant_kernels_cuda::layout::{SECTION, WeightLayout};
 use quant_kernels_cuda::linear::{Activation, KernelScheme, LinearArguments, LinearPlan, Output};
 
-use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
 use super::weights::{layout, qz1_cuda_layout};
-use crate::memory::fields;
+use crate::memory::{Scope, fields};
 use crate::rows::{QZ1_TYPE_BF16, QZ1_TYPE_F16, QZ1_TYPE_F32};
-use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::status::{Fault, qz1_message, qz1_status};
 
 /// 8-bit integers with a scale per token, in addition to the float types `QZ1_TYPE_…`.
 pub const QZ1_CUDA_TYPE_INT8: u32 = 4;
@@ -68,6 +70,73 @@ pub struct qz1_cuda_linear_arguments {
 fields!(qz1_cuda_linear_shape, m, reserved);
 fields!(qz1_cuda_linear_arguments, out_stride);
 
+/// A planned product.
+pub(super) struct Linear {
+    plan: LinearPlan,
+    layout: WeightLayout,
+}
+
+impl Launch for Linear {
+    type Shape = qz1_cuda_linear_shape;
+    type Arguments = qz1_cuda_linear_arguments;
+
+    is_family!(Linear);
+
+    unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        // SAFETY: the pointer contract.
+        let layout = unsafe { layout(scope, s.layout) }?;
+        let activation = match s.x_type {
+            QZ1_TYPE_F16 => Activation::F16,
+            QZ1_TYPE_BF16 => Activation::Bf16,
+            QZ1_CUDA_TYPE_INT8 => Activation::Int8 { zero: layout.has_sums() },
+            _ => return Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
+        };
+        let output = match s.out_type {
+            QZ1_TYPE_F16 => Output::F16,
+            QZ1_TYPE_BF16 => Output::Bf16,
+            QZ1_TYPE_F32 => Output::F32,
+            _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
+        };
+        // Parts that do not fit each other are refused before a device is asked for.
+        KernelScheme::new(&layout, activation, output)?;
+        let device = DeviceLimits::current()?;
+        let plan = LinearPlan::new(&layout, activation, output, s.m, &(&device).into())?;
+        let wanted = vec![(plan.variant.compiled(), plan.launch)];
+        Ok((Self { plan, layout }, wanted))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let (layout, scheme) = (&self.layout, &self.plan.variant.scheme);
+        let natural = |stride: usize, width: usize, each: usize| match stride {
+            0 => width.next_multiple_of(each),
+            stride => stride,
+        };
+        let arguments = self.plan.arguments(&LinearArguments {
+            weight: region(at.weight, "the packed weights", SECTION)?,
+            x: region(at.x, "the activations", 16)?,
+            x_stride: natural(at.x_stride, layout.k(), 16 / scheme.activation_bytes()),
+            x_scales: region(at.x_scales, "the scales of activations", 4)?,
+            x_zero: at.x_zero,
+            bias: region(at.bias, "the bias", 4)?,
+            out: region(at.out, "the results", scheme.output_bytes())?,
+            out_stride: natural(at.out_stride, layout.n(), 1),
+            tickets: region(at.tickets, "the tickets", 256)?,
+            workspace: region(at.workspace, "the workspace", 256)?,
+        })?;
+        // SAFETY: the pointer contract.
+        unsafe { plan.launch(&arguments, stream) }
+    }
+
+    fn workspace(&self) -> (usize, usize) {
+        (self.plan.workspace_bytes, self.plan.ticket_bytes)
+    }
+}
+
 /// Plans a product for the device whose context is current. The choice of kernel depends on the weights and, in a few
 /// steps, on `m`: plans for 1, 16, 32, 64, 128 and the maximum number of tokens, made in advance, load all or nearly
 /// all kernels that other numbers need. Each row of results is bit-identical for every `m`.
@@ -82,30 +151,7 @@ pub unsafe extern "C" fn qz1_cuda_linear_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let shape = scope.read(shape, "the shape")?;
-            let layout = layout(scope, shape.layout)?;
-            let activation = match shape.x_type {
-                QZ1_TYPE_F16 => Activation::F16,
-                QZ1_TYPE_BF16 => Activation::Bf16,
-                QZ1_CUDA_TYPE_INT8 => Activation::Int8 { zero: layout.has_sums() },
-                _ => return Err(Fault::new(qz1_status::Scheme, "activations of an unknown type")),
-            };
-            let output = match shape.out_type {
-                QZ1_TYPE_F16 => Output::F16,
-                QZ1_TYPE_BF16 => Output::Bf16,
-                QZ1_TYPE_F32 => Output::F32,
-                _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
-            };
-            // Operands that do not match are rejected before a device is needed.
-            LinearScheme::new(&layout, activation, output)?;
-            let device = DeviceLimits::current()?;
-            let plan = LinearPlan::new(&layout, activation, output, shape.m, &(&device).into())?;
-            let wanted = vec![(plan.variant.compiled(), plan.launch)];
-            Ok((Family::Linear(plan, layout), wanted))
-        })
-    })
+    unsafe { kernels::plan::<Linear>(kernels, shape, out, message) }
 }
 
 /// Launches a product.
@@ -120,27 +166,5 @@ pub unsafe extern "C" fn qz1_cuda_linear_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Linear(linear, layout) = &plan.family else { return Err(another_family()) };
-        let scheme = &linear.variant.scheme;
-        let natural = |stride: usize, width: usize, each: usize| match stride {
-            0 => width.next_multiple_of(each),
-            stride => stride,
-        };
-        let arguments = linear.arguments(&LinearArguments {
-            weight: region(at.weight, "the packed weights", SECTION)?,
-            x: region(at.x, "the activations", 16)?,
-            x_stride: natural(at.x_stride, layout.k(), 16 / scheme.activation_bytes()),
-            x_scales: region(at.x_scales, "the scales of activations", 4)?,
-            x_zero: at.x_zero,
-            bias: region(at.bias, "the bias", 4)?,
-            out: region(at.out, "the results", scheme.output_bytes())?,
-            out_stride: natural(at.out_stride, layout.n(), 1),
-            tickets: region(at.tickets, "the tickets", 256)?,
-            workspace: region(at.workspace, "the workspace", 256)?,
-        })?;
-        plan.launch(&arguments, stream)
-    })
+    unsafe { kernels::launch::<Linear>(plan, arguments, stream, message) }
 }

@@ -3,14 +3,15 @@
 use core::ffi::c_void;
 
 use quant_kernels_cpu::ScaleType;
-use quant_kernels_cuda::launch::Argument;
+use quant_kernels_cuda::compile::Variant;
+use quant_kernels_cuda::launch::{Argument, LaunchShape};
 use quant_kernels_cuda::layout::{SECTION, Section, WeightLayout};
 
-use super::kernels::{Family, another_family, plan, qz1_cuda_kernels, qz1_cuda_plan};
+use super::kernels::{self, Launch, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{address, product, qz1_cuda_region};
 use super::weights::{layout, qz1_cuda_layout};
-use crate::memory::fields;
-use crate::status::{Fault, call, qz1_message, qz1_status};
+use crate::memory::{Scope, fields};
+use crate::status::{Fault, qz1_message, qz1_status};
 
 /// The weights that are packed, and their layout.
 #[repr(C)]
@@ -59,6 +60,43 @@ pub(super) struct Pack {
     names: Vec<&'static str>,
 }
 
+impl Launch for Pack {
+    type Shape = qz1_cuda_pack_shape;
+    type Arguments = qz1_cuda_pack_arguments;
+
+    is_family!(Pack);
+
+    unsafe fn plan(scope: &Scope, s: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault> {
+        // SAFETY: the pointer contract.
+        let layout = unsafe { layout(scope, s.layout) }?;
+        let stored = if s.bits <= 4 { 4 } else { 8 };
+        if !(2..=8).contains(&s.bits) || layout.code_bits() != stored {
+            return Err(Fault::new(qz1_status::Scheme, "a code width that does not match the layout"));
+        }
+        let launches = layout.device_packing()?;
+        let names = launches.iter().map(|launch| launch.variant.kernel).collect();
+        let wanted = launches.into_iter().map(|launch| (launch.variant, launch.launch));
+        Ok((Self { layout, bits: s.bits, names }, wanted.collect()))
+    }
+
+    unsafe fn launch(
+        &self,
+        plan: &qz1_cuda_plan,
+        at: Self::Arguments,
+        stream: *mut c_void,
+    ) -> Result<(), Fault> {
+        let each = self.arguments(&at)?;
+        // SAFETY: the pointer contract.
+        unsafe {
+            plan.launch_each(stream, |i| match self.names.get(i) {
+                Some(&"pack_codes") => &each.codes,
+                Some(&"pack_parameters") => &each.parameters,
+                _ => &each.rows,
+            })
+        }
+    }
+}
+
 /// Plans a packing on the device.
 ///
 /// # Safety
@@ -71,20 +109,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_plan(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        plan(scope, kernels, out, || {
-            let shape = scope.read(shape, "the shape")?;
-            let layout = layout(scope, shape.layout)?;
-            let stored = if shape.bits <= 4 { 4 } else { 8 };
-            if !(2..=8).contains(&shape.bits) || layout.code_bits() != stored {
-                return Err(Fault::new(qz1_status::Scheme, "a code width that does not match the layout"));
-            }
-            let launches = layout.device_packing()?;
-            let names = launches.iter().map(|launch| launch.variant.kernel).collect();
-            let wanted = launches.into_iter().map(|launch| (launch.variant, launch.launch));
-            Ok((Family::Pack(Pack { layout, bits: shape.bits, names }), wanted.collect()))
-        })
-    })
+    unsafe { kernels::plan::<Pack>(kernels, shape, out, message) }
 }
 
 /// Launches a packing of weights on the device.
@@ -101,17 +126,7 @@ pub unsafe extern "C" fn qz1_cuda_pack_launch(
     message: *const qz1_message,
 ) -> qz1_status {
     // SAFETY: the pointer contract.
-    call(message, |scope| unsafe {
-        let plan = scope.look(plan, "the plan")?;
-        let at = scope.read(arguments, "the arguments")?;
-        let Family::Pack(pack) = &plan.family else { return Err(another_family()) };
-        let each = pack.arguments(&at)?;
-        plan.launch_each(stream, |i| match pack.names.get(i) {
-            Some(&"pack_codes") => &each.codes,
-            Some(&"pack_parameters") => &each.parameters,
-            _ => &each.rows,
-        })
-    })
+    unsafe { kernels::launch::<Pack>(plan, arguments, stream, message) }
 }
 
 /// The arguments of the kernels, in order.

@@ -31,6 +31,7 @@
 //! functions of their inputs, whereas appending a token modifies the cache.
 
 mod experts;
+mod fused;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,11 +44,13 @@ use candle_core::{
 use half::{bf16, f16};
 
 pub use self::experts::{ExpertLinear, QuantizedExperts};
+pub use self::fused::Fused;
+use self::fused::Values;
 use crate::activation::resize;
 use crate::experts::ExpertsWorkspace;
 use crate::{
     Element, FloatRows, Int8Rows, IsaToken, KernelError, PackedLinear, Parallel, Product, RowLayout,
-    StaticScale, multiply_each, multiply_float_each, narrow,
+    StaticScale, narrow,
 };
 
 /// The form of the activations that weights are multiplied with.
@@ -184,28 +187,7 @@ impl QuantizedLinear {
         parallel: &dyn Parallel,
     ) -> std::result::Result<(), KernelError> {
         let (weight, bias) = (self.weight.view(), self.weight.bias());
-        self.multiply_products(float, whole, x, &mut [Product { weight, bias, out }], parallel)
-    }
-
-    /// Computes products of rows, quantized or packed for this linear, with weights of the same [`RowLayout`].
-    fn multiply_products<E: Element>(
-        &self,
-        float: &mut FloatRows,
-        whole: &mut Int8Rows,
-        x: &[E],
-        products: &mut [Product<'_>],
-        parallel: &dyn Parallel,
-    ) -> std::result::Result<(), KernelError> {
-        let layout = RowLayout::of(self.weight.layout());
-        match self.activations {
-            Activations::Float => {
-                float.pack(x, layout, parallel)?;
-                return multiply_float_each(float, products, parallel);
-            }
-            Activations::PerToken => whole.quantize(x, layout, parallel)?,
-            Activations::Static(by) => whole.quantize_static(x, layout, by, parallel)?,
-        }
-        multiply_each(IsaToken::detect(), whole, products, parallel)
+        self.multiply_products(float, whole, Values::Plain(x), &mut [Product { weight, bias, out }], parallel)
     }
 
     /// Whether [`forward_each`](Self::forward_each) accepts both: their input is quantized or packed in the same way.
@@ -220,47 +202,11 @@ impl QuantizedLinear {
     /// # Errors
     /// When two linears do not [go together](Self::shares_input_with); also those of `forward`.
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
-        let Some(first) = linears.first() else { return Ok(Vec::new()) };
-        if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
-            let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
-            bail!("linears {a:?} and {b:?} cannot share their inputs");
-        }
+        let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
             return linears.iter().map(|linear| linear.forward(x)).collect();
         }
-        let x = x.contiguous()?;
-        let (storage, layout) = x.storage_and_layout();
-        let (dims, k) = (x.dims(), first.weight.layout().k());
-        let (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some(&last), Some((start, _))) =
-            (&*storage, dims.last(), layout.contiguous_offsets())
-        else {
-            bail!("the input must have at least one dimension");
-        };
-        if last != k {
-            bail!("{}: expected an input of shape [.., {k}], got {dims:?}", first.name());
-        }
-        let count = x.elem_count();
-        let values = part(values, start, count)?;
-        let mut outs = Vec::with_capacity(linears.len());
-        for linear in linears {
-            let results = (count / k).checked_mul(linear.weight.layout().n());
-            let results = results.filter(|&r| r <= isize::MAX as usize / size_of::<f32>());
-            outs.push(vec![0.0; results.ok_or_else(|| Error::wrap(KernelError::TooLarge("the output")))?]);
-        }
-        let mut products: Vec<Product<'_>> = (linears.iter().zip(&mut outs))
-            .map(|(l, out)| Product { weight: l.weight.view(), bias: l.weight.bias(), out })
-            .collect();
-        let run = |rows: &mut CallMemory, parallel: &dyn Parallel| {
-            first.multiply_products(&mut rows.float, &mut rows.whole, values, &mut products, parallel)
-        };
-        first.runner.with_memory(run).map_err(Error::wrap)?;
-        let shape = |n: usize| -> Shape {
-            dims[..dims.len() - 1].iter().copied().chain([n]).collect::<Vec<_>>().into()
-        };
-        let results = linears.iter().zip(outs);
-        results
-            .map(|(l, out)| Tensor::from_vec(out, shape(l.weight.layout().n()), &candle_core::Device::Cpu))
-            .collect()
+        first.with_rows(x, |x| Self::products_of(linears, x, Values::Plain))
     }
 
     /// [`run`](Self::run), with results rounded to the type of `x`.

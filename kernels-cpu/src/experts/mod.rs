@@ -64,6 +64,7 @@ pub struct Expert<'a> {
 
 /// The function of gate and up.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[non_exhaustive]
 pub enum ExpertGate {
     /// `silu(gate) · up`, see [`reference::silu`](crate::reference::silu).
     #[default]
@@ -94,6 +95,7 @@ impl ExpertGate {
 
 /// The form of the rows that weights are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ExpertRows {
     /// Int8 with one scale per row (W4A8, W8A8), see [`Int8Rows`](crate::Int8Rows).
     Int8,

@@ -54,6 +54,7 @@ pub struct LinearArguments {
 
 /// Memory traffic of a launch in bytes, counting only necessary accesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LinearTraffic {
     /// The packed matrix including padding, read once.
     pub weights: usize,

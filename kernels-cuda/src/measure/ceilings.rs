@@ -22,6 +22,7 @@ const MIN_SECONDS: f64 = 1e-3;
 
 /// The rates that measurements are compared with.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Ceilings {
     /// Bytes read per second.
     pub read: f64,

@@ -41,6 +41,7 @@ struct TimedLaunch {
 
 /// Times of a launch in seconds.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Times {
     /// The mean over the launches of each measurement, in ascending order.
     pub seconds: Vec<f64>,

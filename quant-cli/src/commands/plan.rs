@@ -271,14 +271,14 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
         Some(VerdictJson { ranks, loads: verdict.word(), reason: verdict.reason().map(str::to_owned) })
     };
     let ranks = RANKS.iter().filter_map(verdict).collect();
-    let Known { basis, version, date } = engine.known(outline);
+    let Known { basis, version, date, .. } = engine.known(outline);
     let checked = basis != Basis::NotChecked;
     let family = FamilyJson {
         basis: basis.word(),
         version: checked.then_some(version),
         date: checked.then_some(date),
     };
-    EngineJson { engine: engine.name, version: engine.version, read: READ, family, ranks }
+    EngineJson { engine: engine.name, version: engine.version, read: engine.read, family, ranks }
 }
 
 fn text(planned: &Planned, all: bool) -> String {
@@ -346,8 +346,8 @@ fn engines_text(outline: &Outline) -> String {
         row.push(known.basis.word().to_owned());
         rows.push(row);
         // The family was checked in a different version or on a different day from the rest of the row.
-        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, READ) {
-            let Known { basis, version, date } = known;
+        if known.basis != Basis::NotChecked && (known.version, known.date) != (engine.version, engine.read) {
+            let Known { basis, version, date, .. } = known;
             dated.push(format!("{}: the family was {} in {version} on {date}\n", engine.name, basis.word()));
         }
     }

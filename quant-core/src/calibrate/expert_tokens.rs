@@ -22,6 +22,7 @@ pub struct ExpertSampling {
 /// The tokens on which experts are calibrated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum ExpertTokens {
     /// The tokens routed to the expert.
     #[default]

@@ -1,15 +1,14 @@
 //! Workers that run tokenizers and templates in this process. They are the default, and the worker process of
 //! [`ProcessWorkers`](crate::worker::ProcessWorkers) uses them too.
 
-use std::borrow::Cow;
-
+#[cfg(any(feature = "tokenizers", feature = "chat-templates"))]
 use rayon::prelude::*;
-use tokenizers::{ModelWrapper, Tokenizer};
 
-use super::chat::Compiled;
-use super::tokenizer::guard_panics;
-use crate::worker::{Answer, Content, Encoded, Fault, Loadable, Question, TextWorker, TextWorkers};
-use crate::{Error, Result};
+use super::{chat, local_tokenizer};
+#[cfg(not(all(feature = "tokenizers", feature = "chat-templates")))]
+use crate::Error;
+use crate::Result;
+use crate::worker::{Content, Loadable, TextWorker, TextWorkers};
 
 /// Runs tokenizers and templates in this process. A panic in one of the libraries becomes an error; a stack overflow or
 /// running out of memory ends the process.
@@ -20,102 +19,24 @@ impl TextWorkers for InProcess {
     fn load(&self, loadable: Loadable) -> Result<Box<dyn TextWorker>> {
         let Loadable { path, content } = loadable;
         match content {
-            Content::Tokenizer(json) => {
-                let held =
-                    LoadedFile { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
-                let tokenizer = parse(&json).map_err(|reason| held.fault(reason))?;
-                Ok(Box::new(LocalTokenizer { held, tokenizer }))
-            }
-            Content::Template { source, tokens } => Ok(Box::new(Compiled::new(source, tokens, path)?)),
+            Content::Tokenizer(json) => local_tokenizer::load(path, &json),
+            Content::Template { source, tokens } => chat::load(source, tokens, path),
         }
     }
 }
 
-/// Truncation and padding requested by the tokenizer are disabled, because evaluation must see the whole text. BPE
-/// dropout is for training and is disabled too, so that a text always has the same tokens.
-fn parse(json: &[u8]) -> Result<Tokenizer, String> {
-    let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
-    let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
-    tokenizer.with_padding(None);
-    tokenizer.with_truncation(None).map_err(|e| e.to_string())?;
-    if let ModelWrapper::BPE(bpe) = tokenizer.get_model()
-        && bpe.dropout.is_some()
-    {
-        let mut bpe = bpe.clone();
-        bpe.dropout = None;
-        tokenizer.with_model(ModelWrapper::BPE(bpe));
-    }
-    Ok(tokenizer)
-}
-
-/// Crafted vocabularies make the tokenizers crate panic, which must not end the process.
-const PANICS: &str = "makes the tokenizer library panic";
-
-/// The file name, for messages.
-#[derive(Debug)]
-struct LoadedFile {
-    loadable: Loadable,
-}
-
-impl LoadedFile {
-    fn fault(&self, reason: String) -> Error {
-        self.loadable.error(Fault { reason, ..Fault::default() })
-    }
-}
-
-#[derive(Debug)]
-struct LocalTokenizer {
-    held: LoadedFile,
-    tokenizer: Tokenizer,
-}
-
-impl LocalTokenizer {
-    fn guarded<T>(&self, work: impl FnOnce() -> tokenizers::Result<T>, on: &str) -> Result<T> {
-        let done = guard_panics(work).ok_or_else(|| self.held.fault(PANICS.into()))?;
-        done.map_err(|e| self.held.fault(format!("fails on {on}: {e}")))
-    }
-
-    fn encode(&self, text: &str, special: bool, places: bool) -> Result<Encoded> {
-        let encoding = self.guarded(
-            || match places {
-                true => self.tokenizer.encode(text, special),
-                false => self.tokenizer.encode_fast(text, special),
-            },
-            "the text",
-        )?;
-        let place = |&(from, to): &(usize, usize)| Some([u32::try_from(from).ok()?, u32::try_from(to).ok()?]);
-        let placed = match places {
-            true => encoding.get_offsets().iter().map(place).collect(),
-            false => Some(Vec::new()),
-        };
-        let places =
-            placed.ok_or_else(|| self.held.fault("cannot process a text of more than 4 GiB".into()))?;
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), places })
-    }
-}
-
-impl TextWorker for LocalTokenizer {
-    fn ask(&self, question: &Question<'_>) -> Result<Answer> {
-        match question {
-            Question::Encode { texts, special, places } => {
-                let each = |text: &&str| self.encode(text, *special, *places);
-                Ok(Answer::Encoded(in_order(texts, each)?))
-            }
-            Question::Decode { tokens } => {
-                let each =
-                    |tokens: &Cow<'_, [u32]>| self.guarded(|| self.tokenizer.decode(tokens, true), "tokens");
-                Ok(Answer::Decoded(tokens.iter().map(each).collect::<Result<_>>()?))
-            }
-            Question::LargestToken => {
-                Ok(Answer::LargestToken(self.tokenizer.get_vocab(true).into_values().max()))
-            }
-            Question::TokenId(token) => Ok(Answer::TokenId(self.tokenizer.token_to_id(token))),
-            Question::Render { .. } => Err(Error::Internal("a tokenizer was asked to render".into())),
-        }
+/// What a build without a feature answers.
+#[cfg(not(all(feature = "tokenizers", feature = "chat-templates")))]
+pub(super) fn left_out(what: &str, feature: &str) -> Error {
+    Error::Unavailable {
+        what: what.into(),
+        reason: format!("this program was built without the feature `{feature}` of quant-core"),
+        remedy: "build with it, or give workers of your own".into(),
     }
 }
 
 /// Collects the results of independent items in order. If several fail, returns the first error in that order.
+#[cfg(any(feature = "tokenizers", feature = "chat-templates"))]
 pub(super) fn in_order<T: Sync, R: Send>(
     items: &[T],
     each: impl Fn(&T) -> Result<R> + Send + Sync,
@@ -124,26 +45,5 @@ pub(super) fn in_order<T: Sync, R: Send>(
         // A single item needs no thread pool.
         [] | [_] => items.iter().map(each).collect(),
         _ => items.par_iter().map(each).collect::<Vec<_>>().into_iter().collect(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::TextTokenizer;
-    use std::path::Path;
-
-    #[test]
-    fn merges_are_not_dropped() {
-        let json = serde_json::json!({
-            "version": "1.0",
-            "added_tokens": [],
-            "model": {
-                "type": "BPE", "dropout": 0.9, "vocab": { "a": 0, "b": 1, "ab": 2 }, "merges": [["a", "b"]],
-                "unk_token": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-            },
-        });
-        let tokenizer =
-            TextTokenizer::from_bytes(Path::new("tokenizer.json"), json.to_string().as_bytes()).unwrap();
-        assert_eq!(tokenizer.encode(&"ab".repeat(100)).unwrap(), [2; 100]);
     }
 }

@@ -11,6 +11,8 @@ mod expert_tokens;
 mod experts;
 mod in_process;
 mod layout;
+#[cfg_attr(not(feature = "tokenizers"), path = "without_tokenizers.rs")]
+mod local_tokenizer;
 mod maxima;
 mod observe;
 mod packing;

@@ -21,6 +21,7 @@ use crate::{Error, Result};
 /// How documents are packed into windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Packing {
     /// `documents` for conversations, `stream` for plain text.
     #[default]
@@ -35,6 +36,7 @@ pub enum Packing {
 /// Which tokens searches use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Mask {
     /// All tokens.
     #[default]

@@ -16,6 +16,7 @@ const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// The contents of a calibration file.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Corpus {
     /// Plain texts.
     Texts(Vec<String>),

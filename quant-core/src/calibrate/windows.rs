@@ -78,6 +78,13 @@ impl Default for Sampling {
 }
 
 /// Windows of equal length.
+///
+/// ```
+/// use quant_core::calibrate::TokenWindows;
+///
+/// let windows = TokenWindows::cut((0..10).collect(), 4); // what is left at the end is dropped
+/// assert_eq!((windows.len(), windows.window(1)), (2, &[4, 5, 6, 7][..]));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenWindows {
     length: usize,

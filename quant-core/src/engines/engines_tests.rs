@@ -313,13 +313,13 @@ fn experts_have_rules_of_their_own() {
 #[test]
 fn a_family_that_was_not_checked_gets_no_plain_yes() {
     for family in ["gemma2", "phi3", "cohere", "glm4"] {
-        for container in USUAL {
-            let scheme = if *container == "awq" { "w4a16-g128-asym" } else { "w4a16-g128-sym" };
+        for container in ["compressed-tensors", "awq", "gptq"] {
+            let scheme = if container == "awq" { "w4a16-g128-asym" } else { "w4a16-g128-sym" };
             let model = Outline { family, ..outline(container, LLAMA_8B, scheme) };
             for engine in ENGINES {
                 let known = engine.known(&model);
                 let verdict = engine.loads(&model, 1).unwrap();
-                let of_format = engine.name == "transformers" && *container != "compressed-tensors";
+                let of_format = engine.name == "transformers" && container != "compressed-tensors";
                 let was_seen = known.basis != Basis::NotChecked && !of_format;
                 assert_eq!(verdict.word() == "yes", was_seen, "{} {container} {family}", engine.name);
                 if let Verdict::Unsure(reason) = verdict {
@@ -445,7 +445,9 @@ fn what_nobody_checked_is_unsure() {
         ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym")
     };
     let unheard = named("unheard", None);
-    for engine in ENGINES.iter().filter(|engine| engine.reads.contains(&"compressed-tensors")) {
+    for engine in
+        ENGINES.iter().filter(|engine| engine.reads.iter().any(|r| r.container == COMPRESSED_TENSORS))
+    {
         let verdict = engine.loads(&unheard, 1).unwrap();
         let what = "how it runs unheard was not checked";
         assert_eq!((verdict.word(), verdict.reason()), ("unsure", Some(what)), "{}", engine.name);
@@ -460,6 +462,15 @@ fn what_nobody_checked_is_unsure() {
     assert_eq!(words("vLLM, CUDA", &class), ["yes"; 4]);
     assert_eq!(words("SGLang", &class), ["yes"; 4]);
     assert_eq!(words("SGLang", &named("llama", Some("UnheardForConditionalGeneration"))), ["unsure"; 4]);
+}
+
+/// A container without a line would be split anywhere.
+#[test]
+fn all_containers_say_how_they_split() {
+    for reading in ENGINES.iter().flat_map(|engine| engine.reads) {
+        assert!(sharding::SPLITS.iter().any(|(name, _)| *name == reading.container), "{}", reading.container);
+        assert!(crate::format::CONTAINERS.iter().any(|known| known.name() == reading.container));
+    }
 }
 
 /// A fact about a model that cannot be read would never be looked at.

@@ -21,14 +21,21 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
     }
 }
 
+const FLOAT_EXPERTS: &str = "it does not load float experts among quantized linears";
+
+/// Readers of transformers that have no experts.
+pub(super) fn transformers_others(outline: &Outline) -> Verdict {
+    match outline.experts.iter().all(Option::is_none) {
+        true => No(FLOAT_EXPERTS.into()),
+        false => No(format!("its loader for the {} format does not support experts", outline.container)),
+    }
+}
+
 /// transformers, which holds the experts of a block in one parameter and reads all of them by one scheme.
 pub(super) fn transformers(outline: &Outline) -> Verdict {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {
-        [None] => No("it does not load float experts among quantized linears".into()),
-        _ if outline.container != "compressed-tensors" => {
-            No(format!("its loader for the {} format does not support experts", outline.container))
-        }
+        [None] => No(FLOAT_EXPERTS.into()),
         [Some(scheme)] if scheme.is_symmetric() => Yes,
         [Some(_)] => No("it supports symmetric schemes only for experts".into()),
         _ => {

@@ -13,16 +13,13 @@ pub(super) fn head_of_opt(outline: &Outline) -> Verdict {
     }
 }
 
-/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too.
+/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too, in
+/// the compressed-tensors format.
 pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
-    let is_called_so = |scheme: &LinearScheme| {
+    let is_called_so = |scheme: &&LinearScheme| {
         scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
     };
-    match outline
-        .schemes()
-        .iter()
-        .find(|scheme| outline.container == "compressed-tensors" && is_called_so(scheme))
-    {
+    match outline.schemes().iter().find(is_called_so) {
         Some(scheme) => {
             No(format!("it transposes weights of this family on loading, {scheme} codes included"))
         }
@@ -44,17 +41,19 @@ pub(super) fn position_scale(_: &Outline) -> Verdict {
     )
 }
 
-/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension.
+/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension, which bytes of the
+/// compressed-tensors format have.
 pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
     let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
-    match outline.container == "compressed-tensors" && outline.schemes().iter().all(has_rows) {
+    match outline.schemes().iter().all(has_rows) {
         true => Yes,
-        false => {
-            No("it splits every tensor of `query_key_value` by head, which is impossible with packed codes"
-                .into())
-        }
+        false => No(PARTED_BY_ROWS.into()),
     }
 }
+
+/// The reason why other codes are not read.
+pub(super) const PARTED_BY_ROWS: &str =
+    "it splits every tensor of `query_key_value` by head, which is impossible with packed codes";
 
 /// vLLM's linears in the classes of transformers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
@@ -64,46 +63,25 @@ pub(super) fn by_transformers(_: &Outline) -> Verdict {
     )
 }
 
-/// Experts of Gemma 4 are written one by one, and its class has them in one tensor.
-pub(super) fn gemma4_without_experts(outline: &Outline) -> Verdict {
-    match outline.experts.is_empty() {
-        true if outline.wrapper.is_some() => Yes,
-        true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model that are stored separately".into()),
-    }
-}
-
-/// The same of Mistral 3's class around Mistral 4.
-pub(super) fn mistral3_without_experts(outline: &Outline) -> Verdict {
+/// Experts are written one by one, and a class has them in one tensor.
+pub(super) fn without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true => Yes,
         false => No("it does not read experts of this model that are stored separately".into()),
     }
 }
 
-/// Mistral 3's class, whose text model is looked up by a name of its own.
-pub(super) fn text_of_mistral3(outline: &Outline) -> Verdict {
-    match outline.family {
-        "mistral4" => {
-            Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
-        }
-        "ministral3" => position_scale(outline),
-        _ => Yes,
-    }
-}
-
-/// The same of Granite 4.
-pub(super) fn granite4_without_experts(outline: &Outline) -> Verdict {
-    match outline.experts.is_empty() {
-        true => compressed_tensors_alone(outline),
-        false => No("it does not read experts of this model that are stored separately".into()),
-    }
+/// Mistral 3's class around a text model that is looked up by a name of its own.
+pub(super) fn mistral4_in_mistral3(_: &Outline) -> Verdict {
+    Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }
 
 /// A family that was run in one format says nothing of the others.
-pub(super) fn compressed_tensors_alone(outline: &Outline) -> Verdict {
-    match outline.container {
-        "compressed-tensors" => Yes,
-        other => Unsure(format!("how it runs {} in the {other} format was not checked", outline.family)),
-    }
+pub(super) fn other_format(outline: &Outline) -> Verdict {
+    Unsure(format!("how it runs {} in the {} format was not checked", outline.family, outline.container))
+}
+
+/// The same of a family whose experts are not read in any.
+pub(super) fn other_format_without_experts(outline: &Outline) -> Verdict {
+    without_experts(outline).and(other_format(outline))
 }

@@ -7,9 +7,11 @@
 use super::Verdict::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
+use super::{COMPRESSED_TENSORS, GPTQ};
 
 /// How it is known that an engine has a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Basis {
     /// A checkpoint of it was loaded, and its numbers compared.
     Run,
@@ -45,6 +47,7 @@ pub(super) enum Has {
 
 /// How something is known of an engine, of which version, and since when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Known {
     /// How.
     pub basis: Basis,
@@ -58,6 +61,10 @@ pub struct Known {
 #[derive(Debug)]
 pub(super) struct Fact {
     pub(super) models: &'static [&'static str],
+    /// The families of a class's text model; all of them where it is empty.
+    pub(super) texts: &'static [&'static str],
+    /// The containers; all of them where it is empty.
+    pub(super) containers: &'static [&'static str],
     pub(super) has: Has,
     pub(super) basis: Basis,
     /// Version and day, where these are not the engine's and that of all sources.
@@ -65,12 +72,30 @@ pub(super) struct Fact {
 }
 
 const fn fact(models: &'static [&'static str], has: Has, basis: Basis) -> Fact {
-    Fact { models, has, basis, on: None }
+    Fact { models, texts: &[], containers: &[], has, basis, on: None }
 }
 
 impl Fact {
     const fn on(self, version: &'static str, date: &'static str) -> Self {
         Self { on: Some((version, date)), ..self }
+    }
+
+    /// Around these text models alone.
+    const fn around(self, texts: &'static [&'static str]) -> Self {
+        Self { texts, ..self }
+    }
+
+    /// In these containers alone.
+    const fn within(self, containers: &'static [&'static str]) -> Self {
+        Self { containers, ..self }
+    }
+
+    /// Whether it is about the model of a checkpoint.
+    fn is_about(&self, outline: &Outline) -> bool {
+        let is_among = |list: &[&str], name: &str| list.is_empty() || list.contains(&name);
+        self.models.contains(&outline.wrapper.unwrap_or(outline.family))
+            && is_among(self.texts, outline.family)
+            && is_among(self.containers, outline.container)
     }
 }
 
@@ -78,6 +103,10 @@ impl Fact {
 const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
 const GPT2: &[&str] = &["gpt2"];
+const BLOOM: &[&str] = &["bloom"];
+const MINISTRAL3: &[&str] = &["ministral3"];
+/// The container that says of each module what it is.
+const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 /// Its configuration is code of the model.
 const REMOTE: &[&str] = &["internlm2"];
 /// What engines do with experts is a matter of rules, and not of models.
@@ -123,6 +152,10 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
+/// The same, added later.
+const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
+/// Families some of whose models have experts, which it does not read one by one.
+const EXPERTS_OR_NONE: &[&str] = &["granitemoehybrid", "gemma4_text"];
 const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -252,15 +285,19 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(families::head_of_opt), Basis::Read),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(&["ministral3"], Has::With(families::position_scale), Basis::Read).on(VLLM, REGISTRIES),
-    fact(&["bloom"], Has::With(families::parted_by_rows), Basis::Read).on(VLLM, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).on(VLLM, REGISTRIES),
+    fact(MINISTRAL3, Has::With(families::position_scale), Basis::Read).on(VLLM, REGISTRIES),
+    fact(BLOOM, Has::With(families::parted_by_rows), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
+    fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Read).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(VLLM, REGISTRIES),
+    fact(GPT2, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
     // Classes, and what becomes of names in either layout.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(MISTRAL3, Has::With(families::text_of_mistral3), Basis::Read),
+    fact(MISTRAL3, Has::With(families::mistral4_in_mistral3), Basis::Read).around(MISTRAL4),
+    fact(MISTRAL3, Has::With(families::position_scale), Basis::Read).around(MINISTRAL3),
+    fact(MISTRAL3, Has::Yes, Basis::Read),
     fact(COHERE2_MOE, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(LLAMA4, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(CPU_BUILD, NEWER),
@@ -277,9 +314,11 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(&["qwen3_5_text", "qwen2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(RUN_BY_TRANSFORMERS, Has::With(families::by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(&["ministral3"], Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(&["bloom"], Has::With(families::parted_by_rows), Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
+    fact(BLOOM, Has::No(families::PARTED_BY_ROWS), Basis::Run).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
+    fact(GPT2, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(OPT, Has::With(families::head_of_opt), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
@@ -287,7 +326,11 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(CLASSES_RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
-    fact(MISTRAL3, Has::With(families::text_of_mistral3), Basis::Run).on(CPU_BUILD, NEWER),
+    fact(MISTRAL3, Has::With(families::mistral4_in_mistral3), Basis::Run)
+        .around(MISTRAL4)
+        .on(CPU_BUILD, NEWER),
+    fact(MISTRAL3, Has::With(families::position_scale), Basis::Run).around(MINISTRAL3).on(CPU_BUILD, NEWER),
+    fact(MISTRAL3, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(COHERE2_MOE, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(LLAMA4, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(CPU_BUILD, NEWER),
@@ -354,7 +397,9 @@ const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neo
 
 pub(super) const SGLANG: &[Fact] = &[
     fact(EXPERTS_IN_SGLANG, Has::Yes, Basis::Read).on(SGL, NEWER),
-    fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent), Basis::Read).on(SGL, NEWER),
+    fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent), Basis::Read).within(BY_MODULE).on(SGL, NEWER),
+    fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent_gptq), Basis::Read).within(&[GPTQ]).on(SGL, NEWER),
+    fact(LATENT_IN_SGLANG, Has::Yes, Basis::Read).on(SGL, NEWER),
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read).on(SGL, NEWER),
     fact(
         &["granitemoe"],
@@ -363,7 +408,8 @@ pub(super) const SGLANG: &[Fact] = &[
     )
     .on(SGL, NEWER),
     fact(CLASSES_IN_SGLANG, Has::With(super::sglang::container), Basis::Read).on(SGL, NEWER),
-    fact(MISTRAL3, Has::With(super::sglang::mistral3), Basis::Read).on(SGL, NEWER),
+    fact(MISTRAL3, Has::With(families::mistral4_in_mistral3), Basis::Read).around(MISTRAL4).on(SGL, NEWER),
+    fact(MISTRAL3, Has::With(super::sglang::container), Basis::Read).on(SGL, NEWER),
     fact(
         &["llama4_text"],
         Has::Unsure("which tensor names its text-only class expects for experts was not checked"),
@@ -375,7 +421,8 @@ pub(super) const SGLANG: &[Fact] = &[
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::With(super::sglang::opt), Basis::Read),
     fact(IN_SGLANG, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
-    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).on(SGL, REGISTRIES),
+    fact(GPT2, Has::With(families::no_turned_codes), Basis::Read).within(BY_MODULE).on(SGL, REGISTRIES),
+    fact(GPT2, Has::Yes, Basis::Read).on(SGL, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(SGL, REGISTRIES),
     fact(UNNAMED_IN_SGLANG, Has::With(super::sglang::unnamed), Basis::Read).on(SGL, REGISTRIES),
     fact(
@@ -403,7 +450,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     )
     .on(TRANSFORMERS_5, NEWER),
-    fact(MISTRAL3, Has::With(families::mistral3_without_experts), Basis::Run),
+    fact(MISTRAL3, Has::With(families::without_experts), Basis::Run),
     fact(&["phimoe", "cohere2_moe"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
     fact(
         GPT2,
@@ -421,18 +468,17 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_EXPERTS, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
     fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
-    fact(&["granitemoehybrid"], Has::With(families::granite4_without_experts), Basis::Run)
+    fact(EXPERTS_OR_NONE, Has::With(families::without_experts), Basis::Run)
+        .within(BY_MODULE)
         .on(TRANSFORMERS_5, REGISTRIES),
-    fact(
-        &["gemma4_text", "Gemma4ForConditionalGeneration"],
-        Has::With(families::gemma4_without_experts),
-        Basis::Run,
-    )
-    .on(TRANSFORMERS_5, REGISTRIES),
-    fact(OTHER_DENSE, Has::With(families::compressed_tensors_alone), Basis::Run)
-        .on(TRANSFORMERS_5, "2026-11-24"),
-    fact(&["internlm3", "bloom"], Has::With(families::compressed_tensors_alone), Basis::Run)
+    fact(EXPERTS_OR_NONE, Has::With(families::other_format_without_experts), Basis::Run)
         .on(TRANSFORMERS_5, REGISTRIES),
+    fact(&["Gemma4ForConditionalGeneration"], Has::With(families::without_experts), Basis::Run)
+        .on(TRANSFORMERS_5, REGISTRIES),
+    fact(OTHER_DENSE, Has::Yes, Basis::Run).within(BY_MODULE).on(TRANSFORMERS_5, "2026-11-24"),
+    fact(OTHER_DENSE, Has::With(families::other_format), Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
+    fact(NEWER_DENSE, Has::Yes, Basis::Run).within(BY_MODULE).on(TRANSFORMERS_5, REGISTRIES),
+    fact(NEWER_DENSE, Has::With(families::other_format), Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
     fact(VISION_LANGUAGE, Has::Yes, Basis::Run),
     fact(OTHER_VISION_LANGUAGE, Has::Yes, Basis::Run),
 ];
@@ -457,10 +503,9 @@ pub(super) const LLAMA_CPP: &[Fact] = &[
     fact(OPT, Has::No("OPT is not among the models that it converts"), Basis::Read),
 ];
 
-/// The line that names the model of a checkpoint.
+/// The first line about the model of a checkpoint.
 fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
-    let model = outline.wrapper.unwrap_or(outline.family);
-    facts.iter().find(|fact| fact.models.contains(&model))
+    facts.iter().find(|fact| fact.is_about(outline))
 }
 
 /// How it is known whether the engine has the model; `engine` is its version and the day of all sources.

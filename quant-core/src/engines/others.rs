@@ -4,14 +4,6 @@ use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
 
-fn is_awq(outline: &Outline) -> bool {
-    outline.container == "awq"
-}
-
-fn is_gptq(outline: &Outline) -> bool {
-    outline.container == "gptq"
-}
-
 /// All schemes of a checkpoint, head and embedding included.
 fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
     let mut schemes = outline.schemes();
@@ -21,45 +13,57 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
     schemes
 }
 
-/// transformers, with the compressed-tensors package or with gptqmodel.
+const EMBEDDING: &str = "its models fail on a quantized embedding (AttributeError on initialization)";
+
+/// transformers, with gptqmodel, of the GPTQ format.
+pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
+    if outline.embedding.is_some() {
+        return No(EMBEDDING.into());
+    }
+    if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
+        return No(format!(
+            "`{}` is float, and in this format it treats all linears as quantized",
+            part.module
+        ));
+    }
+    let mut parts = outline.layers.iter().flat_map(|l| l.parts.iter().map(move |p| (p, l.k)));
+    let narrow =
+        parts.find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
+    match narrow {
+        Some((part, k)) => Unsure(format!(
+            "`{}`: gptqmodel needs inputs and outputs in multiples of 32, and pads {} × {k}",
+            part.module, part.n
+        )),
+        None => Yes,
+    }
+}
+
+/// transformers, with gptqmodel, of the AWQ format.
+pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
+    if outline.embedding.is_some() {
+        return No(EMBEDDING.into());
+    }
+    let narrow = (outline.layers.iter().flat_map(|l| &l.parts))
+        .find(|part| part.scheme.is_some() && !part.n.is_multiple_of(32));
+    let channel = all_schemes(outline).iter().any(|s| s.granularity == Granularity::Channel);
+    match (narrow, channel) {
+        (Some(part), _) => With(format!(
+            "`{}`: gptqmodel's kernel for CPUs with AVX-512 needs outputs in multiples of 32, not {}",
+            part.module, part.n
+        )),
+        (_, true) => {
+            With("gptqmodel's kernel for CPUs with AVX-512 does not support scales per channel".into())
+        }
+        _ => Yes,
+    }
+}
+
+/// transformers, with the compressed-tensors package.
 pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
-        return No("its models fail on a quantized embedding (AttributeError on initialization)".into());
+        return No(EMBEDDING.into());
     }
     let schemes = all_schemes(outline);
-    if is_gptq(outline) {
-        if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
-            return No(format!(
-                "`{}` is float, and in this format it treats all linears as quantized",
-                part.module
-            ));
-        }
-        let mut parts = outline.layers.iter().flat_map(|l| l.parts.iter().map(move |p| (p, l.k)));
-        let narrow = parts
-            .find(|(part, k)| part.scheme.is_some() && !(part.n.is_multiple_of(32) && k.is_multiple_of(32)));
-        return match narrow {
-            Some((part, k)) => Unsure(format!(
-                "`{}`: gptqmodel needs inputs and outputs in multiples of 32, and pads {} × {k}",
-                part.module, part.n
-            )),
-            None => Yes,
-        };
-    }
-    if is_awq(outline) {
-        let narrow = (outline.layers.iter().flat_map(|l| &l.parts))
-            .find(|part| part.scheme.is_some() && !part.n.is_multiple_of(32));
-        let channel = schemes.iter().any(|s| s.granularity == Granularity::Channel);
-        return match (narrow, channel) {
-            (Some(part), _) => With(format!(
-                "`{}`: gptqmodel's kernel for CPUs with AVX-512 needs outputs in multiples of 32, not {}",
-                part.module, part.n
-            )),
-            (_, true) => {
-                With("gptqmodel's kernel for CPUs with AVX-512 does not support scales per channel".into())
-            }
-            _ => Yes,
-        };
-    }
     if schemes.iter().any(|s| s.fixed_scales().is_some()) {
         return With("loads in BF16 (dtype=torch.bfloat16), not in F32".into());
     }
@@ -81,6 +85,29 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
 
 /// LMDeploy's TurboMind.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
+    turbomind_with(outline, ranks, &[32, 128], |_| Yes)
+}
+
+/// The same of the AWQ format.
+pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Verdict {
+    turbomind_with(outline, ranks, &[128], |_| Yes)
+}
+
+/// The same of the GPTQ format.
+pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Verdict {
+    turbomind_with(outline, ranks, &[128], |scheme| match scheme.is_symmetric() {
+        true => Yes,
+        false => No("in the gptq format it reads only symmetric grids".into()),
+    })
+}
+
+/// In groups of the `known` sizes, on grids that the format's reader takes.
+fn turbomind_with(
+    outline: &Outline,
+    ranks: usize,
+    known: &[usize],
+    grid: fn(&LinearScheme) -> Verdict,
+) -> Verdict {
     if outline.embedding.is_some() {
         return No("it does not read a quantized embedding".into());
     }
@@ -107,10 +134,9 @@ pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
         Granularity::Group(size) => size,
         _ => return No("it does not read scales per channel".into()),
     };
-    if is_gptq(outline) && !scheme.is_symmetric() {
-        return No("in the gptq format it reads only symmetric grids".into());
+    if let refused @ No(_) = grid(&scheme) {
+        return refused;
     }
-    let known: &[usize] = if is_awq(outline) || is_gptq(outline) { &[128] } else { &[32, 128] };
     if scheme.bits() != 4 || !known.contains(&group) {
         return No(format!("it reads 4-bit weights in groups of {known:?} only, not {scheme}"));
     }
@@ -153,6 +179,16 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
 /// llama.cpp's converter to GGUF. Of weights under activations of 8 bits it takes the weights, and leaves activations
 /// float; scales of static ones it does not know.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
+    llama_cpp_with(outline, |_| false)
+}
+
+/// The same of the GPTQ format.
+pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Verdict {
+    llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
+}
+
+/// `takes` is what the format's reader has beside what is read of all formats.
+fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdict {
     let schemes = all_schemes(outline);
     // Of NVFP4 it knows the input's scale.
     if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
@@ -160,7 +196,7 @@ pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     }
     let is_one = outline.head.is_none() && outline.embedding.is_none();
     let verdict = match schemes[..] {
-        [scheme] if is_gptq(outline) && matches!(scheme.bits(), 2 | 4 | 8) => Yes,
+        [scheme] if takes(&scheme) => Yes,
         [scheme] if is_one && scheme.float_format().is_some() => llama_cpp_floats(outline, scheme),
         [scheme] if is_one && scheme.is_stored_as_bytes() => Yes,
         [scheme @ LinearScheme { granularity: Granularity::Group(_), .. }]

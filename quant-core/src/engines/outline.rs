@@ -8,6 +8,7 @@ use crate::scheme::LinearScheme;
 
 /// How a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LayerKind {
     /// Queries, keys and values: by heads of this width.
     Attention(usize),

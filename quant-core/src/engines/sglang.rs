@@ -3,18 +3,28 @@
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
+use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat};
 
 /// On NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, compressed_tensors)
+}
+
+/// The same of the AWQ format.
+pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, awq)
+}
+
+/// The same of the GPTQ format.
+pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, gptq)
+}
+
+fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict) -> Verdict {
     if outline.embedding.is_some() {
         return No("it does not read a quantized embedding, which stays uninitialized".into());
     }
-    linears(outline, ranks, |share| match outline.container {
-        "awq" => awq(share),
-        "gptq" => gptq(share),
-        _ => compressed_tensors(share),
-    })
+    linears(outline, ranks, kernel)
 }
 
 /// Its OPT calls `self_attn.out_proj` `o_proj`, and leaves `decoder` out of the names of blocks: nothing
@@ -32,23 +42,25 @@ pub(super) fn unnamed(outline: &Outline) -> Verdict {
 }
 
 /// Its latent attention: what makes latents is joined as it is read, and `kv_b_proj` is taken apart into floats, which it
-/// knows to do for few layouts.
+/// knows to do for few layouts. These are the compressed-tensors format's.
 pub(super) fn latent(outline: &Outline) -> Verdict {
     let is_packed = |name: &str| {
         let parts = outline.layers.iter().flat_map(|layer| &layer.parts);
         let of_name = parts.filter(|part| part.module.ends_with(name));
         of_name.filter_map(|part| part.scheme).any(|scheme| !scheme.is_stored_as_bytes())
     };
-    match outline.container {
-        "compressed-tensors" if is_packed(".kv_b_proj") => {
-            No("its latent attention does not read a packed `kv_b_proj`: leave it float".into())
-        }
-        "compressed-tensors" if is_packed(".q_a_proj") => {
-            Unsure("whether it can fuse packed `q_a_proj` and `kv_a_proj_with_mqa`".into())
-        }
-        "gptq" => Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into()),
-        _ => Yes,
+    if is_packed(".kv_b_proj") {
+        return No("its latent attention does not read a packed `kv_b_proj`: leave it float".into());
     }
+    match is_packed(".q_a_proj") {
+        true => Unsure("whether it can fuse packed `q_a_proj` and `kv_a_proj_with_mqa`".into()),
+        false => Yes,
+    }
+}
+
+/// The GPTQ format's.
+pub(super) fn latent_gptq(_: &Outline) -> Verdict {
+    Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into())
 }
 
 /// A class that holds a text model. Where all linears have one scheme it is found by their class; how names of single ones
@@ -63,33 +75,32 @@ pub(super) fn container(outline: &Outline) -> Verdict {
     }
 }
 
-/// The same of Mistral 3's class, whose text model may be one that it does not have.
-pub(super) fn mistral3(outline: &Outline) -> Verdict {
-    match outline.family {
-        "mistral4" => super::families::text_of_mistral3(outline),
-        _ => container(outline),
-    }
-}
-
 /// Experts, which run on Marlin or Triton: their scheme is that of the first one.
 pub(super) fn experts(outline: &Outline) -> Verdict {
+    experts_with(outline, |scheme| match scheme.activations {
+        ActivationScheme::Float if scheme.float_format().is_none() => Yes,
+        ActivationScheme::Token if scheme.float_format().is_none() => {
+            No(format!("it runs experts of {scheme} only on Ascend devices"))
+        }
+        _ => Unsure(format!("how it runs experts of {scheme} was not checked")),
+    })
+}
+
+/// The same of formats whose experts were not followed.
+pub(super) fn experts_of_others(outline: &Outline) -> Verdict {
+    experts_with(outline, |_| {
+        Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
+    })
+}
+
+fn experts_with(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) -> Verdict {
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
         return Unsure(
             "it applies the scheme of a block's first expert to all experts, but here they differ".into(),
         );
     };
-    let Some(scheme) = one else { return Yes };
-    if outline.container != "compressed-tensors" {
-        return Unsure(format!("how it runs experts in the {} format was not checked", outline.container));
-    }
-    match scheme.activations {
-        ActivationScheme::Float if scheme.float_format().is_none() => Yes,
-        ActivationScheme::Token if scheme.float_format().is_none() => {
-            No(format!("it runs experts of {scheme} only on Ascend devices"))
-        }
-        _ => Unsure(format!("how it runs experts of {scheme} was not checked")),
-    }
+    one.map_or(Yes, rules)
 }
 
 /// What is said of single linears is not found in its class.

@@ -2,6 +2,7 @@
 
 use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
+use super::{AWQ, COMPRESSED_TENSORS, GPTQ, MODELOPT};
 use crate::scheme::{BLOCK, Granularity, LinearScheme};
 
 /// A rank's share of a quantized linear.
@@ -32,6 +33,11 @@ impl Share<'_> {
             Granularity::Group(size) => Some(size),
             _ => None,
         }
+    }
+
+    /// Whether its weights are floating-point numbers, each in a byte or half of one, without zeros.
+    fn is_float(&self) -> bool {
+        self.scheme.float_format().is_some()
     }
 
     /// `` `module`: what ``.
@@ -97,59 +103,89 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
     Ok(Some((module, parts, k)))
 }
 
+/// A rule for what a share must hold for its scales and packed words to begin where a rank's do; the error is the reason
+/// why they do not.
+pub(super) type Rule = fn(&Share<'_>) -> Result<(), String>;
+
+/// What a container asks of a split: the first rule that a share breaks is the reason against it.
+pub(super) const SPLITS: &[(&str, &[Rule])] = &[
+    (COMPRESSED_TENSORS, &[groups, blocks, words_of_codes, words_of_zeros]),
+    (MODELOPT, &[groups, blocks, words_of_codes, words_of_zeros]),
+    (AWQ, &[groups, channels_whole, outputs_by_eights]),
+    // Zeros are stored even where grids are symmetric.
+    (GPTQ, &[groups, words_of_all_zeros, blocks, words_of_codes, words_of_zeros]),
+];
+
 /// Whether scales and packed words of a share begin where a rank's do.
 ///
 /// # Errors
 /// The reason why not.
 fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
-    let (bits, symmetric) = (usize::from(share.scheme.bits()), share.scheme.is_symmetric());
-    let Share { k, .. } = *share;
-    if let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) {
-        let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
-        let remedy = fits.map(|g| format!("; groups of {g} would work")).unwrap_or_default();
-        return Err(
-            share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}"))
-        );
+    let of_container = SPLITS.iter().find(|(name, _)| *name == container);
+    of_container.map_or(&[][..], |(_, rules)| rules).iter().try_for_each(|rule| rule(share))
+}
+
+/// Groups do not cross ranks.
+fn groups(share: &Share<'_>) -> Result<(), String> {
+    let k = share.k;
+    let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) else { return Ok(()) };
+    let fits = [128, 64, 32].into_iter().find(|g| *g < group && k.is_multiple_of(*g));
+    let remedy = fits.map(|g| format!("; groups of {g} would work")).unwrap_or_default();
+    Err(share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}")))
+}
+
+/// A reader that splits scales by inputs has no share of one scale per channel.
+fn channels_whole(share: &Share<'_>) -> Result<(), String> {
+    match share.group().is_none() && share.split_inputs {
+        true => Err(share.fault("in this format, a scale per channel cannot be split across ranks")),
+        false => Ok(()),
     }
-    if container == "awq" {
-        if share.group().is_none() && share.split_inputs {
-            return Err(share.fault("in this format, a scale per channel cannot be split across ranks"));
-        }
-        return match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
-            Some(n) => Err(share.fault(format!("{n} outputs per rank are not a multiple of 8"))),
-            None => Ok(()),
-        };
+}
+
+/// Codes are packed along the outputs, eight in a word.
+fn outputs_by_eights(share: &Share<'_>) -> Result<(), String> {
+    match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
+        Some(n) => Err(share.fault(format!("{n} outputs per rank are not a multiple of 8"))),
+        None => Ok(()),
     }
-    if container == "gptq" {
-        // Zeros are packed along the outputs even where grids are symmetric.
-        let part = share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32));
-        if let Some(n) = part {
-            return Err(share.fault(format!(
-                "zero points of {n} outputs per rank do not fill whole 32-bit \
-                words"
-            )));
-        }
+}
+
+/// Codes are packed along the inputs.
+fn words_of_codes(share: &Share<'_>) -> Result<(), String> {
+    let (k, bits) = (share.k, usize::from(share.scheme.bits()));
+    match !share.is_float() && share.split_inputs && !(k * bits).is_multiple_of(32) {
+        true => Err(share.fault(format!("{k} codes of {bits} bits per rank do not fill whole 32-bit words"))),
+        false => Ok(()),
     }
-    if share.scheme.float_format().is_some() {
-        return aligned_blocks(share);
-    }
-    if share.split_inputs && !(k * bits).is_multiple_of(32) {
-        return Err(share.fault(format!("{k} codes of {bits} bits per rank do not fill whole 32-bit words")));
-    }
-    // Zeros are packed along the outputs, each part's own.
+}
+
+/// Zeros are packed along the outputs, each part's own, where a grid has any.
+fn words_of_zeros(share: &Share<'_>) -> Result<(), String> {
+    let bits = usize::from(share.scheme.bits());
     let along = if bits.is_power_of_two() { 32 / bits } else { 32 };
-    match share.parts.iter().find(|n| !symmetric && !n.is_multiple_of(along)) {
-        Some(n) => Err(share.fault(format!(
-            "zero points of {n} outputs per rank do not fill whole 32-bit \
-            words"
-        ))),
+    let has_zeros = !share.is_float() && !share.scheme.is_symmetric();
+    match share.parts.iter().find(|n| has_zeros && !n.is_multiple_of(along)) {
+        Some(n) => {
+            Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole 32-bit words")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The same where every grid has zeros, packed without gaps.
+fn words_of_all_zeros(share: &Share<'_>) -> Result<(), String> {
+    let bits = usize::from(share.scheme.bits());
+    match share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32)) {
+        Some(n) => {
+            Err(share.fault(format!("zero points of {n} outputs per rank do not fill whole 32-bit words")))
+        }
         None => Ok(()),
     }
 }
 
 /// Whether blocks of 128 × 128 begin where a rank's share and the parts of a fused linear do.
-fn aligned_blocks(share: &Share<'_>) -> Result<(), String> {
-    if share.scheme.granularity != Granularity::Block {
+fn blocks(share: &Share<'_>) -> Result<(), String> {
+    if !share.is_float() || share.scheme.granularity != Granularity::Block {
         return Ok(());
     }
     // What comes last may end inside a block, where it is not cut.

@@ -8,6 +8,37 @@ use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
 /// On NVIDIA devices.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, cuda_packed)
+}
+
+/// The same of the AWQ format, where groups that Marlin does not take have a kernel of their own.
+pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, |share| {
+        if is_marlin_group(share) {
+            return cuda_packed(share);
+        }
+        let (n, group) = (share.n(), share.group().unwrap_or(0));
+        match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {
+            true => With(share.fault(format!("groups of {group} run on the slow AWQ kernel, in F16 only"))),
+            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs per rank"))),
+        }
+    })
+}
+
+/// The same of the GPTQ format, which it reads for Marlin alone.
+pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
+    cuda_with(outline, ranks, |share| {
+        let scheme = share.scheme;
+        match is_marlin_group(share) && scheme.is_symmetric() && matches!(scheme.bits(), 4 | 8) {
+            true => cuda_packed(share),
+            false => No(share.fault(format!(
+                "of the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or channels, not {scheme}"
+            ))),
+        }
+    })
+}
+
+fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
     let embedding = match outline.embedding {
         Some(scheme) if !scheme.is_symmetric() => No("a quantized embedding must be symmetric".into()),
         Some(scheme) if !matches!(scheme.bits(), 2 | 4 | 8) => {
@@ -18,23 +49,37 @@ pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
         }
         _ => Yes,
     };
-    embedding.and(linears(outline, ranks, |share| cuda_kernel(outline, share)))
+    embedding.and(linears(outline, ranks, |share| cuda_kernel(share, packed)))
 }
 
 /// On x86-64 CPUs.
 pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
-    let outside = match (outline.embedding, outline.head) {
+    outside_blocks(outline).and(linears(outline, ranks, cpu_kernel))
+}
+
+/// The same of the GPTQ format.
+pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
+    let grids = match outline.schemes().iter().find(|scheme| !scheme.is_symmetric()) {
+        Some(scheme) => No(format!("in the gptq format it reads only symmetric grids, not {scheme}")),
+        None => Yes,
+    };
+    outside_blocks(outline).and(grids).and(linears(outline, ranks, cpu_kernel))
+}
+
+/// A quantized embedding or head on CPUs.
+fn outside_blocks(outline: &Outline) -> Verdict {
+    match (outline.embedding, outline.head) {
         (Some(_), _) => No("a quantized embedding needs a GPU".into()),
         (_, Some(head)) if head.bits() != 4 => {
             No(format!("no CPU kernel for a head of {} bits", head.bits()))
         }
         _ => Yes,
-    };
-    let format = match outline.schemes().iter().find(|s| outline.container == "gptq" && !s.is_symmetric()) {
-        Some(scheme) => No(format!("in the gptq format it reads only symmetric grids, not {scheme}")),
-        None => Yes,
-    };
-    outside.and(format).and(linears(outline, ranks, cpu_kernel))
+    }
+}
+
+/// Groups that Marlin's kernels take.
+fn is_marlin_group(share: &Share<'_>) -> bool {
+    matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
 /// Products of activations of 8 bits: CUTLASS for bytes, in multiples of 16, and a kernel that is compiled at start for
@@ -84,7 +129,8 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     }
 }
 
-fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
+/// `packed` is what the container's reader does with integers under float activations.
+fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
     if let Some(format) = share.scheme.float_format() {
         return cuda_float_kernel(share, format);
     }
@@ -94,24 +140,14 @@ fn cuda_kernel(outline: &Outline, share: &Share<'_>) -> Verdict {
     if share.scheme.activations != ActivationScheme::Float {
         return cuda_int8_kernel(share);
     }
+    packed(share)
+}
+
+/// Integers under float activations.
+fn cuda_packed(share: &Share<'_>) -> Verdict {
     let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);
-    let marlin_group = matches!(group, None | Some(32 | 64 | 128));
-    if outline.container == "gptq" && !(marlin_group && symmetric && matches!(bits, 4 | 8)) {
-        return No(share.fault(format!(
-            "in the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or per \
-             channel, not {}",
-            share.scheme
-        )));
-    }
-    if outline.container == "awq" && !marlin_group {
-        let group = group.unwrap_or(0);
-        return match n.is_multiple_of(64) && group.is_multiple_of(32) && n.is_multiple_of(group) {
-            true => With(share.fault(format!("groups of {group} run on the slow AWQ kernel, in F16 only"))),
-            false => No(share.fault(format!("no kernel for groups of {group} with {n} outputs per rank"))),
-        };
-    }
-    if marlin_group && (bits == 4 || (bits == 8 && symmetric)) {
+    if is_marlin_group(share) && (bits == 4 || (bits == 8 && symmetric)) {
         let tiled = (n.is_multiple_of(64) && k.is_multiple_of(128))
             || (n.is_multiple_of(128) && k.is_multiple_of(64));
         return match tiled {

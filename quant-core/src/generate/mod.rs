@@ -21,7 +21,7 @@ use std::ops::ControlFlow;
 pub use self::sampler::{Candidate, Choice, Sampler};
 pub use self::settings::GenerationSettings;
 pub use self::text_stream::TextStream;
-use crate::model::{Decoder, KvCache};
+use crate::model::{Decoder, SequenceCache};
 use crate::{CancelToken, Error, Result};
 
 /// Prompt tokens per step: enough for efficient matrix products, few enough to stop soon when cancelled and to keep
@@ -55,24 +55,34 @@ impl End {
 
 /// One growing sequence: a decoder, its KV cache, and the tokens in it.
 ///
-/// ```no_run
-/// # use quant_core::{CancelToken, Silent, generate::{GenerationSettings, Generator}, model::Decoder};
-/// # fn example(model: &quant_core::model::Model, prompt: &[u32]) -> quant_core::Result<()> {
+/// ```
+/// use std::ops::ControlFlow;
+///
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::generate::{GenerationSettings, Generator};
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?;
 /// let cancel = CancelToken::new();
-/// let decoder = Decoder::load(model, 1024, &Silent, &cancel)?.packed()?;
-/// let settings = GenerationSettings { max_new_tokens: 64, ..GenerationSettings::default() };
+/// let decoder = Decoder::load(&model, 128, &Silent, &cancel)?.packed()?; // quantized linears run on the kernels
+/// let settings = GenerationSettings { max_new_tokens: 8, ..GenerationSettings::default() };
 /// let mut new = Vec::new();
-/// Generator::new(&decoder).generate(prompt, &settings, &cancel, &mut |choice| {
+/// Generator::new(&decoder).generate(&[1, 2, 3], &settings, &cancel, &mut |choice| {
 ///     new.push(choice.token);
-///     Ok(std::ops::ControlFlow::Continue(()))
+///     Ok(ControlFlow::Continue(()))
 /// })?;
-/// # Ok(())
-/// # }
+/// assert_eq!(new.len(), 8);
+/// # Ok::<(), quant_core::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Generator<'a> {
     decoder: &'a Decoder,
-    cache: KvCache,
+    cache: SequenceCache,
     /// The tokens in the cache.
     tokens: Vec<u32>,
 }

@@ -12,6 +12,7 @@ use crate::{Error, Result};
 
 /// A token that may be chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Candidate {
     /// The token.
     pub token: u32,
@@ -21,6 +22,7 @@ pub struct Candidate {
 
 /// A chosen token.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Choice {
     /// The token.
     pub token: u32,

@@ -400,7 +400,7 @@ fn rope(
             Ok((vec![(ROPE_FACTORS, divisors)], None))
         }
         RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok((Vec::new(), None)),
-        RopeScaling::LongRope(long) if family.arch == "phi3" => {
+        RopeScaling::LongRope(long) if family.has_long_rope => {
             put("rope.scaling.original_context_length", Value::U32(long.original_positions as u32));
             put("rope.scaling.attn_factor", Value::F32(long.attention_factor as f32));
             Ok((vec![(ROPE_SHORT, long.short.to_vec()), (ROPE_LONG, long.long.to_vec())], None))

@@ -22,6 +22,7 @@ const CHUNK_VALUES: usize = 1 << 22;
 
 /// The report on a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GgufTensorReport {
     /// The name in the file.
     pub tensor: String,
@@ -49,6 +50,7 @@ pub struct GgufTensorReport {
 
 /// The report on a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct GgufReport {
     /// `quant-gguf-report/1`.
     pub schema: &'static str,

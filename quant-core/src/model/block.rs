@@ -8,6 +8,7 @@ use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
 use super::attention::{activate, cached_attention, causal_attention, gated};
+use super::fused::{self, FusedReaders};
 use super::grouped::{GroupedExperts, grouped};
 use super::tap::Tap;
 use super::tensor_values::with_slices;
@@ -33,6 +34,8 @@ pub struct Block {
     kv_scales: KvScales,
     /// Experts that run in one call, by the nodes that sum them.
     grouped: BTreeMap<NodeId, GroupedExperts>,
+    /// Norms and gates that the kernels compute.
+    fused: FusedReaders,
 }
 
 impl Block {
@@ -68,8 +71,8 @@ impl Block {
             return Err(Error::Internal("a block lacks some of its weights".into()));
         }
         let (caching, unrouted, kv_scales) = (KvCaching::Float, Arc::default(), KvScales::new());
-        let (ropes, grouped) = (tables, BTreeMap::new());
-        Ok(Self { graph, norms, linears, parameters, ropes, caching, unrouted, kv_scales, grouped })
+        let (ropes, grouped, fused) = (tables, BTreeMap::new(), FusedReaders::new());
+        Ok(Self { graph, norms, linears, parameters, ropes, caching, unrouted, kv_scales, grouped, fused })
     }
 
     /// Returns the block with a different cache of keys and values. A new block has [`KvCaching::Float`], because
@@ -135,6 +138,7 @@ impl Block {
     /// Returns the block with one linear replaced. Experts that ran in one call run individually again.
     pub fn replace_linear(&mut self, id: NodeId, linear: Linear) {
         self.grouped.clear();
+        self.fused.clear();
         self.linears.insert(id, linear);
     }
 
@@ -148,6 +152,7 @@ impl Block {
             *linear = linear.packed(runner)?;
         }
         self.grouped = grouped(&self.graph, &self.linears)?;
+        self.fused = fused::readers(&self.graph, &self.linears, &self.norms);
         Ok(self)
     }
 
@@ -165,6 +170,11 @@ impl Block {
     /// Returns the number of experts that run in one kernel call.
     pub fn experts_in_one_call(&self) -> usize {
         self.grouped.values().map(GroupedExperts::count).sum()
+    }
+
+    /// How many norms and gates the kernels compute.
+    pub fn fused_operations(&self) -> usize {
+        self.fused.len()
     }
 
     /// Returns the block with one norm's parameters replaced.
@@ -259,7 +269,7 @@ struct Run<'a> {
     selected: BTreeMap<NodeId, Vec<u32>>,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
     fn output(&mut self, hidden: &Tensor) -> Result<Tensor> {
         let graph = &self.block.graph;
         let mut values = self.evaluate(&[(graph.input(), hidden.clone())], &[graph.output()])?;
@@ -323,6 +333,13 @@ impl Run<'_> {
                 let value = if uses[input] == 0 { values[input].take() } else { values[input].clone() };
                 inputs.push(value.ok_or_else(|| Error::Internal(format!("node {input} is not known")))?);
             }
+            if let Some(readers) = self.fused_readers(id, &uses, &values, &inputs) {
+                for (&reader, y) in readers.iter().zip(self.run_fused(id, readers, &inputs)?) {
+                    values[reader] = Some(y);
+                }
+                uses[id] = 0;
+                continue;
+            }
             values[id] = Some(self.compute(id, inputs)?);
         }
         targets
@@ -344,6 +361,26 @@ impl Run<'_> {
         let readers = self.block.graph.users(self.block.graph.nodes()[id].inputs[0]);
         let others: Vec<NodeId> = readers.map(|(reader, _)| reader).filter(goes).collect();
         (!others.is_empty()).then(|| [vec![id], others].concat())
+    }
+
+    /// The linears that the value of a node is computed for as they pack it, if nothing else asks for it here.
+    fn fused_readers(
+        &self,
+        id: NodeId,
+        uses: &[usize],
+        values: &[Option<Tensor>],
+        inputs: &[Tensor],
+    ) -> Option<&'a [NodeId]> {
+        let readers = self.block.fused.get(&id).filter(|_| !self.tap.watches())?;
+        let alone = uses[id] == readers.len() && readers.iter().all(|&reader| values[reader].is_none());
+        (alone && inputs.iter().all(|x| x.elem_count() > 0)).then_some(readers.as_slice())
+    }
+
+    fn run_fused(&mut self, id: NodeId, readers: &[NodeId], inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        // A tap that does not watch is asked whether the run goes on.
+        readers.iter().try_for_each(|&reader| self.watch_linear(reader, &inputs[0]))?;
+        let linears: Vec<&Linear> = readers.iter().map(|&reader| self.block.linear(reader)).collect();
+        fused::run(&self.block.graph.nodes()[id].op, self.block.norms.get(&id), inputs, &linears)
     }
 
     fn multiply_each(&mut self, ids: &[NodeId], x: &Tensor) -> Result<Vec<Tensor>> {

@@ -9,12 +9,12 @@ use crate::{Error, Result};
 
 /// The caches of all blocks for one sequence.
 #[derive(Debug, Clone)]
-pub struct KvCache {
+pub struct SequenceCache {
     layers: Vec<LayerCache>,
     positions: usize,
 }
 
-impl KvCache {
+impl SequenceCache {
     /// Creates an empty cache of `layers` blocks for up to `capacity` positions.
     pub fn new(layers: usize, capacity: usize) -> Self {
         Self { layers: vec![LayerCache::new(capacity); layers], positions: 0 }

@@ -10,12 +10,28 @@ use quant_kernels_cpu::candle::Runner;
 use super::per_layer::PerLayer;
 use super::soft_cap::soft_capped;
 use super::{
-    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCache, KvCaching, KvScheme, Linear,
-    LogitsTransform, Model, NoTap, NodeId, Norm, Op, PositionTable, Tap, WeightBody,
+    AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCaching, KvScheme, Linear, LogitsTransform,
+    Model, NoTap, NodeId, Norm, Op, PositionTable, SequenceCache, Tap, WeightBody,
 };
 use crate::{CancelToken, Error, Event, Observer, Result};
 
 /// All blocks, the embedding and the head.
+///
+/// ```
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?; // float or quantized
+/// let decoder = Decoder::load(&model, 16, &Silent, &CancelToken::new())?;
+/// let hidden = decoder.hidden(&[&[1, 2, 3], &[4, 5, 6]])?; // two windows of three tokens
+/// assert_eq!(decoder.logits(&hidden)?.dims(), [2, 3, 64]);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Decoder {
     hidden: usize,
@@ -211,6 +227,12 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
+    /// How many norms and gates of block `index` the kernels compute with the products that read them; none where there is
+    /// no such block.
+    pub fn fused_operations(&self, index: usize) -> usize {
+        self.blocks.get(index).map_or(0, Block::fused_operations)
+    }
+
     /// Returns how many experts of block `index` run in one kernel call; 0 if there is no such block.
     pub fn experts_in_one_call(&self, index: usize) -> usize {
         self.blocks.get(index).map_or(0, Block::experts_in_one_call)
@@ -282,15 +304,15 @@ impl Decoder {
     }
 
     /// Returns an empty cache for this decoder.
-    pub fn cache(&self) -> KvCache {
-        KvCache::new(self.blocks.len(), self.positions)
+    pub fn cache(&self) -> SequenceCache {
+        SequenceCache::new(self.blocks.len(), self.positions)
     }
 
     /// Appends `tokens` of one sequence to the cache and returns the logits of the last one, `[vocab]`.
     ///
     /// # Errors
     /// When a token is outside the vocabulary, or the cache is full.
-    pub fn step(&self, tokens: &[u32], cache: &mut KvCache) -> Result<Tensor> {
+    pub fn step(&self, tokens: &[u32], cache: &mut SequenceCache) -> Result<Tensor> {
         let start = cache.positions();
         if tokens.is_empty() || start + tokens.len() > self.positions {
             return Err(Error::Internal(format!(

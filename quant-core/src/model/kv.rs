@@ -32,6 +32,7 @@ const NOT_FINITE: &str = "a key or value that is not finite";
 /// Written `kv4`, `kv8` or `kvf8`. By default keys and values are cached as floats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum KvScheme {
     /// 4 bits.
     Kv4,

@@ -27,6 +27,17 @@ impl Norm {
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
+    /// What an RMSNorm `op` multiplies by, `[width]`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub(super) fn factors(&self, op: &Op) -> Result<Tensor> {
+        Ok(match op {
+            Op::RmsNorm { zero_centered: true, .. } => (&self.weight + f64::from(op.weight_offset()))?,
+            _ => self.weight.clone(),
+        })
+    }
+
     /// Applies `op` to `x` `[batch, positions, features]`, normalizing `width` features at a time.
     ///
     /// # Errors
@@ -35,12 +46,8 @@ impl Norm {
         let (batch, positions, features) = x.dims3()?;
         let rows = |width: usize| x.contiguous()?.reshape((batch, positions, features / width, width));
         let y = match (op, &self.bias) {
-            (Op::RmsNorm { width, eps, zero_centered: false, .. }, None) => {
-                candle_nn::ops::rms_norm(&rows(*width)?, &self.weight, *eps as f32)?
-            }
-            (Op::RmsNorm { width, eps, zero_centered: true, .. }, None) => {
-                let weight = (&self.weight + f64::from(op.weight_offset()))?;
-                candle_nn::ops::rms_norm(&rows(*width)?, &weight, *eps as f32)?
+            (Op::RmsNorm { width, eps, .. }, None) => {
+                candle_nn::ops::rms_norm(&rows(*width)?, &self.factors(op)?, *eps as f32)?
             }
             (Op::LayerNorm { width, eps, .. }, bias) => {
                 let zeros;

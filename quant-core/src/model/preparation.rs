@@ -2,6 +2,7 @@
 
 /// A transform of a whole model. The result computes the same function, so later stages need no changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Preparation {
     /// Norm weights are folded into the linears that read them and become 1.
     FoldNorms,

@@ -53,6 +53,7 @@ impl Rounded {
 
 /// What GPTQ did to a linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GptqRecord {
     /// The mean squared error of the linear's output after rounding, over outputs and tokens, including the damping
     /// term.

@@ -4,7 +4,7 @@
 //! The same inputs, version and instruction set give the same bytes. A job that another build resumes, or that moves to
 //! another processor, could mix the bytes of both.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use quant_kernels_cpu::Isa;
 use serde::Serialize;
@@ -31,13 +31,7 @@ impl Program {
     /// # Errors
     /// When the executable cannot be read, or the run is cancelled.
     pub fn current(cancel: &CancelToken) -> Result<Self> {
-        // The link leads to the running file even if an upgrade has replaced the file at its path.
-        let link = PathBuf::from("/proc/self/exe");
-        let path = if link.exists() {
-            link
-        } else {
-            std::env::current_exe().map_err(|e| Error::io("find", "the executable", e))?
-        };
+        let path = crate::system::running_program().map_err(|e| Error::io("find", "the executable", e))?;
         Self::at(&path, cancel)
     }
 

@@ -28,6 +28,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The report of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct QuantReport {
     /// The version of the schema, `quant-report/1`.
     pub schema: String,
@@ -68,6 +69,7 @@ pub struct QuantReport {
 
 /// Identifies the input independently of its file names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SourceDigest {
     /// The number of tensors that were hashed.
     pub tensors: u64,
@@ -77,6 +79,7 @@ pub struct SourceDigest {
 
 /// The calibration batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct CalibrationReport {
     /// How candidates were compared, for methods that search.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -111,6 +114,7 @@ pub struct CalibrationReport {
 
 /// The rounding error of a weight, relative to the float weight after the rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct WeightError {
     /// `√(Σ(w − ŵ)² / Σw²)`.
     pub relative_rms: f64,
@@ -132,6 +136,7 @@ impl From<ErrorStats> for WeightError {
 
 /// The report of one tensor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct TensorReport {
     /// The tensor's name in the input.
     pub tensor: String,
@@ -192,6 +197,7 @@ pub struct TensorReport {
 
 /// The grid of a linear's input.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct InputReport {
     /// The step.
     pub scale: f32,

@@ -201,6 +201,7 @@ fn prepares(step: &str) -> Option<Preparation> {
 
 /// How weights are rounded to codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Rounding {
     /// Each weight to the nearest value of its grid.
     Nearest,

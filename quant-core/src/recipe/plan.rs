@@ -58,6 +58,7 @@ pub enum Action {
 
 /// A tensor of the input, what happens to it, and the tensors that are written for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanEntry {
     /// The name as a float tensor of the model.
     pub tensor: String,

@@ -9,6 +9,7 @@ const OVERRIDE: &str = "override";
 
 /// The modules selected by an `--ignore` or `--override`.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SelectorMatches {
     /// The name of the option.
     pub option: &'static str,

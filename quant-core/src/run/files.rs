@@ -3,15 +3,14 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// Fails if a file cannot be written, before work is done whose result would be lost.
 ///
 /// # Errors
 /// When the file cannot be opened; [`Error::Usage`] for a named pipe.
 pub fn check_writable(path: &Path) -> Result<()> {
-    use std::os::unix::fs::FileTypeExt;
-    if std::fs::metadata(path).is_ok_and(|m| m.file_type().is_fifo()) {
+    if std::fs::metadata(path).is_ok_and(|m| system::is_named_pipe(&m)) {
         return Err(Error::usage(
             format!("{} is a named pipe; writing to it would block until a reader opens it", path.display()),
             "use a regular file",
@@ -35,7 +34,6 @@ pub fn check_writable(path: &Path) -> Result<()> {
 /// # Errors
 /// When it cannot be written.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    use std::os::unix::fs::PermissionsExt;
     let fault = |e: std::io::Error| Error::io("write", path, e);
     // A symbolic link is kept.
     let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -46,7 +44,7 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
     // Temporary files are readable only by their owner; results should not be.
-    file.as_file().set_permissions(std::fs::Permissions::from_mode(0o644)).map_err(fault)?;
+    file.as_file().set_permissions(system::readable_by_all()).map_err(fault)?;
     file.persist(&target).map(drop).map_err(|e| fault(e.error))
 }
 

@@ -24,6 +24,7 @@ const FILE: &str = "model.gguf";
 
 /// The result of a run that wrote a GGUF file.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct GgufDone {
     /// The type of each tensor.
     pub plan: GgufPlan,

@@ -9,7 +9,7 @@ use crate::blocks::{BLOCK_TYPES, BlockType, Search, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::Pattern;
+use crate::recipe::{Pattern, Rounding};
 use crate::{Error, Result};
 
 /// The default mixture.
@@ -113,15 +113,17 @@ impl RecipeSettings {
 
     /// Returns the settings of GPTQ if it is the method.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
-        let settings = match self.method.as_deref() {
-            None | Some("rtn") => return Ok(None),
-            Some("gptq") => GptqSettings {
+        let Some(method) = self.method.as_deref() else { return Ok(None) };
+        let rounding = Rounding::ALL.into_iter().find(|rounding| rounding.name() == method);
+        let settings = match rounding {
+            Some(Rounding::Nearest) => return Ok(None),
+            Some(Rounding::Gptq) => GptqSettings {
                 damping: self.damping.unwrap_or(GptqSettings::default().damping),
                 ..GptqSettings::default()
             },
-            Some(other) => {
+            None => {
                 return Err(Error::usage(
-                    format!("method `{other}` cannot write GGUF files"),
+                    format!("the method {method} does not write GGUF files"),
                     "choose gptq, or leave it out to round to nearest",
                 ));
             }

@@ -5,18 +5,34 @@
 //! parts ([`Host`]): an observer, a cancel token, workers for tokenizers, and the models and texts that it knows by
 //! name ([`Catalog`]). The command line and the Python package are two such programs.
 //!
-//! ```no_run
-//! use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
+//! ```
+//! use quant_core::calibrate::Corpus;
+//! use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
 //! use quant_core::{CancelToken, Silent};
+//! # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+//! # let temporary = tempfile::tempdir().unwrap();
+//! # let path = temporary.path().join("model");
+//! # std::fs::create_dir(&path).unwrap();
+//! # tiny::tiny_llama(&path).unwrap();
+//! # let out = temporary.path().join("out");
 //!
-//! # fn main() -> quant_core::Result<()> {
-//! let settings = RecipeSettings { method: Some("rtn".into()), ..RecipeSettings::default() };
-//! let request = QuantizeRequest { settings, ..QuantizeRequest::new("model", "out") };
+//! // AWQ, calibrated on a text of the program's own.
+//! let text = (0..4000).map(|i| format!("w{} ", i * i % 61)).collect::<String>();
+//! let settings = RecipeSettings {
+//!     method: Some("awq".into()),
+//!     scheme: Some("w4a16-g32".into()),
+//!     format: vec!["awq".into()],
+//!     samples: Some(4),
+//!     seq_len: Some(64),
+//!     ..RecipeSettings::default()
+//! };
+//! let calibration = Some(Text::Given(Corpus::Texts(vec![text]), "numbers".into()));
+//! let request = QuantizeRequest { settings, calibration, ..QuantizeRequest::new(&path, &out) };
 //! let cancel = CancelToken::new();
 //! let done = quantize(&request, &Host::new(&Silent, &cancel, &Nothing))?;
+//! assert!(out.join("model.safetensors").is_file());
 //! println!("{}", done.summary_json()?);
-//! # Ok(())
-//! # }
+//! # Ok::<(), quant_core::Error>(())
 //! ```
 
 pub mod files;

@@ -64,6 +64,7 @@ impl QuantizeRequest {
 
 /// The result of a run.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Done {
     /// Checkpoints.
     Checkpoints(Quantized),
@@ -73,6 +74,7 @@ pub enum Done {
 
 /// Checkpoints that were written, one per format.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Quantized {
     /// The checkpoints, each with its report.
     pub outputs: Vec<(Published, QuantReport)>,

@@ -8,6 +8,7 @@ use crate::{Event, Observer};
 
 /// The total duration of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct StepTime {
     /// Its name.
     pub step: &'static str,

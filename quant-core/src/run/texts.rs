@@ -16,6 +16,7 @@ pub const HELDOUT: &str = "builtin-heldout";
 
 /// A text.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum Text {
     /// A file, or the name of a text in the catalog.
     Named(String),

@@ -18,6 +18,7 @@ pub(super) struct Candidate {
 /// How the candidates of a scale search are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Search {
     /// All candidates on a fraction of the batch, then the better ones on more of it, until one is left or the rest are
     /// equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is exact.

@@ -15,6 +15,7 @@ use crate::{Error, Result};
 
 /// The result of a scale search for one fold group.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct FoldRecord {
     /// The norm or linear that is divided.
     pub producer: String,
@@ -66,6 +67,7 @@ impl FoldRecord {
 
 /// The mean magnitude of the largest channel divided by that of the median channel.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ChannelOutlier {
     /// With no scaling.
     pub before: f64,
@@ -98,6 +100,7 @@ fn outlier_ratio(mut means: Vec<f32>) -> Option<f64> {
 
 /// The result of a clip search for one linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ClipRecord {
     /// The linear.
     pub module: String,

@@ -113,6 +113,7 @@ impl FromStr for Alpha {
 /// The producers that SmoothQuant divides by its scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Producers {
     /// Norms, as in the paper.
     #[default]

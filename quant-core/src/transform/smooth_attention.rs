@@ -40,6 +40,7 @@ const DEFAULT_CACHE: KvScheme = KvScheme::Kv4;
 
 /// The result of SmoothAttention for an attention layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct AttentionRecord {
     /// The producer of the keys, which is divided.
     pub keys: String,

@@ -23,12 +23,24 @@ const DEPTH: usize = 200;
 
 /// A compiled chat template, with the special tokens that it may write.
 #[derive(Debug)]
-pub(in crate::calibrate) struct Compiled {
+pub(super) struct Compiled {
     /// The template without marks, and with marks if it has generation blocks.
     pub(super) environment: Environment<'static>,
     pub(super) marks_generation: bool,
     pub(super) tokens: Vec<(String, String)>,
     pub(super) path: PathBuf,
+}
+
+/// Compiles a template; `path` is for messages.
+///
+/// # Errors
+/// [`Error::InputFile`] with the line of the template that is no template.
+pub(in crate::calibrate) fn load(
+    source: String,
+    tokens: Vec<(String, String)>,
+    path: PathBuf,
+) -> Result<Box<dyn TextWorker>> {
+    Ok(Box::new(Compiled::new(source, tokens, path)?))
 }
 
 /// The names of the two forms of a template.
@@ -40,11 +52,7 @@ impl Compiled {
     ///
     /// # Errors
     /// [`Error::InputFile`] with the line of the syntax error in the template.
-    pub(in crate::calibrate) fn new(
-        source: String,
-        tokens: Vec<(String, String)>,
-        path: PathBuf,
-    ) -> Result<Self> {
+    fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
             return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
         }

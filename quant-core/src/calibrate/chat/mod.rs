@@ -1,9 +1,13 @@
 //! Renders conversations with the model's own chat template, and identifies which parts of the text the assistant
 //! wrote.
 
+#[cfg_attr(not(feature = "chat-templates"), path = "without_templates.rs")]
 mod compiled;
+#[cfg(feature = "chat-templates")]
 mod generation;
+#[cfg(feature = "chat-templates")]
 mod python;
+#[cfg(feature = "chat-templates")]
 mod render;
 mod template;
 
@@ -12,7 +16,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-pub(super) use self::compiled::Compiled;
+pub(super) use self::compiled::load;
 pub use self::template::ChatTemplate;
 use super::packing::Document;
 use super::{Mask, Packing, Sampling, TextTokenizer, TokenUse, TokenWindows};

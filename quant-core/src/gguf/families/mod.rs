@@ -65,6 +65,12 @@ pub(super) struct GgufFamily {
     pub(super) gates_attention: bool,
     /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
+    /// Whether experts are scored by softmax, where files say of experts what they are: by sigmoid otherwise.
+    pub(super) softmax_scores: bool,
+    /// Whether files hold divisors of rotations for short and for long texts.
+    pub(super) has_long_rope: bool,
+    /// Whether its class scales rotations unless a configuration says that it does not.
+    pub(super) scales_rope_unasked: bool,
     /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
     /// part.
     pub(super) is_text_of_larger: bool,
@@ -163,8 +169,6 @@ pub(super) fn architecture(
     // Gemma 4 has one entry, with or without experts.
     let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
     let mut known = FAMILIES.iter().filter(is_of);
-    match (arch, scores) {
-        ("deepseek2", None | Some(1)) => known.find(|f| f.family == "deepseek_v2"),
-        _ => known.next(),
-    }
+    let is_softmax = matches!(scores, None | Some(1));
+    known.clone().find(|family| family.softmax_scores == is_softmax).or_else(|| known.next())
 }

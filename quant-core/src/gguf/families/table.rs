@@ -87,6 +87,9 @@ const LLAMA: GgufFamily = GgufFamily {
     has_two_kinds: false,
     gates_attention: false,
     routing: RoutingKeys::Implied,
+    softmax_scores: false,
+    has_long_rope: false,
+    scales_rope_unasked: false,
     is_text_of_larger: false,
 };
 
@@ -149,6 +152,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     GgufFamily {
         family: "phi3",
         arch: "phi3",
+        has_long_rope: true,
         class: "Phi3ForCausalLM",
         modules: &[PRE, FUSED_ATTENTION, FUSED_MLP],
         biases: &[],
@@ -266,6 +270,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     },
     GgufFamily {
         family: "gpt_oss",
+        scales_rope_unasked: true,
         arch: "gpt-oss",
         class: "GptOssForCausalLM",
         modules: &[PRE_ATTENTION_NORM, ATTENTION, &[("mlp.router", "ffn_gate_inp")]],
@@ -334,7 +339,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         ..PLAIN
     },
     GgufFamily { family: "deepseek_v3", class: "DeepseekV3ForCausalLM", ..DEEPSEEK },
-    GgufFamily { family: "deepseek_v2", class: "DeepseekV2ForCausalLM", ..DEEPSEEK },
+    GgufFamily { family: "deepseek_v2", class: "DeepseekV2ForCausalLM", softmax_scores: true, ..DEEPSEEK },
     GgufFamily { family: "glm4_moe_lite", class: "Glm4MoeLiteForCausalLM", ..DEEPSEEK },
     GgufFamily {
         family: "olmoe",

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// A rule that a file breaks, or a feature that this version does not support.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GgufFault {
     /// The file violates the format: it is damaged, incomplete or malicious.
     Damaged(String),

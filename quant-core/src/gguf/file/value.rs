@@ -3,6 +3,7 @@
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum Value {
     U8(u8),
     I8(i8),

@@ -171,8 +171,7 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
     };
     let scaling = match (kind, about.file.tensor(ROPE_FACTORS)) {
         ("yarn", None) => specials::yarn(about, factor)?,
-        // gpt-oss scales frequencies by default, so unscaled ones must be requested explicitly.
-        ("none", None) if about.family.family == "gpt_oss" => json!({ "rope_type": "default" }),
+        ("none", None) if about.family.scales_rope_unasked => json!({ "rope_type": "default" }),
         ("none" | "longrope", None) => match (about.file.tensor(ROPE_SHORT), about.file.tensor(ROPE_LONG)) {
             (Some(short), Some(long)) => {
                 let positions = about.require("rope.scaling.original_context_length")?;

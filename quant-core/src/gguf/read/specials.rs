@@ -43,19 +43,17 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
         return Ok(());
     }
     let sigmoid = match about.integer("expert_gating_func")? {
-        None => family.family != "deepseek_v2",
+        None => !family.softmax_scores,
         Some(1) => false,
         Some(2) => true,
         Some(other) => {
             return Err(about.unread("expert_gating_func", &format!("is {other}, which is not supported")));
         }
     };
-    if sigmoid == (family.family == "deepseek_v2") {
-        return Err(about.unread(
-            "expert_gating_func",
-            "differs from the family's function, which is not \
-            supported",
-        ));
+    if sigmoid == family.softmax_scores {
+        return Err(
+            about.unread("expert_gating_func", "differs from the family's function, which is not supported")
+        );
     }
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));

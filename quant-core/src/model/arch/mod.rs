@@ -126,6 +126,7 @@ pub struct Architecture {
 
 /// A factor of the embeddings.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum EmbeddingScale {
     /// Exactly as the configuration gives it.
     Exact(f64),

@@ -18,6 +18,7 @@ pub struct Recurrent {
 
 /// The computation of a recurrent operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum RecurrentKind {
     /// A convolution with a separate kernel per channel.
     Convolution(Convolution),

@@ -49,6 +49,7 @@ impl Routing {
 
 /// The function from a router's logits to scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub enum Scores {
     /// The softmax of the logits of all experts.
     Softmax,

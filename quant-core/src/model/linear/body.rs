@@ -5,13 +5,14 @@ use std::sync::Arc;
 use quant_kernels_cpu::candle::{Activations, QuantizedLinear, Runner};
 use quant_kernels_cpu::{Isa, KernelError, Rayon};
 
-use super::cuda::CudaRunner;
+use super::cuda::{CudaLinear, CudaRunner};
 use super::{StoredWeight, WeightRows};
 use crate::quantize::{InputGrid, QuantizedTensor, Rows};
 use crate::{Error, Result};
 
 /// A weight `[n, k]`, row-major.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum WeightBody {
     /// Already widened to `f32`.
     F32 {
@@ -35,7 +36,7 @@ pub enum WeightBody {
     /// Codes on a GPU. Activations are copied there, and results are copied back.
     Cuda {
         /// The weight on the GPU.
-        linear: quant_kernels_cuda::standalone::Linear,
+        linear: CudaLinear,
         /// As in `Packed`.
         grid: Option<InputGrid>,
     },

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use quant_kernels_cuda::standalone::{Activations, Linear, Runner};
+pub use quant_kernels_cuda::standalone::Linear as CudaLinear;
+use quant_kernels_cuda::standalone::{Activations, Runner};
 
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
@@ -42,7 +43,7 @@ impl CudaRunner {
     ///
     /// # Errors
     /// When the kernels do not support the scheme, or there is not enough memory.
-    pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(Linear, Option<InputGrid>)> {
+    pub(super) fn put(&self, tensor: &QuantizedTensor) -> Result<(CudaLinear, Option<InputGrid>)> {
         let (activations, grid) = match tensor.input_grid()? {
             None => (Activations::Float, None),
             Some(InputGrid::Token) => (Activations::PerToken, None),
@@ -52,7 +53,7 @@ impl CudaRunner {
             Some(grid) => (Activations::Float, Some(grid)),
         };
         let codes = tensor.global.and_then(|_| tensor.scale_codes());
-        let linear = Linear::new(&tensor.view_with(codes.as_deref())?, activations, &self.0);
+        let linear = CudaLinear::new(&tensor.view_with(codes.as_deref())?, activations, &self.0);
         Ok((linear.map_err(|e| failed(&e))?, grid))
     }
 }

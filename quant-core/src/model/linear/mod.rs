@@ -1,6 +1,7 @@
 //! The linear layer: one product for every kind of weight.
 
 mod body;
+#[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
 mod product;
 mod rows;
@@ -10,19 +11,19 @@ use std::sync::Arc;
 
 use candle_core::{Module, Tensor};
 use quant_kernels_cpu::Isa;
-use quant_kernels_cpu::candle::{QuantizedLinear, Runner};
+use quant_kernels_cpu::candle::{Fused, QuantizedLinear, Runner};
 
 pub use body::WeightBody;
 pub(super) use body::kernel_error;
-pub use cuda::CudaRunner;
+pub use cuda::{CudaLinear, CudaRunner};
 use product::Product;
 pub use product::multiply;
 pub(super) use product::multiply_tile;
 pub use rows::WeightRows;
 pub use stored::StoredWeight;
 
-use crate::Result;
 use crate::quantize::InputGrid;
+use crate::{Error, Result};
 
 /// Returns the name of the code path that multiplies quantized weights on this CPU.
 pub fn kernels() -> &'static str {
@@ -118,6 +119,24 @@ impl Linear {
         }
         let Some(first) = linears.first() else { return Ok(Vec::new()) };
         let products = QuantizedLinear::forward_each(&packed, &first.rounded(x)?)?;
+        products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
+    }
+
+    /// Whether the kernels can make the rows that it multiplies.
+    pub(super) fn takes_fused(&self) -> bool {
+        matches!(&*self.weight, WeightBody::Packed { grid: None, .. })
+    }
+
+    /// What linears that [go together](Self::shares_input_with) make of rows that the kernels compute.
+    ///
+    /// # Errors
+    /// When they do not go together, or shapes do not fit.
+    pub(super) fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
+        let packed = linears.iter().map(|linear| match &*linear.weight {
+            WeightBody::Packed { linear, grid: None } => Ok(linear),
+            _ => Err(Error::Internal("a linear is not packed".into())),
+        });
+        let products = QuantizedLinear::forward_fused(&packed.collect::<Result<Vec<_>>>()?, from)?;
         products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 /// Changes of the rotary frequencies for contexts longer than in training.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub enum RopeScaling {
     /// Not at all.
     None,

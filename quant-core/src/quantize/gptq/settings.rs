@@ -12,6 +12,7 @@ use crate::{Error, Result};
 /// Groups always consist of adjacent columns, whatever the order, so no format needs an index of groups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum ActOrder {
     /// Ascending order. A group's grid is computed when its first column is reached, from weights that include the
     /// updates of earlier columns.

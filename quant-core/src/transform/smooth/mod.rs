@@ -58,6 +58,7 @@ const SEARCH_TOKENS: usize = 2048;
 
 /// The result of SmoothQuant for a producer and its consumers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SmoothRecord {
     /// The norm or linear that is divided.
     pub producer: String,

@@ -13,6 +13,7 @@ pub enum LayerNormParameters {
 
 /// An elementwise function between linears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Activation {
     /// `max(x, 0)`.
     Relu,

@@ -56,13 +56,8 @@ fn main() -> Result<()> {
     let tokens: Vec<u32> = text.windows.iter().flat_map(|window| window.tokens.iter().copied()).collect();
     let vocab = directory.fields().require_usize("vocab_size")?;
     let bigrams = Bigrams::of(vocab, &tokens);
-    let scores = perplexity(
-        &bigrams as &dyn LogitsModel,
-        &text,
-        &mut Journal::none(),
-        &Silent,
-        &CancelToken::new(),
-    )?;
+    let scores =
+        perplexity(&bigrams as &dyn LogitsModel, &text, &mut Journal::none(), &Silent, &CancelToken::new())?;
     println!("{:.6}", scores.perplexity.mean);
     Ok(())
 }

@@ -1,0 +1,162 @@
+//! Rows that are made while they are packed: norms and gates in front of linears.
+
+use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, bail};
+
+use super::{Activations, CallMemory, QuantizedLinear, part};
+use crate::{
+    Element, FloatRows, GateUp, Int8Rows, IsaToken, KernelError, Parallel, Product, RmsNorm, RowLayout,
+    multiply_each, multiply_float_each,
+};
+
+/// What the rows that linears multiply are made of: `f32` in main memory, `[.., k]`.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum Fused<'a> {
+    /// `x / √(mean x² + eps) · weight`.
+    RmsNorm {
+        /// `[.., k]`.
+        x: &'a Tensor,
+        /// γ, `[k]`.
+        weight: &'a [f32],
+        /// Above zero and finite.
+        eps: f32,
+    },
+    /// `silu(gate) · up`.
+    SiluMul {
+        /// `[.., k]`.
+        gate: &'a Tensor,
+        /// As the gate.
+        up: &'a Tensor,
+    },
+}
+
+/// The values of rows, as the kernels take them.
+pub(super) enum Values<'a, E: Element> {
+    Plain(&'a [E]),
+    Norm(&'a [E], RmsNorm<'a>),
+    Gate(GateUp<'a, E>),
+}
+
+impl QuantizedLinear {
+    /// What several linears make of the same rows, which the kernels compute as they pack them: the rows are never
+    /// written as floats. The values are those of [`rms_norm`](crate::rms_norm) and [`silu_mul`](crate::silu_mul),
+    /// followed by [`forward_each`](Self::forward_each), to the bit.
+    ///
+    /// # Errors
+    /// When two linears do not [go together](Self::shares_input_with), an input is not `f32` in main memory or of another width,
+    /// or the weight or `eps` of the norm is invalid.
+    pub fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
+        let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
+        let (x, up) = match from {
+            Fused::RmsNorm { x, .. } => (x, None),
+            Fused::SiluMul { gate, up } => (gate, Some(up)),
+        };
+        if up.is_some_and(|up| up.dims() != x.dims()) {
+            bail!("a gate {:?} of values {:?}", x.dims(), up.map(Tensor::dims));
+        }
+        first.with_rows(x, |x| match (from, up) {
+            (Fused::RmsNorm { weight, eps, .. }, _) => {
+                Self::products_of(linears, x, |values| Values::Norm(values, RmsNorm { weight, eps }))
+            }
+            (Fused::SiluMul { up, .. }, _) => first.with_rows(up, |up| {
+                Self::products_of(linears, x, |gate| Values::Gate(GateUp::Apart { gate, up: up.values }))
+            }),
+        })
+    }
+
+    /// The first of linears that all go together.
+    pub(super) fn first_of<'a>(linears: &[&'a Self]) -> Result<Option<&'a Self>> {
+        let Some(first) = linears.first() else { return Ok(None) };
+        if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
+            let [a, b] = [first, other].map(|l| (l.weight.layout().n(), l.weight.layout().k()));
+            bail!("linears {a:?} and {b:?} cannot share their inputs");
+        }
+        Ok(Some(first))
+    }
+
+    /// Lends the values of `x` `[.., k]`.
+    pub(super) fn with_rows<T>(&self, x: &Tensor, work: impl FnOnce(Lent<'_>) -> Result<T>) -> Result<T> {
+        if x.dtype() != DType::F32 || !x.device().is_cpu() {
+            bail!("rows of f32 in main memory are taken, not {}", x.dtype().as_str());
+        }
+        let x = x.contiguous()?;
+        let (storage, layout) = x.storage_and_layout();
+        let (dims, k) = (x.dims(), self.weight.layout().k());
+        let (Storage::Cpu(CpuStorage::F32(values)), Some(&last), Some((start, _))) =
+            (&*storage, dims.last(), layout.contiguous_offsets())
+        else {
+            bail!("the input must have at least one dimension");
+        };
+        if last != k {
+            bail!("quantized-linear [.., {k}] takes [.., {k}], not {dims:?}");
+        }
+        work(Lent { values: part(values, start, x.elem_count())?, dims })
+    }
+
+    /// What linears that go together make of rows that `made` makes of values, which are as many.
+    pub(super) fn products_of<'x>(
+        linears: &[&Self],
+        x: Lent<'x>,
+        made: impl FnOnce(&'x [f32]) -> Values<'x, f32>,
+    ) -> Result<Vec<Tensor>> {
+        let Some(first) = linears.first() else { return Ok(Vec::new()) };
+        let (dims, k) = (x.dims, first.weight.layout().k());
+        let mut outs = Vec::with_capacity(linears.len());
+        for linear in linears {
+            let results = (x.values.len() / k).checked_mul(linear.weight.layout().n());
+            let results = results.filter(|&r| r <= isize::MAX as usize / size_of::<f32>());
+            outs.push(vec![0.0; results.ok_or_else(|| Error::wrap(KernelError::TooLarge("the output")))?]);
+        }
+        let mut products: Vec<Product<'_>> = (linears.iter().zip(&mut outs))
+            .map(|(l, out)| Product { weight: l.weight.view(), bias: l.weight.bias(), out })
+            .collect();
+        let values = made(x.values);
+        let run = |rows: &mut CallMemory, parallel: &dyn Parallel| {
+            first.multiply_products(&mut rows.float, &mut rows.whole, values, &mut products, parallel)
+        };
+        first.runner.with_memory(run).map_err(Error::wrap)?;
+        let shape = |n: usize| -> Shape {
+            dims[..dims.len() - 1].iter().copied().chain([n]).collect::<Vec<_>>().into()
+        };
+        let results = linears.iter().zip(outs);
+        results.map(|(l, out)| Tensor::from_vec(out, shape(l.weight.layout().n()), &Device::Cpu)).collect()
+    }
+
+    /// Products of rows that are this linear's with weights of the same [`RowLayout`].
+    pub(super) fn multiply_products<E: Element>(
+        &self,
+        float: &mut FloatRows,
+        whole: &mut Int8Rows,
+        x: Values<'_, E>,
+        products: &mut [Product<'_>],
+        parallel: &dyn Parallel,
+    ) -> std::result::Result<(), KernelError> {
+        let layout = RowLayout::of(self.weight.layout());
+        let by = match self.activations {
+            Activations::Float => {
+                match x {
+                    Values::Plain(x) => float.pack(x, layout, parallel),
+                    Values::Norm(x, norm) => float.pack_rms_norm(x, norm, None, layout, parallel),
+                    Values::Gate(x) => float.pack_silu_mul(x, layout, parallel),
+                }?;
+                return multiply_float_each(float, products, parallel);
+            }
+            Activations::PerToken => None,
+            Activations::Static(by) => Some(by),
+        };
+        match (x, by) {
+            (Values::Plain(x), None) => whole.quantize(x, layout, parallel),
+            (Values::Plain(x), Some(by)) => whole.quantize_static(x, layout, by, parallel),
+            (Values::Norm(x, norm), by) => whole.quantize_rms_norm(x, norm, None, layout, by, parallel),
+            (Values::Gate(x), by) => whole.quantize_silu_mul(x, layout, by, parallel),
+        }?;
+        multiply_each(IsaToken::detect(), whole, products, parallel)
+    }
+}
+
+/// Values of rows, row-major, with the dimensions of the tensor that they are of.
+#[derive(Clone, Copy)]
+pub(super) struct Lent<'a> {
+    values: &'a [f32],
+    dims: &'a [usize],
+}
