@@ -61,7 +61,7 @@ pub(super) struct GptqRun<'a> {
 enum StageInputs {
     /// Computed stage by stage from the states, which are the values of node `from` in the block as rounded so far. If
     /// `advance` is set, the states are moved past the block at the end.
-    Rounded { from: NodeId, experts: Option<ExpertStates>, advance: bool },
+    Rounded { from: NodeId, experts: Option<Box<ExpertStates>>, advance: bool },
     /// Gathered in one pass through the unrounded block, in the order of the stages.
     Gathered(std::vec::IntoIter<Hessian>),
 }
@@ -106,8 +106,13 @@ impl<'a> GptqRun<'a> {
                 let selects =
                     graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
                 if let (Some(selects), None) = (selects, &experts) {
-                    *experts =
-                        Some(ExpertStates::new(self.states, &task.block, *from, selects, task.cancel)?);
+                    *experts = Some(Box::new(ExpertStates::new(
+                        self.states,
+                        &task.block,
+                        *from,
+                        selects,
+                        task.cancel,
+                    )?));
                 }
                 match (selects, experts) {
                     (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
