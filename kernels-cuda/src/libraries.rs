@@ -310,7 +310,7 @@ mod tests {
             }
             other => panic!("{:?}", other.map(|_| "loaded")),
         };
-        assert!(of(directory.path()).contains("no libnvrtc.so"));
+        assert!(of(directory.path()).contains("does not contain libnvrtc.so"));
         assert!(of(&directory.path().join("libnvrtc.so.13")).contains("libnvrtc.so.13"));
         std::fs::write(directory.path().join("libnvrtc.so.12"), "no library").unwrap();
         assert!(of(directory.path()).contains("libnvrtc.so.12"));

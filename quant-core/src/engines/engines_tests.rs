@@ -256,7 +256,7 @@ fn no_engine_reads_the_container_of_qserve() {
     let model = outline("qserve", LLAMA_8B, "w4a8-g128-asym-progressive");
     for engine in ENGINES {
         let verdict = engine.loads(&model, 1).unwrap();
-        assert_eq!(verdict.reason(), Some("it does not read the qserve container"), "{}", engine.name);
+        assert_eq!(verdict.reason(), Some("it does not read the qserve format"), "{}", engine.name);
         assert_eq!(verdict.word(), "no");
     }
 }

@@ -32,7 +32,7 @@ pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
         match is_marlin_group(share) && scheme.is_symmetric() && matches!(scheme.bits(), 4 | 8) {
             true => cuda_packed(share),
             false => No(share.fault(format!(
-                "of the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or channels, not {scheme}"
+                "in the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or per channel, not {scheme}"
             ))),
         }
     })

@@ -343,7 +343,7 @@ mod tests {
         assert!(attend(AttentionShape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(AttentionShape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
-        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of 8")));
+        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of width 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
         // Tokens beyond the cache's capacity, and a cache of a different format.
         let mut cache = LayerCache::new(4);

@@ -529,7 +529,7 @@ mod tests {
             ),
             (
                 "[[transform]]\nkind = \"smoothquant\"\nalpha = 1.5\n[quantize]\nscheme = \"w8a8\"",
-                "alpha 1.5",
+                "alpha is 1.5; it must be from 0 to 1",
             ),
             (
                 "[[transform]]\nkind = \"smoothquant\"\nalpha = \"best\"\n[quantize]\nscheme = \"w8a8\"",

@@ -153,7 +153,7 @@ fn force_replaces_only_what_was_written_here() {
     fs::remove_dir(target.join("config.json")).unwrap();
     let manifest = fs::read(target.join("quant_manifest.json")).unwrap();
     fs::write(target.join("quant_manifest.json"), &manifest[..40]).unwrap();
-    assert!(usage_message(create(&target, forced())).contains("cannot be read"));
+    assert!(usage_message(create(&target, forced())).contains("unreadable quant_manifest.json"));
     fs::write(target.join("quant_manifest.json"), manifest).unwrap();
     finish(create(&target, forced()).unwrap()).unwrap();
 

@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(back.scales, products);
         assert_ne!(back.scales, tensor.scales, "rounding changes some");
         let message = AutoAwq.loses(scheme, Dtype::F16);
-        assert!(message[0].contains("in F16, with a relative error of up to 2^-11"), "{message:?}");
+        assert!(message[0].contains("F16 scale, with a relative error of up to 2^-11"), "{message:?}");
         assert!(AutoAwq.loses(stored, Dtype::F16).is_empty());
     }
 

@@ -391,7 +391,7 @@ fn another_logical_shape_is_refused() {
         })
         .unwrap_err();
         assert!(
-            error.to_string().contains(&format!("says [{n}, {k}], config.json implies [4, 16]")),
+            error.to_string().contains(&format!("is [{n}, {k}], but config.json implies [4, 16]")),
             "{error}"
         );
     }

@@ -121,7 +121,7 @@ fn heads_as_a_list_count_as_heads() {
     assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs from block to block"]);
     assert_contains(
         &refused(&[("llama.attention.head_count", Value::F32(2.0))]),
-        &["head_count` is not an integer"],
+        &["head_count` is not a valid integer"],
     );
 }
 
@@ -170,7 +170,7 @@ fn counts_are_checked_before_use() {
     fitting.unwrap();
     assert_contains(
         &refusal(&with_divisors(1 << 16)),
-        &["rope_freqs.weight", "65536 values", "rotate 4 channels"],
+        &["rope_freqs.weight", "65536 values", "4 channels per head are rotated"],
     );
 }
 
@@ -218,10 +218,10 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a valid "), "fetch it again"]);
+        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
-    assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a text"]);
+    assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a valid text"]);
 }
 
 #[test]
