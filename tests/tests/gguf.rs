@@ -179,8 +179,8 @@ fn requests_that_cannot_be_met() {
     let out = scratch.path().join("out.gguf");
     let demo = demo_model();
     for (options, expected) in [
-        (&["--scheme", "q4_k_x"][..], "not a type or mixture of GGUF files"),
-        (&["--scheme", "w4a16"], "not a type or mixture of GGUF files"),
+        (&["--scheme", "q4_k_x"][..], "not a GGUF quantization type or mixture"),
+        (&["--scheme", "w4a16"], "not a GGUF quantization type or mixture"),
         (&["--override", "ffn_down=q9"], "not a tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),

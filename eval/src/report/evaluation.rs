@@ -161,8 +161,7 @@ fn divergence(c: &Divergence) -> Markup {
         } }
     };
     html! {
-        (svg::bars("Positions by their divergence", "KL in nats; percent of positions \
-         upwards", &edges, &series))
+        (svg::bars("Positions by their divergence", "Horizontal: KL in nats. Vertical: percent of positions.", &edges, &series))
         @if c.at_noise_floor == Some(true) {
             p { "The mean is below three times the noise floor: this text shows no difference between the models." }
         }

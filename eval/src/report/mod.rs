@@ -91,7 +91,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
         })
         .collect();
     html! {
-        (svg::points("Divergence by size", "MB of weight files; KL in nats per token upwards", &points))
+        (svg::points("Divergence by size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
         div.wide { table {
             tr { th { "" } th.text { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {

@@ -298,7 +298,7 @@ fn not_understood(text: &str, part: &str) -> Error {
     let message = format!("scheme `{text}`: `{part}` is not understood");
     if is_gguf_type(text) {
         let name = text.to_ascii_uppercase();
-        return Error::usage(message, format!("{name} is a type of GGUF files: add ‹format=gguf›"));
+        return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
     }
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));

@@ -132,7 +132,7 @@ fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
         let named = first.trim_start_matches("did you mean ").trim_end_matches('?');
         named.parse::<SchemeRequest>().unwrap();
     }
-    assert_eq!(remedy("q4_k_m"), "Q4_K_M is a type of GGUF files: add ‹format=gguf›");
+    assert_eq!(remedy("q4_k_m"), "Q4_K_M is a GGUF quantization type: add ‹format=gguf›");
     assert!(!remedy("banana").contains("did you mean"));
     // An error in the rest of a name is not reported as a misspelling of its first part.
     assert!(!remedy("w4a16-g0").contains("did you mean"));

@@ -42,9 +42,9 @@ pub fn succeeds(command: &mut Command) -> String {
     text
 }
 
-/// Additional libraries: in a build with AddressSanitizer, the compiler's runtime for it, which then also checks the
-/// heap of the C program.
-fn beside() -> Vec<String> {
+/// Extra linker arguments. In an AddressSanitizer build they include the ASan runtime of rustc, so the heap of the C
+/// program is checked too.
+fn extra_link_arguments() -> Vec<String> {
     let mut needed: Vec<String> = ["-lpthread", "-ldl", "-lm"].map(str::to_owned).into();
     if std::env::var("QUANT_SANITIZER").as_deref() == Ok("address") {
         let libraries = succeeds(Command::new("rustc").args(["--print", "target-libdir"]));
@@ -71,7 +71,7 @@ pub fn compile(name: &str) -> Option<PathBuf> {
             .arg(root().join("include"))
             .arg(root().join(format!("examples/{name}.c")))
             .arg(library())
-            .args(beside())
+            .args(extra_link_arguments())
             .arg("-o")
             .arg(&program),
     );

@@ -1,5 +1,5 @@
-//! The location of the rows that are multiplied with one matrix in memory shared with other rows: one call prepares the
-//! rows of several experts, and each expert's rows have their own strips and tiles.
+//! Where the rows of each segment are stored in a shared buffer. A segment has the rows that are multiplied by one matrix:
+//! one call prepares the rows of several experts, and each expert's rows have their own strips and tiles.
 
 use super::RowLayout;
 use super::tiles::{TILE_ROWS, Tiling};

@@ -108,7 +108,7 @@ impl GenerationSettings {
                     path: path.clone(),
                     line: None,
                     reason,
-                    remedy: "correct the file, or remove it: the defaults are greedy decoding".into(),
+                    remedy: "correct the file, or remove it: the default is greedy decoding".into(),
                 };
                 let bytes = read_capped(&sidecar.real, &sidecar.path, MAX_FILE_BYTES)?.map_err(fault)?;
                 match parse_strictly(&bytes) {

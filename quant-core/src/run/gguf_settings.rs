@@ -165,8 +165,8 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
         Error::usage(
-            format!("`{name}` is not a type or mixture of GGUF files"),
-            format!("known are {}", known.join(", ")),
+            format!("`{name}` is not a GGUF quantization type or mixture"),
+            format!("known types: {}", known.join(", ")),
         )
     })
 }
@@ -174,7 +174,7 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(format!("`{name}` is not a tensor type"), format!("known are {}", known.join(", ")))
+        Error::usage(format!("`{name}` is not a tensor type"), format!("known types: {}", known.join(", ")))
     })
 }
 

@@ -253,14 +253,14 @@ impl PackedReader for Reader {
         for spec in &specs {
             check_spec(source, spec, module)?;
         }
-        let mut foreign = vec![group_index_name(module)];
+        let mut foreign = vec![(group_index_name(module), "it reorders columns across groups".to_owned())];
         if scheme.is_symmetric() && !has_null_zero_points(source, storage, module)? {
-            foreign.push(zero_point_name(module));
+            foreign.push((zero_point_name(module), format!("{scheme} is symmetric and has no zero points")));
         }
-        if let Some(name) = foreign.into_iter().find(|name| source.info(name).is_some()) {
+        if let Some((name, reason)) = foreign.into_iter().find(|(name, _)| source.info(name).is_some()) {
             return Err(Error::UnsupportedQuantization {
                 path: source.location(&name),
-                reason: format!("tensor `{name}` is not allowed with {scheme} weights in natural order"),
+                reason: format!("tensor `{name}` is not supported: {reason}"),
             });
         }
         if storage == Storage::Packed {

@@ -57,7 +57,7 @@ fn check<E: Element>(kind: u32, of: fn(f32) -> E) {
             len: x.len(),
         };
         let routed = routing(&numbers, &weights);
-        // SAFETY: every pointer points to a live value, as long as its length says.
+        // SAFETY: every pointer is null or points to a live value of the length passed with it.
         unsafe {
             let new = qz1_experts_new(experts.as_ptr(), COUNT, &config, &mut bytes, &mut handle, null());
             assert_eq!((new, bytes), (qz1_status::Ok, plan.workspace_bytes()));
