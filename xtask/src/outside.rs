@@ -1,7 +1,8 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
-//! `read` links only the leaf crates, and its dependencies are counted; `drive` and `score` link the pipeline and the
-//! evaluator. They are built with the versions in the workspace's lock file.
+//! `read` links only the leaf crates; `drive` and `score` link the pipeline and the evaluator. The dependencies of all
+//! three are counted. They use the versions in the workspace's lock file. `drive` and `score` run here as examples of
+//! the workspace; [`pipeline`], a nightly step, also builds them outside it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
