@@ -176,8 +176,8 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
     }
 }
 
-/// llama.cpp's converter to GGUF, compressed-tensors and ModelOpt formats. With 8-bit activations, it reads the weights and leaves
-/// activations float; it does not support static scales.
+/// llama.cpp's converter to GGUF, compressed-tensors and ModelOpt formats. With 8-bit activations, it reads the weights
+/// and leaves activations float; it does not support static scales.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     llama_cpp_with(outline, |_| false)
 }
