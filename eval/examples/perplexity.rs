@@ -1,4 +1,4 @@
-//! The perplexity of a checkpoint, float or quantized, on a text, with its standard error.
+//! Measures the perplexity of a float or quantized checkpoint on a text, with its standard error.
 //!
 //! ```text
 //! cargo run --release -p quant-evaluator --example perplexity -- MODEL TEXT
@@ -19,7 +19,7 @@ fn main() -> Result<()> {
     let (tokenizer, settings) = (TextTokenizer::open(&path)?, TokenizerSettings::open(&directory)?);
     let sha256 = sha256_hex(std::fs::read(&path).expect("it was just read"));
     let tokenization = Tokenization { tokenizer: &tokenizer, settings: &settings, sha256 };
-    // The rule of the GPTQ paper, with windows of 512 tokens.
+    // The evaluation of the GPTQ paper, with windows of 512 tokens.
     let profile = Profile::gptq(512)?;
     let text = EvaluationText::new(&tokenization, &read_documents(file)?, profile.into(), None, file)?;
 

@@ -309,7 +309,7 @@ pub enum Error {
         /// What to do.
         remedy: String,
     },
-    /// A text was named that is neither a file nor a known set.
+    /// The named text is neither a file nor a known set.
     #[error("{name} is neither a file nor a known text set")]
     UnknownText {
         /// The name.

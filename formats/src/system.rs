@@ -1,5 +1,5 @@
-//! What is asked of the operating system beyond Rust's standard library, in one place: all of it Unix's, some of it Linux's.
-//! `docs/crates.md` lists what other systems would need.
+//! Operating system calls on files that Rust's standard library does not cover. All are available on Unix, some only on
+//! Linux. `docs/crates.md` lists what other systems would need.
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FallocateFlags, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-/// Reads at an offset, as many bytes as come at once; the file has no position that others see.
+/// Reads bytes at an offset, without using the file's cursor. May read fewer bytes than the buffer holds.
 ///
 /// # Errors
-/// Those of the system.
+/// If the system cannot read.
 pub fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
     file.read_at(buffer, offset)
 }
 
-/// Fills a buffer from an offset on.
+/// Fills a buffer with the bytes at an offset.
 ///
 /// # Errors
-/// Those of the system, and `UnexpectedEof`.
+/// If the system cannot read, or with `UnexpectedEof` if the file ends too early.
 pub fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(buffer, offset)
 }
@@ -28,32 +28,32 @@ pub fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<
 /// Writes all bytes at an offset.
 ///
 /// # Errors
-/// Those of the system.
+/// If the system cannot write.
 pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     file.write_all_at(bytes, offset)
 }
 
-/// Two numbers that no other file of the machine has while this one is there.
+/// Returns two numbers that identify an existing file on this machine.
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-/// Bytes that a file takes on the disk, which are fewer than its length where it has holes.
+/// Returns the disk space of a file in bytes, which is less than its length if it is sparse.
 pub fn bytes_on_disk(metadata: &Metadata) -> u64 {
     metadata.blocks().saturating_mul(512)
 }
 
-/// Whether opening it would wait for another program.
+/// Returns whether the file is a named pipe, which blocks when opened until another program opens its other end.
 pub fn is_named_pipe(metadata: &Metadata) -> bool {
     metadata.file_type().is_fifo()
 }
 
-/// Written by the owner, read by all.
+/// Returns permissions for the owner to write and for all users to read.
 pub fn readable_by_all() -> Permissions {
     Permissions::from_mode(0o644)
 }
 
-/// Options that open no link that someone put in a file's place, and do not wait for the other end of a pipe.
+/// Returns options that do not follow a symbolic link in the last path component and do not block on pipes.
 pub fn open_options() -> OpenOptions {
     // The flag bits of every Unix fit the C `int` that `open` takes.
     let flags = i32::try_from((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits()).unwrap_or_default();
@@ -62,27 +62,29 @@ pub fn open_options() -> OpenOptions {
     options
 }
 
-/// The file that runs, also after an upgrade has replaced it under its path.
+/// Returns a path to the executable of this process. On Linux it leads to the running file even if an upgrade has
+/// replaced the file at its path.
 ///
 /// # Errors
-/// Those of the system.
+/// If the system cannot determine the path.
 pub fn running_program() -> io::Result<PathBuf> {
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { Ok(link) } else { std::env::current_exe() }
 }
 
-/// Gives a file or directory a name that nothing has, in one step.
+/// Renames a file or directory atomically, without replacing anything.
 ///
 /// # Errors
-/// `AlreadyExists`, and those of the system: [`is_unsupported`] where the file system cannot.
+/// With `AlreadyExists` if `to` exists, with an error that [`is_unsupported`] recognizes if the file system cannot do
+/// this, and if the system cannot rename.
 pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     rename_with(from, to, RenameFlags::NOREPLACE)
 }
 
-/// Exchanges two names in one step.
+/// Exchanges two names atomically.
 ///
 /// # Errors
-/// As [`rename_new`].
+/// With an error that [`is_unsupported`] recognizes if the file system cannot do this, and if the system cannot rename.
 pub fn exchange(one: &Path, other: &Path) -> io::Result<()> {
     rename_with(one, other, RenameFlags::EXCHANGE)
 }
@@ -91,10 +93,10 @@ fn rename_with(from: &Path, to: &Path, flags: RenameFlags) -> io::Result<()> {
     Ok(rustix::fs::renameat_with(rustix::fs::CWD, from, rustix::fs::CWD, to, flags)?)
 }
 
-/// Gives a file this length and takes the room for it from the disk.
+/// Sets the length of a file and reserves disk space for it, if the file system supports that.
 ///
 /// # Errors
-/// Those of the system.
+/// If the disk is full or the system cannot set the length.
 pub fn allocate(file: &File, len: u64) -> io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
         Ok(()) => Ok(()),
@@ -103,29 +105,29 @@ pub fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Makes the entries of a directory survive a crash.
+/// Flushes the entries of a directory to disk, so that they survive a crash.
 ///
 /// # Errors
-/// Those of the system.
+/// If the system cannot flush.
 pub fn sync_directory(path: &Path) -> io::Result<()> {
     match File::open(path)?.sync_all() {
-        // Some network file systems have no such operation on directories.
+        // Some network file systems do not support this on directories.
         Err(e) if is_errno(&e, &[Errno::INVAL, Errno::NOTSUP]) => Ok(()),
         other => other,
     }
 }
 
-/// Bytes that may still be written below a path, if the file system can tell.
+/// Returns the free bytes of the file system at a path, if it reports them.
 ///
 /// # Errors
-/// Those of the system.
+/// If the system cannot query the file system.
 pub fn free_bytes(path: &Path) -> io::Result<Option<u64>> {
     let stat = rustix::fs::statvfs(path)?;
-    // Some network file systems tell nothing at all.
+    // Some network file systems report nothing.
     Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
 }
 
-/// Asks the system to read the file from the disk next, not from its memory of what was written. Only a hint.
+/// Asks the system to drop cached pages of a file, so that the next read comes from the disk. This is only a hint.
 pub fn forget_cached(file: &File) {
     #[cfg(target_os = "linux")]
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
@@ -133,22 +135,22 @@ pub fn forget_cached(file: &File) {
     let _ = file;
 }
 
-/// Whether the file system lacks the operation, as opposed to refusing it this time.
+/// Returns whether the file system does not support the operation, as opposed to a temporary failure.
 pub fn is_unsupported(error: &io::Error) -> bool {
     is_errno(error, &[Errno::INVAL, Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP])
 }
 
-/// Whether a quota is used up.
+/// Returns whether a disk quota is exceeded.
 pub fn is_over_quota(error: &io::Error) -> bool {
     is_errno(error, &[Errno::DQUOT])
 }
 
-/// Whether a disk is full.
+/// Returns whether the disk is full.
 pub fn is_disk_full(error: &io::Error) -> bool {
     is_errno(error, &[Errno::NOSPC])
 }
 
-/// Whether a symbolic link leads to itself.
+/// Returns whether following symbolic links ended in a loop.
 pub fn is_link_loop(error: &io::Error) -> bool {
     is_errno(error, &[Errno::LOOP])
 }

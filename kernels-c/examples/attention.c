@@ -174,7 +174,7 @@ int main(void) {
     /* Errors give a status and a message. */
     numbers[1][0] = KV * BLOCKS;
     CHECK(ATTEND(out, lse) == QZ1_STATUS_MISMATCH);
-    printf("a page that is not there: %s\n", reason);
+    printf("a page outside the pool: %s\n", reason);
     words = 1;
     numbers[1][0] = 0;
     CHECK(ATTEND(out, lse) == QZ1_STATUS_LENGTH);
@@ -182,7 +182,7 @@ int main(void) {
     keys[0][0][0] = NAN;
     CHECK(qz1_kv_cache_truncate(cache, 0, &message) == QZ1_STATUS_OK);
     CHECK(qz1_kv_cache_append(cache, keys[0][0], KV * D, values[0][0], KV * D, NULL, &message) == QZ1_STATUS_SCHEME);
-    printf("a key that is none: %s\n", reason);
+    printf("a key that is not a number: %s\n", reason);
     CHECK(qz1_kv_cache_tokens(cache) == 0);
 
     qz1_kv_cache_free(cache);

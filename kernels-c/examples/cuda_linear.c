@@ -145,7 +145,7 @@ int main(int argc, char **argv) {
     CHECK(qz1_cuda_activation_plan(kernels, &rows, &quantize, &message) == QZ1_STATUS_OK);
     size_t bytes, tickets;
     CHECK(qz1_cuda_plan_workspace(linear, &bytes, &tickets, &message) == QZ1_STATUS_OK);
-    printf("a workspace of %zu bytes, and %zu of tickets that are zero before\n", bytes, tickets);
+    printf("%zu bytes of workspace, and %zu bytes of tickets, which must be zero\n", bytes, tickets);
 
     /* The caller allocates all device memory. */
     const qz1_cuda_activation_arguments from = {
@@ -187,7 +187,7 @@ int main(int argc, char **argv) {
     CHECK(qz1_cuda_linear_launch(linear, &wrong, stream, &message) == QZ1_STATUS_MISALIGNED);
     printf("misaligned weights: %s\n", reason);
     CHECK(qz1_cuda_linear_launch(quantize, &to, stream, &message) == QZ1_STATUS_MISMATCH);
-    printf("another plan: %s\n", reason);
+    printf("a plan of a different family: %s\n", reason);
     CHECK(qz1_cuda_linear_launch(NULL, &to, stream, &message) == QZ1_STATUS_NULL);
     qz1_cuda_layout other = layout;
     other.group_size = 64;
@@ -195,7 +195,7 @@ int main(int argc, char **argv) {
     of_other.layout = &other;
     qz1_cuda_plan *none = linear;
     CHECK(qz1_cuda_linear_plan(kernels, &of_other, &none, &message) == QZ1_STATUS_LAYOUT_ID && none == NULL);
-    printf("another layout: %s\n", reason);
+    printf("a different layout: %s\n", reason);
 
     const qz1_cuda_region all[] = {from.x, from.codes, from.scales, to.weight, to.bias, to.out, to.tickets,
                                    to.workspace};

@@ -162,7 +162,7 @@ int main(void) {
     other.group_size = 32;
     CHECK(qz1_multiply(&other, packed, layout.bytes, rows, bias, N, out, M * N, 0, NULL, &message) ==
           QZ1_STATUS_LAYOUT_ID);
-    printf("another layout: %s\n", reason);
+    printf("a different layout: %s\n", reason);
     other = layout;
     other.struct_size = 8;
     CHECK(qz1_multiply(&other, packed, layout.bytes, rows, bias, N, out, M * N, 0, NULL, NULL) ==
@@ -172,7 +172,7 @@ int main(void) {
     const qz1_parallel broken = {sizeof broken, THREADS, NULL, on_nothing};
     CHECK(qz1_multiply(&layout, packed, layout.bytes, rows, bias, N, out, M * N, 0, &broken, &message) ==
           QZ1_STATUS_FOR_EACH);
-    printf("threads that do nothing: %s\n", reason);
+    printf("a for_each that calls nothing: %s\n", reason);
 
     qz1_int8_rows_free(rows);
     qz1_float_rows_free(floats);

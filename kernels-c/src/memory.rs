@@ -442,16 +442,16 @@ impl<'s, T> Output<'s, T> {
     }
 }
 
-/// Makes a handle that [`free`] frees; `out` is null on an error.
+/// Makes a handle that is freed by [`free`]. On an error `out` is set to null.
 ///
 /// # Safety
-/// As [`Scope::value`]; the memory of `out` is valid.
+/// The pointer contract of the crate, for `out`.
 pub(crate) unsafe fn make<T>(
     scope: &Scope,
     out: *mut *mut T,
     made: impl FnOnce() -> Result<T, Fault>,
 ) -> Result<(), Fault> {
-    // SAFETY: as asked for.
+    // SAFETY: the pointer contract.
     unsafe {
         let out = scope.value(out, "the handle")?;
         out.put(core::ptr::null_mut());
@@ -463,10 +463,11 @@ pub(crate) unsafe fn make<T>(
 /// Frees a handle; null is allowed.
 ///
 /// # Safety
-/// It is one of [`boxed`], freed once, and nobody uses it.
+/// The handle comes from [`boxed`], is freed once, and is not used afterwards.
 pub(crate) unsafe fn free<T>(handle: *mut T) {
     if !handle.is_null() {
-        // SAFETY: as asked for; what handles hold is given back without calling anything that could panic.
+        // SAFETY: the contract of this function. Dropping a handle's value frees memory, ends idle threads or unloads
+        // kernels, none of which panics.
         drop(unsafe { Box::from_raw(handle) });
     }
 }

@@ -91,14 +91,14 @@ fields!(qz1_residual, len);
 fields!(qz1_static_scale, reserved, reserved);
 fields!(qz1_rms_norm, weight_len);
 
-/// What rows are made of.
+/// The operation that computes rows, with its operands.
 enum Source<'a, E: Element> {
     Plain(&'a [E]),
     Norm(&'a [E], RmsNorm<'a>, Option<&'a mut [E]>),
     Gate(GateUp<'a, E>),
 }
 
-/// Rows of either kind, to be filled.
+/// The destination of activations.
 trait Sink {
     fn fill<E: Element>(
         &mut self,
@@ -145,7 +145,7 @@ impl Sink for &mut FloatRows {
     }
 }
 
-/// The source of rows.
+/// The operation that computes rows, with the caller's structures.
 enum Made {
     Plain,
     Norm(*const qz1_rms_norm, *const qz1_residual),
@@ -165,7 +165,7 @@ macro_rules! by_kind {
 }
 pub(crate) use by_kind;
 
-/// Makes rows.
+/// Quantizes or packs rows into `sink`.
 ///
 /// # Safety
 /// As [`Scope::read`] and [`Scope::slice`], for everything that structures point to.

@@ -1,4 +1,5 @@
-//! A linear layer of an engine: weights packed once, and multiplied with the rows of each step, as integers and as floats.
+//! A linear layer in an engine: its weights are packed once and multiplied with the rows of each step, with integer and
+//! with float activations.
 //!
 //! ```text
 //! cargo run --release -p quant-kernels-cpu --example product

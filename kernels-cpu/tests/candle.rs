@@ -321,7 +321,7 @@ fn linears_that_read_the_same_run_at_once() {
     assert!(QuantizedLinear::forward_each(&[&first], &narrow).is_err());
 }
 
-/// Norms and gates in front of linears: what the kernels give for rows that were made before, and the bits do not change.
+/// Fused norms and gates give results that are bit-identical to separate operations.
 #[test]
 fn norms_and_gates_are_computed_as_rows_are_packed() {
     let runner = Runner::new(Serial);
@@ -351,7 +351,7 @@ fn norms_and_gates_are_computed_as_rows_are_packed() {
             let found = QuantizedLinear::forward_fused(&all, fused).unwrap();
             assert_eq!(bits(found), bits(QuantizedLinear::forward_each(&all, &tensor(made)).unwrap()));
         }
-        // What does not fit is refused.
+        // Invalid operands are rejected.
         let x = Tensor::from_vec(values(2 * 96), (2, 96), &Device::Cpu).unwrap();
         let refused = |from| QuantizedLinear::forward_fused(&all, from).unwrap_err().to_string();
         let gamma = values(96);
@@ -360,7 +360,7 @@ fn norms_and_gates_are_computed_as_rows_are_packed() {
         let halves = x.to_dtype(DType::F16).unwrap();
         assert!(refused(Fused::RmsNorm { x: &halves, weight: &gamma, eps: 1e-5 }).contains("f32"));
         let one = x.narrow(0, 0, 1).unwrap();
-        assert!(refused(Fused::SiluMul { gate: &x, up: &one }).contains("a gate"));
+        assert!(refused(Fused::SiluMul { gate: &x, up: &one }).contains("the gate has shape"));
     }
     let x = Tensor::zeros((1, 96), DType::F32, &Device::Cpu).unwrap();
     assert!(QuantizedLinear::forward_fused(&[], Fused::SiluMul { gate: &x, up: &x }).unwrap().is_empty());

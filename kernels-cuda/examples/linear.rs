@@ -1,5 +1,5 @@
-//! A linear layer on the first NVIDIA GPU, with memory and a stream of the crate's own; says what is missing where there is
-//! no GPU.
+//! Runs a linear layer on the first NVIDIA GPU. The crate allocates the memory and creates the stream. Without a GPU,
+//! prints what is missing.
 //!
 //! ```text
 //! cargo run --release -p quant-kernels-cuda --example linear

@@ -176,7 +176,7 @@ impl WeightLayout {
     fn checked(mut self) -> Result<Self, KernelError> {
         let Self { k, code_bits, group_size, zero_point, order, sums, .. } = self;
         let layout = &self;
-        // Differences to a larger middle do not fit signed numbers of this many bits.
+        // Differences from a larger zero point do not fit in signed integers with this many bits.
         if layout.signed() && zero_point.is_some_and(|zero_point| zero_point > 1 << (code_bits - 1)) {
             return Err(KernelError::Scheme(
                 "a symmetric grid of integers whose zero point exceeds the middle code",

@@ -1,4 +1,4 @@
-//! AWQ in one call: a directory in, a checkpoint out, with progress of the program's own.
+//! Quantizes a model with AWQ in one call and prints its progress.
 //!
 //! ```text
 //! cargo run --release -p quant-core --example quantize -- MODEL TEXT OUT
@@ -6,7 +6,7 @@
 use quant_core::run::{Host, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
 use quant_core::{CancelToken, Event, Observer, Result};
 
-/// Progress arrives as events, on the thread that drives the run; the library prints nothing.
+/// Receives progress events on the thread that drives the run. The library prints nothing.
 struct Progress;
 
 impl Observer for Progress {
@@ -24,7 +24,8 @@ fn main() -> Result<()> {
     let settings = RecipeSettings { preset: Some("awq-w4a16".into()), ..RecipeSettings::default() };
     let calibration = Some(Text::Named(text));
     let request = QuantizeRequest { settings, calibration, ..QuantizeRequest::new(model, out) };
-    // Cancelled from another thread, it stops where nothing is lost; `request.resume` goes on from there.
+    // Another thread may cancel the run, which then stops between two units of work and can be resumed with
+    // `request.resume`.
     let cancel = CancelToken::new();
     let done = quantize(&request, &Host::new(&Progress, &cancel, &Nothing))?;
     println!("{}", done.summary_json()?);

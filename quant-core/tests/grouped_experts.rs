@@ -57,20 +57,20 @@ fn norms_and_gates_run_with_the_products_that_read_them() {
             let fused: Vec<usize> =
                 (0..packed.blocks()).map(|block| packed.fused_operations(block)).collect();
             if ["llama", "mistral", "qwen2", "qwen3"].contains(&case.name) {
-                // Of attention's inputs, of the MLP's, and of its output.
+                // The norms before attention and before the MLP, and the MLP's gate.
                 assert!(fused.iter().all(|count| *count == 3), "{} {fused:?}", case.name);
             }
             families += usize::from(fused.iter().any(|count| *count > 0));
             let off = relative_distance(&packed, &windows);
             println!("{} {scheme}: {fused:?}, {off:.2e}", case.name);
-            // Sums end in other bits; with integers those decide roundings.
+            // The last bits of sums differ; with integer activations they may change a rounding.
             let bound = if scheme.contains("a16") { 5e-6 } else { 5e-3 };
             assert!(off < bound, "{} {scheme}: {off}", case.name);
-            // What nobody runs at once has the same bits.
+            // Without fused operations, results are bit-identical.
             assert!(off > 0.0 || fused.iter().all(|count| *count == 0), "{} {scheme}", case.name);
         }
     }
-    assert!(families >= 20, "{families} runs with norms or gates that are fused");
+    assert!(families >= 20, "{families} runs with fused norms or gates");
 }
 
 #[test]
@@ -95,7 +95,7 @@ fn experts_of_every_family_run_in_one_call() {
             let experts: usize = (0..packed.blocks()).map(|block| packed.experts_in_one_call(block)).sum();
             assert_eq!(experts > 0, grouped, "{} {scheme}: {experts} experts", case.name);
             let off = relative_distance(&packed, &windows);
-            // Sums of gates end in other bits; with integers those decide roundings.
+            // The last bits of gated products differ; with integer activations they may change a rounding.
             let bound = if scheme.contains("a16") { 5e-6 } else { 5e-3 };
             println!("{} {scheme}: {off:.2e}", case.name);
             assert!(off < bound && (off > 0.0 || !grouped), "{} {scheme}: {off}", case.name);

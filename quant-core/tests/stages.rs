@@ -144,7 +144,10 @@ const NAMES_OPERATIONS: [(&str, &str); 8] = [
     ("model/arch/", "graphs are built of operations here, and each operation answers every question"),
     ("model/block.rs", "evaluates them; an unknown one is an error"),
     ("model/norm.rs", "evaluates norms; another operation is an error"),
-    ("model/fused.rs", "recognizes what the kernels compute as they pack; the rest is computed before"),
+    (
+        "model/fused.rs",
+        "recognizes operations that the kernels compute while packing; others are computed separately",
+    ),
     ("model/grouped.rs", "recognizes the experts that one call can run; others run one by one"),
     ("transform/fold.rs", "folds into norms and linears; another operation is an error"),
     ("transform/rotate.rs", "refuses each operation that it does not know to commute"),
@@ -180,16 +183,16 @@ fn every_operation_is_classified() {
     assert!(unused.is_empty(), "{unused:?}");
 }
 
-/// Files whose literals are called like a family and are something else.
+/// Files with strings that equal the name of a family but mean something else.
 const OTHER_NAMES: [(&str, &str); 2] = [
     (
         "quant-core/src/gguf/read/tokenizer.rs",
-        "tokenizers in GGUF files are called after the first models with them",
+        "tokenizers in GGUF files are named after the first models that used them",
     ),
-    ("quant-core/src/gguf/tokenizer/pre.rs", "so are the rules by which they split text"),
+    ("quant-core/src/gguf/tokenizer/pre.rs", "so are their rules for splitting text"),
 ];
 
-/// How a source compares the name of a container or family: with one of these `names`, or with any constant.
+/// Returns the lines that compare the name of a format or family with one of `names` or with a constant.
 fn compared(text: &str, names: &BTreeSet<&str>) -> Vec<String> {
     let mut found = Vec::new();
     for line in text.lines() {
@@ -232,7 +235,7 @@ fn names_of_containers_and_families_are_data() {
         .chain(quant_core::format::CONTAINERS.iter().map(|container| container.name()))
         .collect();
     assert!(names.contains("awq") && names.contains("opt") && names.len() > 40);
-    // Each container and each family knows its own name.
+    // Each format and family may use its own name.
     let own = ["formats/src/format/", "quant-core/src/model/arch/"];
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let (mut faults, mut excused) = (Vec::new(), BTreeSet::new());
@@ -253,16 +256,16 @@ fn names_of_containers_and_families_are_data() {
             }
         }
     }
-    assert!(faults.is_empty(), "make it an entry of a table:\n{}", faults.join("\n"));
+    assert!(faults.is_empty(), "make these entries of a table:\n{}", faults.join("\n"));
     assert_eq!(excused.len(), OTHER_NAMES.len(), "{excused:?}");
 }
 
-/// What asks the operating system directly, and what for; another system needs these and nothing else.
+/// The files that call the operating system directly, and why. A port to another system changes only these.
 const SYSTEM_CALLS: [(&str, &str); 4] = [
     ("formats/src/system.rs", "files"),
-    ("quant-core/src/worker/process.rs", "processes that run tokenizers; on Linux alone"),
-    ("quant-core/src/worker/limits.rs", "their limits, and how much memory there is; likewise"),
-    ("quant-core/src/worker/wire.rs", "paths as bytes, between two processes of one program"),
+    ("quant-core/src/worker/process.rs", "processes that run tokenizers, on Linux only"),
+    ("quant-core/src/worker/limits.rs", "their limits, and the size of the memory, on Linux only"),
+    ("quant-core/src/worker/wire.rs", "paths as bytes, between processes of the same program"),
 ];
 
 #[test]

@@ -1,7 +1,8 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
-//! `read` links only the leaf crates, and its dependencies are counted; `drive` and `score` link the pipeline and the
-//! evaluator. They are built with the versions in the workspace's lock file.
+//! `read` links only the leaf crates; `drive` and `score` link the pipeline and the evaluator. The dependencies of all
+//! three are counted. They use the versions in the workspace's lock file. `drive` and `score` run here as examples of
+//! the workspace; [`pipeline`], a nightly step, also builds them outside it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,11 +11,13 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
-/// Crates that an engine takes on with `quant-formats` and `quant-kernels-cpu`, these two included.
+/// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
+/// two.
 const MAX_DEPENDENCIES: usize = 40;
-/// Crates that a program takes on with the pipeline and the evaluator, without GPUs and chat templates.
+/// Maximum number of crates that a program depends on with the pipeline and the evaluator, without the features `cuda`
+/// and `chat-templates`.
 const MOST_OF_PIPELINE: usize = 190;
-/// What is left out of the pipeline by its features.
+/// Crates that these two features bring, which must be absent.
 const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
 /// The formats and schemes of the checkpoints that the first program reads.
@@ -36,7 +39,7 @@ pub fn run() -> Result<()> {
     count("read", MAX_DEPENDENCIES, &["candle", "token"])?;
     count("pipeline", MOST_OF_PIPELINE, &LEFT_OUT)?;
 
-    // What the tests have built.
+    // The tests have already built these programs.
     execute(&mut cargo(&[
         "build",
         "--workspace",
@@ -73,11 +76,11 @@ pub fn run() -> Result<()> {
     drive_and_score(&target_dir().join("debug/examples"), &model, &scratch.join("driven"))
 }
 
-/// Builds the programs of the pipeline as their users do, and runs them; and checks that the crates build without any
-/// feature.
+/// Builds the pipeline's example programs outside the workspace, as users do, and runs them. Also checks that the
+/// crates build without features.
 ///
 /// # Errors
-/// When one does not build, or a program does something else than it should.
+/// When a program does not build or prints unexpected output.
 pub fn pipeline() -> Result<()> {
     let scratch = scratch("outside-pipeline-run")?;
     let programs = build("pipeline")?;
@@ -87,7 +90,7 @@ pub fn pipeline() -> Result<()> {
     execute(bare.arg("--target-dir").arg(target_dir().join("xtask/no-default-features")))
 }
 
-/// An empty directory.
+/// Creates an empty directory in the target directory.
 fn scratch(name: &str) -> Result<PathBuf> {
     let scratch = target_dir().join(name);
     if scratch.exists() {
@@ -97,7 +100,7 @@ fn scratch(name: &str) -> Result<PathBuf> {
     Ok(scratch)
 }
 
-/// The demo model, written into a directory.
+/// Writes the demo model to `scratch` and returns its path.
 fn demo(scratch: &Path) -> Result<PathBuf> {
     let model = scratch.join("model");
     let quant = target_dir().join("debug/quant");
@@ -111,7 +114,7 @@ fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
     let text = root().join("calibration-data/heldout/narrative.txt");
     let printed = output(Command::new(programs.join("score")).arg(model).arg(text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
-    // Below that of one that knows nothing, which is the size of the vocabulary.
+    // The upper bound is below the vocabulary size, which is the perplexity of a uniform guess.
     ensure!((2.0..4000.0).contains(&perplexity), "unexpected perplexity {perplexity}");
     println!("outside: perplexity of the counted pairs {perplexity}");
     Ok(())
@@ -136,7 +139,7 @@ fn build(package: &str) -> Result<PathBuf> {
     Ok(target_dir().join("outside/debug"))
 }
 
-/// Counts the crates that a program links, `max` at most, and none whose name holds one of these.
+/// Counts the crates that a program links: at most `max`, and none whose name contains an entry of `without`.
 fn count(package: &str, max: usize, without: &[&str]) -> Result<()> {
     let tree = cargo_in(package, &["tree", "--edges", "normal", "--prefix", "none", "--format", "{p}"])?;
     let tree = output(&mut { tree })?;
@@ -209,7 +212,7 @@ mod tests {
         }
     }
 
-    /// What stands in `examples/` is read by people who link a crate; programs that measure are in `measure/`.
+    /// `examples/` has short programs for users of a crate; programs that measure are in `measure/`.
     #[test]
     fn every_library_has_short_examples() {
         let libraries = ["formats", "quant-core", "eval", "kernels-cpu", "kernels-cuda"];
@@ -221,7 +224,7 @@ mod tests {
             let files: Vec<_> = files.filter(|p| p.extension().is_some_and(|e| e == extension)).collect();
             let lines = |path: &PathBuf| std::fs::read_to_string(path).unwrap().lines().count();
             let short = files.iter().filter(|path| lines(path) <= max).count();
-            // In C the interface is shown once in full, too.
+            // The C examples also include long ones that show the whole interface.
             let all = library == "kernels-c" || short == files.len();
             assert!(short > 0 && all, "{library}: {files:?}");
         }

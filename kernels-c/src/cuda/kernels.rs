@@ -53,20 +53,20 @@ pub struct qz1_cuda_plan {
 /// Maximum number of kernels per plan, reached when packing weights.
 const MAX_KERNELS: usize = 3;
 
-/// A family of launches: all that its two functions do not have in common with those of the others.
+/// A family of launches: everything that distinguishes its plan and launch functions from those of other families.
 pub(super) trait Launch: Sized {
-    /// What is planned.
+    /// The structure that describes what is planned.
     type Shape: Fields;
-    /// Where things are, and numbers.
+    /// The structure of a launch's device addresses and numbers.
     type Arguments: Fields;
 
-    /// Settles a shape; with the kernels in the order in which they are launched.
+    /// Checks a shape and plans the launch. Returns the kernels in launch order.
     ///
     /// # Safety
-    /// As [`Scope::read`], for what the shape points to.
+    /// As [`Scope::read`], for the memory that the shape points to.
     unsafe fn plan(scope: &Scope, shape: Self::Shape) -> Result<(Self, Vec<(Variant, LaunchShape)>), Fault>;
 
-    /// Checks the arguments and launches the kernels of `plan`, which is that of `self`.
+    /// Checks the arguments and launches the kernels of `plan`, which was made for `self`.
     ///
     /// # Safety
     /// As [`Kernel::launch`].
@@ -77,18 +77,18 @@ pub(super) trait Launch: Sized {
         stream: *mut c_void,
     ) -> Result<(), Fault>;
 
-    /// Bytes of the workspace, and of tickets.
+    /// Returns the bytes of the workspace and of the tickets.
     fn workspace(&self) -> (usize, usize) {
         (0, 0)
     }
 
-    /// This family, if it is the one.
+    /// Returns the plan of this family; `None` if `family` is a different one.
     fn of(family: &Family) -> Option<&Self>;
 }
 
 macro_rules! families {
     ($($name:ident),*) => {
-        /// What is planned, and what its arguments are looked at by.
+        /// The plan of any family, and the shape that arguments are checked against.
         pub(super) enum Family {
             $($name($name)),*
         }
@@ -113,7 +113,7 @@ macro_rules! families {
 
 families!(Pack, Linear, Activation, Append, Decode, Merge);
 
-/// A family that is a variant of [`Family`] by its own name.
+/// Implements [`Launch::of`] for a family whose variant of [`Family`] has the same name.
 macro_rules! is_family {
     ($name:ident) => {
         fn of(family: &$crate::cuda::kernels::Family) -> Option<&Self> {
@@ -126,7 +126,7 @@ macro_rules! is_family {
 }
 pub(super) use is_family;
 
-/// What a `qz1_cuda_…_plan` does: makes a plan; null on an error.
+/// Implements `qz1_cuda_…_plan`: makes a plan; writes null on an error.
 ///
 /// # Safety
 /// As for `qz1_cuda_require_device`.
@@ -162,7 +162,7 @@ pub(super) unsafe fn plan<F: Launch + Into<Family>>(
     })
 }
 
-/// What a `qz1_cuda_…_launch` does.
+/// Implements `qz1_cuda_…_launch`.
 ///
 /// # Safety
 /// As for `qz1_cuda_pack_launch`.

@@ -97,7 +97,7 @@ impl Launch for Linear {
             QZ1_TYPE_F32 => Output::F32,
             _ => return Err(Fault::new(qz1_status::Scheme, "results of an unknown type")),
         };
-        // Parts that do not fit each other are refused before a device is asked for.
+        // Operands that do not match are rejected before a device is needed.
         KernelScheme::new(&layout, activation, output)?;
         let device = DeviceLimits::current()?;
         let plan = LinearPlan::new(&layout, activation, output, s.m, &(&device).into())?;

@@ -1,4 +1,4 @@
-//! Rows that are made while they are packed: norms and gates in front of linears.
+//! RMSNorm and gated SiLU computed while rows are packed for linears.
 
 use candle_core::{CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, bail};
 
@@ -8,7 +8,7 @@ use crate::{
     multiply_each, multiply_float_each,
 };
 
-/// What the rows that linears multiply are made of: `f32` in main memory, `[.., k]`.
+/// The operation that computes the input rows of linears. Tensors are `f32` in main memory.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Fused<'a> {
@@ -18,19 +18,19 @@ pub enum Fused<'a> {
         x: &'a Tensor,
         /// γ, `[k]`.
         weight: &'a [f32],
-        /// Above zero and finite.
+        /// Positive and finite.
         eps: f32,
     },
     /// `silu(gate) · up`.
     SiluMul {
         /// `[.., k]`.
         gate: &'a Tensor,
-        /// As the gate.
+        /// `[.., k]`, the shape of the gate.
         up: &'a Tensor,
     },
 }
 
-/// The values of rows, as the kernels take them.
+/// Input rows, or the operands from which the kernels compute them.
 pub(super) enum Values<'a, E: Element> {
     Plain(&'a [E]),
     Norm(&'a [E], RmsNorm<'a>),
@@ -38,13 +38,13 @@ pub(super) enum Values<'a, E: Element> {
 }
 
 impl QuantizedLinear {
-    /// What several linears make of the same rows, which the kernels compute as they pack them: the rows are never
-    /// written as floats. The values are those of [`rms_norm`](crate::rms_norm) and [`silu_mul`](crate::silu_mul),
-    /// followed by [`forward_each`](Self::forward_each), to the bit.
+    /// Computes input rows and multiplies them with several linears. The kernels compute the rows while packing them,
+    /// so the rows are never stored as floats. Results are bit-identical to [`rms_norm`](crate::rms_norm) or
+    /// [`silu_mul`](crate::silu_mul) followed by [`forward_each`](Self::forward_each).
     ///
     /// # Errors
-    /// When two linears do not [go together](Self::shares_input_with), an input is not `f32` in main memory or of another width,
-    /// or the weight or `eps` of the norm is invalid.
+    /// When two linears do not [share their input](Self::shares_input_with), an input is not `f32` in main memory or
+    /// has the wrong width, or the weight or `eps` of the norm is invalid.
     pub fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
         let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
         let (x, up) = match from {
@@ -52,7 +52,11 @@ impl QuantizedLinear {
             Fused::SiluMul { gate, up } => (gate, Some(up)),
         };
         if up.is_some_and(|up| up.dims() != x.dims()) {
-            bail!("a gate {:?} of values {:?}", x.dims(), up.map(Tensor::dims));
+            bail!(
+                "the gate has shape {:?}, but the values have shape {:?}",
+                x.dims(),
+                up.map_or(&[][..], Tensor::dims)
+            );
         }
         first.with_rows(x, |x| match (from, up) {
             (Fused::RmsNorm { weight, eps, .. }, _) => {
@@ -64,7 +68,7 @@ impl QuantizedLinear {
         })
     }
 
-    /// The first of linears that all go together.
+    /// Returns the first linear, or an error if some linears cannot share their input.
     pub(super) fn first_of<'a>(linears: &[&'a Self]) -> Result<Option<&'a Self>> {
         let Some(first) = linears.first() else { return Ok(None) };
         if let Some(other) = linears.iter().find(|l| !first.shares_input_with(l)) {
@@ -74,10 +78,10 @@ impl QuantizedLinear {
         Ok(Some(first))
     }
 
-    /// Lends the values of `x` `[.., k]`.
+    /// Passes the values of `x` `[.., k]` to `work`.
     pub(super) fn with_rows<T>(&self, x: &Tensor, work: impl FnOnce(Lent<'_>) -> Result<T>) -> Result<T> {
         if x.dtype() != DType::F32 || !x.device().is_cpu() {
-            bail!("rows of f32 in main memory are taken, not {}", x.dtype().as_str());
+            bail!("expected f32 rows in main memory, got {} on {:?}", x.dtype().as_str(), x.device());
         }
         let x = x.contiguous()?;
         let (storage, layout) = x.storage_and_layout();
@@ -88,12 +92,13 @@ impl QuantizedLinear {
             bail!("the input must have at least one dimension");
         };
         if last != k {
-            bail!("quantized-linear [.., {k}] takes [.., {k}], not {dims:?}");
+            bail!("quantized-linear: expected an input of shape [.., {k}], got {dims:?}");
         }
         work(Lent { values: part(values, start, x.elem_count())?, dims })
     }
 
-    /// What linears that go together make of rows that `made` makes of values, which are as many.
+    /// Multiplies rows with linears that share their input. `made` turns the values of `x` into rows; it keeps their
+    /// number.
     pub(super) fn products_of<'x>(
         linears: &[&Self],
         x: Lent<'x>,
@@ -122,7 +127,7 @@ impl QuantizedLinear {
         results.map(|(l, out)| Tensor::from_vec(out, shape(l.weight.layout().n()), &Device::Cpu)).collect()
     }
 
-    /// Products of rows that are this linear's with weights of the same [`RowLayout`].
+    /// Computes products of rows, quantized or packed for this linear, with weights of the same [`RowLayout`].
     pub(super) fn multiply_products<E: Element>(
         &self,
         float: &mut FloatRows,
@@ -154,7 +159,7 @@ impl QuantizedLinear {
     }
 }
 
-/// Values of rows, row-major, with the dimensions of the tensor that they are of.
+/// Row-major values of a tensor, with its dimensions.
 #[derive(Clone, Copy)]
 pub(super) struct Lent<'a> {
     values: &'a [f32],

@@ -200,7 +200,7 @@ impl QuantizedLinear {
     /// threads synchronize once. Results are bit-identical to separate calls of [`forward`](Module::forward).
     ///
     /// # Errors
-    /// When two linears do not [go together](Self::shares_input_with); also those of `forward`.
+    /// When two linears cannot [share their input](Self::shares_input_with), and as [`forward`](Module::forward).
     pub fn forward_each(linears: &[&Self], x: &Tensor) -> Result<Vec<Tensor>> {
         let Some(first) = Self::first_of(linears)? else { return Ok(Vec::new()) };
         if x.dtype() != DType::F32 || !x.device().is_cpu() {

@@ -1,4 +1,4 @@
-/// Writes a Llama of two layers whose weights nobody trained, with a tokenizer that knows `w0` to `w63`: a model for
+/// Writes a Llama with two layers and untrained weights, and a tokenizer with the words `w0` to `w63`, for use in
 /// examples.
 pub fn tiny_llama(directory: &std::path::Path) -> std::io::Result<()> {
     let config = serde_json::json!({

@@ -25,13 +25,13 @@ impl TextWorkers for InProcess {
     }
 }
 
-/// What a build without a feature answers.
+/// Returns the error for a library that this build does not include.
 #[cfg(not(all(feature = "tokenizers", feature = "chat-templates")))]
 pub(super) fn left_out(what: &str, feature: &str) -> Error {
     Error::Unavailable {
         what: what.into(),
         reason: format!("this program was built without the feature `{feature}` of quant-core"),
-        remedy: "build with it, or give workers of your own".into(),
+        remedy: "build with this feature, or pass your own text workers".into(),
     }
 }
 

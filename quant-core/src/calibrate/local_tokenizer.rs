@@ -20,8 +20,8 @@ pub(super) fn load(path: PathBuf, json: &[u8]) -> Result<Box<dyn TextWorker>> {
     Ok(Box::new(LocalTokenizer { held, tokenizer }))
 }
 
-/// Truncation and padding that a tokenizer may ask for are switched off: evaluation must see the whole text. So is the
-/// dropout of merges, which is for training: a text has the same tokens each time.
+/// Truncation and padding requested by the tokenizer are disabled, because evaluation must see the whole text. BPE
+/// dropout is for training and is disabled too, so that a text always has the same tokens.
 fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     let parsed = guard_panics(|| Tokenizer::from_bytes(json)).ok_or(PANICS)?;
     let mut tokenizer = parsed.map_err(|e| format!("is not a tokenizer: {e}"))?;
@@ -37,10 +37,10 @@ fn parse(json: &[u8]) -> Result<Tokenizer, String> {
     Ok(tokenizer)
 }
 
-/// Crafted vocabularies make the tokenizers crate panic; that must not end the process.
+/// Crafted vocabularies make the tokenizers crate panic, which must not end the process.
 const PANICS: &str = "makes the tokenizer library panic";
 
-/// The file, without its contents, for messages.
+/// The file name, for messages.
 #[derive(Debug)]
 struct Held {
     loadable: Loadable,

@@ -82,7 +82,7 @@ impl Default for Sampling {
 /// ```
 /// use quant_core::calibrate::TokenWindows;
 ///
-/// let windows = TokenWindows::cut((0..10).collect(), 4); // what is left at the end is dropped
+/// let windows = TokenWindows::cut((0..10).collect(), 4); // the remainder is dropped
 /// assert_eq!((windows.len(), windows.window(1)), (2, &[4, 5, 6, 7][..]));
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! In the place of tokenizers, where this crate is built without the feature `tokenizers`.
+//! Replaces tokenizers in builds without the feature `tokenizers`.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::in_process::left_out;
 use crate::Result;
 use crate::worker::TextWorker;
 
-/// Fails: the host's own [`TextWorkers`](crate::worker::TextWorkers) run tokenizers.
+/// Always fails. Tokenizers need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 ///
 /// # Errors
 /// Always.

@@ -1,10 +1,10 @@
-//! Verdicts on the shapes of known models, worked out from the engines' sources by hand.
+//! Verdicts for the shapes of known models, derived by hand from the engines' sources.
 
 use super::*;
 use crate::model::AttentionShape;
 use crate::scheme::LinearScheme;
 
-/// Heads, key heads, width of a head, hidden, intermediate.
+/// Heads, key heads, head dimension, hidden size, intermediate size.
 const LLAMA_8B: [usize; 5] = [32, 8, 128, 4096, 14336];
 const QWEN_72B: [usize; 5] = [64, 8, 128, 8192, 29568];
 const QWEN_05B: [usize; 5] = [14, 2, 64, 896, 4864];
@@ -44,7 +44,7 @@ fn engine(name: &str) -> &'static Engine {
     ENGINES.iter().find(|e| e.name.starts_with(name)).unwrap()
 }
 
-/// The words for 1, 2, 4 and 8 ranks.
+/// The verdicts' words for 1, 2, 4 and 8 ranks.
 fn words(name: &str, outline: &Outline) -> Vec<&'static str> {
     RANKS.iter().map(|&ranks| engine(name).loads(outline, ranks).map_or("-", |v| v.word())).collect()
 }
@@ -84,9 +84,9 @@ fn groups_must_divide_what_a_rank_holds() {
     let finer = outline("compressed-tensors", QWEN_72B, "w4a16-g32-sym");
     assert_eq!(words("vLLM, CUDA", &finer), ["yes", "yes", "yes, but", "no"]);
     assert!(reason("vLLM, CUDA", &finer, 4).contains("padded"));
-    // What vLLM pads, SGLang does not load.
+    // vLLM pads these shapes; SGLang does not load them.
     assert_eq!(words("SGLang", &finer), ["yes", "yes", "no", "no"]);
-    // A scale per channel goes along with its channel.
+    // A scale per channel can be split in compressed-tensors.
     let channel = outline("compressed-tensors", QWEN_72B, "w4a16-channel-sym");
     assert_eq!(words("vLLM, CUDA", &channel)[1..], ["yes", "yes, but", "yes, but"]);
     assert_eq!(words("SGLang", &channel), ["yes", "yes", "no", "no"]);
@@ -136,7 +136,7 @@ fn what_is_read_of_the_gptq_format() {
     assert_eq!(words("SGLang", &eight), ["yes"; 4]);
     assert_eq!(words("vLLM, CPU", &eight), ["no"; 4]);
     let odd = outline("gptq", LLAMA_8B, "w4a16-g16-sym");
-    assert!(reason("vLLM, CUDA", &odd, 1).contains("in groups of 32, 64, 128 or per channel"));
+    assert!(reason("vLLM, CUDA", &odd, 1).contains("per channel or in groups of 32, 64 or 128"));
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn activations_of_8_bits() {
     }
     assert!(reason("llama.cpp", &bytes, 1).contains("leaves activations float"));
     assert_eq!(words("llama.cpp", &fixed)[0], "no");
-    // Zeros under activations of 8 bits have no kernel.
+    // No kernel supports zero points with 8-bit activations.
     let zeros = outline("compressed-tensors", LLAMA_8B, "w4a8-g128-asym");
     assert!(reason("vLLM, CUDA", &zeros, 1).contains("must be symmetric"));
 }
@@ -192,7 +192,7 @@ fn linears_that_run_as_one_need_one_scheme() {
     }
     assert_eq!(words("transformers", &model)[0], "yes");
     assert_eq!(words("llama.cpp", &model)[0], "no");
-    // All of them float, or all of another scheme, is another matter.
+    // If all parts are float or have the same other scheme, they can be fused.
     for scheme in [None, Some("w8a16-g128-sym".parse().unwrap())] {
         model.layers[0].parts.iter_mut().for_each(|part| part.scheme = scheme);
         assert_eq!(words("vLLM, CUDA", &model), ["yes"; 4]);
@@ -272,7 +272,7 @@ fn opt_in_engines() {
     assert_eq!(words("LMDeploy", &model), ["no"; 4]);
     assert_eq!(words("llama.cpp", &model)[0], "no");
     assert_eq!(words("mlx-lm", &opt("awq", "w4a16-g128-asym"))[0], "unsure");
-    // What is said of single linears does not reach SGLang's modules.
+    // SGLang's modules ignore settings for single linears.
     model.layers[1].parts[0].scheme = None;
     assert_eq!(words("SGLang", &model), ["no"; 4]);
     assert!(reason("SGLang", &model, 1).starts_with("its OPT does not know `o_proj`"));
@@ -283,7 +283,7 @@ fn opt_in_engines() {
     assert_eq!(words("SGLang", &head), ["no"; 4]);
 }
 
-/// What is known of experts is that transformers reads them in compressed-tensors, by one scheme, on symmetric grids.
+/// transformers is known to read experts in compressed-tensors, with one symmetric scheme for all experts.
 #[test]
 fn experts_have_rules_of_their_own() {
     let moe = |container, scheme: &str, experts: &[&str]| {
@@ -309,7 +309,7 @@ fn experts_have_rules_of_their_own() {
     assert!(on_cpu.contains("does not run experts"), "{on_cpu}");
 }
 
-/// Rules about linears are none about families: where nobody looked, there is no plain yes.
+/// Rules for linears say nothing about families: a family that was not checked does not get a plain yes.
 #[test]
 fn a_family_that_was_not_checked_gets_no_plain_yes() {
     for family in ["gemma2", "phi3", "cohere", "glm4"] {
@@ -330,7 +330,7 @@ fn a_family_that_was_not_checked_gets_no_plain_yes() {
     }
 }
 
-/// What is known of a family is known of a version and a day.
+/// Every fact about a family has a version and a date.
 #[test]
 fn facts_have_a_version_and_a_day() {
     let known = |name: &str, family| {
@@ -349,7 +349,7 @@ fn facts_have_a_version_and_a_day() {
     }
 }
 
-/// Every family is known to vLLM and SGLang as far as their sources were read: none is left out by oversight.
+/// vLLM, SGLang and transformers have a fact for every model, so that none is forgotten.
 #[test]
 fn every_family_has_a_line() {
     use crate::model::arch::supported;
@@ -361,7 +361,8 @@ fn every_family_has_a_line() {
     }
 }
 
-/// GPT-2 is stored with inputs first: packed codes are read as they stand, and what is called `weight` is transposed.
+/// GPT-2 stores weights with inputs first. Engines do not transpose packed codes, but they transpose every tensor named
+/// `weight`.
 #[test]
 fn codes_of_gpt2_that_are_called_weight_are_transposed() {
     let of = |scheme| Outline { family: "gpt2", ..outline("compressed-tensors", LLAMA_8B, scheme) };
@@ -375,7 +376,7 @@ fn codes_of_gpt2_that_are_called_weight_are_transposed() {
     assert_eq!(words("transformers", &of("w4a16-g128-sym"))[0], "no");
 }
 
-/// What vLLM does to two families, as it was seen.
+/// vLLM's rules for two families, as observed.
 #[test]
 fn rules_of_single_families() {
     let of = |family, scheme| Outline { family, ..outline("compressed-tensors", LLAMA_8B, scheme) };
@@ -389,7 +390,8 @@ fn rules_of_single_families() {
     assert_eq!(words("vLLM, CPU", &of("gemma3_text", "w4a16-g128-sym"))[0], "yes");
 }
 
-/// vLLM runs some families by the classes of transformers, and SGLang has some under no names.
+/// vLLM runs some families through the classes of transformers, and some of SGLang's classes have linears without
+/// names.
 #[test]
 fn classes_of_others_and_linears_without_names() {
     let of = |family| Outline { family, ..outline("compressed-tensors", LLAMA_8B, "w4a16-g128-sym") };
@@ -402,7 +404,7 @@ fn classes_of_others_and_linears_without_names() {
     assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "no");
 }
 
-/// What SGLang's sources say of experts, latent attention and classes that hold a text model.
+/// SGLang's rules, from its sources, for experts, latent attention and classes that contain a text model.
 #[test]
 fn experts_latents_and_containers_of_sglang() {
     let of = |family, container, scheme| Outline { family, ..outline(container, LLAMA_8B, scheme) };
@@ -436,7 +438,7 @@ fn experts_latents_and_containers_of_sglang() {
     assert_eq!(first(&class), "unsure");
 }
 
-/// Families and classes that no line of an engine names are not given a yes.
+/// Families and classes without a fact do not get a yes.
 #[test]
 fn what_nobody_checked_is_unsure() {
     let named = |family, wrapper| Outline {
@@ -453,10 +455,10 @@ fn what_nobody_checked_is_unsure() {
         assert_eq!((verdict.word(), verdict.reason()), ("unsure", Some(what)), "{}", engine.name);
         assert_eq!(engine.basis(&unheard), Basis::NotChecked);
     }
-    // What the rules refuse stays refused.
+    // The rules for linears still give a no.
     let three = Outline { family: "unheard", ..outline("compressed-tensors", LLAMA_8B, "w3a16-g64-sym") };
     assert_eq!(words("SGLang", &three), ["no"; 4]);
-    // A class counts, and not the family of its text model.
+    // Facts about a class apply to the class, not to the family of its text model.
     let class = named("llama", Some("LlavaForConditionalGeneration"));
     assert_eq!(engine("transformers").basis(&class), Basis::Run);
     assert_eq!(words("vLLM, CUDA", &class), ["yes"; 4]);
@@ -464,7 +466,7 @@ fn what_nobody_checked_is_unsure() {
     assert_eq!(words("SGLang", &named("llama", Some("UnheardForConditionalGeneration"))), ["unsure"; 4]);
 }
 
-/// A container without a line would be split anywhere.
+/// A format without an entry could be split without any checks.
 #[test]
 fn all_containers_say_how_they_split() {
     for reading in ENGINES.iter().flat_map(|engine| engine.reads) {
@@ -473,7 +475,7 @@ fn all_containers_say_how_they_split() {
     }
 }
 
-/// A fact about a model that cannot be read would never be looked at.
+/// A fact about a model that quant cannot read would never be used.
 #[test]
 fn facts_name_models_that_are_read() {
     use crate::model::arch::supported;
@@ -515,7 +517,7 @@ fn floating_point_weights() {
         assert_eq!(first("transformers"), transformers, "{scheme}");
         assert_eq!(first("llama.cpp"), llama_cpp, "{scheme}");
     }
-    // Blocks limit the ranks: 29568 / 8 = 28 blocks and a part of one.
+    // Blocks limit the number of ranks: 29568 inputs are 231 blocks, which cannot be split evenly.
     let blocks = outline("compressed-tensors", QWEN_72B, "wf8af8-b128");
     assert_eq!(words("vLLM, CUDA", &blocks), ["yes, but", "no", "no", "no"]);
     assert!(reason("vLLM, CUDA", &blocks, 2).contains("not a multiple of the block size 128"));

@@ -1,15 +1,16 @@
-//! Experts: engines run all of a block on kernels of their own, and most readers hold them in one parameter.
+//! Rules for experts: engines run all experts of a block on separate kernels, and most loaders keep them in one
+//! parameter.
 
 use super::Verdict::{self, No, Unsure, Yes};
 use super::outline::Outline;
 use crate::scheme::{ActivationScheme, LinearScheme};
 
-/// An engine whose kernels for experts were not followed.
+/// An engine whose kernels for experts were not checked.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
     Unsure("which shapes and schemes its kernels for experts support".into())
 }
 
-/// vLLM on a CPU, whose version 0.32.0 has run those alone that stay float.
+/// vLLM on a CPU. Version 0.32.0 ran float experts only.
 pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
     let is_packed = |scheme: &&LinearScheme| {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
@@ -23,7 +24,7 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
 
 const FLOAT_EXPERTS: &str = "it does not load float experts among quantized linears";
 
-/// Readers of transformers that have no experts.
+/// Loaders of transformers that do not support experts.
 pub(super) fn transformers_others(outline: &Outline) -> Verdict {
     match outline.experts.iter().all(Option::is_none) {
         true => No(FLOAT_EXPERTS.into()),
@@ -31,7 +32,7 @@ pub(super) fn transformers_others(outline: &Outline) -> Verdict {
     }
 }
 
-/// transformers, which holds the experts of a block in one parameter and reads all of them by one scheme.
+/// transformers, which keeps the experts of a block in one parameter and applies one scheme to all experts.
 pub(super) fn transformers(outline: &Outline) -> Verdict {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {

@@ -1,11 +1,11 @@
-//! Rules of single families: what an engine does with a model beside what it does with all linears.
+//! Rules for single families, in addition to those that hold for all linears.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use crate::scheme::{FloatFormat, LinearScheme};
 
-/// OPT's head and embedding are made without a quantization in the sources that were seen, which are
-/// older than this version.
+/// In the sources that were read, which are older than this version, OPT's head and embedding are created without a
+/// quantization configuration.
 pub(super) fn head_of_opt(outline: &Outline) -> Verdict {
     match outline.head.is_some() || outline.embedding.is_some() {
         true => Unsure("whether its OPT reads a quantized head or embedding".into()),
@@ -13,8 +13,8 @@ pub(super) fn head_of_opt(outline: &Outline) -> Verdict {
     }
 }
 
-/// GPT-2 is stored with inputs first, and engines turn around whatever is called `weight`: codes of 8 bits are, too, in
-/// the compressed-tensors format.
+/// GPT-2 stores weights with inputs first, and engines transpose every tensor named `weight`. In the compressed-tensors
+/// format, these include 8-bit codes.
 pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
     let is_called_so = |scheme: &&LinearScheme| {
         scheme.is_stored_as_bytes() || scheme.float_format() == Some(FloatFormat::E4m3)
@@ -27,13 +27,13 @@ pub(super) fn no_turned_codes(outline: &Outline) -> Verdict {
     }
 }
 
-/// Engines read the configuration through transformers, which does not have that of InternLM2.
+/// Engines read the configuration through transformers, which does not include InternLM2's.
 pub(super) fn remote_configuration(_: &Outline) -> Verdict {
     With("it needs the model's own configuration code and --trust-remote-code".into())
 }
 
-/// Queries of Ministral 3 are scaled by position in vLLM where Mistral's own configuration says so, and not in that of
-/// transformers, which checkpoints of this project have.
+/// vLLM scales the queries of Ministral 3 by position if the configuration is in Mistral's own format, but not if it is
+/// in that of transformers, which checkpoints written by quant have.
 pub(super) fn position_scale(_: &Outline) -> Verdict {
     With(
         "it does not scale queries by position: results are wrong beyond `original_max_position_embeddings`"
@@ -41,8 +41,8 @@ pub(super) fn position_scale(_: &Outline) -> Verdict {
     )
 }
 
-/// vLLM's Bloom takes every tensor of `query_key_value` apart by heads along its first dimension, which bytes of the
-/// compressed-tensors format have.
+/// vLLM's Bloom splits every tensor of `query_key_value` by head along its first dimension. In the compressed-tensors
+/// format, this works if each code is stored in a byte.
 pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
     let has_rows = |scheme: &LinearScheme| scheme.is_stored_as_bytes() && !scheme.has_static_activations();
     match outline.schemes().iter().all(has_rows) {
@@ -51,11 +51,11 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
     }
 }
 
-/// The reason why other codes are not read.
+/// Why packed codes are not supported.
 pub(super) const PARTED_BY_ROWS: &str =
     "it splits every tensor of `query_key_value` by head, which is impossible with packed codes";
 
-/// vLLM's linears in the classes of transformers.
+/// vLLM runs the class of transformers with its own linears.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
     With(
         "it has no class for this family and runs the class of transformers with its own linear layers"
@@ -63,7 +63,7 @@ pub(super) fn by_transformers(_: &Outline) -> Verdict {
     )
 }
 
-/// Experts are written one by one, and a class has them in one tensor.
+/// The class keeps experts in one tensor, but the checkpoint stores them separately.
 pub(super) fn without_experts(outline: &Outline) -> Verdict {
     match outline.experts.is_empty() {
         true => Yes,
@@ -71,17 +71,17 @@ pub(super) fn without_experts(outline: &Outline) -> Verdict {
     }
 }
 
-/// Mistral 3's class around a text model that is looked up by a name of its own.
+/// Mistral 3's class with a Mistral 4 text model, which it looks up under a different name.
 pub(super) fn mistral4_in_mistral3(_: &Outline) -> Verdict {
     Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }
 
-/// A family that was run in one format says nothing of the others.
+/// A family that was run in only one format; the other formats were not checked.
 pub(super) fn other_format(outline: &Outline) -> Verdict {
     Unsure(format!("how it runs {} in the {} format was not checked", outline.family, outline.container))
 }
 
-/// The same of a family whose experts are not read in any.
+/// A family that was run in only one format, and whose separately stored experts cannot be read in any format.
 pub(super) fn other_format_without_experts(outline: &Outline) -> Verdict {
     without_experts(outline).and(other_format(outline))
 }

@@ -1,10 +1,10 @@
-//! Which engines load what a plan writes, and on how many ranks.
+//! Which engines load the result of a plan, and on how many ranks.
 //!
-//! [`ENGINES`] is a table: each engine at the version whose sources were read, the day, and the containers that it has a
-//! reader for, each with its rules; `docs/formats/engines.md` says what they rest on, and what of it was run. A rule is a
-//! function of an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate and up) fused, and
-//! split over ranks. Which models an engine has is a table too (`models`), and so is what containers ask of a split
-//! (`sharding`). Names of containers and families stand in these tables alone: no rule looks at them.
+//! [`ENGINES`] lists each engine with the version whose sources were read, the date, and the formats that it can read,
+//! each with its rules. `docs/formats/engines.md` describes the evidence and says what was run. A rule is a function of
+//! an [`Outline`]: the linears as engines see them, with queries, keys and values (and gate and up) fused, and split
+//! over ranks. Other tables list the models of each engine (`models`) and the conditions for splitting each format
+//! (`sharding`). Names of formats and families occur only in these tables; rules do not compare names.
 
 mod experts;
 mod families;
@@ -18,21 +18,21 @@ mod vllm;
 pub use models::{Basis, Known};
 pub use outline::{FusedLayer, LayerKind, Outline, Part};
 
-/// The day on which the engines' sources were read.
+/// The date on which the engines' sources were read.
 pub const READ: &str = "2026-11-22";
-/// Numbers of tensor-parallel ranks that are looked at.
+/// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];
 
 /// Whether an engine loads a checkpoint, from best to worst.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
-    /// On its fast path.
+    /// It loads and runs on the engine's fast path.
     Yes,
-    /// Loads, with a remark: a slower kernel, or an option that it needs.
+    /// It loads, with a caveat: a slower kernel, or a required option.
     With(String),
-    /// The sources do not tell.
+    /// Unknown: the sources do not answer the question.
     Unsure(String),
-    /// Fails to load, or computes something else.
+    /// It fails to load, or gives different results.
     No(String),
 }
 
@@ -47,7 +47,7 @@ impl Verdict {
         }
     }
 
-    /// The reason, where it is not a plain yes.
+    /// The reason; `None` for [`Yes`](Self::Yes).
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Yes => None,
@@ -55,7 +55,7 @@ impl Verdict {
         }
     }
 
-    /// The worse of the two; of equally bad ones the first.
+    /// Returns the worse verdict, or the first if both are equally bad.
     fn and(self, other: Self) -> Self {
         let rank = |v: &Self| match v {
             Self::Yes => 0,
@@ -67,14 +67,14 @@ impl Verdict {
     }
 }
 
-/// What an engine does with the checkpoints of one container.
+/// An engine's rules for one format.
 #[derive(Debug)]
 struct Reading {
     /// The container's name.
     container: &'static str,
-    /// What holds for linears, on so many ranks.
+    /// The rule for linears, given the number of ranks.
     loads: fn(&Outline, usize) -> Verdict,
-    /// What holds besides where blocks have experts.
+    /// The additional rule for models with experts.
     experts: fn(&Outline) -> Verdict,
 }
 
@@ -90,26 +90,27 @@ const fn reading(
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Engine {
-    /// What it is called, with the way it is run where that matters.
+    /// Its name, with the device or tool if that matters.
     pub name: &'static str,
     /// The version whose sources were read.
     pub version: &'static str,
-    /// The day on which they were read.
+    /// The date on which the sources were read.
     pub read: &'static str,
-    /// How it is given a checkpoint in the directory `OUT`.
+    /// The command or call that loads a checkpoint from the directory `OUT`.
     pub command: &'static str,
-    /// Whether users of either container are likely to mean it, so that they are warned of a "no".
+    /// Whether the engine is so common that `quant quantize` prints a note if it would not load the result.
     pub is_common: bool,
     /// Whether it splits linears over ranks.
     tensor_parallel: bool,
-    /// The models that it has.
+    /// What is known about the models that it supports.
     models: &'static [models::Fact],
-    /// The containers that it has a reader for, each with its rules.
+    /// The formats that it can read, each with its rules.
     reads: &'static [Reading],
 }
 
 impl Engine {
-    /// Whether it loads a checkpoint on so many ranks; `None` where it knows only one.
+    /// Returns whether the engine loads a checkpoint on `ranks` ranks; `None` if `ranks` is greater than 1 and the
+    /// engine has no tensor parallelism.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| {
             let Some(rules) = self.reads.iter().find(|reading| reading.container == outline.container) else {
@@ -122,12 +123,12 @@ impl Engine {
         })
     }
 
-    /// How it is known whether the engine has the model at all.
+    /// Returns the evidence for whether the engine supports the model.
     pub fn basis(&self, outline: &Outline) -> Basis {
         self.known(outline).basis
     }
 
-    /// The same, with the version of the engine and the day.
+    /// Returns the evidence for whether the engine supports the model, with the engine's version and the date.
     pub fn known(&self, outline: &Outline) -> Known {
         models::known(self.models, outline, (self.version, self.read))
     }

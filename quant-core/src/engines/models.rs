@@ -1,23 +1,23 @@
-//! Which models an engine has: facts as data, one line for each engine and set of models, with how it is known.
+//! Which models an engine supports: one fact for each engine and set of models, with its evidence.
 //!
-//! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`), whatever its
-//! text model. What no line names was not checked, and the verdict says so. A line was read in the engine's own version on
-//! the day [`READ`](super::READ), unless it says otherwise.
+//! A model is a family (`llama`), or a class of vision-language models (`LlavaForConditionalGeneration`) with any text
+//! model. A model without a fact was not checked, and the verdict says so. Unless a fact states a version and a date,
+//! the engine's own version was read on the date [`READ`](super::READ).
 
 use super::Verdict::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
 use super::{COMPRESSED_TENSORS, GPTQ};
 
-/// How it is known that an engine has a model.
+/// The evidence that an engine supports a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Basis {
-    /// A checkpoint of it was loaded, and its numbers compared.
+    /// A checkpoint of the model was loaded, and its results were compared.
     Run,
     /// The engine's sources were read.
     Read,
-    /// Nobody looked.
+    /// The model was not checked.
     NotChecked,
 }
 
@@ -32,42 +32,42 @@ impl Basis {
     }
 }
 
-/// Whether an engine has a model.
+/// Whether an engine supports a model.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Has {
-    /// It does, and these are the rules that its other models do not have.
+    /// It does, with an additional rule for this model.
     With(fn(&Outline) -> Verdict),
     /// It does.
     Yes,
-    /// It does not: the reason.
+    /// It does not, for this reason.
     No(&'static str),
-    /// Its sources do not tell: what is not known.
+    /// Unknown: the question that the sources do not answer.
     Unsure(&'static str),
 }
 
-/// How something is known of an engine, of which version, and since when.
+/// The evidence for a statement about an engine, with the version and the date.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Known {
-    /// How.
+    /// The kind of evidence.
     pub basis: Basis,
     /// The version that was run or read.
     pub version: &'static str,
-    /// The day.
+    /// The date.
     pub date: &'static str,
 }
 
-/// What is known of an engine and some models.
+/// A fact about an engine and some models.
 #[derive(Debug)]
 pub(super) struct Fact {
     pub(super) models: &'static [&'static str],
-    /// The families of a class's text model; all of them where it is empty.
+    /// The families of a class's text model; if empty: all.
     pub(super) texts: &'static [&'static str],
-    /// The containers; all of them where it is empty.
+    /// The formats; if empty: all.
     pub(super) containers: &'static [&'static str],
     pub(super) has: Has,
     pub(super) basis: Basis,
-    /// Version and day, where these are not the engine's and that of all sources.
+    /// Version and date, if they differ from those of the engine's entry.
     pub(super) on: Option<(&'static str, &'static str)>,
 }
 
@@ -80,17 +80,17 @@ impl Fact {
         Self { on: Some((version, date)), ..self }
     }
 
-    /// Around these text models alone.
+    /// Limits the fact to classes with these text models.
     const fn around(self, texts: &'static [&'static str]) -> Self {
         Self { texts, ..self }
     }
 
-    /// In these containers alone.
+    /// Limits the fact to these formats.
     const fn within(self, containers: &'static [&'static str]) -> Self {
         Self { containers, ..self }
     }
 
-    /// Whether it is about the model of a checkpoint.
+    /// Whether the fact applies to a checkpoint.
     fn is_about(&self, outline: &Outline) -> bool {
         let is_among = |list: &[&str], name: &str| list.is_empty() || list.contains(&name);
         self.models.contains(&outline.wrapper.unwrap_or(outline.family))
@@ -99,19 +99,19 @@ impl Fact {
     }
 }
 
-/// The decoders whose blocks are Llama's but for a detail.
+/// Decoders whose blocks differ from Llama's only in details.
 const LLAMAS: &[&str] = &["llama", "mistral", "qwen2", "qwen3"];
 const OPT: &[&str] = &["opt"];
 const GPT2: &[&str] = &["gpt2"];
 const BLOOM: &[&str] = &["bloom"];
 const MINISTRAL3: &[&str] = &["ministral3"];
-/// The container that says of each module what it is.
+/// The format whose configuration can describe each module separately.
 const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
-/// Its configuration is code of the model.
+/// Families whose configuration is the model's own code.
 const REMOTE: &[&str] = &["internlm2"];
-/// What engines do with experts is a matter of rules, and not of models.
+/// Families with experts; the rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
-/// Families with experts of which transformers has run compressed-tensors checkpoints, and no other engine any.
+/// Families with experts of which only transformers was run, with compressed-tensors checkpoints.
 const OTHER_EXPERTS: &[&str] = &[
     "qwen2_moe",
     "olmoe",
@@ -125,7 +125,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "qwen3_5_moe_text",
     "lfm2_moe",
 ];
-/// Families of which transformers has run compressed-tensors checkpoints, and no other engine any.
+/// Families without experts of which only transformers was run, with compressed-tensors checkpoints.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
     "granite",
@@ -152,9 +152,9 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
-/// The same, added later.
+/// Families without experts that transformers ran at a later date.
 const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
-/// Families some of whose models have experts, which it does not read one by one.
+/// Families of which some models have experts. transformers does not read them if they are stored separately.
 const EXPERTS_OR_NONE: &[&str] = &["granitemoehybrid", "gemma4_text"];
 const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
@@ -164,44 +164,45 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 /// The class of Mistral 3, whose text model may be Mistral 4.
 const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
-/// Families of the end of November 2026, with the class that holds one of them.
+/// Families added at the end of November 2026, and the class that contains one of them.
 const COHERE2_MOE: &[&str] = &["cohere2_moe"];
 const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
 const PHIMOE: &[&str] = &["phimoe"];
 const MISTRAL4: &[&str] = &["mistral4"];
-/// Published Phi-3.5-MoE has another class name than what transformers saves.
+/// Published Phi-3.5-MoE models have a different class name from the one that transformers saves.
 const BY_PUBLISHED_CLASS: Has = Has::Unsure(
     "it has the class of the published models, `PhiMoEForCausalLM`, but not the one that transformers saves",
 );
 const MISTRAL4_ALONE: Has =
     Has::Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked");
 
-/// Those whose other readers were not looked at.
+/// Classes that were checked in transformers only.
 const OTHER_VISION_LANGUAGE: &[&str] = &[
     "Gemma3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// Engines that read experts of gpt-oss under names of their own.
+/// Engines expect different tensor names for the experts of gpt-oss.
 const GPT_OSS: &[&str] = &["gpt_oss"];
 const EXPERTS_BY_OTHER_NAMES: Has =
     Has::No("it expects other tensor names for gpt-oss experts than this version writes");
 const GRANITE_BY_OTHER_NAMES: Has =
     Has::No("it expects other tensor names for Granite experts than this version writes");
 
-/// The day on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after Llama's.
+/// The date on which the registries and classes of vLLM 0.33.0 and SGLang 0.5.23 were read for the families after
+/// Llama's.
 const REGISTRIES: &str = "2026-11-25";
 const VLLM: &str = "0.33.0";
 const SGL: &str = "0.5.23";
-/// The day on which SGLang's classes with experts or vision towers were read, and what its experts' kernels take; and on
-/// which vLLM's CPU build ran vision-language models, and experts that stay float.
+/// The date on which SGLang's classes with experts or vision towers, and its kernels for experts, were read, and on
+/// which vLLM's CPU build ran vision-language models and float experts.
 const NEWER: &str = "2026-11-26";
-/// The version of vLLM that has a build for CPUs.
+/// The version of vLLM whose CPU build was run.
 const CPU_BUILD: &str = "0.32.0";
 
-/// Families that vLLM has a class for, whose linears take a quantization, under names that are ours or are mapped from
-/// them, and that runs together what is run together here.
+/// Families that vLLM has a class for. The linears of the class can be quantized, their names equal quant's or are
+/// mapped from them, and the same linears are fused as in quant.
 const IN_VLLM: &[&str] = &[
     "granite",
     "ernie4_5",
@@ -232,7 +233,7 @@ const IN_VLLM: &[&str] = &[
     "hy_v3",
     "granitemoehybrid",
 ];
-/// Families that it runs by the classes of transformers, with linears of its own in them.
+/// Families for which vLLM runs the class of transformers with its own linears.
 const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
     "smollm3",
     "seed_oss",
@@ -245,7 +246,7 @@ const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
     "gpt_neox",
     "hunyuan_v1_moe",
 ];
-/// Classes that hold a text model of a family above, with names that are mapped.
+/// Classes that contain a text model of one of these families, with mapped names.
 const CLASSES_IN_VLLM: &[&str] = &[
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -254,8 +255,8 @@ const CLASSES_IN_VLLM: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
 ];
 
-/// Of the families above, those that its CPU build was given a quantized random model of, and whose perplexity it gave:
-/// `benchmarks/record/engines`. Classes of transformers are a list of their own.
+/// The families among these that vLLM's CPU build ran: it gave the perplexity of a quantized random model
+/// (`benchmarks/record/engines`). Families that run through the classes of transformers are listed separately.
 const RUN_ON_CPU: &[&str] = &[
     "granite",
     "gemma2",
@@ -272,7 +273,7 @@ const RUN_ON_CPU: &[&str] = &[
     "phi3",
     "lfm2",
 ];
-/// Classes of them of which it was given a quantized random model, and whose perplexity it gave.
+/// Classes for which vLLM's CPU build gave the perplexity of a quantized random model.
 const CLASSES_RUN_ON_CPU: &[&str] =
     &["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"];
 const RUN_BY_TRANSFORMERS: &[&str] =
@@ -292,7 +293,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
     fact(GPT2, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(REMOTE, Has::With(families::remote_configuration), Basis::Read).on(VLLM, REGISTRIES),
     fact(BY_TRANSFORMERS_IN_VLLM, Has::With(families::by_transformers), Basis::Read).on(VLLM, REGISTRIES),
-    // Classes, and what becomes of names in either layout.
+    // Classes of vision-language models, in either layout of tensor names.
     fact(VISION_LANGUAGE, Has::Yes, Basis::Read),
     fact(CLASSES_IN_VLLM, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
     fact(MISTRAL3, Has::With(families::mistral4_in_mistral3), Basis::Read).around(MISTRAL4),
@@ -308,7 +309,7 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
     fact(EXPERTS, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
-    // docs/formats/engines.md
+    // See docs/formats/engines.md.
     fact(&["llama"], Has::Yes, Basis::Run).on(CPU_BUILD, "2026-11-23"),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
@@ -337,7 +338,7 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(MISTRAL4, MISTRAL4_ALONE, Basis::Read).on(CPU_BUILD, NEWER),
 ];
 
-/// Families that SGLang has a class for, whose linears take a quantization under names that are ours.
+/// Families that SGLang has a class for, whose linears can be quantized and have the same names as in quant.
 const IN_SGLANG: &[&str] = &[
     "granite",
     "ministral3",
@@ -360,8 +361,8 @@ const IN_SGLANG: &[&str] = &[
     "hy_v3",
     "granitemoehybrid",
 ];
-/// Families with experts that it has a class for, which reads them one by one under names that are ours, and keeps routers
-/// and gates of shared experts float.
+/// Families with experts that SGLang has a class for. It reads separately stored experts under the same names as in
+/// quant, and keeps routers and gates of shared experts float.
 const EXPERTS_IN_SGLANG: &[&str] = &[
     "mixtral",
     "qwen3_moe",
@@ -375,9 +376,9 @@ const EXPERTS_IN_SGLANG: &[&str] = &[
     "hunyuan_v1_moe",
     "cohere2_moe",
 ];
-/// Those of latent attention among them.
+/// Families with experts and latent attention that SGLang has a class for.
 const LATENT_IN_SGLANG: &[&str] = &["deepseek_v2", "deepseek_v3", "glm4_moe_lite"];
-/// Classes that hold a text model, whose modules have other names than the tensors of the file.
+/// Classes that contain a text model, and whose module names differ from the tensor names in the file.
 const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -390,9 +391,9 @@ const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
 ];
-/// Families of which it has a class, where some linears have no names that a checkpoint could say something of.
+/// Families that SGLang has a class for, in which a checkpoint cannot name some linears.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
-/// Families that it has no class of its own for under the names of their checkpoints.
+/// Families that SGLang has no class for under the names in their checkpoints.
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
 
 pub(super) const SGLANG: &[Fact] = &[
@@ -435,7 +436,7 @@ pub(super) const SGLANG: &[Fact] = &[
     .on(SGL, REGISTRIES),
 ];
 
-/// What is run by the interop check of every change or every night.
+/// The version that the interop tests run on every change or every night.
 const TRANSFORMERS_5: &str = "5.23.0";
 
 pub(super) const TRANSFORMERS: &[Fact] = &[
@@ -503,12 +504,12 @@ pub(super) const LLAMA_CPP: &[Fact] = &[
     fact(OPT, Has::No("OPT is not among the models that it converts"), Basis::Read),
 ];
 
-/// The first line about the model of a checkpoint.
+/// Returns the first fact that applies to a checkpoint.
 fn find<'a>(facts: &'a [Fact], outline: &Outline) -> Option<&'a Fact> {
     facts.iter().find(|fact| fact.is_about(outline))
 }
 
-/// How it is known whether the engine has the model; `engine` is its version and the day of all sources.
+/// Returns the evidence for whether the engine supports the model; `engine` is its version and the default date.
 pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'static str)) -> Known {
     let fact = find(facts, outline);
     let basis = fact.map_or(Basis::NotChecked, |fact| fact.basis);
@@ -516,7 +517,7 @@ pub(super) fn known(facts: &[Fact], outline: &Outline, engine: (&'static str, &'
     Known { basis, version, date }
 }
 
-/// What the engine's models say of a checkpoint, and where they do not decide, what its rules for linears do.
+/// Returns the verdict of the facts about models and, if these do not decide, of the `rules` for linears.
 pub(super) fn verdict(facts: &[Fact], outline: &Outline, rules: impl FnOnce() -> Verdict) -> Verdict {
     match find(facts, outline).map(|fact| fact.has) {
         Some(Has::Yes) => rules(),

@@ -1,4 +1,4 @@
-//! Engines with few rules: what they read of each container.
+//! Engines with few rules.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
@@ -15,7 +15,7 @@ fn all_schemes(outline: &Outline) -> Vec<LinearScheme> {
 
 const EMBEDDING: &str = "its models fail on a quantized embedding (AttributeError on initialization)";
 
-/// transformers, with gptqmodel, of the GPTQ format.
+/// transformers with gptqmodel, GPTQ format.
 pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -38,7 +38,7 @@ pub(super) fn transformers_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
-/// transformers, with gptqmodel, of the AWQ format.
+/// transformers with gptqmodel, AWQ format.
 pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -58,7 +58,7 @@ pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
-/// transformers, with the compressed-tensors package.
+/// transformers with the compressed-tensors package.
 pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
@@ -83,17 +83,17 @@ pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
-/// LMDeploy's TurboMind.
+/// LMDeploy's TurboMind, compressed-tensors format.
 pub(super) fn turbomind(outline: &Outline, ranks: usize) -> Verdict {
     turbomind_with(outline, ranks, &[32, 128], |_| Yes)
 }
 
-/// The same of the AWQ format.
+/// LMDeploy's TurboMind, AWQ format.
 pub(super) fn turbomind_awq(outline: &Outline, ranks: usize) -> Verdict {
     turbomind_with(outline, ranks, &[128], |_| Yes)
 }
 
-/// The same of the GPTQ format.
+/// LMDeploy's TurboMind, GPTQ format.
 pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Verdict {
     turbomind_with(outline, ranks, &[128], |scheme| match scheme.is_symmetric() {
         true => Yes,
@@ -101,7 +101,7 @@ pub(super) fn turbomind_gptq(outline: &Outline, ranks: usize) -> Verdict {
     })
 }
 
-/// In groups of the `known` sizes, on grids that the format's reader takes.
+/// Supports the group sizes in `known`; `grid` checks the zero points.
 fn turbomind_with(
     outline: &Outline,
     ranks: usize,
@@ -160,7 +160,7 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Verdict {
     }
 }
 
-/// Of floating-point weights it takes FP8 per row and block, and NVFP4 in blocks of 64 inputs.
+/// llama.cpp's converter reads FP8 with scales per row or block, and NVFP4 if the number of inputs is a multiple of 64.
 fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
     match (scheme.fixed_scales(), scheme.granularity) {
         (None, Granularity::Channel | Granularity::Block) => Yes,
@@ -176,21 +176,21 @@ fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Verdict {
     }
 }
 
-/// llama.cpp's converter to GGUF. Of weights under activations of 8 bits it takes the weights, and leaves activations
-/// float; scales of static ones it does not know.
+/// llama.cpp's converter to GGUF, compressed-tensors and ModelOpt formats. With 8-bit activations, it reads the weights
+/// and leaves activations float; it does not support static scales.
 pub(super) fn llama_cpp(outline: &Outline, _ranks: usize) -> Verdict {
     llama_cpp_with(outline, |_| false)
 }
 
-/// The same of the GPTQ format.
+/// llama.cpp's converter to GGUF, GPTQ format.
 pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
 }
 
-/// `takes` is what the format's reader has beside what is read of all formats.
+/// `takes` returns whether the format's reader supports a scheme in addition to those that are read in all formats.
 fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdict {
     let schemes = all_schemes(outline);
-    // Of NVFP4 it knows the input's scale.
+    // It reads the input scale of NVFP4 only.
     if schemes.iter().any(|s| s.has_static_activations() && !s.has_global_scale()) {
         return No("it does not read scales of activations".into());
     }
@@ -211,7 +211,7 @@ fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdic
         _ => No("it supports only one scheme per checkpoint".into()),
     };
     let rounds_activations = schemes.iter().any(|s| s.activations != ActivationScheme::Float);
-    // NVFP4 alone goes over as it is.
+    // Only NVFP4 codes are kept.
     let loses_codes = schemes.iter().any(|s| !s.has_global_scale());
     match (verdict, loses_codes, rounds_activations) {
         (Yes, true, true) => With("it converts the codes to floats and leaves activations float".into()),

@@ -6,13 +6,13 @@ use crate::model::{AttentionShape, BlockGraph, Model, NodeId};
 use crate::recipe::Plan;
 use crate::scheme::LinearScheme;
 
-/// How a linear is split over ranks.
+/// The way in which a linear is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LayerKind {
-    /// Queries, keys and values: by heads of this width.
+    /// By heads of this width: queries, keys and values.
     Attention(usize),
-    /// Not at all: every rank has the whole of it.
+    /// Not split: every rank has the whole matrix.
     Whole,
     /// By outputs.
     Column,
@@ -20,18 +20,18 @@ pub enum LayerKind {
     Row,
 }
 
-/// A linear of the model, as a part of what an engine runs.
+/// A linear of the model, as part of a [`FusedLayer`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
     /// Its module.
     pub module: String,
     /// Output features.
     pub n: usize,
-    /// Its scheme; `None` where it is float.
+    /// Its scheme; `None` if it is float.
     pub scheme: Option<LinearScheme>,
 }
 
-/// One matrix of an engine: a linear, or several that it runs as one.
+/// A matrix as an engine runs it: one linear, or several fused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FusedLayer {
     /// How it is split.
@@ -43,10 +43,10 @@ pub struct FusedLayer {
 }
 
 impl FusedLayer {
-    /// The scheme that all parts have in common.
+    /// Returns the scheme of all parts; `None` if they are float.
     ///
     /// # Errors
-    /// The names of two parts that differ.
+    /// If the schemes of two parts differ; returns the names of these parts.
     pub fn scheme(&self) -> Result<Option<LinearScheme>, (&str, &str)> {
         let Some(first) = self.parts.first() else { return Ok(None) };
         match self.parts.iter().find(|part| part.scheme != first.scheme) {
@@ -56,29 +56,29 @@ impl FusedLayer {
     }
 }
 
-/// What engines must know of a checkpoint to tell whether they load it.
+/// The properties of a checkpoint that decide whether an engine loads it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outline {
-    /// The container's name.
+    /// The format's name.
     pub container: &'static str,
     /// The model's family.
     pub family: &'static str,
-    /// The class of vision-language models whose text tower it is, if it is one.
+    /// The class of the vision-language model that contains the decoder, if there is one.
     pub wrapper: Option<&'static str>,
-    /// The distinct attentions of all blocks.
+    /// The distinct attention shapes of all blocks.
     pub attentions: Vec<AttentionShape>,
-    /// The different schemes of the linears of experts, `None` of those that stay float; empty without experts.
+    /// The distinct schemes of the experts' linears, with `None` for float linears; empty for models without experts.
     pub experts: BTreeSet<Option<LinearScheme>>,
     /// The linears of all blocks.
     pub layers: Vec<FusedLayer>,
-    /// The head's scheme, where it is quantized.
+    /// The head's scheme, if it is quantized.
     pub head: Option<LinearScheme>,
-    /// The embedding's scheme, where it is quantized.
+    /// The embedding's scheme, if it is quantized.
     pub embedding: Option<LinearScheme>,
 }
 
 impl Outline {
-    /// What a plan will write.
+    /// Describes the checkpoint that a plan will write.
     pub fn new(plan: &Plan, model: &Model) -> Self {
         let architecture = model.architecture();
         let stored = |(module, scheme)| (module, plan.container.stored_scheme(scheme));
@@ -92,7 +92,7 @@ impl Outline {
                 .extend(of_experts.map(|(_, name, ..)| {
                     quantized.get(architecture.in_block(layer, name).as_str()).copied()
                 }));
-            // Routers are whole on every rank.
+            // Routers are not split over ranks.
             let mut open: Vec<(NodeId, &str, [usize; 2])> = (graph.linears())
                 .filter(|(id, ..)| graph.nodes()[*id].op.is_quantizable())
                 .map(|(id, name, shape, _)| (id, name, shape))
@@ -125,7 +125,7 @@ impl Outline {
         }
     }
 
-    /// The different schemes of the linears in the blocks.
+    /// Returns the distinct schemes of the linears in the blocks.
     pub fn schemes(&self) -> Vec<LinearScheme> {
         let parts = self.layers.iter().flat_map(|layer| &layer.parts);
         let schemes: BTreeSet<_> = parts.filter_map(|part| part.scheme).collect();
@@ -133,8 +133,8 @@ impl Outline {
     }
 }
 
-/// Engines split what reads the residual stream by outputs, and what writes it by inputs, so that
-/// nothing is exchanged between the two.
+/// Engines split linears that read the residual stream by outputs and linears that write to it by inputs, so that ranks
+/// exchange nothing between the two.
 fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
     if graph.makes_latents(id) {
         return LayerKind::Whole;
@@ -142,7 +142,7 @@ fn kind(graph: &BlockGraph, id: NodeId) -> LayerKind {
     if let Some(shape) = graph.attentions().next().filter(|_| graph.feeds_attention(id)) {
         return LayerKind::Attention(graph.head_width(id, shape));
     }
-    // An expert reads the stream too, but the rows of its own tokens alone.
+    // An expert also reads the stream, but only the rows of its own tokens.
     let input = graph.all_rows_of(graph.nodes()[id].inputs[0]);
     match graph.nodes()[input].op.gives_stream() {
         true => LayerKind::Column,

@@ -1,21 +1,21 @@
-//! SGLang: Marlin kernels without padding; for the AWQ container a slow path beside them.
+//! SGLang: Marlin kernels without padding, with a slow fallback for the AWQ format.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat};
 
-/// On NVIDIA devices of compute capability 8.0 or later.
+/// SGLang on NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, compressed_tensors)
 }
 
-/// The same of the AWQ format.
+/// SGLang on NVIDIA devices, AWQ format.
 pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, awq)
 }
 
-/// The same of the GPTQ format.
+/// SGLang on NVIDIA devices, GPTQ format.
 pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, gptq)
 }
@@ -27,8 +27,8 @@ fn cuda_with(outline: &Outline, ranks: usize, kernel: fn(&Share<'_>) -> Verdict)
     linears(outline, ranks, kernel)
 }
 
-/// Its OPT calls `self_attn.out_proj` `o_proj`, and leaves `decoder` out of the names of blocks: nothing
-/// that a checkpoint says of single modules is found.
+/// SGLang's OPT renames `self_attn.out_proj` to `o_proj` and omits `decoder` from the names of blocks, so it ignores
+/// settings for single modules.
 pub(super) fn opt(outline: &Outline) -> Verdict {
     if outline.head.is_some() {
         return No("its OPT does not support a quantized head".into());
@@ -36,13 +36,13 @@ pub(super) fn opt(outline: &Outline) -> Verdict {
     uniform(outline, "OPT")
 }
 
-/// Classes some of whose linears have no names.
+/// Classes in which some linears have no names.
 pub(super) fn unnamed(outline: &Outline) -> Verdict {
     uniform(outline, "class")
 }
 
-/// Its latent attention: what makes latents is joined as it is read, and `kv_b_proj` is taken apart into floats, which it
-/// knows to do for few layouts. These are the compressed-tensors format's.
+/// SGLang's latent attention, compressed-tensors format. It fuses the linears that compute latents while loading, and
+/// splits `kv_b_proj` into float matrices, which it supports for few layouts only.
 pub(super) fn latent(outline: &Outline) -> Verdict {
     let is_packed = |name: &str| {
         let parts = outline.layers.iter().flat_map(|layer| &layer.parts);
@@ -58,13 +58,13 @@ pub(super) fn latent(outline: &Outline) -> Verdict {
     }
 }
 
-/// The GPTQ format's.
+/// SGLang's latent attention, GPTQ format.
 pub(super) fn latent_gptq(_: &Outline) -> Verdict {
     Unsure("whether its latent attention reads `kv_b_proj` in the gptq format".into())
 }
 
-/// A class that holds a text model. Where all linears have one scheme it is found by their class; how names of single ones
-/// reach modules that are called otherwise was not followed.
+/// A class that contains a text model. If all linears have the same scheme, the setting for the class `Linear` applies.
+/// How settings for single linears reach modules with different names was not checked.
 pub(super) fn container(outline: &Outline) -> Verdict {
     match uniform(outline, "class") {
         No(_) => Unsure(
@@ -75,7 +75,7 @@ pub(super) fn container(outline: &Outline) -> Verdict {
     }
 }
 
-/// Experts, which run on Marlin or Triton: their scheme is that of the first one.
+/// Experts run on Marlin or Triton, with the scheme of the first expert.
 pub(super) fn experts(outline: &Outline) -> Verdict {
     experts_with(outline, |scheme| match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
@@ -86,7 +86,7 @@ pub(super) fn experts(outline: &Outline) -> Verdict {
     })
 }
 
-/// The same of formats whose experts were not followed.
+/// Experts in formats that were not checked.
 pub(super) fn experts_of_others(outline: &Outline) -> Verdict {
     experts_with(outline, |_| {
         Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
@@ -103,7 +103,7 @@ fn experts_with(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) 
     one.map_or(Yes, rules)
 }
 
-/// What is said of single linears is not found in its class.
+/// Checks that all linears have the same scheme, because the class ignores settings for single linears.
 fn uniform(outline: &Outline, class: &str) -> Verdict {
     let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
     let first = parts.next().and_then(|part| part.scheme);
@@ -121,7 +121,7 @@ fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
-/// Floating-point weights: their own products on recent devices, and float activations on Marlin on others.
+/// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
 fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
@@ -133,7 +133,7 @@ fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
             With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
         }
         (_, None) => Unsure(share.fault(
-            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+            "whether this version supports FP8 weights with float activations; earlier ones run them on Marlin",
         )),
         _ => Unsure(share.fault(format!("whether it reads {}", share.scheme))),
     }

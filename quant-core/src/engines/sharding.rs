@@ -1,4 +1,4 @@
-//! What a rank holds of a linear, and what packing asks of it: the rules that engines share.
+//! Each rank's share of a linear, and the alignment that packing requires of it. Engines share these rules.
 
 use super::Verdict::{self, No, Yes};
 use super::outline::{FusedLayer, LayerKind, Outline};
@@ -10,13 +10,13 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 pub(super) struct Share<'a> {
     /// The first part's module, for messages.
     pub(super) module: &'a str,
-    /// Output features of every part.
+    /// Output features of each part.
     pub(super) parts: Vec<usize>,
     /// Input features.
     pub(super) k: usize,
     /// Whether the inputs are split.
     pub(super) split_inputs: bool,
-    /// Whether the outputs are.
+    /// Whether the outputs are split.
     pub(super) split_outputs: bool,
     pub(super) scheme: LinearScheme,
 }
@@ -27,7 +27,7 @@ impl Share<'_> {
         self.parts.iter().sum()
     }
 
-    /// The group size; `None` for a scale per channel.
+    /// The group size; `None` if scales are not per group.
     pub(super) fn group(&self) -> Option<usize> {
         match self.scheme.granularity {
             Granularity::Group(size) => Some(size),
@@ -35,7 +35,7 @@ impl Share<'_> {
         }
     }
 
-    /// Whether its weights are floating-point numbers, each in a byte or half of one, without zeros.
+    /// Whether its weights are FP8 or FP4, which have no zero points.
     fn is_float(&self) -> bool {
         self.scheme.float_format().is_some()
     }
@@ -46,17 +46,17 @@ impl Share<'_> {
     }
 }
 
-/// The shares of all quantized linears on so many ranks.
+/// Returns one rank's shares of all quantized linears.
 ///
 /// # Errors
-/// Why a linear cannot be split.
+/// The reason why a linear cannot be split.
 fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
     for shape in &outline.attentions {
         let (heads, kv_heads) = (shape.heads(), shape.kv_heads);
         if !heads.is_multiple_of(ranks) {
             return Err(format!("{heads} heads cannot be split across {ranks} ranks"));
         }
-        // Fewer key heads than ranks are repeated.
+        // Engines repeat key heads if there are fewer than ranks.
         let whole =
             if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
         if !whole {
@@ -103,29 +103,29 @@ fn share(layer: &FusedLayer, ranks: usize) -> Result<Option<Sizes<'_>>, String> 
     Ok(Some((module, parts, k)))
 }
 
-/// A rule for what a share must hold for its scales and packed words to begin where a rank's do; the error is the reason
-/// why they do not.
+/// Checks that scales and packed words can be cut at the boundaries of a share; the error is the reason why they
+/// cannot.
 pub(super) type Rule = fn(&Share<'_>) -> Result<(), String>;
 
-/// What a container asks of a split: the first rule that a share breaks is the reason against it.
+/// The rules of each format, in the order in which they are checked.
 pub(super) const SPLITS: &[(&str, &[Rule])] = &[
     (COMPRESSED_TENSORS, &[groups, blocks, words_of_codes, words_of_zeros]),
     (MODELOPT, &[groups, blocks, words_of_codes, words_of_zeros]),
     (AWQ, &[groups, channels_whole, outputs_by_eights]),
-    // Zeros are stored even where grids are symmetric.
+    // GPTQ stores zero points even if grids are symmetric.
     (GPTQ, &[groups, words_of_all_zeros, blocks, words_of_codes, words_of_zeros]),
 ];
 
-/// Whether scales and packed words of a share begin where a rank's do.
+/// Checks a share against the rules of its format.
 ///
 /// # Errors
-/// The reason why not.
+/// The first rule that fails, as a reason.
 fn aligned(container: &str, share: &Share<'_>) -> Result<(), String> {
     let of_container = SPLITS.iter().find(|(name, _)| *name == container);
     of_container.map_or(&[][..], |(_, rules)| rules).iter().try_for_each(|rule| rule(share))
 }
 
-/// Groups do not cross ranks.
+/// A group must not cross ranks.
 fn groups(share: &Share<'_>) -> Result<(), String> {
     let k = share.k;
     let Some(group) = share.group().filter(|group| !k.is_multiple_of(*group)) else { return Ok(()) };
@@ -134,7 +134,7 @@ fn groups(share: &Share<'_>) -> Result<(), String> {
     Err(share.fault(format!("{k} inputs per rank are not a multiple of the group size {group}{remedy}")))
 }
 
-/// A reader that splits scales by inputs has no share of one scale per channel.
+/// Engines split the scales by inputs, which is impossible with one scale per channel.
 fn channels_whole(share: &Share<'_>) -> Result<(), String> {
     match share.group().is_none() && share.split_inputs {
         true => Err(share.fault("in this format, a scale per channel cannot be split across ranks")),
@@ -142,7 +142,7 @@ fn channels_whole(share: &Share<'_>) -> Result<(), String> {
     }
 }
 
-/// Codes are packed along the outputs, eight in a word.
+/// Codes are packed along the outputs, eight per word.
 fn outputs_by_eights(share: &Share<'_>) -> Result<(), String> {
     match share.parts.iter().find(|n| !n.is_multiple_of(8)) {
         Some(n) => Err(share.fault(format!("{n} outputs per rank are not a multiple of 8"))),
@@ -159,7 +159,7 @@ fn words_of_codes(share: &Share<'_>) -> Result<(), String> {
     }
 }
 
-/// Zeros are packed along the outputs, each part's own, where a grid has any.
+/// Zero points of asymmetric grids are packed along the outputs, separately for each part.
 fn words_of_zeros(share: &Share<'_>) -> Result<(), String> {
     let bits = usize::from(share.scheme.bits());
     let along = if bits.is_power_of_two() { 32 / bits } else { 32 };
@@ -172,7 +172,7 @@ fn words_of_zeros(share: &Share<'_>) -> Result<(), String> {
     }
 }
 
-/// The same where every grid has zeros, packed without gaps.
+/// Zero points of all grids are packed along the outputs, without gaps.
 fn words_of_all_zeros(share: &Share<'_>) -> Result<(), String> {
     let bits = usize::from(share.scheme.bits());
     match share.parts.iter().find(|n| !(*n * bits).is_multiple_of(32)) {
@@ -183,12 +183,12 @@ fn words_of_all_zeros(share: &Share<'_>) -> Result<(), String> {
     }
 }
 
-/// Whether blocks of 128 × 128 begin where a rank's share and the parts of a fused linear do.
+/// Blocks of 128 × 128 must begin at the boundaries of shares and of the parts of a fused linear.
 fn blocks(share: &Share<'_>) -> Result<(), String> {
     if !share.is_float() || share.scheme.granularity != Granularity::Block {
         return Ok(());
     }
-    // What comes last may end inside a block, where it is not cut.
+    // The last part may end inside a block if outputs are not split.
     let ends = share.parts.len() - usize::from(!share.split_outputs);
     if let Some(n) = share.parts[..ends].iter().find(|n| !n.is_multiple_of(BLOCK)) {
         return Err(share.fault(format!("{n} outputs per rank are not a multiple of the block size {BLOCK}")));
@@ -202,7 +202,7 @@ fn blocks(share: &Share<'_>) -> Result<(), String> {
     }
 }
 
-/// The worst that a kernel says of any linear, once all can be loaded and split.
+/// Returns the worst verdict of `kernel` for any linear, or `No` if a linear cannot be fused or split.
 pub(super) fn linears(outline: &Outline, ranks: usize, kernel: impl Fn(&Share<'_>) -> Verdict) -> Verdict {
     for layer in &outline.layers {
         if let Err((one, other)) = layer.scheme() {

@@ -1,17 +1,17 @@
-//! vLLM: which of its kernels takes every linear. It tries them in an order, and fails where none
-//! fits; for CUDA devices of compute capability 8.0 or later.
+//! vLLM: the kernel that runs each linear. vLLM tries its kernels in order and fails if none supports the linear. The
+//! rules for CUDA assume compute capability 8.0 or later.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
-/// On NVIDIA devices.
+/// vLLM on NVIDIA devices, compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, cuda_packed)
 }
 
-/// The same of the AWQ format, where groups that Marlin does not take have a kernel of their own.
+/// vLLM on NVIDIA devices, AWQ format. Group sizes that Marlin does not support run on a separate kernel.
 pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, |share| {
         if is_marlin_group(share) {
@@ -25,14 +25,14 @@ pub(super) fn cuda_awq(outline: &Outline, ranks: usize) -> Verdict {
     })
 }
 
-/// The same of the GPTQ format, which it reads for Marlin alone.
+/// vLLM on NVIDIA devices, GPTQ format, which it supports on Marlin only.
 pub(super) fn cuda_gptq(outline: &Outline, ranks: usize) -> Verdict {
     cuda_with(outline, ranks, |share| {
         let scheme = share.scheme;
         match is_marlin_group(share) && scheme.is_symmetric() && matches!(scheme.bits(), 4 | 8) {
             true => cuda_packed(share),
             false => No(share.fault(format!(
-                "in the gptq format it reads 4 and 8 bits, symmetric, in groups of 32, 64, 128 or per channel, not {scheme}"
+                "in the gptq format it supports symmetric 4 and 8 bits only, per channel or in groups of 32, 64 or 128, not {scheme}"
             ))),
         }
     })
@@ -52,12 +52,12 @@ fn cuda_with(outline: &Outline, ranks: usize, packed: fn(&Share<'_>) -> Verdict)
     embedding.and(linears(outline, ranks, |share| cuda_kernel(share, packed)))
 }
 
-/// On x86-64 CPUs.
+/// vLLM on x86-64 CPUs, compressed-tensors and AWQ formats.
 pub(super) fn cpu(outline: &Outline, ranks: usize) -> Verdict {
     outside_blocks(outline).and(linears(outline, ranks, cpu_kernel))
 }
 
-/// The same of the GPTQ format.
+/// vLLM on x86-64 CPUs, GPTQ format.
 pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
     let grids = match outline.schemes().iter().find(|scheme| !scheme.is_symmetric()) {
         Some(scheme) => No(format!("in the gptq format it reads only symmetric grids, not {scheme}")),
@@ -66,7 +66,7 @@ pub(super) fn cpu_gptq(outline: &Outline, ranks: usize) -> Verdict {
     outside_blocks(outline).and(grids).and(linears(outline, ranks, cpu_kernel))
 }
 
-/// A quantized embedding or head on CPUs.
+/// Rules for a quantized embedding or head on CPUs.
 fn outside_blocks(outline: &Outline) -> Verdict {
     match (outline.embedding, outline.head) {
         (Some(_), _) => No("a quantized embedding needs a GPU".into()),
@@ -77,13 +77,13 @@ fn outside_blocks(outline: &Outline) -> Verdict {
     }
 }
 
-/// Groups that Marlin's kernels take.
+/// Whether Marlin's kernels support the group size.
 fn is_marlin_group(share: &Share<'_>) -> bool {
     matches!(share.group(), None | Some(32 | 64 | 128))
 }
 
-/// Products of activations of 8 bits: CUTLASS for bytes, in multiples of 16, and a kernel that is compiled at start for
-/// packed weights.
+/// Products with 8-bit activations: CUTLASS for unpacked bytes, in multiples of 16, and a kernel compiled at startup
+/// for packed weights.
 fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     let (n, k) = (share.n(), share.k);
     if !share.scheme.is_stored_as_bytes() {
@@ -106,7 +106,7 @@ fn cuda_int8_kernel(share: &Share<'_>) -> Verdict {
     }
 }
 
-/// Floating-point weights: their own products on recent devices, and float activations on Marlin on others.
+/// Floating-point weights: FP8 and FP4 products on recent devices, and Marlin with float activations on older ones.
 fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     let rounds = share.scheme.activations != ActivationScheme::Float;
     match (format, share.scheme.fixed_scales()) {
@@ -119,17 +119,17 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
             older GPUs they stay float"
                 .into(),
         ),
-        (_, Some(_)) => Unsure(share.fault(format!("which kernel takes {}", share.scheme))),
+        (_, Some(_)) => Unsure(share.fault(format!("which kernel runs {}", share.scheme))),
         (_, None) if rounds => {
             With("FP8 products need compute capability 8.9; on older GPUs, activations stay float".into())
         }
         (_, None) => Unsure(share.fault(
-            "whether this version takes FP8 weights with float activations; earlier ones run them on Marlin",
+            "whether this version supports FP8 weights with float activations; earlier ones run them on Marlin",
         )),
     }
 }
 
-/// `packed` is what the container's reader does with integers under float activations.
+/// `packed` is the format's rule for integer weights with float activations.
 fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
     if let Some(format) = share.scheme.float_format() {
         return cuda_float_kernel(share, format);
@@ -143,7 +143,7 @@ fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict 
     packed(share)
 }
 
-/// Integers under float activations.
+/// Integer weights with float activations.
 fn cuda_packed(share: &Share<'_>) -> Verdict {
     let (bits, symmetric, group) = (share.scheme.bits(), share.scheme.is_symmetric(), share.group());
     let (n, k) = (share.n(), share.k);
@@ -177,7 +177,7 @@ fn cpu_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
             No(share.fault(format!("{} outputs per rank: the CPU kernel needs multiples of 32", share.n())))
         }
         (.., Granularity::Block) => With("its kernel needs a CPU with AMX".into()),
-        // It has the operation's name, and no implementation.
+        // The CPU build declares the operation, but does not implement it.
         _ if share.scheme.activations == ActivationScheme::Fp8Static => {
             No(share.fault("its CPU build cannot quantize activations with a static scale"))
         }
@@ -193,7 +193,7 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
     match share.scheme.activations {
         ActivationScheme::Float => {}
         _ if share.scheme.is_stored_as_bytes() => return Yes,
-        // Run on the kernel of 4-bit weights.
+        // These run on the kernel for 4-bit weights.
         ActivationScheme::Token if share.scheme.bits() == 4 && share.scheme.is_symmetric() => {}
         _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
     }

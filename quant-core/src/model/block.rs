@@ -34,7 +34,7 @@ pub struct Block {
     kv_scales: KvScales,
     /// Experts that run in one call, by the nodes that sum them.
     grouped: BTreeMap<NodeId, GroupedExperts>,
-    /// Norms and gates that the kernels compute.
+    /// Norms and gates that the kernels compute while packing rows.
     fused: FusedReaders,
 }
 
@@ -172,7 +172,7 @@ impl Block {
         self.grouped.values().map(GroupedExperts::count).sum()
     }
 
-    /// How many norms and gates the kernels compute.
+    /// Returns the number of norms and gates that the kernels compute while packing rows.
     pub fn fused_operations(&self) -> usize {
         self.fused.len()
     }
@@ -363,7 +363,8 @@ impl<'a> Run<'a> {
         (!others.is_empty()).then(|| [vec![id], others].concat())
     }
 
-    /// The linears that the value of a node is computed for as they pack it, if nothing else asks for it here.
+    /// Returns the linears that compute the node's value while packing it; `None` if its value is needed elsewhere in
+    /// this run.
     fn fused_readers(
         &self,
         id: NodeId,
@@ -377,7 +378,7 @@ impl<'a> Run<'a> {
     }
 
     fn run_fused(&mut self, id: NodeId, readers: &[NodeId], inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-        // A tap that does not watch is asked whether the run goes on.
+        // The tap is asked to continue even if it does not observe the node.
         readers.iter().try_for_each(|&reader| self.watch_linear(reader, &inputs[0]))?;
         let linears: Vec<&Linear> = readers.iter().map(|&reader| self.block.linear(reader)).collect();
         fused::run(&self.block.graph.nodes()[id].op, self.block.norms.get(&id), inputs, &linears)

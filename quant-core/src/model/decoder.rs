@@ -227,8 +227,8 @@ impl Decoder {
         Ok(Tensor::from_vec(values, (windows.len(), length, width), &Device::Cpu)?)
     }
 
-    /// How many norms and gates of block `index` the kernels compute with the products that read them; none where there is
-    /// no such block.
+    /// Returns how many norms and gates of block `index` the kernels compute while packing rows; 0 if there is no such
+    /// block.
     pub fn fused_operations(&self, index: usize) -> usize {
         self.blocks.get(index).map_or(0, Block::fused_operations)
     }

@@ -1,8 +1,8 @@
-//! Norms and gates that the kernels compute as they pack the rows of linears, in place of an operation of their own.
+//! Norms and gates that the kernels compute while packing the rows of linears, instead of as separate operations.
 //!
-//! Packing a block finds them in its graph: RMSNorms of whole rows, and `silu(gate) · up`, whose value is read by packed
-//! linears alone that all take the same rows. All others are computed before, and so are these while somebody watches what
-//! linears read.
+//! When a block is packed, they are found in its graph: RMSNorms of whole rows, and `silu(gate) · up`. Their values
+//! must be read only by packed linears that share their input. Other norms and gates are computed separately, and so
+//! are these while a tap observes the inputs of linears.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +13,10 @@ use super::arch::{Activation, BlockGraph, NodeId, Op};
 use super::{Linear, Norm};
 use crate::{Error, Result};
 
-/// The linears that read a norm or gate, by its node.
+/// The linears that read each fused norm or gate.
 pub(super) type FusedReaders = BTreeMap<NodeId, Vec<NodeId>>;
 
-/// The nodes of a block that are fused, with the linears that read them.
+/// Returns the nodes of a block that can be fused, with the linears that read them.
 pub(super) fn readers(
     graph: &BlockGraph,
     linears: &BTreeMap<NodeId, Linear>,
@@ -43,10 +43,10 @@ pub(super) fn readers(
     with_readers.collect()
 }
 
-/// What linears make of the value of `op`, which reads `inputs`.
+/// Computes `op` on `inputs` and multiplies the result with each of the linears.
 ///
 /// # Errors
-/// When shapes do not fit.
+/// When shapes do not match.
 pub(super) fn run(
     op: &Op,
     norm: Option<&Norm>,

@@ -27,10 +27,10 @@ impl Norm {
         Ok(Self { weight: filled(1.0)?, bias: Some(filled(0.0)?) })
     }
 
-    /// What an RMSNorm `op` multiplies by, `[width]`.
+    /// Returns the factors of an RMSNorm, `[width]`.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When the tensor cannot be created.
     pub(super) fn factors(&self, op: &Op) -> Result<Tensor> {
         Ok(match op {
             Op::RmsNorm { zero_centered: true, .. } => (&self.weight + f64::from(op.weight_offset()))?,

@@ -123,7 +123,7 @@ impl RecipeSettings {
             },
             None => {
                 return Err(Error::usage(
-                    format!("the method {method} does not write GGUF files"),
+                    format!("method `{method}` cannot write GGUF files"),
                     "choose gptq, or leave it out to round to nearest",
                 ));
             }

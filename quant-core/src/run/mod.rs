@@ -16,7 +16,7 @@
 //! # tiny::tiny_llama(&path).unwrap();
 //! # let out = temporary.path().join("out");
 //!
-//! // AWQ, calibrated on a text of the program's own.
+//! // AWQ, calibrated on the given text.
 //! let text = (0..4000).map(|i| format!("w{} ", i * i % 61)).collect::<String>();
 //! let settings = RecipeSettings {
 //!     method: Some("awq".into()),

@@ -34,7 +34,7 @@ pub(super) struct Compiled {
 /// Compiles a template; `path` is for messages.
 ///
 /// # Errors
-/// [`Error::InputFile`] with the line of the template that is no template.
+/// [`Error::InputFile`] with the line of the syntax error in the template.
 pub(in crate::calibrate) fn load(
     source: String,
     tokens: Vec<(String, String)>,

@@ -1,4 +1,4 @@
-//! In the place of chat templates, where this crate is built without the feature `chat-templates`.
+//! Replaces the template renderer in builds without the feature `chat-templates`.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use crate::Result;
 use crate::calibrate::in_process::left_out;
 use crate::worker::TextWorker;
 
-/// Fails: the host's own [`TextWorkers`](crate::worker::TextWorkers) run templates.
+/// Always fails. Templates need [`TextWorkers`](crate::worker::TextWorkers) of the host.
 ///
 /// # Errors
 /// Always.

@@ -65,11 +65,11 @@ pub(super) struct GgufFamily {
     pub(super) gates_attention: bool,
     /// Which keys describe routing, in addition to the numbers of experts.
     pub(super) routing: RoutingKeys,
-    /// Whether experts are scored by softmax, where files say of experts what they are: by sigmoid otherwise.
+    /// The score function of experts in files that do not state it: softmax if true, else sigmoid.
     pub(super) softmax_scores: bool,
-    /// Whether files hold divisors of rotations for short and for long texts.
+    /// Whether files contain rotation divisors for short and for long texts.
     pub(super) has_long_rope: bool,
-    /// Whether its class scales rotations unless a configuration says that it does not.
+    /// Whether the class scales rotary frequencies by default, so that unscaled ones must be requested explicitly.
     pub(super) scales_rope_unasked: bool,
     /// Whether the file of a vision-language model with this text model has the same tensors, apart from the vision
     /// part.

@@ -122,15 +122,15 @@ impl Linear {
         products.into_iter().zip(linears).map(|(y, linear)| linear.with_bias(y)).collect()
     }
 
-    /// Whether the kernels can make the rows that it multiplies.
+    /// Whether the kernels can compute a norm or gate while packing this linear's input rows.
     pub(super) fn takes_fused(&self) -> bool {
         matches!(&*self.weight, WeightBody::Packed { grid: None, .. })
     }
 
-    /// What linears that [go together](Self::shares_input_with) make of rows that the kernels compute.
+    /// Multiplies rows that the kernels compute with linears that [share their input](Self::shares_input_with).
     ///
     /// # Errors
-    /// When they do not go together, or shapes do not fit.
+    /// When the linears cannot share their input, or shapes do not match.
     pub(super) fn forward_fused(linears: &[&Self], from: Fused<'_>) -> Result<Vec<Tensor>> {
         let packed = linears.iter().map(|linear| match &*linear.weight {
             WeightBody::Packed { linear, grid: None } => Ok(linear),

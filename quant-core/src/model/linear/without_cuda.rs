@@ -1,29 +1,28 @@
-//! In the place of GPUs, where this crate is built without the feature `cuda`: none is ever found, so there are no weights
-//! on one.
+//! Replaces GPU support in builds without the feature `cuda`. The types have no values, because no GPU is ever found.
 
 use std::convert::Infallible;
 
 use crate::quantize::{InputGrid, QuantizedTensor};
 use crate::{Error, Result};
 
-/// The GPU that a model's quantized linears are multiplied on. There is none.
+/// The GPU that multiplies quantized linears; has no values in this build.
 #[derive(Debug, Clone)]
 pub struct CudaRunner(Infallible);
 
 impl CudaRunner {
-    /// The first GPU.
+    /// Returns an error: this build has no GPU support.
     ///
     /// # Errors
-    /// Always, in this build.
+    /// Always.
     pub fn new() -> Result<Self> {
         Err(Error::Unavailable {
             what: "an NVIDIA GPU".into(),
             reason: "this program was built without the feature `cuda` of quant-core".into(),
-            remedy: "build with it, or leave ‹device› out".into(),
+            remedy: "build with this feature, or omit ‹device›".into(),
         })
     }
 
-    /// The driver's name of it.
+    /// Returns the driver's name of the device.
     pub fn device(&self) -> &str {
         match self.0 {}
     }
@@ -33,7 +32,7 @@ impl CudaRunner {
     }
 }
 
-/// A weight on it.
+/// A weight on the GPU; has no values in this build.
 #[derive(Debug)]
 pub struct CudaLinear(Infallible);
 
@@ -51,7 +50,7 @@ impl CudaLinear {
     }
 }
 
-/// What went wrong there.
+/// Converts an error of the GPU kernels.
 pub(super) fn failed(error: &Infallible) -> Error {
     match *error {}
 }
