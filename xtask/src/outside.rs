@@ -16,7 +16,7 @@ use crate::support::shell::{cargo, root, run as execute, target_dir};
 const MAX_DEPENDENCIES: usize = 40;
 /// Maximum number of crates that a program depends on with the pipeline and the evaluator, without the features `cuda`
 /// and `chat-templates`.
-const MOST_OF_PIPELINE: usize = 190;
+const MAX_PIPELINE_CRATES: usize = 190;
 /// Crates that these two features bring, which must be absent.
 const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
@@ -37,7 +37,7 @@ pub fn run() -> Result<()> {
     let scratch = scratch("outside-run")?;
     let read = build("read")?.join("read");
     count("read", MAX_DEPENDENCIES, &["candle", "token"])?;
-    count("pipeline", MOST_OF_PIPELINE, &LEFT_OUT)?;
+    count("pipeline", MAX_PIPELINE_CRATES, &LEFT_OUT)?;
 
     // The tests have already built these programs.
     execute(&mut cargo(&[

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// # Errors
 /// When it is malformed.
 pub(super) fn load(path: PathBuf, json: &[u8]) -> Result<Box<dyn TextWorker>> {
-    let held = Held { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
+    let held = LoadedFile { loadable: Loadable { path, content: Content::Tokenizer(Vec::new()) } };
     let tokenizer = parse(json).map_err(|reason| held.fault(reason))?;
     Ok(Box::new(LocalTokenizer { held, tokenizer }))
 }
@@ -42,11 +42,11 @@ const PANICS: &str = "makes the tokenizer library panic";
 
 /// The file name, for messages.
 #[derive(Debug)]
-struct Held {
+struct LoadedFile {
     loadable: Loadable,
 }
 
-impl Held {
+impl LoadedFile {
     fn fault(&self, reason: String) -> Error {
         self.loadable.error(Fault { reason, ..Fault::default() })
     }
@@ -54,7 +54,7 @@ impl Held {
 
 #[derive(Debug)]
 struct LocalTokenizer {
-    held: Held,
+    held: LoadedFile,
     tokenizer: Tokenizer,
 }
 
