@@ -142,6 +142,32 @@ impl<'a> Reference<'a> {
 ///
 /// # Errors
 /// When a model or the journal fails, the vocabularies differ, a value is not finite, or when cancelled.
+///
+/// ```
+/// use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// use quant_evaluator::{EvaluationText, Journal, Profile, Reference, Tokenization, compare};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/../quant-core/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # tiny::tiny_llama(temporary.path()).unwrap();
+/// # let directory = ModelDirectory::open(temporary.path())?;
+/// # let tokenizer = TextTokenizer::open(&directory.tokenizer_path().unwrap())?;
+/// # let settings = TokenizerSettings::open(&directory)?;
+/// # let tokenization = Tokenization { tokenizer: &tokenizer, settings: &settings, sha256: String::new() };
+/// # let document: String = (0..400).map(|i| format!("w{} ", i * i % 61)).collect();
+/// # let profile = Profile::gptq(64)?;
+/// # let text = EvaluationText::new(&tokenization, &[document], profile.into(), None, "numbers".as_ref())?;
+///
+/// let cancel = CancelToken::new();
+/// let decoder = Decoder::load(&Model::open(&directory)?, 64, &Silent, &cancel)?;
+/// // A model against itself: nothing diverges.
+/// let reference = Reference::Model { decoder: &decoder, floor: false };
+/// let (_, divergence) = compare(reference, &decoder, &text, &mut Journal::none(), &Silent, &cancel)?;
+/// assert_eq!((divergence.kl.mean, divergence.top1_agreement.mean), (0.0, 1.0));
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub fn compare<'a>(
     reference: Reference<'a>,
     model: impl Into<Scored<'a>>,

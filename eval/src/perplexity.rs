@@ -93,6 +93,32 @@ pub fn disturbed_perplexity(
 ///
 /// # Errors
 /// When the model or the journal fails, a position's likelihood is not finite, or when cancelled.
+///
+/// ```
+/// use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::model::{Decoder, Model};
+/// use quant_core::{CancelToken, Silent};
+/// use quant_evaluator::{EvaluationText, Journal, Profile, Tokenization, perplexity};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/../quant-core/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # tiny::tiny_llama(temporary.path()).unwrap();
+/// # let directory = ModelDirectory::open(temporary.path())?;
+///
+/// let tokenizer = TextTokenizer::open(&directory.tokenizer_path().unwrap())?;
+/// let settings = TokenizerSettings::open(&directory)?;
+/// let tokenization = Tokenization { tokenizer: &tokenizer, settings: &settings, sha256: String::new() };
+/// let document: String = (0..400).map(|i| format!("w{} ", i * i % 61)).collect();
+/// let profile = Profile::gptq(64)?;
+/// let text = EvaluationText::new(&tokenization, &[document], profile.into(), None, "numbers".as_ref())?;
+///
+/// let cancel = CancelToken::new();
+/// let decoder = Decoder::load(&Model::open(&directory)?, profile.window(), &Silent, &cancel)?;
+/// let scores = perplexity(&decoder, &text, &mut Journal::none(), &Silent, &cancel)?;
+/// assert_eq!(scores.window_nll.len(), 6);
+/// assert!(scores.perplexity.mean > 1.0 && scores.perplexity.standard_error.is_some());
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub fn perplexity<'a>(
     model: impl Into<Scored<'a>>,
     text: &EvaluationText,

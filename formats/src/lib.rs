@@ -11,6 +11,19 @@
 //!
 //! This is the part of the pipeline that works on bytes, independently of models: it builds without a tensor library, a
 //! tokenizer or CUDA.
+//!
+//! ```
+//! use quant_formats::checkpoint::Dtype;
+//! use quant_formats::quantize::quantize_rtn;
+//! use quant_formats::scheme::LinearScheme;
+//!
+//! let scheme: LinearScheme = "w4a16-g32-sym".parse()?;
+//! let weight: Vec<f32> = (0..64).map(|i| (i as f32 * 0.7).sin()).collect(); // [1, 64]
+//! let rounded = quantize_rtn("proj", &weight, [1, 64], scheme, Dtype::F16, None)?;
+//! let back = rounded.dequantize()?;
+//! assert!(weight.iter().zip(&back).all(|(a, b)| (a - b).abs() < 0.08));
+//! # Ok::<(), quant_formats::Error>(())
+//! ```
 #![forbid(unsafe_code)]
 
 pub mod blocks;

@@ -6,6 +6,32 @@
 /// Pieces write to parts of one output without synchronization: an implementation must call `piece` at most once with
 /// each number below `count` and with no other number, and must neither return nor unwind while a call is running.
 /// Results are complete only if every number was called.
+///
+/// ```
+/// use quant_kernels_cpu::Parallel;
+///
+/// /// Threads that are started for each call.
+/// struct Scoped(usize);
+///
+/// // SAFETY: each number is called by one thread, and all threads are joined before it returns.
+/// unsafe impl Parallel for Scoped {
+///     fn threads(&self) -> usize {
+///         self.0
+///     }
+///
+///     fn for_each(&self, count: usize, piece: &(dyn Fn(usize) + Sync)) {
+///         std::thread::scope(|scope| {
+///             for first in 0..self.0 {
+///                 scope.spawn(move || (first..count).step_by(self.0).for_each(piece));
+///             }
+///         });
+///     }
+/// }
+///
+/// let sum = std::sync::atomic::AtomicUsize::new(0);
+/// Scoped(2).for_each(5, &|number| _ = sum.fetch_add(number, std::sync::atomic::Ordering::Relaxed));
+/// assert_eq!(sum.into_inner(), 10);
+/// ```
 #[allow(unsafe_code, reason = "what implementations must keep")]
 pub unsafe trait Parallel: Sync {
     /// The number of pieces that may run concurrently; at least 1.

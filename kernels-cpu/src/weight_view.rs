@@ -29,6 +29,20 @@ pub enum ViewError {
 ///
 /// Codes may also be those of a [`FloatFormat`]: `ŵ[o, i] = value(codes[o, i]) · scales[o, i / group_size]`, without
 /// zero points. In NVFP4 the group scales are E4M3 codes, divided by one global `f32` scale.
+///
+/// ```
+/// use quant_kernels_cpu::WeightView;
+///
+/// // [1, 4] in groups of two, with zeros: (3 - 1) * 0.5, (1 - 1) * 0.5, (0 - 2) * 2, (2 - 2) * 2.
+/// let view = WeightView::new([1, 4], 2, 2, &[3, 1, 0, 2], &[0.5, 2.0], Some(&[1, 2]))?;
+/// let mut floats = [0.0; 4];
+/// quant_kernels_cpu::reference::dequantize_rows(&view, 0..1, &mut floats);
+/// assert_eq!(floats, [1.0, 0.0, -4.0, 0.0]);
+///
+/// // What does not fit is refused.
+/// assert!(WeightView::new([1, 4], 2, 3, &[3, 1, 0, 2], &[0.5, 2.0], None).is_err());
+/// # Ok::<(), quant_kernels_cpu::ViewError>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct WeightView<'a> {
     n: usize,

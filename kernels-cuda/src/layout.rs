@@ -64,6 +64,19 @@ pub enum Order {
 }
 
 /// The layout of a packed matrix.
+///
+/// ```
+/// use quant_kernels_cpu::WeightView;
+/// use quant_kernels_cuda::layout::{Order, WeightLayout};
+///
+/// // Packed on the CPU; a device packs the same bytes.
+/// let (codes, scales) = (vec![9; 16 * 128], vec![0.5; 16]);
+/// let view = WeightView::new([16, 128], 4, 128, &codes, &scales, None)?;
+/// let layout = WeightLayout::of(&view, Order::Float, false)?;
+/// let mut bytes = vec![0; layout.bytes()];
+/// layout.pack(&view, &mut bytes)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightLayout {
     n: usize,

@@ -14,6 +14,29 @@
 //! driven through traits, so that the library uses no terminal, clock, or global state: weights come from a
 //! [`TensorSource`] and go to a [`TensorSink`], progress is reported to an [`Observer`], and a [`CancelToken`] stops it
 //! between units of work. Parallel steps run on the caller's rayon pool.
+//!
+//! ```
+//! use quant_core::checkpoint::{MemorySink, ModelDirectory};
+//! use quant_core::model::Model;
+//! use quant_core::pipeline::{Job, quantize};
+//! use quant_core::recipe::{Plan, Recipe};
+//! use quant_core::{CancelToken, Silent};
+//! # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+//! # let temporary = tempfile::tempdir().unwrap();
+//! # let path = temporary.path();
+//! # tiny::tiny_llama(path).unwrap();
+//!
+//! let model = Model::open(&ModelDirectory::open(path)?)?;
+//! let recipe = Recipe::parse("[quantize]\nmethod = \"rtn\"\nscheme = \"w4a16-g32\"")?;
+//! let plan = Plan::new(&model, &recipe, recipe.containers[0])?; // every tensor, settled before any is read
+//!
+//! let cancel = CancelToken::new();
+//! let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
+//! let mut sink = MemorySink::new(plan.outputs())?; // or a writer of files
+//! let report = quantize(&job, &mut sink)?;
+//! assert!(report.bytes_after < report.bytes_before / 2);
+//! # Ok::<(), quant_core::Error>(())
+//! ```
 #![forbid(unsafe_code)]
 
 pub mod calibrate;

@@ -261,8 +261,12 @@ fn names_of_containers_and_families_are_data() {
 }
 
 /// The files that call the operating system directly, and why. A port to another system changes only these.
-const SYSTEM_CALLS: [(&str, &str); 4] = [
+const SYSTEM_CALLS: [(&str, &str); 5] = [
     ("formats/src/system.rs", "files"),
+    (
+        "quant-core/src/run/memory.rs",
+        "the available memory; on other systems than Linux a run has no default budget",
+    ),
     ("quant-core/src/worker/process.rs", "processes that run tokenizers, on Linux only"),
     ("quant-core/src/worker/limits.rs", "their limits, and the size of the memory, on Linux only"),
     ("quant-core/src/worker/wire.rs", "paths as bytes, between processes of the same program"),

@@ -33,6 +33,20 @@ pub const SCHEMA: &str = "quant-gate-policy/1";
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Requirements on results.
+///
+/// ```
+/// use quant_evaluator::gate::Policy;
+///
+/// let text = r#"
+///     schema = "quant-gate-policy/1"
+///     [[cap]]
+///     metric = "kl_p99"
+///     at_most = 0.5
+/// "#;
+/// let policy = Policy::parse(text, "policy.toml".as_ref())?;
+/// assert_eq!((policy.caps.len(), policy.needs_baseline()), (1, false));
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Policy {
     /// SHA-256 of its text.

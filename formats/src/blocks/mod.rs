@@ -120,6 +120,15 @@ const UNSUPPORTED: [(u32, &str); 16] = [
 ];
 
 /// Returns the type of that name, ignoring case.
+///
+/// ```
+/// use quant_formats::blocks::block_type;
+///
+/// let q8 = block_type("q8_0").unwrap();
+/// assert_eq!((q8.elements, q8.bytes), (32, 34));
+/// assert_eq!(q8.row_bytes(4096), Some(4352));
+/// assert!(block_type("q9_9").is_none());
+/// ```
 pub fn block_type(name: &str) -> Option<&'static BlockType> {
     BLOCK_TYPES.iter().copied().find(|t| t.name.eq_ignore_ascii_case(name))
 }

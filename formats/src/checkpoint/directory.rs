@@ -43,6 +43,23 @@ const SIDECARS: [&str; 15] = [
 const LEGAL: [&str; 3] = ["LICENSE", "NOTICE", "USE_POLICY"];
 
 /// A model directory: its configuration, its weights, and the files to copy with them.
+///
+/// ```
+/// use quant_formats::TensorSource;
+/// use quant_formats::checkpoint::ModelDirectory;
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # std::fs::write(path.join("config.json"), r#"{ "hidden_size": 2 }"#).unwrap();
+/// # let header = br#"{"norm.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}    "#;
+/// # let bytes = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat();
+/// # std::fs::write(path.join("model.safetensors"), bytes).unwrap();
+///
+/// // `config.json`, and safetensors in one file or in shards: headers are read and checked, and no tensor.
+/// let directory = ModelDirectory::open(path)?;
+/// assert_eq!(directory.fields().require_usize("hidden_size")?, 2);
+/// assert_eq!(directory.source().read("norm.weight")?.len(), 8);
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct ModelDirectory {
     path: PathBuf,

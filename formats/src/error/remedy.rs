@@ -68,7 +68,7 @@ impl Error {
                     .into()
             }
             Self::UnsupportedQuantization { .. } => {
-                "compressed-tensors, AWQ gemm, GPTQ, QServe, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
+                "compressed-tensors, AWQ gemm, GPTQ, QServe, ModelOpt, FP8 (quant_method fp8) and MXFP4 (quant_method mxfp4) checkpoints can be read; \
                  ‹quantize()› also starts from the original float checkpoint"
                     .into()
             }

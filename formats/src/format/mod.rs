@@ -308,6 +308,13 @@ pub trait PackedReader: Send + Sync {
 }
 
 /// The formats that this version writes and reads.
+///
+/// ```
+/// use quant_formats::format::CONTAINERS;
+///
+/// let names: Vec<_> = CONTAINERS.iter().map(|container| container.name()).collect();
+/// assert!(names.contains(&"awq") && names.contains(&"compressed-tensors"));
+/// ```
 pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe, &ModelOpt];
 
 /// Returns the format of that name.

@@ -172,6 +172,17 @@ impl WeightFormat {
 /// `g64`, `g128` … or `channel`; for floating-point weights also `b128` and `tensor`); symmetry for integers (`sym` or
 /// `asym`); `progressive` if scales have two levels; the kind of scales for floating-point groups (`nv` or `mx`); and
 /// for 8-bit activations `-static` or `-static-asym` if their scale is not computed per token.
+///
+/// ```
+/// use quant_formats::scheme::{Granularity, LinearScheme};
+///
+/// let scheme: LinearScheme = "w4a16-g128-asym".parse()?;
+/// assert_eq!((scheme.bits(), scheme.is_symmetric()), (4, false));
+/// assert_eq!(scheme.granularity, Granularity::Group(128));
+/// assert_eq!(scheme.to_string(), "w4a16-g128-asym");
+/// assert!("w4a16-g0".parse::<LinearScheme>().is_err());
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LinearScheme {
     /// The format of the weight's codes.

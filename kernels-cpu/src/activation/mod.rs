@@ -88,6 +88,28 @@ pub struct StaticScale {
 }
 
 /// Rows `[m, k]` quantized to int8.
+///
+/// ```
+/// use quant_kernels_cpu::{GateUp, Int8Rows, PackedLinear, RmsNorm, RowLayout, Serial, WeightView};
+///
+/// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
+/// let weight = PackedLinear::pack(&view, None, false, &Serial)?;
+/// let layout = RowLayout::of(weight.layout());
+/// let (mut rows, mut out) = (Int8Rows::default(), [0.0]);
+///
+/// // A norm in front of the linear: its values are rounded without being written as floats.
+/// let norm = RmsNorm { weight: &[2.0; 8], eps: 1e-6 };
+/// rows.quantize_rms_norm(&[3.0f32; 8], norm, None, layout, None, &Serial)?;
+/// weight.multiply(&rows, &mut out, &Serial)?;
+/// assert!((out[0] - 8.0).abs() < 0.1);
+///
+/// // And the gate of an MLP.
+/// let (gate, up) = (&[20.0f32; 8][..], &[0.5f32; 8][..]);
+/// rows.quantize_silu_mul(GateUp::Apart { gate, up }, layout, None, &Serial)?;
+/// weight.multiply(&rows, &mut out, &Serial)?;
+/// assert!((out[0] - 40.0).abs() < 0.5);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Int8Rows {
     token: IsaToken,

@@ -42,6 +42,23 @@ impl Workspace {
 /// The keys and values of one sequence in one layer.
 ///
 /// Keys are stored as given, so apply rotary embedding first.
+///
+/// ```
+/// use quant_kernels_cpu::Serial;
+/// use quant_kernels_cpu::attention::{Heads, KvCache, KvLayout, KvType, Workspace};
+///
+/// // Two query heads that share one head of keys and values, 16 wide.
+/// let heads = Heads { query: 2, kv: 1, scale: 0.25 };
+/// let mut cache = KvCache::new(KvLayout::new(KvType::Kv8, 16)?, heads, 1024)?;
+/// cache.append(&[0.5; 16], &[2.0; 16], &Serial)?;
+/// cache.append(&[0.5; 16], &[4.0; 16], &Serial)?;
+///
+/// // The keys are alike, so the output is the mean of the values.
+/// let (mut out, mut lse) = ([0.0; 32], [0.0; 2]);
+/// cache.decode(&[1.0; 32], &mut out, &mut lse, &mut Workspace::default(), &Serial)?;
+/// assert!(out.iter().all(|value| (value - 3.0).abs() < 0.05));
+/// # Ok::<(), quant_kernels_cpu::KernelError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct KvCache {
     layout: KvLayout,

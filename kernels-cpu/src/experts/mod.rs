@@ -104,6 +104,32 @@ pub enum ExpertRows {
 }
 
 /// The experts of a layer, with matching shapes.
+///
+/// ```
+/// use quant_kernels_cpu::experts::{
+///     Expert, ExpertGate, ExpertRows, Experts, ExpertsPlan, ExpertsWorkspace, Routing,
+/// };
+/// use quant_kernels_cpu::{IsaToken, PackedLinear, Serial, WeightView};
+///
+/// // One matrix stands for all three of both experts.
+/// let view = WeightView::new([8, 8], 4, 8, &[9; 64], &[0.125; 8], None)?;
+/// let weight = PackedLinear::pack(&view, None, false, &Serial)?;
+/// let part = || (&weight).into();
+/// let all = [0, 1].map(|_| Expert { gate: part(), up: part(), down: part() });
+/// let experts = Experts::new(&all)?;
+///
+/// // For up to four tokens with two experts each; then as often as wanted.
+/// let (token, rows) = (IsaToken::detect(), ExpertRows::Int8);
+/// let plan = ExpertsPlan::new::<f32>(&experts, token, rows, ExpertGate::Silu, 4, 2)?;
+/// let mut workspace = ExpertsWorkspace::default();
+/// workspace.reserve(&plan)?;
+///
+/// let routing = Routing { top_k: 2, experts: &[0, 1], weights: &[0.75, 0.25] };
+/// let mut out = [0.0; 8];
+/// experts.run(&plan, &[1.0f32; 8], &routing, &mut workspace, &mut out, &Serial)?;
+/// assert!(out.iter().all(|value| (value - 0.731).abs() < 0.01)); // silu(1)
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Experts<'a> {
     experts: &'a [Expert<'a>],

@@ -52,6 +52,16 @@ pub(crate) struct Factor {
 }
 
 /// The Hadamard transform of an order, created once and used for many rows.
+///
+/// ```
+/// use quant_kernels_cpu::{Hadamard, IsaToken, Serial};
+///
+/// let by = Hadamard::new(4)?;
+/// let mut rows = [1.0, 0.0, 0.0, 0.0];
+/// by.transform(IsaToken::detect(), &mut rows, &Serial)?;
+/// assert_eq!(rows, [0.5; 4]);
+/// # Ok::<(), quant_kernels_cpu::KernelError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Hadamard {
     n: usize,

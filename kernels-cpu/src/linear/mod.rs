@@ -43,6 +43,24 @@ use crate::parallel::Disjoint;
 use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, WeightView};
 
 /// Packed weights in borrowed memory.
+///
+/// ```
+/// use quant_kernels_cpu::{FloatRows, IsaToken, Layout, PackedView, RowLayout, Serial, WeightView};
+///
+/// // Packed into memory of the caller's own, which may be kept in a file with the id of its layout.
+/// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
+/// let layout = Layout::of(&view, false)?;
+/// let mut bytes = vec![0; layout.bytes()];
+/// layout.pack(&view, 0..layout.panels(), &mut bytes)?;
+///
+/// let packed = PackedView::new(layout, layout.id(), &bytes)?;
+/// let mut rows = FloatRows::new(IsaToken::detect());
+/// rows.pack(&[2.0f32; 8], RowLayout::of(&layout), &Serial)?;
+/// let mut out = [0.0];
+/// packed.multiply_float(&rows, Some(&[1.0]), &mut out, &Serial)?;
+/// assert_eq!(out, [9.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct PackedView<'a> {
     layout: Layout,
@@ -154,6 +172,19 @@ fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
 }
 
 /// Packed weights in owned, aligned memory.
+///
+/// ```
+/// use quant_kernels_cpu::{FloatRows, IsaToken, PackedLinear, RowLayout, Serial, WeightView};
+///
+/// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
+/// let weight = PackedLinear::pack(&view, Some(&[1.0]), false, &Serial)?; // with its bias
+/// let mut rows = FloatRows::new(IsaToken::detect()); // once; its memory is used again
+/// rows.pack(&[2.0f32; 8], RowLayout::of(weight.layout()), &Serial)?;
+/// let mut out = [0.0];
+/// weight.multiply_float(&rows, &mut out, &Serial)?;
+/// assert_eq!(out, [9.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
     layout: Layout,

@@ -36,6 +36,27 @@ pub struct Product<'a> {
 ///
 /// # Errors
 /// See [`PackedView::multiply`]; nothing is written on error.
+///
+/// ```
+/// use quant_kernels_cpu::{
+///     Int8Rows, IsaToken, PackedLinear, Product, RowLayout, Serial, WeightView, multiply_each,
+/// };
+///
+/// let view = |codes| WeightView::new([1, 8], 4, 8, codes, &[0.5], None);
+/// let queries = PackedLinear::pack(&view(&[9; 8])?, None, false, &Serial)?;
+/// let keys = PackedLinear::pack(&view(&[10; 8])?, None, false, &Serial)?;
+/// let mut rows = Int8Rows::default();
+/// rows.quantize(&[1.0f32; 8], RowLayout::of(queries.layout()), &Serial)?;
+///
+/// let (mut q, mut k) = ([0.0], [0.0]);
+/// let mut products = [
+///     Product { weight: queries.view(), bias: None, out: &mut q },
+///     Product { weight: keys.view(), bias: None, out: &mut k },
+/// ];
+/// multiply_each(IsaToken::detect(), &rows, &mut products, &Serial)?;
+/// assert_eq!((q, k), ([4.0], [8.0]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn multiply_each(
     token: IsaToken,
     x: &Int8Rows,

@@ -8,6 +8,22 @@ use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
 /// A planned launch.
+///
+/// ```
+/// use quant_kernels_cpu::WeightView;
+/// use quant_kernels_cuda::compile::Architecture;
+/// use quant_kernels_cuda::layout::{Order, WeightLayout};
+/// use quant_kernels_cuda::linear::{Activation, PlanLimits, LinearPlan, Output};
+///
+/// # let (codes, scales) = (vec![9; 4096 * 128], vec![0.5; 4096]);
+/// # let view = WeightView::new([4096, 128], 4, 128, &codes, &scales, None)?;
+/// # let layout = WeightLayout::of(&view, Order::Float, false)?;
+/// // For one token on an H100 or H200; needs no device.
+/// let device = PlanLimits::of(Architecture::Sm90);
+/// let plan = LinearPlan::new(&layout, Activation::Bf16, Output::Bf16, 1, &device)?;
+/// println!("{} with {} bytes of workspace", plan.variant.name(), plan.workspace_bytes);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearPlan {
     /// The kernel.

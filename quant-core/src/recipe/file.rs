@@ -62,7 +62,7 @@ const MAX_BYTES: u64 = 1 << 20;
 /// How to get a first recipe.
 const START: &str = "‹plan(print_recipe=awq-w4a16)› prints an example";
 
-/// How `quant quantize --recipe` treats a model.
+/// How a model is quantized.
 #[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(title = "quant recipe")]

@@ -297,6 +297,15 @@ const QOQ: &[&dyn Transform] = &[&Reorder, &SmoothAttention, &SmoothOutputs, &Cl
 ///
 /// # Errors
 /// [`Error::Usage`] when there is no such method, with a list of all; otherwise as [`Method::of`].
+///
+/// ```
+/// use quant_core::recipe::{Rounding, method};
+///
+/// let steps = method("rotate,awq,gptq")?;
+/// assert_eq!((steps.steps(), steps.rounding), (vec!["rotate", "awq"], Rounding::Gptq));
+/// assert!(method("magic").is_err());
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub fn method(name: &str) -> Result<Method> {
     if let Some(named) = METHODS.iter().find(|m| m.name == name) {
         return Ok(named.clone());

@@ -59,6 +59,16 @@ pub static PRESETS: &[Preset] = &[
 ];
 
 /// The user's request.
+///
+/// ```
+/// use quant_core::recipe::Recipe;
+///
+/// let mut recipe = Recipe::preset("awq-w4a16")?;
+/// recipe.scheme = "w4a16-g64-asym".parse()?;
+/// recipe.containers = quant_core::format::containers(&["awq".to_owned()])?;
+/// assert!(recipe.needs_text());
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Recipe {
     /// The quantization method.

@@ -194,6 +194,27 @@ impl Draft {
 }
 
 /// The action for every tensor, in the order of writing: tensors before the blocks, the blocks, the rest.
+///
+/// ```
+/// use quant_core::checkpoint::ModelDirectory;
+/// use quant_core::model::Model;
+/// use quant_core::recipe::{Plan, Recipe};
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # let path = temporary.path();
+/// # tiny::tiny_llama(path).unwrap();
+///
+/// let model = Model::open(&ModelDirectory::open(path)?)?;
+/// let recipe = Recipe { scheme: "w4a16-g32".parse()?, ..Recipe::preset("awq-w4a16")? };
+/// let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
+/// assert_eq!(plan.float_modules, ["lm_head"]);
+/// assert!(Plan::peak_memory(&[plan], &model) > 0);
+///
+/// // What does not fit is refused before anything is read: 96 inputs are no multiple of 128.
+/// let wide = Recipe { scheme: "w4a16-g128".parse()?, ..recipe };
+/// assert!(Plan::new(&model, &wide, wide.containers[0]).is_err());
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// The quantization method.

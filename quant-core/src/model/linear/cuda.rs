@@ -22,7 +22,7 @@ impl CudaRunner {
             return Err(Error::Unavailable {
                 what: "an NVIDIA GPU".into(),
                 reason: "this program is linked statically and cannot load libraries".into(),
-                remedy: "use a dynamically linked one (`cargo build --release`), or omit ‹device›".into(),
+                remedy: "use a dynamically linked build, or omit ‹device›".into(),
             });
         }
         let runner = Runner::new().map_err(|e| Error::Unavailable {
