@@ -121,7 +121,7 @@ fn windows_longer_than_the_positions_are_refused() {
         assert!(fits.is_ok(), "{what}");
         let error = longer.unwrap_err();
         assert_eq!(error.category(), Category::Usage, "{what}");
-        assert!(error.to_string().contains("512 positions"), "{what}: {error}");
+        assert!(error.to_string().contains("512 learned positions"), "{what}: {error}");
     }
 }
 

@@ -116,7 +116,7 @@ fn what_is_not_supported_is_refused() {
 #[test]
 fn windows_longer_than_its_positions_are_refused() {
     let model = model();
-    let expected = ["193 tokens", "192 positions", "request at most 192"];
+    let expected = ["193 tokens", "192 learned positions", "request at most 192"];
     let options = ["--group-size", "32", "--samples", "2", "--seq-len", "193"];
     refuses_to_quantize("calibration", model.path(), &options, 2, &expected);
     check_message("plan", &run("plan", model.path(), &options), 2, &expected);

@@ -181,11 +181,11 @@ impl Planned {
         let host = session.host();
         let opened = run::prepared(run::open(model, &host)?, &recipe, settings, &host)?;
         let plans = settings.plans(&opened.model, &recipe)?;
-        let smallest = match Plan::residence(&plans, &opened.model, 0) {
+        let smallest = match Plan::residence(&plans, &opened.model, 0, false) {
             Ok(_) => 0,
             Err(budget) => budget,
         };
-        let residence = Plan::residence(&plans, &opened.model, smallest).unwrap_or_default();
+        let residence = Plan::residence(&plans, &opened.model, smallest, false).unwrap_or_default();
         let scratch = match residence {
             Residence::Memory => 0,
             files => Plan::scratch_bytes(&plans, &opened.model, files),

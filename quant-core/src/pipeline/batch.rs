@@ -21,7 +21,7 @@ use crate::calibrate::{
 use crate::model::{Block, NodeId, Preparation, RopeTables, cached_values};
 use crate::recipe::{FirstPass, PassPlan, Rounding, States};
 use crate::transform::{LinearGrid, Rewrite, Transform};
-use crate::{Error, Event, Result};
+use crate::{Category, Error, Event, Result};
 use quant_formats::timed;
 
 /// A block that the batch has passed.
@@ -75,7 +75,7 @@ impl Batch {
         };
         let wanted = [passes.follow_float(), passes.follow_quantized()];
         let ropes = model.rope(windows.length())?;
-        if let Some((streams, layer)) = saved_states(job, files, wanted, first + 1..incomplete + 1) {
+        if let Some((streams, layer)) = saved_states(job, files, wanted, first + 1..incomplete + 1)? {
             let [float, quantized] = streams;
             let states = BatchStates { float, copy: None, quantized };
             return Ok((Self { passes, transforms, states, ropes }, layer));
@@ -321,18 +321,20 @@ fn saved_states(
     files: &StateFiles,
     wanted: [bool; 2],
     blocks: Range<usize>,
-) -> Option<(Streams<HiddenStates>, usize)> {
+) -> Result<Option<(Streams<HiddenStates>, usize)>> {
     // Channel maxima are gathered in every block, so none may be skipped.
-    let saved = files.saved.as_ref().filter(|_| job.maxima.is_none())?;
-    let layer = states::saved_before(&saved.path, blocks)?;
+    let saved = files.saved.as_ref().filter(|_| job.maxima.is_none());
+    let found = saved.and_then(|saved| Some((saved, states::saved_before(&saved.path, blocks)?)));
+    let Some((saved, layer)) = found else { return Ok(None) };
     let loaded = states::load(&saved.path, job, layer, &files.depends_on, wanted, files.spill.as_ref());
     match loaded {
-        Ok(streams) => Some((streams, layer)),
-        Err(error) => {
+        Ok(streams) => Ok(Some((streams, layer))),
+        Err(error) if error.category() == Category::Input => {
             let message = format!("saved hidden states cannot be used and will be recomputed: {error}");
             job.observer.event(&Event::Warning { message });
-            None
+            Ok(None)
         }
+        Err(error) => Err(error),
     }
 }
 

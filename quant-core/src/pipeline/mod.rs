@@ -129,7 +129,8 @@ pub fn quantize_each_with(
     let (mut hidden, first) = match (job.plan.needs_blocks(), job.windows) {
         (false, _) => (None, 0),
         (true, windows) if windows.is_some() || !looks => {
-            let incomplete = incomplete.unwrap_or(blocks.end);
+            // Without work left to do, no states are needed.
+            let incomplete = incomplete.unwrap_or(blocks.start);
             let (batch, first) = timed(job.observer, "embed", || Batch::new(job, states, incomplete))?;
             (Some(batch), first)
         }
@@ -161,7 +162,7 @@ pub fn quantize_each_with(
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
         let BlockDone { block, mut decisions } = match layer {
             Some(layer) if layer >= first && blocks.contains(&layer) && Some(layer) <= last_incomplete => {
-                if layer > first && !conveyors.iter().any(|c| c.is_complete(span)) {
+                if layer > first && conveyors.iter().any(|c| !c.is_complete(span)) {
                     timed(job.observer, "save", || saver.save(job, layer, batch.streams()));
                 }
                 let open: Vec<usize> = (0..jobs.len()).filter(|&i| !conveyors[i].is_complete(span)).collect();
@@ -185,6 +186,10 @@ pub fn quantize_each_with(
     let reports = timed(job.observer, WRITE, || {
         conveyors.into_iter().map(Conveyor::finish).collect::<Result<Vec<_>>>()
     })?;
+    if let Some(saved) = &states.saved {
+        // They take disk space, and mean nothing to the next job.
+        let _ = std::fs::remove_file(&saved.path);
+    }
     job.observer.event(&Event::StageDone);
     Ok(reports)
 }

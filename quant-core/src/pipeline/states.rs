@@ -28,6 +28,8 @@ const CHUNK_VALUES: usize = 1 << 16;
 const STREAMS: [&str; 2] = ["float", "quantized"];
 const ABOUT: &str = "about";
 const SHA256: &str = "sha256";
+/// The maximum size of `about` in bytes.
+const MAX_ABOUT_BYTES: u64 = 4 << 20;
 
 /// Where the hidden states of a job are read, kept and written.
 #[derive(Debug, Clone, Default)]
@@ -148,7 +150,14 @@ pub(super) fn save(
         let new = &new;
         move |e| Error::io(action, new, e)
     };
-    let written = File::create(&new).map_err(fail("create")).and_then(|file| {
+    // What an interrupted run left, or somebody put there: it is replaced, not followed or written through.
+    let removed = match std::fs::remove_file(&new) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &new, e)),
+        _ => Ok(()),
+    };
+    removed?;
+    let create = || File::options().write(true).create_new(true).open(&new);
+    let written = create().map_err(fail("create")).and_then(|file| {
         write(BufWriter::new(&file), &about, streams, &fail("write"))?;
         file.sync_all().map_err(fail("sync"))
     });
@@ -208,6 +217,7 @@ fn write(
 /// to another run.
 pub(super) fn saved_before(path: &Path, blocks: Range<usize>) -> Option<usize> {
     let source = ShardedCheckpoint::open_file(path).ok()?;
+    source.info(ABOUT).filter(|info| info.byte_len() <= MAX_ABOUT_BYTES)?;
     let about: Value = serde_json::from_slice(&source.read(ABOUT).ok()?).ok()?;
     let layer = usize::try_from(about["before_block"].as_u64()?).ok()?;
     blocks.contains(&layer).then_some(layer)

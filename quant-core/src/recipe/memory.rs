@@ -27,10 +27,18 @@ impl Plan {
     /// Returns the storage for hidden states with which a run of all these plans stays within `budget` bytes: memory if
     /// they fit, otherwise files, with search rounds as large as the budget allows.
     ///
+    /// `keeps_maxima` says whether the run writes channel maxima, for which the batch passes through the float model too.
+    ///
     /// # Errors
     /// The smallest sufficient budget in bytes, if this one is too small.
-    pub fn residence(plans: &[Self], model: &Model, budget: u64) -> std::result::Result<Residence, u64> {
-        let memory = Self::peak_memory(plans, model);
+    pub fn residence(
+        plans: &[Self],
+        model: &Model,
+        budget: u64,
+        keeps_maxima: bool,
+    ) -> std::result::Result<Residence, u64> {
+        let further = if keeps_maxima { Self::states_for_maxima(plans, model) } else { 0 };
+        let memory = Self::peak_memory(plans, model).saturating_add(further);
         if memory <= budget {
             return Ok(Residence::Memory);
         }
@@ -42,8 +50,20 @@ impl Plan {
         Ok(Residence::Files { round_bytes: MIN_ROUND_BYTES + (budget - smallest) })
     }
 
-    /// The estimated disk space in bytes for hidden states and samples that are kept in files, and for the states that
-    /// are saved so that the run can be resumed. The files of the output are not counted.
+    /// The size in bytes of the hidden states that are in memory only because channel maxima are gathered.
+    fn states_for_maxima(plans: &[Self], model: &Model) -> u64 {
+        let of = |plan: &Self| {
+            let [without, with] = [false, true].map(|keeps| PassPlan::new(plan, keeps).states_in_memory());
+            let kinds = model.architecture().blocks.kinds_in(plan.blocks());
+            let widest = kinds.map(|kind| kind.graph.width(kind.graph.input())).max().unwrap_or(0) as u64;
+            let tokens = (plan.sampling.samples as u64).saturating_mul(plan.sampling.length as u64);
+            (4 * widest * with.saturating_sub(without)).saturating_mul(tokens)
+        };
+        plans.iter().filter(|plan| plan.needs_text()).map(of).max().unwrap_or(0)
+    }
+
+    /// The estimated disk space in bytes for hidden states that are kept in files, and for the states that are saved so
+    /// that the run can be resumed. Samples and the files of the output are not counted.
     pub fn scratch_bytes(plans: &[Self], model: &Model, residence: Residence) -> u64 {
         let of = |plan: &Self| {
             let states = PassPlan::new(plan, false).states_in_memory();
@@ -75,7 +95,7 @@ impl Plan {
             kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
         };
         let blocks = searched.map(kinds).max().unwrap_or(0);
-        PROGRAM + blocks.max(writing)
+        blocks.max(writing).saturating_add(PROGRAM)
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
@@ -110,7 +130,13 @@ impl Plan {
         let gptq = self.method.rounding == Rounding::Gptq;
         // GPTQ on the inputs of the quantized model processes experts one at a time, unless a transform has rewritten
         // all of them.
-        let one_expert = gptq && self.gptq.inputs == LayerInputs::Quantized && transforms.is_empty();
+        let passes = PassPlan::new(self, false);
+        let one_expert = gptq
+            && self.gptq.inputs == LayerInputs::Quantized
+            && transforms.is_empty()
+            // A pass of the float block reads all experts.
+            && passes.first.is_none()
+            && passes.cache.is_none();
         let work = Workload { residence, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);

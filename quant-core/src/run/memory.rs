@@ -65,7 +65,12 @@ impl FromStr for MemoryBudget {
 /// # Errors
 /// [`Error::MemoryBudget`] if the run needs more than the budget, or than is available, with the smallest budget that
 /// suffices.
-pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<(Residence, Option<String>)> {
+pub fn residence(
+    plans: &[Plan],
+    model: &Model,
+    budget: MemoryBudget,
+    keeps_maxima: bool,
+) -> Result<(Residence, Option<String>)> {
     let (budget, limit) = match budget {
         MemoryBudget::Bytes(bytes) => (bytes, Limit::Budget(bytes)),
         MemoryBudget::Auto => match available_memory() {
@@ -74,11 +79,11 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
             None => return Ok((Residence::Memory, None)),
         },
     };
-    let residence = match (Plan::residence(plans, model, budget), limit) {
+    let residence = match (Plan::residence(plans, model, budget, keeps_maxima), limit) {
         (Ok(residence), _) => residence,
         // A run that needs nearly all of the memory may still succeed.
         (Err(needed), Limit::Available(available)) if needed <= available => {
-            Plan::residence(plans, model, needed).unwrap_or_default()
+            Plan::residence(plans, model, needed, keeps_maxima).unwrap_or_default()
         }
         (Err(needed), Limit::Budget(budget)) => {
             return Err(Error::MemoryBudget { needed, budget: Some(budget), available: None });
@@ -89,7 +94,7 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
     };
     let note = (residence != Residence::Memory).then(|| {
         format!(
-            "hidden states are kept in files ({} of disk space), because they would need {} of memory",
+            "hidden states are kept in files ({} of disk space), because the run would need {} of memory with them in memory",
             super::bytes(Plan::scratch_bytes(plans, model, residence)),
             super::bytes(Plan::peak_memory(plans, model)),
         )
@@ -97,7 +102,7 @@ pub fn residence(plans: &[Plan], model: &Model, budget: MemoryBudget) -> Result<
     Ok((residence, note))
 }
 
-/// Returns what limits a run.
+/// What limits the memory of a run.
 enum Limit {
     Budget(u64),
     Available(u64),

@@ -15,7 +15,7 @@ use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOption
 use crate::digest::hex;
 use crate::format::CONTAINERS;
 use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles};
-use crate::recipe::Recipe;
+use crate::recipe::{Plan, Recipe};
 use crate::{Category, Error, Result, TensorSink};
 
 /// The minimum time between two saves of hidden states.
@@ -46,7 +46,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
                     out.display(),
                     name.to_string_lossy()
                 ),
-                "choose another output",
+                "choose a different output",
             ));
         }
     }
@@ -84,11 +84,19 @@ pub fn write(
     for (i, (job, output)) in jobs.iter().zip(outputs).enumerate() {
         // The check of free disk space includes the files next to the weights.
         let others: u64 = jobs[i + 1..].iter().map(|j| j.plan.output_bytes()).sum();
+        let scratch = match residence {
+            Residence::Files { .. } if i == 0 => {
+                Plan::scratch_bytes(std::slice::from_ref(job.plan), job.model, residence)
+            }
+            _ => 0,
+        };
         let options = WriteOptions {
             force,
             resume,
             fingerprint: pipeline::fingerprint(job, directory, &program),
-            companion_bytes: pipeline::companion_bytes(directory, job.plan)?.saturating_add(others),
+            companion_bytes: pipeline::companion_bytes(directory, job.plan)?
+                .saturating_add(others)
+                .saturating_add(scratch),
             ..WriteOptions::default()
         };
         let writer = match CheckpointWriter::create(output, job.plan.outputs(), options) {

@@ -223,6 +223,11 @@ fn checkpoints(
         ));
     }
     report_notes(&plans, &opened.model, host);
+    let (residence, note) =
+        residence(&plans, &opened.model, request.memory_budget, request.save_channel_maxima.is_some())?;
+    if let Some(note) = note {
+        host.note(note);
+    }
     let windows = match plan.needs_text() {
         true => {
             let of_recipe = || recipe.calibration.clone().unwrap_or_else(|| BUILTIN.to_owned());
@@ -235,10 +240,6 @@ fn checkpoints(
         host.warn(format!(
             "only {counted} token(s) of the calibration text are counted, too few to choose scales reliably"
         ));
-    }
-    let (residence, note) = residence(&plans, &opened.model, request.memory_budget)?;
-    if let Some(note) = note {
-        host.note(note);
     }
     host.cancel.check()?;
     if host.observer.wants_estimate() && plan.needs_text() {

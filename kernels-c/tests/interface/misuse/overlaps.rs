@@ -138,5 +138,5 @@ fn texts_over_numbers_and_handles() {
         assert_eq!(qz1_hadamard_new(29 * 4, &mut by, &message(text.as_mut_ptr())), Order);
         assert!(by.is_null());
     }
-    assert_eq!(&text, b"there i\0");
+    assert_eq!(&text, b"Hadamar\0");
 }
