@@ -241,6 +241,6 @@ fn broken_tensors_are_reported_by_name() {
         "an order",
         &quant(args!["inspect", &out]),
         4,
-        &["`quantization_config.s2_order` is neither kernel nor"],
+        &["`quantization_config.s2_order` must be kernel or"],
     );
 }
