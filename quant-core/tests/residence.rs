@@ -340,7 +340,11 @@ fn a_budget_decides_where_states_are() {
         assert_eq!(Plan::residence(&plans, &model, memory, false), Ok(Residence::Memory), "{method}");
         // Channel maxima are gathered in the float model, whose states some methods do not need otherwise.
         let with_maxima = Plan::residence(&plans, &model, memory, true);
-        assert_eq!(with_maxima == Ok(Residence::Memory), method == "smoothquant" || method == "qoq", "{method}");
+        assert_eq!(
+            with_maxima == Ok(Residence::Memory),
+            method == "smoothquant" || method == "qoq",
+            "{method}"
+        );
         let smallest = Plan::residence(&plans, &model, 0, false).unwrap_err();
         assert!(smallest < memory, "{method}: {smallest} of {memory}");
         assert!(Plan::residence(&plans, &model, smallest - 1, false).is_err(), "{method}");
