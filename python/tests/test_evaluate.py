@@ -61,7 +61,7 @@ def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:
         ({"kv": 3}, "kv=3 is not understood"),
         ({"device": "cuda"}, 'device="cuda" requires kernels'),
         ({"windows": 0}, "no windows"),
-        ({"save_reference": "a", "journal": tmp_path / "b"}, "journal= and save_reference= exclude each other"),
+        ({"save_reference": "a", "journal": tmp_path / "b"}, "journal= and save_reference= cannot be combined"),
         ({"profile": "x"}, "x"),
     ]:
         with pytest.raises(fewbits.UsageError) as caught:

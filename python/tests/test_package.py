@@ -111,7 +111,7 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         (lambda: shot(model=3), "model= is a int"),
         (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
         (lambda: shot(recipe=object()), "not iterable"),
-        (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "the recipe GPTQModifier then GPTQModifier"),
+        (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "unknown recipe GPTQModifier then GPTQModifier"),
         (lambda: shot(recipe=GPTQModifier()), "names 0 schemes"),
         (lambda: shot(save_compressed=False), "save_compressed=False"),
         (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "contains tokens"),

@@ -1,6 +1,6 @@
 //! Compares the outputs of two programs and reports the first difference.
 //!
-//! The output of `quant plan` is compared as JSON, without engines and predicted memory ([`plans`]). Files are compared byte for byte,
+//! The output of `quant plan` is compared as JSON, without engines, messages and predicted memory ([`plans`]). Files are compared byte for byte,
 //! with two exceptions:
 //!
 //! * `quant_report.json`: the keys [`VERSIONS`] at its top are left out, everything else must be equal as JSON. If the
@@ -54,13 +54,15 @@ pub fn documents(base: &[u8], ours: &[u8]) -> Option<String> {
     Some(of_values.unwrap_or_else(|| format!("differs from byte {position} on")))
 }
 
-/// The first difference between two plans. They must be equal as JSON, except for the engines and the predictions of memory:
+/// The first difference between two plans. They must be equal as JSON, except for the engines, the messages and the predictions of memory:
 /// which engines load a checkpoint is a fact about the engines, and predictions become more accurate.
 pub fn plans(base: &[u8], ours: &[u8]) -> Option<String> {
     let without_engines = |text: &[u8]| -> Option<Value> {
         let mut plan: Value = serde_json::from_slice(text).ok()?;
         for format in plan.get_mut("formats").and_then(Value::as_array_mut).into_iter().flatten() {
-            format.as_object_mut().map(|format| format.shift_remove("engines"));
+            for prose in ["engines", "warnings", "loses"] {
+                format.as_object_mut().map(|format| format.shift_remove(prose));
+            }
         }
         for predicted in ["peak_memory_bytes", "smallest_budget_bytes", "scratch_bytes"] {
             plan.as_object_mut().map(|plan| plan.shift_remove(predicted));
