@@ -9,7 +9,7 @@ use crate::quantize::gptq::{Hessian, LayerInputs};
 use crate::transform::{Search, Workload};
 
 /// Memory in bytes for the program itself, its threads and the tokenizer.
-const PROGRAM: u64 = 112 << 20;
+const PROGRAM: u64 = 128 << 20;
 /// Rows of a weight that a thread of GPTQ's solver processes at a time.
 const SOLVED_ROWS: usize = 128;
 /// The minimum memory in bytes for a round of a search.
@@ -95,7 +95,9 @@ impl Plan {
             kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
         };
         let blocks = searched.map(kinds).max().unwrap_or(0);
-        blocks.max(writing).saturating_add(PROGRAM)
+        let step = blocks.max(writing);
+        // The allocator keeps some memory of earlier steps.
+        step.saturating_add(step / 8).saturating_add(PROGRAM)
     }
 
     /// The memory in bytes for writing the largest tensor: the stored bytes of this tensor and the next one, codes,
@@ -184,6 +186,7 @@ impl Plan {
     /// The memory in bytes for the intermediate values of the tokens that go through a block at a time.
     fn piece_memory(&self, graph: &BlockGraph, tokens: u64) -> u64 {
         let length = self.sampling.length as u64;
+        // In an MLP, the outputs of gate and up and their product are in memory together, with the inputs of the linears.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.settings.search {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
@@ -194,9 +197,9 @@ impl Plan {
                     .map(|(.., [n, _], _)| 2 * n as u64)
                     .sum::<u64>()
                     + (graph.width(graph.input()) + graph.width(graph.output())) as u64;
-                (4 * attended).saturating_mul(length).saturating_add(8 * widest * CHUNK_TOKENS)
+                (4 * attended).saturating_mul(length).saturating_add(12 * widest * CHUNK_TOKENS)
             }
-            _ => (8 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
+            _ => (12 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         }
     }
 
