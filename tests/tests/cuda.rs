@@ -57,7 +57,12 @@ fn a_model_is_evaluated_on_the_device() {
         assert!(isa.contains("kernels cuda on PTX interpreter"), "{isa}");
         let (there, here) = (perplexity(&there), perplexity(&here));
         // On a coarse grid, the last bits of earlier results decide to which side an input is rounded.
-        let max = if matches!(scheme, "fp8" | "nvfp4") { 0.03 } else { 5e-4 };
+        // The CPU kernels compute norms while they pack rows, so that these bits differ from the device's.
+        let max = match scheme {
+            "fp8" | "nvfp4" => 0.03,
+            "w8a8" | "w4a8-g64" => 0.01,
+            _ => 5e-4,
+        };
         assert!((there / here - 1.0).abs() < max, "{scheme}: {there} on the device, {here} here");
     }
 }
