@@ -50,8 +50,8 @@ fn a_model_is_evaluated_on_the_device() {
     for scheme in ["w4a16-g32", "w8a8", "w4a8-g64"].into_iter().chain(floats) {
         let out = at(scheme);
         quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
-        let Some(command) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };
-        let there = Running::start(command).wait().succeeded().json();
+        let Some(device) = on_stand_in(evaluate(&out, "cuda"), &at("images")) else { return };
+        let there = Running::start(device).wait().succeeded().json();
         // Like the device, the scalar path computes norms and gates apart from the linears. The other paths compute them
         // while they pack rows, where a last bit may move an input to the next 8-bit code.
         let mut scalar = command(evaluate(&out, "cpu"));
