@@ -81,7 +81,7 @@ def main() -> None:
                 if done.returncode:
                     raise SystemExit(f"{name} {options}: {done.stderr}")
                 plan = json.loads(done.stdout)
-                rows.append([name, method, " ".join(options), plan["peak_memory_bytes"], *sizes(plan)])
+                rows.append([name, method, " ".join(options), plan["peak_memory_bytes"], plan["smallest_budget_bytes"], *sizes(plan)])
                 print(rows[-1], flush=True)
     write(rows)
 
@@ -100,7 +100,7 @@ def write(rows: list[list]) -> None:
     base = place / f"{today}-amd-epyc-2cpu"
     with open(base.with_suffix(".csv"), "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["shape", "method", "options", "peak_bytes", "bytes_before", "bytes_after"])
+        table.writerow(["shape", "method", "options", "peak_bytes", "smallest_budget_bytes", "bytes_before", "bytes_after"])
         table.writerows(rows)
     gb = lambda count: f"{count / 1e9:.1f} GB"  # noqa: E731
     lines = [
@@ -115,13 +115,13 @@ def write(rows: list[list]) -> None:
         "have headers and no data. How predictions compare with what was used: [AWQ](../awq-memory), [QoQ](../qoq),",
         "[experts](../experts-memory).",
         "",
-        "| shape | method | calibration | peak | before | after |",
-        "|---|---|---|---|---|---|",
+        "| shape | method | calibration | peak | smallest budget | before | after |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, method, options, peak, before, after in rows:
+    for name, method, options, peak, smallest, before, after in rows:
         words = options.split()
         text = f"{words[words.index('--samples') + 1]} × {words[words.index('--seq-len') + 1]}" if "--samples" in words else "none"
-        lines.append(f"| {name} | {method} | {text} | {gb(peak)} | {gb(before)} | {gb(after)} |")
+        lines.append(f"| {name} | {method} | {text} | {gb(peak)} | {gb(smallest)} | {gb(before)} | {gb(after)} |")
     base.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
