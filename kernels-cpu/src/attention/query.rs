@@ -4,7 +4,8 @@ use super::grid::ROUND;
 use crate::KernelError;
 use crate::activation::SMALLEST;
 
-/// The limit for queries and factors: beyond it, scores might overflow `f32`, so the row's result is NaN.
+/// The largest allowed magnitude of queries and factors. Beyond it scores might overflow `f32`, so the row's result is
+/// NaN.
 pub const MAX_QUERY: f32 = 1e27;
 
 /// The largest magnitude; NaN or infinite if a value is.
@@ -12,9 +13,9 @@ pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
 
-/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`,
-/// `a = round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`; all are zero if the largest magnitude is below
-/// [`SMALLEST`], and `s` is NaN if a value is not finite.
+/// Quantizes a query of one head to int8, as [`Int8Rows`](crate::Int8Rows) quantizes rows: `s = max |q| / 127`, `a =
+/// round(q · (127 / max |q|))` half to even. Returns `s` and `Σ a`. If the largest magnitude is below [`SMALLEST`], the
+/// codes and results are all zero; if a value is not finite, `s` is NaN.
 ///
 /// # Errors
 /// When `codes` has the wrong length.
