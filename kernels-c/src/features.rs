@@ -62,7 +62,7 @@ const NAMES: [(u32, &str, &core::ffi::CStr); 9] = [
     (QZ1_ISA_AMX, "amx", c"amx"),
 ];
 
-/// The instruction set with this number.
+/// Returns the instruction set with this number.
 pub(crate) fn token(isa: u32) -> Result<IsaToken, Fault> {
     if isa == QZ1_ISA_DETECT {
         return Ok(IsaToken::detect());
@@ -101,7 +101,7 @@ pub extern "C" fn qz1_isa_available(isa: u32) -> u32 {
     u32::from(token(isa).is_ok())
 }
 
-/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects on this processor.
+/// The `QZ1_ISA_…` that `QZ1_ISA_DETECT` selects.
 #[unsafe(no_mangle)]
 pub extern "C" fn qz1_isa_detect() -> u32 {
     let found = IsaToken::detect().isa().name();

@@ -1,4 +1,4 @@
-//! Outputs must overlap no other part of a call, including structures, numbers and handles.
+//! Outputs must not overlap any other part of a call, including structures, numbers and handles.
 
 use core::ptr::null;
 
@@ -49,7 +49,7 @@ fn products_over_structures() {
     assert_eq!(run(threads_at.cast()), Overlap);
     assert_eq!(run(rows.0.cast()), Overlap);
     assert_eq!(layout.id, before);
-    // SAFETY: the pointer contract of the C interface.
+    // SAFETY: this test upholds the pointer contract of the C interface.
     unsafe {
         let (at, len, out) = (packed.as_ptr(), packed.len(), layout_at.cast::<f32>());
         assert_eq!(qz1_dequantize_rows(layout_at, at, len, 0, 1, out, K, null()), Overlap);
@@ -111,7 +111,7 @@ fn attention_over_lists_and_structures() {
     assert_eq!((case.heads.query, case.heads.kv), (4, 2));
 }
 
-/// A number or handle that overlaps the text.
+/// A number or handle that will be written overlaps the text.
 #[test]
 fn texts_over_numbers_and_handles() {
     let case = Case::new(QZ1_KV_4BIT);
