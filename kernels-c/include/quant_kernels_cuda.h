@@ -13,8 +13,8 @@
  *     qz1_cuda_FAMILY_launch(plan, arguments, stream, message)    launches on the stream
  *
  * Planning needs a CUDA context that is current on the calling thread, such as that of the CUDA runtime or a framework.
- * The first plan for a kernel compiles it, which takes about a tenth of a second and may synchronize with the device, so make
- * plans in advance. A launch allocates no device memory, does not synchronize, may be captured into a graph, and is
+ * The first plan for a kernel compiles it, which takes about a tenth of a second and may synchronize with the device, so
+ * make plans in advance. A launch allocates no device memory, does not synchronize, may be captured into a graph, and is
  * refused if a region is null, misaligned or too short. The contents of device memory and overlaps between regions are
  * not checked. Errors on the device are reported by later CUDA calls.
  *
