@@ -211,8 +211,8 @@ pub(crate) fn call(
     body: impl FnOnce(&Scope) -> Result<(), Fault>,
 ) -> qz1_status {
     let scope = Scope::new();
-    // If the message cannot be written to, fail before anything else is done. SAFETY: the caller upholds the pointer
-    // contract.
+    // If the message cannot be written to, fail before anything else is done.
+    // SAFETY: the caller upholds the pointer contract.
     let (at, capacity) = match unsafe { scope.text(message) } {
         Ok(text) => text,
         Err(fault) => return fault.status,
