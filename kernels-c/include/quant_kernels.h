@@ -81,7 +81,7 @@
 // Weights of 2 to 8 bits with float activations.
 #define QZ1_FEATURE_FLOAT 2
 
-// Weights with two levels of scales. Activations in f16 and bf16.
+// Weights with two levels of scales.
 #define QZ1_FEATURE_PROGRESSIVE 3
 
 // Activations of f16 and bf16.

@@ -308,7 +308,7 @@ typedef struct qz1_cuda_append_arguments {
   struct qz1_cuda_region refused;
   // Elements between tokens of `keys`; the distance in bytes must be a multiple of 16. 0: `kv_heads · head_dim`.
   size_t key_stride;
-  // Elements between tokens of `values`, as for `keys`.
+  // Elements between tokens of `values`, with the same rules as for `keys`.
   size_t value_stride;
   // Entries between rows of the table.
   size_t table_stride;

@@ -32,7 +32,7 @@ pub const QZ1_ISA_AMX: u32 = 9;
 pub const QZ1_FEATURE_INT8: u32 = 1;
 /// Weights of 2 to 8 bits with float activations.
 pub const QZ1_FEATURE_FLOAT: u32 = 2;
-/// Weights with two levels of scales. Activations in f16 and bf16.
+/// Weights with two levels of scales.
 pub const QZ1_FEATURE_PROGRESSIVE: u32 = 3;
 /// Activations of f16 and bf16.
 pub const QZ1_FEATURE_HALF: u32 = 4;

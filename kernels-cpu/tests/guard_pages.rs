@@ -380,7 +380,7 @@ fn the_fence_holds() {
     }
 }
 
-/// The same faults on the heap, where only a sanitizer detects them: runs if `QUANT_SANITIZER` names one.
+/// On the heap, only a sanitizer detects the same faults. Runs if `QUANT_SANITIZER` names one.
 #[test]
 fn the_sanitizer_sees() {
     if std::env::var("QUANT_SANITIZER").as_deref() != Ok("address") {

@@ -71,7 +71,7 @@ pub enum Architecture {
     Sm86,
     /// GeForce RTX 40, L40S.
     Sm89,
-    /// H100, H200, with the instructions that sm_80 also has.
+    /// H100, H200. The kernels use only instructions that sm_80 also has.
     Sm90,
     /// GeForce RTX 50.
     Sm120,

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// A warp of a block: the block's number plus one, and the warp. Block 0 stands for no warp.
+/// A warp of a block: the block's number plus one, and the warp's index. If the first number is 0, there is no warp.
 pub(crate) type Party = (u32, u32);
 
 type Seen = Rc<HashMap<Party, u32>>;

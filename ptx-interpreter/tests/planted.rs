@@ -33,7 +33,7 @@ fn bad(text: &str, launch_of: impl Fn(&mut Memory) -> Launch) -> FaultKind {
 
 const TILE: &str = ".extern .shared .align 128 .b8 tile[];";
 
-/// Shared addresses of this thread's word and of that of the thread 32 further, modulo 64.
+/// The shared addresses of this thread's word and of the word of thread `(tid + 32) % 64`.
 const WORDS: &str = "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nxor.b32 %r11, %r10, 128;\nadd.u32 %r10, %r10, %r9;\n\
                      add.u32 %r11, %r11, %r9;\n";
 /// This thread's word of the output `p0`.
@@ -270,7 +270,7 @@ fn a_missing_guard() {
             text("@%p1 ").replace("st.global.u32 [%rd21]", &format!("st.global.u32 [%rd21+{}]", 4 * words));
         assert_eq!(bad(&far, with), FaultKind::OutOfBounds);
     }
-    // If the options do not make faults errors, both faults are reported, and the launch continues.
+    // With `fault_is_error` false, all faults are reported, and the launch continues.
     let mut memory = Memory::new();
     let launch = with(&mut memory);
     let options = Options { fault_is_error: false, ..Options::default() };

@@ -133,7 +133,7 @@ pub struct qz1_cuda_append_arguments {
     pub refused: qz1_cuda_region,
     /// Elements between tokens of `keys`; the distance in bytes must be a multiple of 16. 0: `kv_heads · head_dim`.
     pub key_stride: usize,
-    /// Elements between tokens of `values`, as for `keys`.
+    /// Elements between tokens of `values`, with the same rules as for `keys`.
     pub value_stride: usize,
     /// Entries between rows of the table.
     pub table_stride: usize,

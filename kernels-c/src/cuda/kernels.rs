@@ -1,4 +1,4 @@
-//! Checks for the driver and compiler, loaded kernels, and what all plans have in common.
+//! Checks for the driver and the compiler, handles of loaded kernels, and the parts that all plans share.
 
 use core::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Structures of older and newer versions, on a structure made for these tests.
+//! Reads older and newer versions of a structure that is defined for these tests.
 
 use super::*;
 

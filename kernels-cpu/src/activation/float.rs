@@ -132,7 +132,7 @@ impl FloatRows {
     ) -> Result<(), KernelError> {
         let m = source.m();
         let buffer_len = if source.is_computed() { layout.k } else { 0 };
-        // The buffer stays empty until all rows are written: the caller's threads may unwind.
+        // Leave the buffer empty until all rows are written, because the caller's threads may unwind.
         (self.m, self.layout, self.tiling) = (0, None, None);
         let tiling = self.tiling_of(m, layout, in_bf16);
         let mut extent = Extent::default();

@@ -16,7 +16,7 @@ type JoinFn = unsafe fn(usize, *mut f32, Mass, *const f32, Mass) -> Mass;
 /// The kernels of an instruction set for a code width.
 #[derive(Clone, Copy)]
 pub(super) struct Path {
-    /// Indexed by the rows of a tile, minus one.
+    /// Indexed by the number of rows of a tile minus one.
     pub(super) attend: [AttendFn; TILE_ROWS],
     pub(super) join: JoinFn,
 }

@@ -46,8 +46,8 @@ impl<'a> PageList<'a> {
 /// The numbers of heads, and the factor of scores.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
-    /// Query heads, a multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` attends
-    /// with head `h / (query / kv)`.
+    /// Query heads, a multiple of the key-value heads, up to [`MAX_HEADS`](super::MAX_HEADS): query head `h` uses
+    /// key-value head `h / (query / kv)`.
     pub query: usize,
     /// Key-value heads.
     pub kv: usize,

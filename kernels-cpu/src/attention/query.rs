@@ -8,7 +8,7 @@ use crate::activation::SMALLEST;
 /// NaN.
 pub const MAX_QUERY: f32 = 1e27;
 
-/// The largest magnitude; NaN or infinite if a value is.
+/// The largest magnitude; infinite or NaN if any value is.
 pub(super) fn largest(q: &[f32]) -> f32 {
     f32::from_bits(q.iter().fold(0, |largest, x| (x.to_bits() & 0x7fff_ffff).max(largest)))
 }
@@ -24,7 +24,7 @@ pub fn quantize_query(q: &[f32], codes: &mut [i8]) -> Result<(f32, i32), KernelE
     Ok(quantize(q, codes))
 }
 
-/// Same as [`quantize_query`], for `codes` of the same length as `q`.
+/// Same as [`quantize_query`], but `codes` must have the length of `q`.
 pub(super) fn quantize(q: &[f32], codes: &mut [i8]) -> (f32, i32) {
     let largest = largest(q);
     if !largest.is_finite() || largest < SMALLEST {

@@ -43,10 +43,10 @@ pub(super) struct Active {
     units: [usize; 2],
     /// The index of its first piece of gate and up.
     first: usize,
-    /// Strips or tiles per piece, and the number of such blocks.
+    /// The number of strips or tiles per piece, and the number of blocks of this size.
     block: usize,
     blocks: usize,
-    /// Panels per piece, and the number of such chunks.
+    /// The number of panels per piece, and the number of chunks of this size.
     chunk: usize,
     chunks: usize,
 }

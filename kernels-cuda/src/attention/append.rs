@@ -27,7 +27,7 @@ pub struct AppendShape {
 /// Device addresses and strides. Addresses are multiples of 16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AppendArguments {
-    /// `[tokens]` rows, `key_stride` elements apart, of `[kv_heads, head_dim]`, after rotary embedding.
+    /// The keys, after rotary embedding: `[tokens]` rows of `[kv_heads, head_dim]`, `key_stride` elements apart.
     pub keys: u64,
     /// Elements between tokens; rows begin at multiples of 16 bytes.
     pub key_stride: u64,

@@ -94,7 +94,7 @@ pub struct DecodePlan {
 /// Device addresses and strides. Addresses are multiples of 16 unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeArguments {
-    /// `[sequences, queries]` rows, `query_stride` elements apart, of `[query_heads, head_dim]`.
+    /// The queries: `[sequences, queries]` rows of `[query_heads, head_dim]`, `query_stride` elements apart.
     pub query: u64,
     /// Elements between queries: a multiple of 4, usually `query_heads · head_dim`.
     pub query_stride: u64,

@@ -49,7 +49,7 @@ pub struct LinearArguments {
     pub weight: Region,
     /// f16, bf16 or i8 `[m, k]`, rows `x_stride` apart.
     pub x: Region,
-    /// Elements between rows of activations: at least `k`, and a multiple of 16 bytes.
+    /// Elements between rows of activations: at least `k`. The distance in bytes must be a multiple of 16.
     pub x_stride: usize,
     /// f32 `[m]`, for 8-bit activations.
     pub x_scales: Region,

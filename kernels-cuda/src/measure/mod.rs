@@ -82,7 +82,7 @@ impl Meter {
         self.gpu
     }
 
-    /// Measures the maxima of the device.
+    /// Measures the maximum rates of the device.
     ///
     /// # Errors
     /// When a kernel cannot be compiled or launched, or fails on the device.
