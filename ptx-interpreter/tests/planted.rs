@@ -33,7 +33,7 @@ fn bad(text: &str, launch_of: impl Fn(&mut Memory) -> Launch) -> FaultKind {
 
 const TILE: &str = ".extern .shared .align 128 .b8 tile[];";
 
-/// The shared addresses of this thread's word and of the word of thread `(tid + 32) % 64`.
+/// The shared addresses of this thread's word and of the word of thread `tid ^ 32`.
 const WORDS: &str = "mov.u32 %r9, tile;\nshl.b32 %r10, %r1, 2;\nxor.b32 %r11, %r10, 128;\nadd.u32 %r10, %r10, %r9;\n\
                      add.u32 %r11, %r11, %r9;\n";
 /// This thread's word of the output `p0`.
