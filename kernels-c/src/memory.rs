@@ -173,8 +173,8 @@ impl Scope {
     /// Reads a structure.
     ///
     /// # Safety
-    /// The pointer contract of the crate: if `at` is aligned and not null, it points to as many bytes as the `u32`
-    /// there says.
+    /// The caller must uphold the pointer contract of the crate: if `at` is aligned and not null, it points to as many
+    /// bytes as the `u32` at its beginning states.
     pub(crate) unsafe fn read<T: Fields>(&self, at: *const T, what: &'static str) -> Result<T, Fault> {
         // SAFETY: the caller upholds the pointer contract.
         unsafe {

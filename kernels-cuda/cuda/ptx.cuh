@@ -54,10 +54,10 @@ INLINE void load_matrices_4(u32 (&to)[4], u32 row) {
                  : "memory");
 }
 
-// d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. Lane `4 g + t` holds
-//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1, in the last two plus 8
-//   b: rows 2 t and 2 t + 1, then plus 8; column g
-//   d: row g, columns 2 t and 2 t + 1; then row g + 8
+// Computes d += a · b in f32: a is [16, 16], b is [16, 8], d is [16, 8]. The registers of lane `4 g + t` hold
+//   a: rows g, g + 8, g, g + 8; columns 2 t and 2 t + 1 in the first two registers, 2 t + 8 and 2 t + 9 in the others
+//   b: rows 2 t and 2 t + 1 in the first register, 2 t + 8 and 2 t + 9 in the second; column g
+//   d: row g in the first two registers, row g + 8 in the others; columns 2 t and 2 t + 1
 // Integers: a is [16, 32], b is [32, 8], and a register holds four integers instead of two floats.
 #define MMA(NAME, SHAPE_AND_TYPES, NUMBER, CONSTRAINT)                                                                     \
     INLINE void NAME(NUMBER(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                                                    \

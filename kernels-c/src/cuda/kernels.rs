@@ -345,7 +345,8 @@ pub unsafe extern "C" fn qz1_cuda_plan_workspace(
 /// exists.
 ///
 /// # Safety
-/// The plan comes from a `qz1_cuda_…_plan` and is freed once, and the context in which it was made still exists.
+/// The plan must come from a `qz1_cuda_…_plan` and be freed only once, and the context in which it was made must still
+/// exist.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn qz1_cuda_plan_free(plan: *mut qz1_cuda_plan) {
     // SAFETY: the caller upholds the pointer contract.

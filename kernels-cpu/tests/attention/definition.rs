@@ -1,4 +1,4 @@
-//! Results match the definition, however the work is divided.
+//! Results match the definition for any division of the work.
 
 use proptest::prelude::*;
 use quant_kernels_cpu::attention::{KvType, PAGE_TOKENS, PageList, merge};

@@ -18,7 +18,7 @@ fn layouts_over_what_is_read() {
     let (matrix, mut codes) = (Matrix::new(), aligned_codes());
     codes[0] = size_of::<qz1_layout>() as u64;
     let at = codes.as_mut_ptr();
-    // Without `zeros`, the codes end where a layout would end, except for zero bytes.
+    // The codes also serve as a layout, whose size field is the first word. They must not be overwritten.
     let weights = matrix.weights();
     let mut weights = qz1_weights { bits: 8, codes: at.cast(), zeros: null(), zeros_len: 0, ..weights };
     // SAFETY: every pointer is null or points to a live value.
