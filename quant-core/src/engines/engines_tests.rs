@@ -21,6 +21,7 @@ fn outline(
             .map(|(module, n)| Part { module: (*module).into(), n: *n, scheme: Some(scheme) })
             .collect(),
         k,
+        of_expert: false,
     };
     let (q, kv) = (heads * head_dim, kv_heads * head_dim);
     Outline {
@@ -303,10 +304,48 @@ fn experts_have_rules_of_their_own() {
         let found = words("transformers", &moe(container, scheme, experts))[0];
         assert_eq!(found, expected, "{container}, {scheme}, {experts:?}");
     }
-    assert_eq!(words("vLLM, CUDA", &moe("compressed-tensors", sym, &[sym]))[0], "unsure");
     assert_eq!(words("vLLM, CPU", &moe("compressed-tensors", sym, &["float"]))[0], "yes");
     let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
     assert!(on_cpu.contains("does not run experts"), "{on_cpu}");
+}
+
+/// vLLM's kernels for experts on NVIDIA devices, from its sources: the hidden size must fit Marlin's tiles, the
+/// intermediate size is padded, and groups may not cross ranks.
+#[test]
+fn experts_of_vllm() {
+    // Qwen3-30B-A3B, and a shape whose hidden size is not a multiple of 128.
+    let (even, odd) = ([32, 4, 128, 2048, 768], [14, 2, 64, 896 + 64, 1536]);
+    let moe = |container, shape: [usize; 5], scheme: &str| {
+        let mut outline = outline(container, shape, scheme);
+        outline.experts = [scheme.parse().ok()].into();
+        let [_, _, mlp @ ..] = &mut outline.layers[..] else { panic!() };
+        mlp.iter_mut().for_each(|layer| layer.of_expert = true);
+        outline
+    };
+    for (container, shape, scheme, expected) in [
+        // 768 inputs per expert are 6 groups of 128, which 4 and 8 ranks would split.
+        ("compressed-tensors", even, "w4a16-g128-sym", ["yes", "yes", "no", "no"]),
+        ("compressed-tensors", even, "w4a16-g32-asym", ["yes", "yes", "yes", "yes"]),
+        ("compressed-tensors", even, "w8a16-channel-sym", ["yes", "yes", "yes", "yes"]),
+        ("compressed-tensors", odd, "w4a16-g64-sym", ["yes, but", "yes, but", "no", "no"]),
+        ("compressed-tensors", odd, "w4a16-channel-sym", ["no", "no", "no", "no"]),
+        ("compressed-tensors", even, "w8a8", ["yes, but"; 4]),
+        ("compressed-tensors", even, "w8a8-channel-sym-static", ["no"; 4]),
+        ("compressed-tensors", even, "w4a8-g128-sym", ["no"; 4]),
+        ("compressed-tensors", even, "w4af8-g128-sym", ["yes, but", "no", "no", "no"]),
+        ("compressed-tensors", even, "w5a16-g128-sym", ["unsure", "unsure", "no", "no"]),
+        ("awq", even, "w4a16-g128-asym", ["yes", "yes", "no", "no"]),
+        ("gptq", even, "w4a16-g128-sym", ["yes", "yes", "no", "no"]),
+    ] {
+        assert_eq!(
+            words("vLLM, CUDA", &moe(container, shape, scheme)),
+            expected,
+            "{container} {shape:?} {scheme}"
+        );
+    }
+    let mut mixed = moe("compressed-tensors", even, "w4a16-g128-sym");
+    mixed.experts.insert(None);
+    assert_eq!(words("vLLM, CUDA", &mixed)[0], "unsure");
 }
 
 /// Rules for linears say nothing about families: a family that was not checked does not get a plain yes.

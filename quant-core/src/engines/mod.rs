@@ -168,10 +168,10 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: true,
         models: models::VLLM_CUDA,
         reads: &[
-            reading(COMPRESSED_TENSORS, vllm::cuda, experts::not_followed),
-            reading(AWQ, vllm::cuda_awq, experts::not_followed),
-            reading(GPTQ, vllm::cuda_gptq, experts::not_followed),
-            reading(MODELOPT, vllm::cuda, experts::not_followed),
+            reading(COMPRESSED_TENSORS, vllm::cuda, experts::vllm_cuda),
+            reading(AWQ, vllm::cuda_awq, experts::vllm_cuda),
+            reading(GPTQ, vllm::cuda_gptq, experts::vllm_cuda_gptq),
+            reading(MODELOPT, vllm::cuda, experts::vllm_cuda),
         ],
     },
     Engine {

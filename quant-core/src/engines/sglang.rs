@@ -1,9 +1,10 @@
 //! SGLang: Marlin kernels without padding, with a slow fallback for the AWQ format.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
+use super::experts::one_scheme;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::{ActivationScheme, FloatFormat, LinearScheme, ScaleFormat};
+use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
 
 /// SGLang on NVIDIA devices of compute capability 8.0 or later, compressed-tensors and ModelOpt formats.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Verdict {
@@ -77,7 +78,7 @@ pub(super) fn container(outline: &Outline) -> Verdict {
 
 /// Experts run on Marlin or Triton, with the scheme of the first expert.
 pub(super) fn experts(outline: &Outline) -> Verdict {
-    experts_with(outline, |scheme| match scheme.activations {
+    one_scheme(outline, |scheme| match scheme.activations {
         ActivationScheme::Float if scheme.float_format().is_none() => Yes,
         ActivationScheme::Token if scheme.float_format().is_none() => {
             No(format!("it runs experts of {scheme} only on Ascend devices"))
@@ -88,19 +89,9 @@ pub(super) fn experts(outline: &Outline) -> Verdict {
 
 /// Experts in formats that were not checked.
 pub(super) fn experts_of_others(outline: &Outline) -> Verdict {
-    experts_with(outline, |_| {
+    one_scheme(outline, |_| {
         Unsure(format!("how it runs experts in the {} format was not checked", outline.container))
     })
-}
-
-fn experts_with(outline: &Outline, rules: impl FnOnce(LinearScheme) -> Verdict) -> Verdict {
-    let schemes: Vec<_> = outline.experts.iter().collect();
-    let [one] = schemes[..] else {
-        return Unsure(
-            "it applies the scheme of a block's first expert to all experts, but here they differ".into(),
-        );
-    };
-    one.map_or(Yes, rules)
 }
 
 /// Checks that all linears have the same scheme, because the class ignores settings for single linears.

@@ -18,6 +18,8 @@ pub(super) struct Share<'a> {
     pub(super) split_inputs: bool,
     /// Whether the outputs are split.
     pub(super) split_outputs: bool,
+    /// For a linear of an expert, the width of the stream that the experts read and write, which is not split.
+    pub(super) expert_width: Option<usize>,
     pub(super) scheme: LinearScheme,
 }
 
@@ -70,7 +72,12 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         if let (Some((module, parts, k)), Some(scheme)) = (share, scheme) {
             let split_inputs = layer.kind == LayerKind::Row && ranks > 1;
             let split_outputs = !matches!(layer.kind, LayerKind::Row | LayerKind::Whole) && ranks > 1;
-            shares.push(Share { module, parts, k, split_inputs, split_outputs, scheme });
+            let width = match layer.kind {
+                LayerKind::Row => parts.iter().sum(),
+                _ => k,
+            };
+            let expert_width = layer.of_expert.then_some(width);
+            shares.push(Share { module, parts, k, split_inputs, split_outputs, expert_width, scheme });
         }
     }
     Ok(shares)

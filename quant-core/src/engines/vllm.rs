@@ -2,6 +2,7 @@
 //! rules for CUDA assume compute capability 8.0 or later.
 
 use super::Verdict::{self, No, Unsure, With, Yes};
+use super::experts;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
 use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
@@ -129,8 +130,11 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Verdict {
     }
 }
 
-/// `packed` is the format's rule for integer weights with float activations.
+/// `packed` is the format's rule for integer weights with float activations outside experts.
 fn cuda_kernel(share: &Share<'_>, packed: fn(&Share<'_>) -> Verdict) -> Verdict {
+    if let Some(width) = share.expert_width {
+        return experts::vllm_kernel(share, width);
+    }
     if let Some(format) = share.scheme.float_format() {
         return cuda_float_kernel(share, format);
     }
