@@ -77,10 +77,10 @@ fn texts_need_none() {
     unsafe {
         let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 33, &mut layout, m));
         assert_eq!(status, qz1_status::Scheme);
-        assert!(text.starts_with("not supported: a head_dim that is not a multiple of 16"), "{text}");
+        assert!(text.starts_with("head_dim must be a multiple of 16"), "{text}");
         let odd = (&raw mut layout).wrapping_byte_add(1);
         let (status, text) = with_message(|m| qz1_kv_layout_of(QZ1_KV_4BIT, 32, odd, m));
-        assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout is not aligned to 8 bytes"));
+        assert_eq!((status, &text[..]), (qz1_status::Misaligned, "the layout: not aligned to 8 bytes"));
         let (status, text) = with_message(|m| qz1_int8_rows_new(99, &mut null_mut(), m));
         assert_eq!((status, &text[..]), (qz1_status::Isa, "unknown instruction set 99"));
     }

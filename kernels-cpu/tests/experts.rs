@@ -373,7 +373,10 @@ fn what_does_not_fit_is_refused() {
     wrong[2] = Expert { up: experts[1].up, ..experts[2] };
     assert!(matches!(
         Experts::new(&wrong).unwrap_err(),
-        KernelError::Mismatch { what: "groups of gate and up", .. }
+        KernelError::Mismatch {
+            what: "gate and up projections must have the same groups: expected size",
+            ..
+        }
     ));
     wrong[2] = Expert { down: experts[2].gate, ..experts[2] };
     assert_eq!(Experts::new(&wrong).unwrap_err().code(), 4);

@@ -110,17 +110,23 @@ impl LinearCall {
         let refuse = |why| Err(KernelError::Scheme(why));
         let activation = match (layout.order(), element) {
             (Order::Float, _) if fixed.is_some() => {
-                return refuse("a scale of activations for weights packed for floats");
+                return refuse(
+                    "a static activation scale needs weights that were packed for int8 activations",
+                );
             }
             (Order::Float, Float::F32) => {
-                return refuse("f32 activations for weights packed for f16 and bf16");
+                return refuse(
+                    "weights that were packed for float activations need f16 or bf16 activations, not f32",
+                );
             }
             (Order::Float, _) if !stride.is_multiple_of(8) => {
-                return refuse("a row stride of activations that is not a multiple of 16 bytes");
+                return refuse("the row stride of activations must be a multiple of 16 bytes");
             }
-            (Order::Float, _) if stride < k => return refuse("rows of activations that overlap"),
+            (Order::Float, _) if stride < k => {
+                return refuse("the row stride of activations must be at least the row width");
+            }
             (Order::Int8, _) if stride != k => {
-                return refuse("gaps between rows of int8 activations");
+                return refuse("int8 activations must be contiguous");
             }
             (Order::Float, Float::F16) => Activation::F16,
             (Order::Float, Float::Bf16) => Activation::Bf16,
@@ -139,7 +145,7 @@ impl LinearCall {
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
-                return Err(KernelError::Scheme("an activation scale that is not positive"));
+                return Err(KernelError::Scheme("the activation scale must be positive and finite"));
             }
             let shape = ActivationShape {
                 fixed: fixed.is_some(),

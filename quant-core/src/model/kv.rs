@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// Heads rounded per task.
 const HEAD_TILE: usize = 256;
 /// The kernels' message for a value that no cache can hold.
-const NOT_FINITE: &str = "a key or value that is not finite";
+const NOT_FINITE: &str = "a key or value is not finite";
 
 /// The cached form of keys and values: integers on asymmetric grids, with a scale and a zero point in f16 per token and
 /// head, or FP8 (E4M3) with one scale for the keys of a layer and one for its values.
