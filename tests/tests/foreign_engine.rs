@@ -122,8 +122,8 @@ fn an_engine_that_fails_ends_the_evaluation() {
         out.push(1.0);
         Ok(())
     };
-    refused(Broken(vocab, one), 6, "1 numbers for");
-    refused(Broken(0, |_| Ok(())), 6, "vocabulary is empty");
+    refused(Broken(vocab, one), 6, "1 logits for");
+    refused(Broken(0, |_| Ok(())), 6, "vocabulary of 0 tokens");
     refused(Broken(vocab + 1, |_| Ok(())), 2, "tokens");
     // A window of 64 tokens has 63 scored ones.
     let nan = |out: &mut Vec<f32>| {

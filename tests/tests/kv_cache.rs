@@ -105,7 +105,7 @@ fn a_model_is_compared_with_itself_on_floats() {
     // A result with an edited cache is rejected.
     let text = std::fs::read_to_string(at("eight.json")).unwrap();
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv8\"")).unwrap();
-    check_message("an edited cache", &gate("eight.json"), 4, &["was changed since"]);
+    check_message("an edited cache", &gate("eight.json"), 4, &["was modified after"]);
     std::fs::write(at("eight.json"), text.replace("\"kv4\"", "\"kv3\"")).unwrap();
     check_message("no cache", &gate("eight.json"), 4, &["is not an evaluation result"]);
 }

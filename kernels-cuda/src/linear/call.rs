@@ -372,12 +372,12 @@ mod tests {
         let (float, whole) = (layout(1024, Order::Float, false), layout(1024, Order::Int8, false));
         let bad =
             |layout: &WeightLayout, element, fixed| call(layout, element, fixed, 1).unwrap_err().to_string();
-        assert!(bad(&float, Float::F32, None).contains("f32 activations"));
-        assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for floats"));
+        assert!(bad(&float, Float::F32, None).contains("not f32"));
+        assert!(bad(&float, Float::F16, Some(FIXED)).contains("packed for int8"));
         assert!(bad(&layout(1004, Order::Float, false), Float::F16, None).contains("multiple of 16 bytes"));
-        assert!(bad(&whole, Float::F16, Some(FIXED)).contains("without sums"));
+        assert!(bad(&whole, Float::F16, Some(FIXED)).contains("packed with sums"));
         let none = FixedScale { scale: 0.0, zero: 0 };
-        assert!(bad(&whole, Float::F16, Some(none)).contains("not positive"));
+        assert!(bad(&whole, Float::F16, Some(none)).contains("must be positive"));
         assert!(call(&whole, Float::F16, Some(FixedScale { zero: 0, ..FIXED }), 1).is_ok());
         assert!(matches!(call(&whole, Float::F16, None, usize::MAX), Err(KernelError::TooLarge(_))));
     }
