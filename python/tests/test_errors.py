@@ -37,7 +37,7 @@ def test_one_hierarchy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "remedy"),
     [
-        ({"group_size": 100}, "does not divide", "choose a group_size= that divides them"),
+        ({"group_size": 100}, "does not divide", "choose a group_size= that divides these widths"),
         ({"ignore": "dwon_proj"}, "ignore= `dwon_proj` matches no linear", "did you mean down_proj"),
         ({"method": "rtn", "samples": 4}, "samples= has no effect: method `rtn`", "choose another method="),
         ({"method": "rtn", "calibration": "builtin"}, 'calibration="builtin" has no effect', "leave it out"),
@@ -74,7 +74,7 @@ def test_input(model: Path, tmp_path: Path) -> None:
     with pytest.raises(fewbits.InputError) as caught:
         fewbits.inspect(tmp_path)
     assert caught.value.path is not None and str(tmp_path) in caught.value.message
-    with pytest.raises(fewbits.InputError, match="neither a file nor a known text set"):
+    with pytest.raises(fewbits.InputError, match="neither an existing file nor a known text set"):
         fewbits.quantize(model, tmp_path / "out", calibration="no-such-set")
     with pytest.raises(fewbits.InputError, match=r"calibration:2: .*no string field `text`"):
         fewbits.quantize(model, tmp_path / "out", calibration=[{"text": "a"}, {"tokens": [1]}])

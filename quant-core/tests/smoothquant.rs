@@ -443,8 +443,8 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         // dropped.
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
-        assert!(lost.len() == 1 && lost[0].contains("cannot describe activations"), "{lost:?}");
-        assert!(message(&plan("w8a8-static")).contains("cannot describe activations"));
+        assert!(lost.len() == 1 && lost[0].contains("cannot describe quantized activations"), "{lost:?}");
+        assert!(message(&plan("w8a8-static")).contains("cannot describe quantized activations"));
     }
     assert!(Plan::new(&model, &with("lm_head", "w8a8"), recipe("rtn", "w8a8").containers[0]).is_ok());
 }

@@ -23,14 +23,14 @@ fn model() -> TempDir {
 fn recipes() {
     let model = model();
     let cases: &[(&[&str], &[&str])] = &[
-        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8, then a16 or a8"]),
-        (&["--scheme", "w8a8-static-asym-sym"], &["`sym` is not understood", "-static or -static-asym"]),
+        (&["--scheme", "w9a16"], &["scheme `w9a16`", "w2, w3, w4, w5, w6, w7 or w8; a16 or a8"]),
+        (&["--scheme", "w8a8-static-asym-sym"], &["unknown part `sym`", "-static or -static-asym"]),
         (
             &["--method", "smoothquant", "--scheme", "w4a16-g32"],
             &["all activations stay float", "such as w8a8"],
         ),
         (&["--scheme", "w4a8-g32-static"], &["only with w8a8-channel-sym"]),
-        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe activations"]),
+        (&["--format", "awq", "--scheme", "w4a8-g32-static"], &["cannot describe quantized activations"]),
         (&["--method", "smoothquant", "--alpha", "1.5"], &["alpha is 1.5; it must be from 0 to 1"]),
         (&["--method", "smoothquant", "--alpha", "best"], &["alpha `best`", "or auto"]),
         (&["--method", "smoothquant", "--smooth-producers", "some"], &["producers `some`", "norms, all"]),
@@ -55,8 +55,8 @@ fn recipes() {
         (&["--method", "qoq", "--output-alpha", "2"], &["alpha is 2; it must be from 0 to 1"]),
         (&["--scheme", "w4a8kv5"], &["unknown cache `kv5`", "kv4, kv8, kvf8 or kv16"]),
         (&["--override", "down_proj=w4a8kv4"], &["`w4a8kv4`"]),
-        (&["--scheme", "w4a8-channel-progressive"], &["one scale per row cannot be progressive"]),
-        (&["--scheme", "w8a8-progressive"], &["`progressive` is not understood"]),
+        (&["--scheme", "w4a8-channel-progressive"], &["progressive scales require groups"]),
+        (&["--scheme", "w8a8-progressive"], &["unknown part `progressive`"]),
         (&["--method", "smoothquant", "--search", "fast"], &["--search has no effect"]),
         (&["--scheme", "w4a16-g32-maybe"], &["`maybe`", "-sym or -asym"]),
         (&["--scheme", "w4a16-g0"], &["`g0`"]),
@@ -334,7 +334,10 @@ fn texts() {
         (".", &["is not a regular file"]),
         (
             "nowhere.txt",
-            &["nowhere.txt is neither a file nor a known text set", "one of builtin, builtin-heldout, "],
+            &[
+                "nowhere.txt is neither an existing file nor a known text set",
+                "one of these sets: builtin, builtin-heldout, ",
+            ],
         ),
     ];
     for (name, expected) in cases {
@@ -405,7 +408,7 @@ fn outputs() {
         ("models/tiny", false, 2, &["overlaps the input"]),
         ("models/tiny", true, 2, &["overlaps the input"]),
         ("models/../models/./tiny/", true, 2, &["overlaps the input"]),
-        ("models/tiny/out", true, 2, &["overlaps the input", "a separate directory"]),
+        ("models/tiny/out", true, 2, &["overlaps the input", "outside the model directory"]),
         ("models", true, 2, &["overlaps the input"]),
         ("link", true, 2, &["overlaps the input"]),
         ("link/out", true, 2, &["overlaps the input"]),
@@ -416,7 +419,7 @@ fn outputs() {
         ("file/out", true, 5, &["file/out", "Not a directory"]),
         ("home", true, 2, &["was not written by quant", "--force does not replace it"]),
         ("models/other", true, 2, &["was not written by quant", "--force does not replace it"]),
-        ("visited", true, 2, &["visited holds `notes.txt`, which quant did not write"]),
+        ("visited", true, 2, &["visited contains `notes.txt`, which quant did not write"]),
         ("dangling", true, 2, &["dangling", "a broken symbolic link"]),
         ("taken", true, 2, &["taken.job", "thesis.tex"]),
     ];
@@ -428,7 +431,7 @@ fn outputs() {
         assert_eq!(snapshot(scratch.path()), before, "{output}: something has changed");
     }
     let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
-    check_message("/", &run, 2, &["/ cannot be an output directory"]);
+    check_message("/", &run, 2, &["/ cannot be the output"]);
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     // Reported before the evaluation, not after it.

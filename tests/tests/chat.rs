@@ -188,7 +188,7 @@ fn templates_that_cannot_be_used() {
         4,
         &["does not separate prompts from answers", "--mask none"],
     );
-    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not acceptable JSON"]);
+    with(config, "{").refuses("settings that are no JSON", &[], 4, &[config, "not valid JSON"]);
     with(config, r#"{"eos_token": 3}"#).refuses("a token that is none", &[], 4, &[config, "`eos_token`"]);
     let bench = with(config, r#"{"chat_template": [{"name": "rag", "template": "x"}]}"#);
     std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();

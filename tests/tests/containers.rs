@@ -174,7 +174,12 @@ fn a_checkpoint_that_does_not_fit_the_other_format_is_refused() {
     let override_ = ["--override", "down_proj=w8a16-g32"];
     quant(quantize(&model, &at("mixed"), &[&rtn[..], &override_].concat())).succeeded();
     let run = quant(quantize(&at("mixed"), &at("no"), &["--format", "awq"]));
-    check_message("8 bits", &run, 2, &["down_proj", "packs 4 bits, not 8", "original float checkpoint"]);
+    check_message(
+        "8 bits",
+        &run,
+        2,
+        &["down_proj", "4-bit weights only, not 8", "original float checkpoint"],
+    );
     // A scale that F16 cannot represent, in a BF16 file.
     quant(quantize(&model, &at("head"), &[&rtn[..], &["--override", "lm_head=w4a16-g32"]].concat()))
         .succeeded();

@@ -183,13 +183,17 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ("no block", &["--method", "gptq", "--block-size", "0"], "must be from 1 to 4096"),
         ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act-order `desc`"),
         ("inputs", &["--method", "gptq", "--layer-inputs", "both"], "layer inputs `both`"),
-        ("awq's bits", &["--method", "gptq", "--format", "awq", "--scheme", "w3a16"], "packs 4 bits, not 3"),
+        (
+            "awq's bits",
+            &["--method", "gptq", "--format", "awq", "--scheme", "w3a16"],
+            "4-bit weights only, not 3",
+        ),
         (
             "two schemes",
             &["--method", "gptq", "--format", "gptq", "--override", "down_proj=w8a16"],
             "one scheme for all",
         ),
-        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all implementations"),
+        ("the head", &["--format", "gptq", "--override", "lm_head=w4a16"], "not all engines"),
     ] {
         check_message(case, &quant(quantize(&model, &out, options)), 2, &[phrase]);
         assert!(!out.exists() && !job_of(&out).exists(), "{case}");

@@ -220,7 +220,7 @@ fn what_makes_no_sense_is_refused() {
         (json!([4]), "kv_cache_quantization` is a list"),
         (json!({ "bits": 4 }), "kv_cache_quantization.symmetric` is missing"),
         (with("bits", json!(3)), "kv_cache_quantization.bits` is 3"),
-        (with("bits", json!(-1)), "kv_cache_quantization.bits` is negative"),
+        (with("bits", json!(-1)), "kv_cache_quantization.bits` is -1"),
         (with("symmetric", json!(true)), "kv_cache_quantization.symmetric` is true"),
         (with("strategy", json!("channel")), "kv_cache_quantization.strategy` is `channel`"),
         (with("scale_dtype", json!("float32")), "kv_cache_quantization.scale_dtype` is `float32`"),

@@ -180,7 +180,8 @@ fn messages_name_settings_and_no_options() {
     }
     let (category, message) = refused(&|r| r.calibration = Some(Text::Named("none".into())));
     assert!(
-        category == Category::Input && message.contains("none is neither a file nor a known text set"),
+        category == Category::Input
+            && message.contains("none is neither an existing file nor a known text set"),
         "{message}"
     );
 }

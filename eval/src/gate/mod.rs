@@ -387,7 +387,7 @@ fn non_inferiority(
         None => String::new(),
     };
     let message = match differences.iter().all(|d| *d == 0.0) {
-        true => format!("{} is identical to that of the {against} in every window", check.metric.name()),
+        true => format!("{} is bit-identical to the {against} in every window", check.metric.name()),
         false => format!(
             "{} against the {against}: {} ({range}), at most {} allowed{need}",
             check.metric.name(),

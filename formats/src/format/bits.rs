@@ -25,7 +25,7 @@ pub fn words_for(count: usize, bits: u8) -> usize {
 
 /// The number of words does not match [`words_for`] the codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{count} codes of {bits} bits take {} words, got {got}", words_for(*count, *bits))]
+#[error("{count} codes of {bits} bits take {} words of 32 bits, got {got}", words_for(*count, *bits))]
 pub struct WordCount {
     /// Number of codes to unpack.
     pub count: usize,

@@ -361,10 +361,10 @@ mod tests {
         let too_small = CallArguments { out: Region { bytes: 2 * 3 * 512, ..at.out }, ..at };
         assert!(matches!(call.launches(&too_small), Err(KernelError::Length { .. })));
         let bad = |shape, layout| new(&shape, layout).unwrap_err().to_string();
-        assert!(bad(CallShape { stride: 1000, ..shape }, &layout).contains("overlap"));
+        assert!(bad(CallShape { stride: 1000, ..shape }, &layout).contains("at least the row width"));
         let whole = super::tests::layout(1024, Order::Int8, false);
         let gaps = CallShape { stride: 1040, ..CallShape::new(Float::F16, 3, 1024) };
-        assert!(bad(gaps, &whole).contains("gaps"));
+        assert!(bad(gaps, &whole).contains("contiguous"));
     }
 
     #[test]

@@ -439,12 +439,12 @@ fn a_directory_without_our_lock_is_not_emptied() {
     };
     fs::create_dir_all(job.join("out")).unwrap();
     fs::write(job.join("journal.jsonl"), "my diary").unwrap();
-    refused("and no lock of a run");
+    refused("but not the lock file of a run");
     fs::write(job.join("lock"), "the key is under the mat").unwrap();
-    refused("`lock`, which is not the lock of a run");
+    refused("`lock`, which is not the lock file of a run");
     fs::remove_file(job.join("lock")).unwrap();
     fs::create_dir(job.join("lock")).unwrap();
-    refused("`lock`, which is not the lock of a run");
+    refused("`lock`, which is not the lock file of a run");
     assert_eq!(fs::read_to_string(job.join("journal.jsonl")).unwrap(), "my diary");
     // With the lock of a terminated run it counts as a job's directory, and so does an empty directory.
     fs::remove_dir(job.join("lock")).unwrap();

@@ -218,7 +218,7 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.chat_template",
     ] {
         let wrong = texts(&["1"]);
-        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "fetch it again"]);
+        assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` is not a"), "download it again"]);
     }
     let byte_level = [("tokenizer.ggml.model", Value::string("gpt2")), ("tokenizer.ggml.pre", Value::U32(1))];
     assert_contains(&refused(&byte_level), &["`tokenizer.ggml.pre` is not a valid text"]);
@@ -274,7 +274,7 @@ fn a_factor_without_a_type_is_linear() {
 #[test]
 fn remedies_fit_what_is_wrong() {
     let damaged = refused(&[("llama.block_count", Value::string("1"))]);
-    assert_contains(&damaged, &["the GGUF file is damaged or incomplete: fetch it again"]);
+    assert_contains(&damaged, &["the GGUF file is damaged or incomplete: download it again"]);
     let big_endian = b"GGUF\0\0\0\x03".repeat(8);
     let scratch = tempfile::tempdir().unwrap();
     std::fs::write(scratch.path().join("x.gguf"), big_endian).unwrap();
