@@ -104,7 +104,7 @@ def test_conversations_are_rendered_by_the_model_s_template(rtn: Path, tmp_path:
         (lambda m: m.generate(["a"], max_new_tokens=0), fewbits.UsageError, "max_new_tokens=0"),
         (lambda m: m.generate(["a"], do_sample=True, top_p=2.0), fewbits.UsageError, "top_p"),
         (lambda m: m.generate([[m.vocab_size]]), fewbits.QuantError, "4096"),
-        (lambda m: m.generate([[]]), fewbits.UsageError, "has no tokens"),
+        (lambda m: m.generate([[]]), fewbits.UsageError, "the prompt is empty"),
     ],
 )
 def test_what_cannot_be_is_refused(packed: fewbits.Model, ask: Any, error: Any, message: str) -> None:

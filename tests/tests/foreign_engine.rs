@@ -117,7 +117,7 @@ fn an_engine_that_fails_ends_the_evaluation() {
         assert!(error.to_string().contains(phrase), "{error}");
     };
     refused(Broken(vocab, |_| Err("no such device".into())), 6, "no such device");
-    refused(Broken(vocab, |_| Ok(())), 6, "0 numbers for");
+    refused(Broken(vocab, |_| Ok(())), 6, "0 logits for");
     let one = |out: &mut Vec<f32>| {
         out.push(1.0);
         Ok(())

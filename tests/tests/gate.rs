@@ -260,7 +260,7 @@ fn nothing_that_is_missing_or_broken_passes() {
         "a policy without its baseline",
         &quant(args!["gate", &good, "--policy", &policy]),
         4,
-        &["gate.toml: compares with a baseline", "--baseline"],
+        &["gate.toml: has tests against a baseline", "--baseline"],
     );
 
     // Broken results. Each keeps its name, which links it to the baseline.

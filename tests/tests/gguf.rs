@@ -208,7 +208,7 @@ fn rows_that_do_not_fit_are_refused_or_listed() {
     let at = |name: &str| scratch.path().join(name);
     let model = data.join("models/stories260k");
     let run = quant(quantize(&model, &at("out.gguf"), &["--scheme", "q4_k_m"]));
-    check_message("narrow rows", &run, 2, &["do not fit", "blk.0.attn_q.weight", "rows of 64"]);
+    check_message("narrow rows", &run, 2, &["do not suit", "blk.0.attn_q.weight", "row width 64"]);
     assert!(!at("out.gguf").exists());
     let options = ["--scheme", "q4_k_m", "--allow-fallback", "--json"];
     let summary = quant(quantize(&model, &at("out.gguf"), &options)).json();
@@ -295,7 +295,7 @@ fn damaged_files_are_bad_input() {
     let arch = find(b"general.architecture") + "general.architecture".len() + 4 + 8;
     let name = find(b"blk.0.attn_q.weight");
     let cases: [(&str, Vec<u8>, &[&str]); 7] = [
-        ("cut", good[..good.len() / 2].to_vec(), &["the file has"]),
+        ("cut", good[..good.len() / 2].to_vec(), &["the file has only"]),
         ("head", good[..40].to_vec(), &["at byte"]),
         ("version", with(4, &[9]), &["`version` at byte 4 is 9"]),
         ("tensors", with(8, &[255; 8]), &["`tensor_count` at byte 8"]),

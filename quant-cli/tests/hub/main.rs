@@ -326,7 +326,7 @@ fn what_is_not_there_is_named() {
     check_message("no configuration", &run, 5, &["config.json", "org/tiny", "no such file"]);
     hub.change(MODEL, |r| drop(r.take(WEIGHTS)));
     let run = user.run(&hub, inspect("org/tiny"));
-    check_message("pickle", &run, 4, &["org/tiny", "only as pickle (pytorch_model.bin)"]);
+    check_message("pickle", &run, 4, &["org/tiny", "only pickle weights (pytorch_model.bin)"]);
     assert_eq!(downloads(&hub.requests()), [""; 0]);
     let run = user.run_offline(inspect("org/never"));
     check_message("never fetched", &run, 5, &["org/never", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"]);

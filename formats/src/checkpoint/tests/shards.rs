@@ -159,7 +159,7 @@ fn single_file_next_to_an_index() {
     assert!(open(&dir).unwrap().warnings().iter().any(|w| w.contains("model.safetensors is ignored")));
     for other in [vectors(&[("a", 4), ("b", 6)]), vectors(&[("a", 4), ("b", 6), ("c", 6)])] {
         put(dir.path(), "model.safetensors", other);
-        assert!(index_reason(&dir).contains("describes different tensors: c"));
+        assert!(index_reason(&dir).contains("these tensors differ: c"));
     }
     let only = json!({ "a": "model.safetensors", "b": "model.safetensors" });
     let dir = sharded(&only);

@@ -141,7 +141,7 @@ fn force_replaces_only_what_was_written_here() {
     fs::remove_file(target.join("notes.txt")).unwrap();
     let config = fs::read(target.join("config.json")).unwrap();
     fs::write(target.join("config.json"), "{ \"mine\": true }").unwrap();
-    assert!(usage_message(create(&target, forced())).contains("`config.json`, which was changed since"));
+    assert!(usage_message(create(&target, forced())).contains("`config.json`, which was modified after"));
     fs::write(target.join("config.json"), config).unwrap();
     fs::create_dir(target.join("more")).unwrap();
     assert!(usage_message(create(&target, forced())).contains("holds `more`"));

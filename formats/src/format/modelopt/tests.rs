@@ -215,7 +215,7 @@ fn tensors_are_checked() {
         (
             0,
             |(spec, bytes)| (spec.info.dtype, *bytes) = (Dtype::I8, bytes.clone()),
-            "no matching `m.weight` of type U8",
+            "`m.weight` of type U8 does not",
         ),
     ];
     let tensor = quantized([4, 32], "wf4a16-g16-nv", 0.25);

@@ -162,7 +162,7 @@ fn zeros_of_rows_are_stored_times_their_scales() {
     wide.scales[3] = Dtype::F16.round(wide.scales[3]);
     let error = pack("x", &wide).unwrap_err();
     assert!(matches!(&error, Error::Numeric { tensor, .. } if tensor == "x.weight"), "{error}");
-    assert!(error.to_string().contains("row 3: its zero"), "{error}");
+    assert!(error.to_string().contains("row 3: the qserve format"), "{error}");
 }
 
 #[test]

@@ -118,7 +118,7 @@ fn heads_as_a_list_count_as_heads() {
         assert_eq!(values(&listed, QUERIES), values(&plain, QUERIES));
     }
     let differs = Value::Array(Array::I32(vec![2, 4]));
-    assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs from block to block"]);
+    assert_contains(&refused(&[("llama.attention.head_count", differs)]), &["differs between blocks"]);
     assert_contains(
         &refused(&[("llama.attention.head_count", Value::F32(2.0))]),
         &["head_count` is not a valid integer"],
@@ -170,7 +170,7 @@ fn counts_are_checked_before_use() {
     fitting.unwrap();
     assert_contains(
         &refusal(&with_divisors(1 << 16)),
-        &["rope_freqs.weight", "65536 values", "4 channels per head are rotated"],
+        &["rope_freqs.weight", "65536 values", "pair of the 4 rotated channels"],
     );
 }
 
@@ -372,7 +372,7 @@ fn models_in_parts_are_read_as_one() {
         &[NAMES[1], "token_embd.weight", "also in an earlier file"],
     );
     let fewer = |_: &mut Tensors, rest: &mut Tensors| rest.truncate(2);
-    assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files hold 8"]);
+    assert_contains(&refused(&good, NAMES, &fewer), &["11 tensors, but the files contain 8"]);
 }
 
 /// A two-block Qwen3.5, one block with a delta net of 2 key heads and 4 value heads.
@@ -472,7 +472,7 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
         2"],
     );
     let flags = Value::Array(Array::Bool(vec![true]));
-    says_of("attention.recurrent_layers", flags, &["is not a list of flags for 2 blocks"]);
+    says_of("attention.recurrent_layers", flags, &["must be a list of 2 booleans"]);
     says_of(
         "nextn_predict_layers",
         Value::U32(2),
