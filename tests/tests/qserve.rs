@@ -151,7 +151,7 @@ fn what_other_formats_lose_is_reported_completely() {
     assert!(text.contains(&format!("lost: {message}\n")), "{text}");
     let text = plan("qserve", &[]).stdout;
     assert!(
-        text.contains("it does not read the qserve format") && text.contains("note: norm weights are"),
+        text.contains("it does not support the qserve format") && text.contains("note: norm weights are"),
         "{text}"
     );
     for checkpoint in [&other, &awq] {
