@@ -261,7 +261,7 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
         return Err(broken("is not a regular file".into()));
     }
     if metadata.len() > MAX_FILE_BYTES {
-        return Err(broken(format!("has {} bytes; at most {MAX_FILE_BYTES} are supported", metadata.len())));
+        return Err(broken(format!("has {} bytes; the limit is {MAX_FILE_BYTES}", metadata.len())));
     }
     let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
     if bytes.iter().all(u8::is_ascii_whitespace) {

@@ -51,7 +51,7 @@ def test_texts(model: Path, tmp_path: Path) -> None:
     by_file = fewbits.evaluate(model, text=file, **SHORT)
     by_rows = fewbits.evaluate(model, text=[{"text": text} for text in documents], **SHORT)
     assert by_file.perplexity == by_rows.perplexity
-    with pytest.raises(fewbits.InputError, match="holds conversations"):
+    with pytest.raises(fewbits.InputError, match="contains conversations"):
         fewbits.evaluate(model, text=[[{"role": "user", "content": "a"}]], **SHORT)
 
 

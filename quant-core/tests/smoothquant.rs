@@ -436,7 +436,7 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         recipe
     };
     assert!(message(&with("embed_tokens", "w8a8")).contains("an embedding has no input activations"));
-    assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
+    assert!(message(&with("lm_head", "w8a8-static")).contains("only in blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
         // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be

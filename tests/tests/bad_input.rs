@@ -366,7 +366,7 @@ fn a_perplexity_that_overflows() {
 #[test]
 fn blocks_that_are_not_counted() {
     let model = broken(|m| edit_config(m, &json!({ "num_hidden_layers": 1 })));
-    let expected = ["`num_hidden_layers` is 1", "holds `model.layers.1."];
+    let expected = ["`num_hidden_layers` is 1", "contains `model.layers.1."];
     refuses_to_quantize("a block too many", model.path(), &RTN, 4, &expected);
     check_message("plan", &quant(args!["plan", model.path(), "--group-size", "32"]), 4, &expected);
 }
@@ -420,7 +420,7 @@ fn tokenizers() {
         (
             "tokens outside the embedding",
             |m| TinyLlama { vocab: 100, ..TinyLlama::default() }.write(m),
-            &["tokenizer.json", "the embedding has 100 rows"],
+            &["tokenizer.json", "the embedding has only 100 rows"],
         ),
         (
             "merges that the vocabulary lacks",

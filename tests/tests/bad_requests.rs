@@ -38,7 +38,7 @@ fn recipes() {
         (&["--skip", "rotate"], &["`rotate` is not a step of method `awq`", "its steps are awq"]),
         (
             &["--method", "rtn", "--skip", "rotate"],
-            &["not a step of method `rtn`", "none of its steps can be skipped"],
+            &["not a step of method `rtn`", "no steps that can be skipped"],
         ),
         (
             &["--method", "qoq", "--skip", "rotat"],
@@ -77,7 +77,7 @@ fn recipes() {
         (&["--group-size", "many"], &["group size `many`"]),
         (
             &["--scheme", "w4a16-g32", "--group-size", "64"],
-            &["--scheme w4a16-g32 contradicts", "set it only once"],
+            &["--scheme w4a16-g32 contradicts", "specify group size and symmetry only once"],
         ),
         (&["--scheme", "w4a16-g32-sym", "--asymmetric"], &["--scheme w4a16-g32-sym contradicts"]),
         (&["--scheme", "w4a16-g32-asym", "--symmetric"], &["--scheme w4a16-g32-asym contradicts"]),
@@ -102,7 +102,7 @@ fn recipes() {
         (
             &["--format", "awq", "--scheme", "w3a16-g32"],
             &[
-                "`model.layers.0.self_attn.q_proj.weight`: the awq format packs 4 bits, not 3",
+                "`model.layers.0.self_attn.q_proj.weight`: the awq format supports 4-bit weights only, not 3",
                 "--format compressed-tensors",
             ],
         ),
@@ -112,17 +112,14 @@ fn recipes() {
         ),
         (&["--search", "deep"], &["unknown search `deep`", "fast, reference"]),
         (&["--method", "rtn", "--seed", "0"], &["--seed has no effect"]),
-        (&["--method", "clip,reorder"], &["`clip` narrows the ranges", "put `clip` last"]),
+        (&["--method", "clip,reorder"], &["`clip` clips the ranges", "put `clip` last"]),
         (&["--method", "reorder,rotate"], &["modifies the whole model", "put `rotate` first"]),
-        (
-            &["--method", "rotate,magic"],
-            &["step `magic` is not known", "the steps are awq, clip, fold-norms"],
-        ),
+        (&["--method", "rotate,magic"], &["unknown step `magic`", "the steps are awq, clip, fold-norms"]),
         (&["--packing", "bfd"], &["unknown packing `bfd`", "auto, stream, documents"]),
         (&["--mask", "users"], &["unknown mask `users`", "none, prompts"]),
         (&["--method", "rtn", "--packing", "documents"], &["--packing has no effect"]),
         (&["--method", "rtn", "--mask", "prompts"], &["--mask has no effect"]),
-        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "re: and a regular expression"]),
+        (&["--group-size", "32", "--ignore", "re:("], &["pattern `re:(`", "a regular expression after re:"]),
         (&["--group-size", "32", "--ignore", ""], &["pattern ``", "is empty"]),
         (&["--group-size", "32", "--ignore", "*"], &["nothing is left to quantize"]),
         (&["--group-size", "32", "--override", "down_proj"], &["`down_proj` has no `=`", "PATTERN=SCHEME"]),
@@ -324,7 +321,7 @@ fn texts() {
     let cases: &[(&str, &[&str])] = &[
         ("empty.txt", &["empty.txt: holds no text"]),
         ("blank.txt", &["blank.txt: holds no text"]),
-        ("short.txt", &["short.txt: has 26 tokens, enough for 0 windows of 50; 1 are needed"]),
+        ("short.txt", &["short.txt: has 26 tokens, enough for only 0 windows of 50; 1 are needed"]),
         ("latin.txt", &["latin.txt: is not UTF-8 at byte 3"]),
         ("no-text.jsonl", &["no-text.jsonl:3: has no string field `text`"]),
         ("number.jsonl", &["number.jsonl:1: has no string field `text`"]),

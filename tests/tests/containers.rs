@@ -109,7 +109,7 @@ fn a_directory_for_formats_holds_nothing_else() {
     let other = scratch.path().join("other");
     let three = [&BOTH[..], &["--method", "rtn", "--scheme", "w3a16-g32"]].concat();
     let run = quant(quantize(&model, &other, &three));
-    check_message("3 bits", &run, 2, &["the awq format packs 4 bits, not 3"]);
+    check_message("3 bits", &run, 2, &["the awq format supports 4-bit weights only, not 3"]);
     assert!(!other.exists());
     for (case, formats, expected) in [
         ("twice", &["--format", "awq", "--format", "awq"][..], "`awq` is listed twice"),
@@ -156,7 +156,7 @@ fn a_quantized_checkpoint_is_written_in_another_format() {
         ("a sample", &["--format", "awq", "--samples", "3"]),
     ] {
         let run = quant(quantize(&at("ct"), &at("no"), options));
-        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "give only --format"]);
+        check_message(case, &run, 4, &["is already quantized (compressed-tensors)", "set only --format"]);
         assert!(!at("no").exists(), "{case}");
     }
     let run = quant(quantize(&at("ct"), &at("no"), &["--format", "awq", "--calibration", "builtin"]));

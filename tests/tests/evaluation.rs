@@ -85,7 +85,7 @@ fn reports_show_what_was_measured() {
     let stray = at("w3").join("quant_report.json");
     let report = std::fs::read_to_string(&stray).unwrap();
     for (broken, expected) in [
-        (report.replace("w3a16", "w4a16"), "does not match the weights of"),
+        (report.replace("w3a16", "w4a16"), "does not match the stored scheme of"),
         (report.replace("quant-report/1", "quant-report/9"), "does not have the schema"),
         (report[..report.len() / 2].to_owned(), "quant_report.json"),
     ] {
@@ -172,7 +172,7 @@ fn a_larger_tokenizer_is_refused() {
     tokenizer["added_tokens"].as_array_mut().unwrap().push(more);
     std::fs::write(&path, tokenizer.to_string()).unwrap();
     let run = quant(args!["eval", &model, "--text", "builtin-heldout", "--window", "64", "--windows", "2"]);
-    check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has 4096 rows"]);
+    check_message("a larger tokenizer", &run, 4, &["token 4096, but the embedding has only 4096 rows"]);
 }
 
 /// A stride of one makes every token a window: only the requested windows are built, and too many are refused.

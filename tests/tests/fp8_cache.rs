@@ -321,7 +321,7 @@ fn what_is_damaged_or_not_known_is_refused() {
         "two caches",
         &eval(&at("ct"), &[]),
         4,
-        &["kv_cache_quantization", "contradicts the cache of FP8"],
+        &["kv_cache_quantization", "contradicts the FP8 cache"],
     );
 }
 
@@ -344,7 +344,7 @@ fn requests_that_make_no_sense_are_refused() {
         );
     }
     let qoq = ["--preset", "qoq-w4a8kv4", "--scheme", "w4a8kvf8-g32"];
-    let phrase = ["`smooth-attention` helps only integer caches", "--skip smooth-attention"];
+    let phrase = ["`smooth-attention` only improves integer caches", "--skip smooth-attention"];
     check_message("qoq", &quantize(&at("model"), &at("out"), &qoq), 2, &phrase);
     assert!(!at("out").exists());
     let plan = quant(args!["plan", at("model"), "--scheme", "fp8kvf8", "--method", "rtn"]).succeeded();

@@ -181,7 +181,7 @@ fn what_makes_no_sense_is_refused_before_any_work() {
         ("search of gptq", &["--method", "gptq", "--search", "fast"], "--search has no effect"),
         ("no damping", &["--method", "gptq", "--damping", "0"], "greater than 0 and at most 100"),
         ("no block", &["--method", "gptq", "--block-size", "0"], "must be from 1 to 4096"),
-        ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act-order `desc`"),
+        ("an order", &["--method", "gptq", "--act-order", "desc"], "unknown act order `desc`"),
         ("inputs", &["--method", "gptq", "--layer-inputs", "both"], "layer inputs `both`"),
         (
             "awq's bits",
@@ -281,7 +281,7 @@ fn inputs_that_are_not_finite_are_a_numeric_error() {
         let mut arguments = quantize(&model, &out, &[&options[..], &["--layer-inputs", inputs]].concat());
         arguments.extend(args!["--calibration", &text]);
         let run = quant(arguments);
-        check_message(inputs, &run, 6, &["NaN or infinity"]);
+        check_message(inputs, &run, 6, &["NaN or infinite"]);
         assert!(!out.exists() && !job_of(&out).exists());
     }
 }

@@ -202,7 +202,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
     };
     refused(
         &["--method", "smoothquant", "--scheme", "nvfp4"],
-        &["`smoothquant` does not help wf4af4-g16-nv"],
+        &["`smoothquant` would not improve wf4af4-g16-nv"],
     );
     refused(&["--method", "clip", "--scheme", "mxfp4a16"], &["`clip` has no effect on wf4a16-g32-mx"]);
     refused(
@@ -216,7 +216,7 @@ fn what_makes_no_sense_for_floating_point_weights_is_refused() {
     refused(&["--method", "rtn", "--scheme", "nvfp4a16", "--asymmetric"], &["contradicts"]);
     refused(
         &["--method", "rtn", "--scheme", "nvfp4", "--override", "lm_head=wf4af4-g16-nv"],
-        &["`lm_head` cannot be wf4af4-g16-nv"],
+        &["`lm_head` does not support wf4af4-g16-nv"],
     );
     let narrow = scratch.path().join("narrow");
     TinyLlama { hidden: 24, intermediate: 40, heads: 3, kv_heads: 3, head_dim: 8, ..TinyLlama::default() }

@@ -311,6 +311,6 @@ fn collect_differences(field: &str, was: &Value, is: &Value, found: &mut Vec<Str
         }
     } else if was != is {
         let (was, is) = (printable(&was.to_string()), printable(&is.to_string()));
-        found.push(format!("{}: was {was}, now {is}", printable(field)));
+        found.push(format!("{}: was {was}, is {is}", printable(field)));
     }
 }

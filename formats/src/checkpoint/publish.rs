@@ -100,7 +100,7 @@ fn not_replaceable(directory: &Path) -> Result<Option<String>> {
         Err(e) => return Err(e),
     };
     let Some(listed) = listed else {
-        return Ok(Some(format!("has an invalid {MANIFEST}, so ‹force› does not replace it")));
+        return Ok(Some(format!("has an unreadable {MANIFEST}, so ‹force› does not replace it")));
     };
     present.sort_unstable();
     for (name, len) in &present {

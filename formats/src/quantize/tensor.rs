@@ -327,7 +327,7 @@ mod tests {
         assert!(message(&bf16, "w4a16-g64-sym", Dtype::Bf16).contains("not w4a16-g64-sym"));
         assert!(bf16.clone().restated(bf16.scheme, Dtype::F16).is_ok(), "eight bits fit into eleven");
         bf16.scales[3] = 2.0_f32.powi(-40);
-        assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("not exact in F16"));
+        assert!(message(&bf16, "w4a16-g32-sym", Dtype::F16).contains("cannot be represented exactly in F16"));
         let asym = tensor("w4a16-g32-asym", Dtype::F16);
         assert!(message(&asym, "w4a16-g32-sym", Dtype::F16).contains("it has a zero point of"));
         assert!(message(&tensor("w4a16-g32-sym", Dtype::F16), "w4a16-g32-sym", Dtype::Bf16).contains("BF16"));

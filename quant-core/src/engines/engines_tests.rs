@@ -426,7 +426,7 @@ fn experts_latents_and_containers_of_sglang() {
     let mut latent = of("deepseek_v3", "compressed-tensors", "w4a16-g128-sym");
     latent.layers[0].parts[0].module = "model.layers.0.self_attn.kv_b_proj".into();
     assert_eq!(first(&latent), "no");
-    assert!(reason("SGLang", &latent, 1).contains("leave it float"));
+    assert!(reason("SGLang", &latent, 1).contains("must stay float"));
     latent.layers[0].parts[0].module = "model.layers.0.self_attn.q_a_proj".into();
     assert_eq!(first(&latent), "unsure");
     latent.layers[0].parts[0].module = "model.layers.0.self_attn.q_b_proj".into();

@@ -278,9 +278,9 @@ mod tests {
             (json!({"top_k": -5}), "`top_k`"),
             (json!({"do_sample": "yes"}), "`do_sample`"),
             (json!({"max_new_tokens": 0}), "`max_new_tokens`"),
-            (json!({"eos_token_id": "</s>"}), "`eos_token_id` is neither"),
-            (json!({"eos_token_id": [1, 1.5]}), "`eos_token_id` is neither"),
-            (json!({"eos_token_id": 4294967296_u64}), "`eos_token_id` is neither"),
+            (json!({"eos_token_id": "</s>"}), "`eos_token_id` must be a token ID"),
+            (json!({"eos_token_id": [1, 1.5]}), "`eos_token_id` must be a token ID"),
+            (json!({"eos_token_id": 4294967296_u64}), "`eos_token_id` must be a token ID"),
             (json!({"suppress_tokens": vec![0; MAX_TOKENS + 1]}), "`suppress_tokens` lists 65537 tokens"),
         ] {
             let message = from(value.clone()).unwrap_err().to_string();

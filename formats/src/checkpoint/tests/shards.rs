@@ -141,7 +141,7 @@ fn oddities_are_warnings() {
     let checkpoint = open(&dir).unwrap();
     assert_eq!(checkpoint.names(), ["a", "c"]);
     let warnings = checkpoint.warnings().join("\n");
-    for part in ["holds 1 tensor", ": b", "is 15", "have 9 bytes", "stray.safetensors"] {
+    for part in ["contains 1 tensor", ": b", "is 15", "have 9 bytes", "stray.safetensors"] {
         assert!(warnings.contains(part), "{warnings} lacks {part}");
     }
     for (text, warns) in [("null", false), ("{}", false), (r#"{"total_size":15.0}"#, true)] {
@@ -303,7 +303,7 @@ fn a_file_that_shrinks_is_an_error() {
     let shard = fs::OpenOptions::new().write(true).open(dir.path().join("s2.safetensors")).unwrap();
     shard.set_len(shard.metadata().unwrap().len() - 2).unwrap();
     let message = checkpoint.read("c").unwrap_err().to_string();
-    assert!(message.contains("s2.safetensors") && message.contains("have 3, need 5"), "{message}");
+    assert!(message.contains("s2.safetensors") && message.contains("but only 3 are left"), "{message}");
     // A file that is given this name later is not read.
     let dir = sharded(&good());
     let checkpoint = open(&dir).unwrap();

@@ -137,19 +137,19 @@ fn force_replaces_only_what_was_written_here() {
     finish(create(&target, forced()).unwrap()).unwrap();
 
     fs::write(target.join("notes.txt"), "mine").unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `notes.txt`, which quant did not"));
+    assert!(usage_message(create(&target, forced())).contains("contains `notes.txt`, which quant did not"));
     fs::remove_file(target.join("notes.txt")).unwrap();
     let config = fs::read(target.join("config.json")).unwrap();
     fs::write(target.join("config.json"), "{ \"mine\": true }").unwrap();
     assert!(usage_message(create(&target, forced())).contains("`config.json`, which was modified after"));
     fs::write(target.join("config.json"), config).unwrap();
     fs::create_dir(target.join("more")).unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `more`"));
+    assert!(usage_message(create(&target, forced())).contains("contains `more`"));
     fs::remove_dir(target.join("more")).unwrap();
     // A directory in place of a listed file.
     fs::remove_file(target.join("config.json")).unwrap();
     fs::create_dir(target.join("config.json")).unwrap();
-    assert!(usage_message(create(&target, forced())).contains("holds `config.json`"));
+    assert!(usage_message(create(&target, forced())).contains("contains `config.json`"));
     fs::remove_dir(target.join("config.json")).unwrap();
     let manifest = fs::read(target.join("quant_manifest.json")).unwrap();
     fs::write(target.join("quant_manifest.json"), &manifest[..40]).unwrap();

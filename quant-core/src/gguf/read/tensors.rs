@@ -58,8 +58,7 @@ impl GgufSource {
     pub(super) fn check_experts(about: &About<'_>) -> Result<()> {
         match about.integer("expert_count")?.unwrap_or(0) {
             experts if experts > MAX_EXPERTS => {
-                Err(about
-                    .unread("expert_count", &format!("is {experts}; at most {MAX_EXPERTS} are supported")))
+                Err(about.unread("expert_count", &format!("is {experts}; the limit is {MAX_EXPERTS}")))
             }
             _ => Ok(()),
         }

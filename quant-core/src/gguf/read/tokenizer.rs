@@ -225,8 +225,7 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
         vocabulary.tokens.iter().enumerate().filter(|(id, _)| vocabulary.is(*id, kinds::NORMAL))
     {
         if token.len() > MAX_TOKEN_BYTES {
-            let reason =
-                format!("has {} bytes for token {id}; at most {MAX_TOKEN_BYTES} are supported", token.len());
+            let reason = format!("has {} bytes for token {id}; the limit is {MAX_TOKEN_BYTES}", token.len());
             return Err(GgufFile::unread(about.file.path(), format!("`{TOKENS}` {reason}")));
         }
         for (at, _) in token.char_indices().skip(1) {
