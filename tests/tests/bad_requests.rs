@@ -249,8 +249,8 @@ fn arguments() {
         (args!["eval", m, "--text", "builtin-heldout", "--profile", "best"], "unknown profile `best`"),
         (args!["bench", m, "--prefill", "0"], "nothing to measure"),
         (args!["bench", m, "--decode", "99999999999"], "are too many"),
-        (args!["bench", m, "--only", "w8a8"], "--only is for `bench kernels`"),
-        (args!["bench", "kernels", "--only", "w9a9"], "no measured kernel has `w9a9` in its name"),
+        (args!["bench", m, "--only", "w8a8"], "--only has no effect without `bench kernels`"),
+        (args!["bench", "kernels", "--only", "w9a9"], "no kernel has `w9a9` in its name"),
     ];
     for (arguments, expected) in cases {
         check_message(expected, &quant(arguments), 2, &[expected]);
@@ -355,7 +355,7 @@ fn texts() {
         model.path(),
         &options,
         5,
-        &["`c4`", "allenai/c4", "give that file's path"],
+        &["`c4`", "allenai/c4", "give the path of that file"],
     );
 }
 

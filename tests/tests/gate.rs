@@ -399,7 +399,7 @@ fn nothing_that_is_missing_or_broken_passes() {
     assert_eq!(std::fs::read(at("kept.json")).unwrap(), std::fs::read(&baseline).unwrap());
     std::fs::write(at("notes.md"), "my notes").unwrap();
     let update = args!["gate", &good, "--baseline", at("notes.md"), "--update"];
-    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline is replaced"]);
+    check_message("what is no baseline", &quant(update), 4, &["notes.md", "only a baseline can be replaced"]);
     assert_eq!(std::fs::read(at("notes.md")).unwrap(), b"my notes");
 
     // A model compared with itself is never far from its reference; without a baseline nothing else would detect this.
