@@ -34,7 +34,9 @@ def _linear(
     if kind is None:
         raise TypeError(f"packed weights do not support activations of type {x.dtype}")
     if bias is not None and (bias.dtype != torch.float32 or bias.numel() != n or not bias.is_contiguous()):
-        raise ValueError(f"bias must have {n} contiguous float32 values, got shape {tuple(bias.shape)} and dtype {bias.dtype}")
+        raise ValueError(
+            f"bias must have {n} contiguous float32 values, got shape {tuple(bias.shape)} and dtype {bias.dtype}"
+        )
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
     if out.numel():

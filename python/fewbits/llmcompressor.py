@@ -182,7 +182,10 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
         if isinstance(modifier, GPTQModifier):
             settings.update(modifier.settings)
     if len(schemes) != 1:
-        raise UsageError(f"the recipe has {len(schemes)} different schemes, but must have one", "set the same scheme= in its modifiers, or set it in only one of them")
+        raise UsageError(
+            f"the recipe has {len(schemes)} different schemes, but must have one",
+            "set the same scheme= in its modifiers, or set it in only one of them",
+        )
     # The head stays float even if it is not listed.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
@@ -198,7 +201,8 @@ def _rows(dataset: Texts, column: str) -> Texts:
         if isinstance(row, Mapping) and "messages" not in row:
             if column not in row and "input_ids" in row:
                 raise UsageError(
-                    "the dataset contains tokens (`input_ids`)", "pass the texts or messages instead; this function tokenizes them"
+                    "the dataset contains tokens (`input_ids`)",
+                    "pass the texts or messages instead; this function tokenizes them",
                 )
             return {"text": row.get(column)}
         return row

@@ -73,7 +73,7 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         if prefix_token_id is None:
             prefix_token_id = bos if bos is not None else eos
         if eos is None or prefix_token_id is None:
-            raise ValueError(f"{pretrained} has no token that begins a text or none that ends one; set prefix_token_id=")
+            raise ValueError(f"{pretrained} has no token that begins or ends a text; set prefix_token_id=")
         self._eos, self._prefix = eos, prefix_token_id
         self._prefix_text = self.model.special_token("bos_token" if prefix_token_id == bos else "eos_token")
 
@@ -195,7 +195,9 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
                 sample = sample and temperature is None
             room = self.max_length - length
             if room <= 0:
-                raise ValueError(f"{length} new tokens leave no room for a prompt in a context of {self.max_length} tokens")
+                raise ValueError(
+                    f"{length} new tokens leave no room for a prompt in a context of {self.max_length} tokens"
+                )
             prompts = [tokens[-room:] for tokens in self._encode([requests[n].args[0] for n in numbers])]
             written = self.model.generate(
                 prompts,
