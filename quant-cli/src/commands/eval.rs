@@ -386,8 +386,8 @@ pub fn text(
     opened.model.check_positions(window)?;
     if window > positions {
         session.progress.note(&format!(
-            "warning: windows of {window} tokens are longer than the {positions} positions that the model \
-            was trained for; ‹window={positions}› avoids this"
+            "warning: windows of {window} tokens are longer than the {positions} positions the model was \
+            trained for; ‹window={positions}› avoids this"
         ));
     }
     let (documents, origin) = run::documents(source, &session.host())?;
