@@ -436,15 +436,15 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
         recipe
     };
     assert!(message(&with("embed_tokens", "w8a8")).contains("an embedding has no input activations"));
-    assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
+    assert!(message(&with("lm_head", "w8a8-static")).contains("only in blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
         // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be
         // dropped.
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
-        assert!(lost.len() == 1 && lost[0].contains("cannot describe activations"), "{lost:?}");
-        assert!(message(&plan("w8a8-static")).contains("cannot describe activations"));
+        assert!(lost.len() == 1 && lost[0].contains("cannot describe quantized activations"), "{lost:?}");
+        assert!(message(&plan("w8a8-static")).contains("cannot describe quantized activations"));
     }
     assert!(Plan::new(&model, &with("lm_head", "w8a8"), recipe("rtn", "w8a8").containers[0]).is_ok());
 }

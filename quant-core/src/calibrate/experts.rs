@@ -53,7 +53,7 @@ impl ExpertStates {
                     chosen.for_each(|(tokens, weight)| tokens.push((first, *weight)));
                     first = first
                         .checked_add(1)
-                        .ok_or_else(|| Error::Internal("more than 2^32 tokens".into()))?;
+                        .ok_or_else(|| Error::Internal("a batch exceeds 2^32 tokens".into()))?;
                 }
                 Ok(())
             })
@@ -182,5 +182,5 @@ fn sum_of(graph: &BlockGraph, weights: NodeId) -> Option<NodeId> {
 }
 
 fn no_experts(node: usize) -> Error {
-    Error::Internal(format!("node {node} belongs to no expert"))
+    Error::Internal(format!("node {node} does not belong to an expert"))
 }

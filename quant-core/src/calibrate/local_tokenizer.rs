@@ -78,7 +78,7 @@ impl LocalTokenizer {
             false => Some(Vec::new()),
         };
         let places =
-            placed.ok_or_else(|| self.held.fault("cannot process a text of more than 4 GiB".into()))?;
+            placed.ok_or_else(|| self.held.fault("does not support texts of more than 4 GiB".into()))?;
         Ok(Encoded { ids: encoding.get_ids().to_vec(), places })
     }
 }

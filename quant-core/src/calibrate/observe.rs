@@ -55,7 +55,9 @@ impl HiddenStates {
         let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
             let (got, tokens) = (values.len(), layout.tokens());
-            return Err(Error::Internal(format!("{got} values for {tokens} hidden states of {hidden}")));
+            return Err(Error::Internal(format!(
+                "got {got} values for {tokens} hidden states of width {hidden}"
+            )));
         }
         Ok(Self { layout, hidden, values })
     }

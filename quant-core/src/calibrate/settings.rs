@@ -33,8 +33,8 @@ impl TokenizerSettings {
         let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
         match parse_strictly(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self { fields, path }),
-            Ok(_) => Err(fault("must hold one JSON object".into())),
-            Err(reason) => Err(fault(format!("is not acceptable JSON: {reason}"))),
+            Ok(_) => Err(fault("must contain one JSON object".into())),
+            Err(reason) => Err(fault(format!("is not valid JSON: {reason}"))),
         }
     }
 

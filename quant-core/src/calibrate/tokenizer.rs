@@ -231,7 +231,7 @@ impl TextTokenizer {
 
     fn unexpected(&self) -> Error {
         Error::Internal(format!(
-            "the worker of {} gave an answer that does not match the request",
+            "the worker process of {} sent a response that does not match the request",
             self.path.display()
         ))
     }

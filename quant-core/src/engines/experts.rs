@@ -8,7 +8,7 @@ use crate::scheme::{ActivationScheme, FloatFormat, Granularity, LinearScheme, Sc
 
 /// An engine whose kernels for experts were not checked.
 pub(super) fn not_followed(_outline: &Outline) -> Verdict {
-    Unsure("which shapes and schemes its kernels for experts support".into())
+    Unsure("which shapes and schemes its expert kernels support was not checked".into())
 }
 
 /// Engines that apply the scheme of a block's first expert to all its experts: `rules` judges the scheme. Float experts
@@ -17,7 +17,9 @@ pub(super) fn one_scheme(outline: &Outline, rules: impl FnOnce(LinearScheme) -> 
     let schemes: Vec<_> = outline.experts.iter().collect();
     let [one] = schemes[..] else {
         return Unsure(
-            "it applies the scheme of a block's first expert to all experts, but here they differ".into(),
+            "it applies the scheme of a block's first expert to all its experts, but here they differ; the effect was \
+            not checked"
+                .into(),
         );
     };
     one.map_or(Yes, rules)
@@ -116,13 +118,13 @@ pub(super) fn vllm_cpu(outline: &Outline) -> Verdict {
         scheme.activations == ActivationScheme::Float && scheme.float_format().is_none()
     };
     match outline.experts.iter().flatten().find(is_packed) {
-        Some(scheme) => No(format!("its CPU backend does not run experts of {scheme}")),
+        Some(scheme) => No(format!("its CPU backend does not support experts in {scheme}")),
         None if outline.experts.iter().all(Option::is_none) => Yes,
         None => not_followed(outline),
     }
 }
 
-const FLOAT_EXPERTS: &str = "it does not load float experts among quantized linears";
+const FLOAT_EXPERTS: &str = "it does not support float experts together with quantized linears";
 
 /// Loaders of transformers that do not support experts.
 pub(super) fn transformers_others(outline: &Outline) -> Verdict {
@@ -138,10 +140,10 @@ pub(super) fn transformers(outline: &Outline) -> Verdict {
     match schemes[..] {
         [None] => No(FLOAT_EXPERTS.into()),
         [Some(scheme)] if scheme.is_symmetric() => Yes,
-        [Some(_)] => No("it supports symmetric schemes only for experts".into()),
-        _ => {
-            No("it applies one scheme to all experts, which gives wrong results if their schemes differ"
-                .into())
-        }
+        [Some(_)] => No("it supports only symmetric schemes for experts".into()),
+        _ => No(
+            "it applies one scheme to all experts, but here their schemes differ, which gives wrong results"
+                .into(),
+        ),
     }
 }

@@ -114,7 +114,7 @@ impl Engine {
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Verdict> {
         (ranks == 1 || self.tensor_parallel).then(|| {
             let Some(rules) = self.reads.iter().find(|reading| reading.container == outline.container) else {
-                return Verdict::No(format!("it does not read the {} format", outline.container));
+                return Verdict::No(format!("it does not support the {} format", outline.container));
             };
             models::verdict(self.models, outline, || match outline.experts.is_empty() {
                 true => (rules.loads)(outline, ranks),

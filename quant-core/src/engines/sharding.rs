@@ -62,7 +62,7 @@ fn shares(outline: &Outline, ranks: usize) -> Result<Vec<Share<'_>>, String> {
         let whole =
             if kv_heads >= ranks { kv_heads.is_multiple_of(ranks) } else { ranks.is_multiple_of(kv_heads) };
         if !whole {
-            return Err(format!("{kv_heads} key heads cannot be split across {ranks} ranks"));
+            return Err(format!("{kv_heads} key-value heads cannot be split across {ranks} ranks"));
         }
     }
     let mut shares = Vec::new();
@@ -144,7 +144,7 @@ fn groups(share: &Share<'_>) -> Result<(), String> {
 /// Engines split the scales by inputs, which is impossible with one scale per channel.
 fn channels_whole(share: &Share<'_>) -> Result<(), String> {
     match share.group().is_none() && share.split_inputs {
-        true => Err(share.fault("in this format, a scale per channel cannot be split across ranks")),
+        true => Err(share.fault("in this format, scales per channel cannot be split across ranks")),
         false => Ok(()),
     }
 }

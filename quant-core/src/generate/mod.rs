@@ -113,13 +113,16 @@ impl<'a> Generator<'a> {
         let positions = self.decoder.positions();
         if prompt.is_empty() {
             return Err(Error::usage(
-                "the prompt has no tokens, and this model's tokenizer adds none",
-                "give a prompt with some text",
+                "the prompt is empty, and the tokenizer of this model adds no tokens",
+                "give a prompt that is not empty",
             ));
         }
         if prompt.len() > positions {
             return Err(Error::usage(
-                format!("the prompt has {} tokens, but the context has only {positions}", prompt.len()),
+                format!(
+                    "the prompt has {} tokens, but the model was loaded for a context of {positions}",
+                    prompt.len()
+                ),
                 "shorten the prompt, or load the model for a longer context",
             ));
         }

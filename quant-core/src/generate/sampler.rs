@@ -76,7 +76,7 @@ impl<'a> Sampler<'a> {
     pub fn candidates(&self, logits: &[f32], tokens: &[u32], prompt: usize) -> Result<Vec<Candidate>> {
         let invalid = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY);
         if let Some(at) = invalid {
-            return Err(numeric(format!("hold {} for token {at}", logits[at])));
+            return Err(numeric(format!("contain {} for token {at}", logits[at])));
         }
         if logits.iter().all(|x| *x == f32::NEG_INFINITY) {
             return Err(numeric("are -inf for every token".into()));
@@ -88,8 +88,8 @@ impl<'a> Sampler<'a> {
         candidates.retain(|(_, score)| *score != f32::NEG_INFINITY);
         if candidates.is_empty() {
             return Err(Error::usage(
-                "the settings exclude every token",
-                "lower min_new_tokens or no_repeat_ngram_size, or suppress fewer tokens",
+                "the generation settings exclude every token",
+                "decrease min_new_tokens, increase or disable no_repeat_ngram_size, or suppress fewer tokens",
             ));
         }
         Ok(match self.settings.do_sample {

@@ -37,7 +37,7 @@ impl<'a> Curvature<'a> {
         match (0..a.layers).any(has_experts) {
             true => Err(Error::usage(
                 "GPTQ for GGUF types does not support models with experts",
-                "omit ‹method›: scales are then searched, weighted by the importance of each expert's \
+                "omit ‹method› to search scales, with errors weighted by the importance of each expert's \
                 channels",
             )),
             false => Ok(()),
@@ -114,7 +114,7 @@ fn factor(hessian: &Hessian, damping: f64, tensor: &str) -> Result<Factor> {
     let tensor = tensor.to_owned();
     Factor::new(hessian, (0..hessian.channels()).collect(), damping).map_err(|e| match e {
         FactorError::NonFinite { channel } => {
-            Error::Calibration { tensor, what: format!("channel {channel} of its input") }
+            Error::Calibration { tensor, what: format!("channel {channel} of the input") }
         }
         FactorError::Indefinite { .. } => Error::Numeric { tensor, reason: e.to_string() },
     })

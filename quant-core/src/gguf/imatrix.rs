@@ -81,8 +81,9 @@ impl Importance {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let a = model.architecture();
-        let family = families::family(a.family)
-            .ok_or_else(|| Error::Internal(format!("{} cannot be written as GGUF", a.family)))?;
+        let family = families::family(a.family).ok_or_else(|| {
+            Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
+        })?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
         let mut states = HiddenStates::embed(model, windows)?;
         let ropes = model.rope(windows.length())?;
@@ -125,7 +126,7 @@ impl Importance {
         if let Some(channel) = sum.sums.iter().position(|s| !(*s as f32).is_finite()) {
             return Err(Error::Calibration {
                 tensor: format!("{}.weight", a.in_block(layer, linear.name())),
-                what: format!("the square of channel {channel} of its input"),
+                what: format!("the square of channel {channel} of the input"),
             });
         }
         let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
@@ -168,7 +169,8 @@ impl Importance {
         let matrices = if tensor.shape.len() > 2 { tensor.shape[0] } else { 1 };
         if entry.sums.len() != columns * matrices || entry.counts.len() != matrices {
             let reason = format!(
-                "has {} values and {} counts for `{}`, which has {matrices} matrices of {columns} columns",
+                "has {} values and {} counts for `{}`, which consists of {matrices} matrices with {columns} \
+                columns",
                 entry.sums.len(),
                 entry.counts.len(),
                 tensor.name
@@ -185,12 +187,12 @@ impl Importance {
             // Zeros are accepted if the matrix was gathered here, because the model computes them.
             let means = &importance[start..];
             let fault = match means.iter().find(|mean| !mean.is_finite()) {
-                Some(bad) => Some(format!("a mean of {bad}")),
-                None if means.iter().all(|mean| *mean == 0.0) => Some("zeros alone".into()),
+                Some(bad) => Some(format!("a mean square of {bad}")),
+                None if means.iter().all(|mean| *mean == 0.0) => Some("only zeros".into()),
                 None => None,
             };
             if let Some(fault) = fault.filter(|_| !self.origin.is_empty()) {
-                return Err(self.broken(format!("holds {fault} for matrix {matrix} of `{}`", tensor.name)));
+                return Err(self.broken(format!("has {fault} for matrix {matrix} of `{}`", tensor.name)));
             }
         }
         Ok(Some(importance))
@@ -214,7 +216,7 @@ impl Importance {
             path: path.to_owned(),
             line: None,
             reason,
-            remedy: "give an importance matrix of the same model, or omit it to compute one".into(),
+            remedy: "give an importance matrix of the same model, or omit ‹imatrix› to compute one".into(),
         }
     }
 
@@ -234,7 +236,10 @@ impl Importance {
         for (name, entry) in &found.entries {
             let bad = entry.sums.iter().chain(&entry.counts).find(|v| !v.is_finite() || **v < 0.0);
             if let Some(bad) = bad {
-                return Err(fault(format!("holds {bad} for `{}`", printable(name))));
+                return Err(fault(format!(
+                    "contains {bad} for `{}`; values must be finite and not negative",
+                    printable(name)
+                )));
             }
         }
         Ok(found)
@@ -246,7 +251,9 @@ impl Importance {
         let key = |key: &str| file.header().get(&format!("imatrix.{key}"));
         let number = |name: &str| {
             let value = key(name).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
-            value.ok_or_else(|| fault(format!("`imatrix.{name}` is missing or not a 32-bit integer")))
+            value.ok_or_else(|| {
+                fault(format!("`imatrix.{name}` is missing or not an unsigned 32-bit integer"))
+            })
         };
         let datasets = key("datasets").and_then(Value::as_strings);
         let mut found = Self {
@@ -295,7 +302,7 @@ impl Importance {
         }
         match cursor.at == bytes.len() {
             true => Ok(found),
-            false => Err(format!("has data after its end at byte {}", cursor.at)),
+            false => Err(format!("has extra data after byte {}", cursor.at)),
         }
     }
 
@@ -383,13 +390,14 @@ impl<'a> Dat<'a> {
         let b = self.take(what, 4)?;
         let n = i32::from_le_bytes([b[0], b[1], b[2], b[3]]);
         let fits = usize::try_from(n).ok().filter(|n| *n <= max);
-        fits.ok_or_else(|| format!("{what} at byte {at} is {n}"))
+        fits.ok_or_else(|| format!("{what} at byte {at} is {n}; it must be from 0 to {max}"))
     }
 
     fn text(&mut self, what: &str) -> Result<String, String> {
         let len = self.count(what, 1 << 16)?;
         let bytes = self.take(what, len)?;
-        String::from_utf8(bytes.to_vec()).map_err(|_| format!("{what} before byte {} is not UTF-8", self.at))
+        String::from_utf8(bytes.to_vec())
+            .map_err(|_| format!("{what} before byte {} is not valid UTF-8", self.at))
     }
 }
 
@@ -444,9 +452,9 @@ mod tests {
         let found = of("up", &[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 0.0]).unwrap();
         assert_eq!(found.unwrap(), [2.0, 0.0, 1.0, 1.0]);
         for (shape, sums, counts, expected) in [
-            (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "holds zeros alone for matrix 0 of `up`"),
-            (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "holds zeros alone for matrix 1 of `up`"),
-            (&[3, 2], &[1e30, 1.0], &[1e-30], "holds a mean of inf for matrix 0 of `up`"),
+            (&[3, 2][..], &[0.0, 0.0][..], &[1.0][..], "has only zeros for matrix 0 of `up`"),
+            (&[2, 3, 2], &[4.0, 0.0, 0.0, 0.0], &[2.0, 1.0], "has only zeros for matrix 1 of `up`"),
+            (&[3, 2], &[1e30, 1.0], &[1e-30], "has a mean square of inf for matrix 0 of `up`"),
         ] {
             let error = of("up", shape, sums, counts).unwrap_err();
             assert_eq!(error.category(), crate::Category::Input, "{error}");

@@ -228,7 +228,7 @@ pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
         ([rows], order) => Ok([order.count(*rows), 1]),
         // A convolution has a dimension of size 1, because it does not mix channels.
         ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
-        _ => Err(Error::Internal(format!("a stored tensor of shape {shape:?}"))),
+        _ => Err(Error::Internal(format!("a stored tensor has the shape {shape:?}"))),
     }
 }
 

@@ -157,7 +157,9 @@ impl Writer<'_> {
                     // If a bias is reordered, each element is a row; otherwise, the bias of an expert is a single row.
                     let columns = if shape.len() == 1 { stored } else { columns };
                     if stored != columns {
-                        return Err(Error::Internal(format!("`{tensor}` has rows of {stored}")));
+                        return Err(Error::Internal(format!(
+                            "`{tensor}` has an unexpected row width of {stored}"
+                        )));
                     }
                     let step = (CHUNK_VALUES / columns.max(1)).max(1);
                     for first in (0..rows).step_by(step) {
@@ -211,8 +213,8 @@ impl Writer<'_> {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
                 false => Err(Error::usage(
-                    format!("the sources of `{name}` have changed since the run was interrupted"),
-                    "start again without ‹resume›",
+                    format!("the source tensors of `{name}` have changed since the run was interrupted"),
+                    "run without ‹resume› to start over",
                 )),
             };
         }
@@ -294,7 +296,8 @@ impl Writer<'_> {
 }
 
 fn row_bytes(kind: &BlockType, columns: usize) -> Result<usize> {
-    kind.row_bytes(columns).ok_or_else(|| Error::Internal(format!("a {} row of {columns}", kind.name)))
+    kind.row_bytes(columns)
+        .ok_or_else(|| Error::Internal(format!("a row of {} cannot have {columns} columns", kind.name)))
 }
 
 /// The sums of squares of a row's errors and of its values. The former is not finite if a stored value is not.

@@ -425,7 +425,7 @@ impl<'a> Run<'a> {
                         Error::Logits { .. } => {
                             let router = self.block.graph.name(self.block.graph.nodes()[id].inputs[0]);
                             Error::Logits {
-                                reason: format!("one of the router `{router}.weight` is not finite"),
+                                reason: format!("a logit of the router `{router}.weight` is NaN or infinite"),
                             }
                         }
                         other => other,
@@ -530,7 +530,7 @@ impl<'a> Run<'a> {
         let (batch, positions, k_width) = k.dims3()?;
         let v_width = v.dim(D::Minus1)?;
         if batch != 1 {
-            return Err(Error::Internal(format!("{batch} sequences in the cache of one")));
+            return Err(Error::Internal(format!("got {batch} sequences for a cache of one")));
         }
         let (k, v) = float([k, v])?;
         let out = with_slices([q, &k, &v], |[q, k, v]| {

@@ -112,11 +112,11 @@ impl Model {
         match a.learned_positions {
             Some(_) if window > a.max_positions => Err(Error::usage(
                 format!(
-                    "windows of {window} tokens are longer than the model's {} learned positions",
+                    "windows of {window} tokens exceed the {} learned positions of the model",
                     a.max_positions
                 ),
                 format!(
-                    "request at most {}: with ‹seq_len›, ‹window›, or the sum of ‹prefill› and ‹decode›",
+                    "request at most {} tokens with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together",
                     a.max_positions
                 ),
             )),
@@ -196,7 +196,7 @@ impl Model {
         }
         Err(Error::Tokenizer {
             path: self.path().with_file_name("tokenizer.json"),
-            reason: format!("produces token {token}, but the embedding has {vocab} rows"),
+            reason: format!("produces token {token}, but the embedding has only {vocab} rows"),
         })
     }
 }

@@ -61,6 +61,6 @@ pub(super) fn run(
         (Op::Gated(Activation::Silu), _, [gate, up]) => {
             Linear::forward_fused(linears, Fused::SiluMul { gate, up })
         }
-        (op, ..) => Err(Error::Internal(format!("{op:?} is not computed by the kernels"))),
+        (op, ..) => Err(Error::Internal(format!("the kernels do not support {op:?}"))),
     }
 }

@@ -301,7 +301,7 @@ impl TensorSource for Split {
                 false => Err(Error::MissingTensor { path: self.location(name), tensor: name.to_owned() }),
             };
         };
-        let leaves = || Error::Internal(format!("a range beyond the end of tensor `{name}`"));
+        let leaves = || Error::Internal(format!("a range exceeds tensor `{name}`"));
         let end = offset.checked_add(buffer.len() as u64).filter(|end| *end <= part.info.byte_len());
         end.ok_or_else(leaves)?;
         if part.form == Form::Rows && part.step == 1 {

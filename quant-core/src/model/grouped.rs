@@ -43,7 +43,11 @@ impl GroupedExperts {
     pub(super) fn run(&self, weights: &Tensor, x: &Tensor) -> Result<Tensor> {
         let (count, width) = (self.experts.count(), self.experts.hidden());
         if weights.dim(D::Minus1)? != count || x.dim(D::Minus1)? != width {
-            return Err(Error::Internal(format!("experts for {:?} and {:?}", weights.dims(), x.dims())));
+            return Err(Error::Internal(format!(
+                "routing weights {:?} do not match hidden states {:?}",
+                weights.dims(),
+                x.dims()
+            )));
         }
         let (mut numbers, mut own) = (Vec::new(), Vec::new());
         with_values(weights, |weights| {

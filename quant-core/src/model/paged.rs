@@ -29,8 +29,9 @@ impl Paged {
     pub(super) fn new(kind: KvType, shape: AttentionShape, kv_width: usize, capacity: usize) -> Result<Self> {
         let d = shape.head_dim;
         let kv = kv_width.checked_div(d).filter(|kv| kv * d == kv_width && *kv > 0);
-        let kv =
-            kv.ok_or_else(|| Error::Internal(format!("{kv_width} features are not whole heads of {d}")))?;
+        let kv = kv.ok_or_else(|| {
+            Error::Internal(format!("{kv_width} features are not a multiple of the head width {d}"))
+        })?;
         if let Some(reason) = super::kv::lacking(shape) {
             return Err(Error::Internal(reason.into()));
         }
@@ -343,7 +344,7 @@ mod tests {
         assert!(attend(AttentionShape { repeat: 1, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(AttentionShape { head_dim: 8, ..case.shape }, [&q, &k, &v]).is_err());
         assert!(attend(case.shape, [&q, &k, &short]).is_err());
-        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("heads of width 8")));
+        assert!(refusal(KvType::Kv4, 8).is_some_and(|reason| reason.contains("head width of 8")));
         assert!(refusal(KvType::F16, 1024).is_some());
         // Tokens beyond the cache's capacity, and a cache of a different format.
         let mut cache = LayerCache::new(4);

@@ -95,8 +95,8 @@ impl Batch {
             }
             None => {
                 return Err(Error::usage(
-                    format!("a job that begins at block {first} needs the hidden states before that block"),
-                    "give the file written by the job over the preceding blocks",
+                    format!("a job that starts at block {first} needs the hidden states before that block"),
+                    "pass the file that the job on the preceding blocks wrote",
                 ));
             }
         };
@@ -330,7 +330,7 @@ fn saved_states(
     match loaded {
         Ok(streams) => Ok(Some((streams, layer))),
         Err(error) if error.category() == Category::Input => {
-            let message = format!("saved hidden states cannot be used and will be recomputed: {error}");
+            let message = format!("the saved hidden states cannot be used and will be recomputed: {error}");
             job.observer.event(&Event::Warning { message });
             Ok(None)
         }

@@ -74,10 +74,10 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
             path: sidecar.path.clone(),
             line: None,
             reason: format!(
-                "has {len} bytes, but all files next to the weights may have at most {MAX_SIDECAR_BYTES} bytes \
-                 together"
+                "has {len} bytes, but the files next to the weights are limited to {MAX_SIDECAR_BYTES} \
+                bytes in total"
             ),
-            remedy: "download the model again, or remove files that do not belong to it".into(),
+            remedy: "download the model again, or remove files that are not part of it".into(),
         })?;
         bytes += len;
     }

@@ -121,7 +121,9 @@ impl<'a> GptqRun<'a> {
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
                     _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
-                        return Err(Error::Internal("experts precede an operation that mixes tokens".into()));
+                        return Err(Error::Internal(
+                            "experts come before an operation that mixes tokens".into(),
+                        ));
                     }
                     _ => {
                         let nodes = [*from, value];
@@ -221,7 +223,7 @@ impl GptqTask<'_> {
         let factor = Factor::new(hessian, columns, self.settings.damping).map_err(|e| match e {
             FactorError::NonFinite { channel } => Error::Calibration {
                 tensor: tensor.to_owned(),
-                what: format!("channel {channel} of its input"),
+                what: format!("channel {channel} of the input"),
             },
             FactorError::Indefinite { .. } => {
                 Error::Numeric { tensor: tensor.to_owned(), reason: e.to_string() }

@@ -353,13 +353,13 @@ impl QuantReport {
             path: path.clone(),
             line: None,
             reason,
-            remedy: "remove it, or use the report that ‹quantize()› wrote with these weights".into(),
+            remedy: "remove it, or use the report written together with these weights".into(),
         };
         let bytes = read_capped(&path, &path, MAX_FILE_BYTES)?.map_err(broken)?;
         let value = parse_strictly(&bytes).map_err(broken)?;
         match value.get("schema") {
             Some(schema) if schema == SCHEMA => {}
-            _ => return Err(broken(format!("does not have the schema {SCHEMA}"))),
+            _ => return Err(broken(format!("does not have the schema `{SCHEMA}`"))),
         }
         let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
@@ -367,7 +367,10 @@ impl QuantReport {
             let stored = model.module_scheme(module);
             let reported = tensor.scheme.as_deref().and_then(|scheme| scheme.parse::<LinearScheme>().ok());
             if !stored.zip(reported).is_some_and(|(stored, reported)| is_equivalent(stored, reported)) {
-                return Err(broken(format!("does not match the weights of {}", tensor.tensor)));
+                return Err(broken(format!(
+                    "does not match the stored scheme of tensor `{}`",
+                    tensor.tensor
+                )));
             }
         }
         Ok(Some(report))

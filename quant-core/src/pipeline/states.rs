@@ -98,8 +98,9 @@ impl<'a> Saver<'a> {
         match save(path, job, layer, (self.depends_on, program), streams, until) {
             Ok(_) | Err(Error::Interrupted) => {}
             Err(error) => {
-                let message =
-                    format!("hidden states cannot be saved, so a resumed run will recompute them: {error}");
+                let message = format!(
+                    "the hidden states cannot be saved, so a resumed run will recompute them: {error}"
+                );
                 job.observer.event(&Event::Warning { message });
                 self.saved = None;
             }
@@ -268,26 +269,26 @@ pub(super) fn load(
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: "give the states written by the job over the preceding blocks".into(),
+        remedy: "pass the states that the job on the preceding blocks wrote".into(),
     };
     let source = ShardedCheckpoint::open_file(path)?;
     let Some(windows) = job.windows else {
-        return Err(broken("cannot be used without a calibration batch".into()));
+        return Err(broken("can only be used together with a calibration batch".into()));
     };
     let layout = windows.layout();
-    let found = source.read(ABOUT).map_err(|_| broken("holds no hidden states".into()))?;
+    let found = source.read(ABOUT).map_err(|_| broken("contains no hidden states".into()))?;
     let found: Value = serde_json::from_slice(&found).map_err(|e| broken(format!("is damaged: {e}")))?;
     if let Some(first) =
         differences(&found, &about(job, layer, depends_on, &Program::current(job.cancel)?)).first()
     {
-        return Err(broken(format!("holds the hidden states of another run: {first}")));
+        return Err(broken(format!("contains the hidden states of a different run: {first}")));
     }
     let mut hash = Sha256::new();
     let mut streams: Streams<HiddenStates> = [None, None];
     for ((name, stream), wanted) in STREAMS.iter().zip(&mut streams).zip(wanted) {
         match (source.info(name), wanted) {
             (None, false) => {}
-            (None, true) => return Err(broken(format!("has no states `{name}`"))),
+            (None, true) => return Err(broken(format!("has no hidden states `{name}`"))),
             (Some(_), _) => {
                 let width = job.model.architecture().state_width(layer);
                 let values = read(&source, name, (&layout, width), &mut hash, spill, &broken)?;
@@ -299,9 +300,9 @@ pub(super) fn load(
         }
     }
     hash.update(source.read(ABOUT)?);
-    let sum = source.read(SHA256).map_err(|_| broken("is damaged: it has no hash".into()))?;
+    let sum = source.read(SHA256).map_err(|_| broken("is damaged: the hash is missing".into()))?;
     if hex(&sum) != hex(&hash.finalize()) {
-        return Err(broken("is damaged: its contents do not match its hash".into()));
+        return Err(broken("is damaged: the contents do not match the stored hash".into()));
     }
     Ok(streams)
 }
@@ -317,7 +318,10 @@ fn read(
     let info = source.require(name)?;
     let shape = [layout.windows(), layout.length(), hidden];
     if info.dtype != Dtype::F32 || info.shape != shape {
-        return Err(broken(format!("holds states {} {:?}, expected F32 {shape:?}", info.dtype, info.shape)));
+        return Err(broken(format!(
+            "contains hidden states {} {:?}, expected F32 {shape:?}",
+            info.dtype, info.shape
+        )));
     }
     // The header was checked against the file's length, so this allocation is bounded by the file's size.
     let mut values = Values::zeros(spill, layout.tokens() * hidden)?;

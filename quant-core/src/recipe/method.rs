@@ -107,7 +107,7 @@ impl Method {
             return Err(Error::usage(
                 format!("`{name}` is not a step of method `{}`", self.name),
                 match steps[..] {
-                    [] => "none of its steps can be skipped".to_owned(),
+                    [] => "this method has no steps that can be skipped".to_owned(),
                     _ => format!("its steps are {}", steps.join(", ")),
                 },
             ));
@@ -143,7 +143,7 @@ impl Method {
                 None => {
                     let known: Vec<_> = self::steps().into_iter().map(|(name, _)| name).collect();
                     return Err(Error::usage(
-                        format!("step `{step}` is not known"),
+                        format!("unknown step `{step}`"),
                         format!("the steps are {}", known.join(", ")),
                     ));
                 }
@@ -151,23 +151,25 @@ impl Method {
         }
         let refused = |reason: String, remedy: &str| -> Result<Self> {
             Err(Error::usage(
-                format!("the steps {} cannot be run in this order: {reason}", steps.join(", ")),
+                format!("the steps {} cannot be combined in this order: {reason}", steps.join(", ")),
                 remedy,
             ))
         };
         if steps.contains(&"rotate") && steps.contains(&"fold-norms") {
-            return refused("`rotate` folds norms itself".into(), "remove `fold-norms`");
+            return refused("`rotate` already folds norms".into(), "remove `fold-norms`");
         }
         if let Some(step) = steps.iter().skip(1).find(|step| prepares(step).is_some()) {
-            let reason =
-                format!("`{step}` modifies the whole model, which invalidates the result of `{}`", steps[0]);
+            let reason = format!(
+                "`{step}` modifies the whole model, which would invalidate the result of `{}`",
+                steps[0]
+            );
             return refused(reason, &format!("put `{step}` first"));
         }
         let narrowing: Vec<&str> =
             transforms.iter().filter(|t| t.narrows_ranges()).map(|t| t.name()).collect();
         if let [one, other, ..] = narrowing[..] {
             return refused(
-                format!("`{one}` and `{other}` both search for narrower ranges of weights"),
+                format!("`{one}` and `{other}` both clip the ranges of weights"),
                 &format!("remove `{other}`"),
             );
         }
@@ -175,7 +177,7 @@ impl Method {
             (steps.last(), narrowing.first().filter(|n| steps.last() != Some(n)))
         {
             return refused(
-                format!("`{narrows}` narrows the ranges of weights, which `{last}` would then change"),
+                format!("`{narrows}` clips the ranges of weights, which `{last}` would then change"),
                 &format!("put `{narrows}` last, before weights are rounded"),
             );
         }
@@ -262,20 +264,20 @@ pub static METHODS: &[Method] = &[
     plain("awq-gptq", "AWQ's scales, then GPTQ", &[&Awq], Rounding::Gptq),
     plain(
         "gptq",
-        "rounds column by column and corrects the remaining columns for the error, on a calibration text",
+        "rounds column by column, and compensates each error in the remaining columns, on a calibration text",
         &[],
         Rounding::Gptq,
     ),
     qoq(
         "qoq",
-        "QServe's: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
+        "QServe's method: rotation, reordering, SmoothAttention, smooth outputs, clipping, then GPTQ",
         Rounding::Gptq,
     ),
-    qoq("qoq-rtn", "QServe's steps, then round to nearest", Rounding::Nearest),
-    plain("rtn", "round to nearest; needs no calibration", &[], Rounding::Nearest),
+    qoq("qoq-rtn", "QServe's steps, then rounding to nearest", Rounding::Nearest),
+    plain("rtn", "rounds to nearest; needs no calibration text", &[], Rounding::Nearest),
     plain(
         "smoothquant",
-        "moves outliers of activations into the weights, for 8-bit activations",
+        "moves outliers from activations into weights, for 8-bit activations",
         &[&SmoothQuant],
         Rounding::Nearest,
     ),
@@ -317,7 +319,7 @@ pub fn method(name: &str) -> Result<Method> {
         return Err(Error::usage(
             format!("unknown method `{name}`"),
             format!(
-                "known methods: {}; or steps separated by commas, as in rotate,awq,gptq",
+                "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
                 known.join(", ")
             ),
         ));
@@ -367,19 +369,19 @@ mod tests {
     #[test]
     fn senseless_orders_are_refused_with_the_reason() {
         for (name, expected, remedy) in [
-            ("awq,smoothquant", "`awq` narrows the ranges of weights, which `smoothquant` would", "last"),
-            ("clip,reorder,gptq", "`clip` narrows", "last"),
-            ("clip,awq", "`clip` and `awq` both search for narrower ranges", "remove `awq`"),
+            ("awq,smoothquant", "`awq` clips the ranges of weights, which `smoothquant` would", "last"),
+            ("clip,reorder,gptq", "`clip` clips", "last"),
+            ("clip,awq", "`clip` and `awq` both clip the ranges", "remove `awq`"),
             ("reorder,rotate", "modifies the whole model", "put `rotate` first"),
             ("awq,fold-norms", "modifies the whole model", "put `fold-norms` first"),
-            ("fold-norms,rotate", "`rotate` folds norms itself", "remove `fold-norms`"),
+            ("fold-norms,rotate", "`rotate` already folds norms", "remove `fold-norms`"),
             ("reorder,reorder", "listed twice", "remove one"),
             ("reorder,gptq,clip", "`gptq` rounds the weights", "list it once, at the end"),
             ("gptq,rtn", "`gptq` rounds the weights", "once"),
-            ("reorder,magic", "step `magic` is not known", "the steps are awq, clip"),
+            ("reorder,magic", "unknown step `magic`", "the steps are awq, clip"),
             ("smoothqaunt", "unknown method `smoothqaunt`", "separated by commas"),
             ("", "unknown method ``", "known methods"),
-            ("rotate,", "step `` is not known", "the steps are"),
+            ("rotate,", "unknown step ``", "the steps are"),
         ] {
             let error = method(name).unwrap_err();
             assert!(error.to_string().contains(expected), "{name}: {error}");

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// The method in reports of a repacking run, whose codes and scales come from the input.
 pub static REPACK: Method = Method {
     name: Cow::Borrowed("repack"),
-    summary: "the same numbers in a different checkpoint format",
+    summary: "writes the same numbers in a different checkpoint format",
     preparation: None,
     transforms: Cow::Borrowed(&[]),
     rounding: Rounding::Nearest,
@@ -35,7 +35,7 @@ impl Plan {
         if model.quant_method().is_none() {
             return Err(Error::usage(
                 format!("{} is not quantized, so there is nothing to repack", model.path().display()),
-                "quantize it",
+                "choose a ‹method› or ‹preset› to quantize it",
             ));
         }
         let mut entries = Vec::new();

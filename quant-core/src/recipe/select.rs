@@ -96,7 +96,7 @@ impl<'r> Selection<'r> {
             if modules.iter().all(none_of_them_is) {
                 return Err(Error::usage(
                     format!(
-                        "‹{option}={pattern}› has no effect: other patterns take precedence for everything \
+                        "‹{option}={pattern}› has no effect: other patterns take precedence for all linears \
                         that it matches"
                     ),
                     "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an \

@@ -58,15 +58,15 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
                 "‹split_max_size› writes several files, but the output {} is a single file",
                 request.output.display()
             ),
-            "use a directory as the output, or leave it out",
+            "use a directory as the output, or omit ‹split_max_size›",
         ));
     }
     check_importance(settings, gathers(request))?;
     // Checked here rather than after calibration.
     if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
         return Err(Error::usage(
-            "GPTQ needs a text: ‹calibration› is missing",
-            "set ‹calibration›, for example to builtin",
+            "GPTQ needs a calibration text, but ‹calibration› is missing",
+            "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }
     if !request.force && request.output.exists() {
@@ -152,7 +152,7 @@ fn importance(
     let gguf = &settings.gguf;
     if (windows.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
         return Err(Error::usage(
-            "an importance matrix has no effect: the model is quantized, and its codes are kept",
+            "an importance matrix has no effect: the model is already quantized, and its codes are kept",
             "leave it out, or add ‹requantize›",
         ));
     }
@@ -229,7 +229,7 @@ pub fn bits_per_weight(plan: &GgufPlan) -> f64 {
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<(GgufPlan, u64)> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(
-            "‹save_imatrix› has no effect: a plan gathers no importance matrix",
+            "‹save_imatrix› has no effect: a plan does not compute an importance matrix",
             "leave it out",
         ));
     }

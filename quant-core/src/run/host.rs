@@ -147,17 +147,17 @@ pub(super) fn as_floats(opened: Opened, settings: &RecipeSettings, host: &Host<'
             None => Ok(opened),
             Some(types) => Err(Error::usage(
                 format!(
-                    "{} is already quantized: it holds {types} blocks",
+                    "{} is already quantized: it contains {types} blocks",
                     opened.directory.path().display()
                 ),
-                "quantize the original float model; ‹requantize› rounds the dequantized values again, which adds a \
-                 second rounding error",
+                "quantize the original float model, or set ‹requantize› to round the dequantized values \
+                again, which adds a second rounding error",
             )),
         };
     }
     host.note(format!(
-        "the model is quantized ({method}); its dequantized values are rounded again, which adds a second rounding \
-         error"
+        "the model is already quantized ({method}): its dequantized values are rounded again, which adds a \
+        second rounding error"
     ));
     Ok(Opened { model: opened.model.dequantized()?, ..opened })
 }

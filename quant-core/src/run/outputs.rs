@@ -42,7 +42,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
         if !ours(&name) {
             return Err(Error::usage(
                 format!(
-                    "{} must hold only one directory per format, but it contains {:?}",
+                    "{} may contain only one directory per format, but it contains {:?}",
                     out.display(),
                     name.to_string_lossy()
                 ),
@@ -59,8 +59,8 @@ pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) ->
     if request.resume && outputs.len() > 1 {
         // A run that is killed while its formats appear one after another leaves only some of them.
         return Err(Error::usage(
-            format!("{} exists already, so the run cannot be resumed", path.display()),
-            "add ‹force›: existing formats are written again, and the others are resumed",
+            format!("{} already exists, so the run cannot be resumed", path.display()),
+            "add ‹force›, which writes existing formats again and resumes the others",
         ));
     }
     Err(Error::OutputExists { path: path.clone() })

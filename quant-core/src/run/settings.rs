@@ -15,7 +15,7 @@ use crate::scheme::{Granularity, SchemeRequest};
 use crate::{Error, Result};
 
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
-const ANOTHER_METHOD: &str = "leave it out, or choose another ‹method›";
+const ANOTHER_METHOD: &str = "leave it out, or choose a different ‹method›";
 
 /// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
 ///
@@ -94,7 +94,7 @@ impl RecipeSettings {
     /// are read.
     pub fn recipe(&self) -> Result<Recipe> {
         if self.preset.is_some() && self.recipe.is_some() {
-            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "leave one of them out"));
+            return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "omit one of them"));
         }
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read(path)?,
@@ -186,7 +186,7 @@ impl RecipeSettings {
         if let Some(search) = &self.scale_search {
             if !recipe.searches_scales() {
                 return Err(Error::usage(
-                    "‹scale_search› has no effect: only the scales of NVFP4 are searched for",
+                    "‹scale_search› has no effect: it applies only to NVFP4 scales",
                     "leave it out, or choose a scheme such as wf4a16-g16-nv",
                 ));
             }
@@ -288,7 +288,7 @@ impl RecipeSettings {
         };
         Err(Error::usage(
             format!(
-                "‹{option}› has no effect: it belongs to the step `{step}`, which method `{}` does not have",
+                "‹{option}› has no effect: it applies to the step `{step}`, which is not part of method `{}`",
                 method.name
             ),
             format!("leave it out, or {other}{skipped}"),
@@ -314,7 +314,7 @@ impl RecipeSettings {
         if group || symmetry {
             return Err(Error::usage(
                 format!("‹scheme={text}› contradicts ‹group_size›, ‹symmetric› or ‹asymmetric›"),
-                "set it only once",
+                "specify group size and symmetry only once",
             ));
         }
         Ok(scheme)
@@ -326,8 +326,8 @@ fn granularity(text: &str) -> Result<Granularity> {
         Ok(size) if size >= 1 => Ok(Granularity::Group(size)),
         _ if text == "channel" || text == "-1" => Ok(Granularity::Channel),
         _ => Err(Error::usage(
-            format!("group size `{text}` is not understood"),
-            "use a number such as 32, 64 or 128, or `channel`",
+            format!("invalid group size `{text}`"),
+            "use a positive integer, such as 32, 64 or 128, or `channel`",
         )),
     }
 }

@@ -109,5 +109,8 @@ pub(super) fn choose_exactly(
 
 /// The error for outputs that are not finite even with unscaled weights; the caller adds the tensor's name.
 pub(super) fn not_finite() -> Error {
-    Error::Numeric { tensor: String::new(), reason: "no candidate scale gives a finite output".into() }
+    Error::Numeric {
+        tensor: String::new(),
+        reason: "all candidate scales give NaN or infinite outputs".into(),
+    }
 }

@@ -25,7 +25,7 @@ impl Transform for Reorder {
     }
 
     fn summary(&self) -> &'static str {
-        "sorts channels by magnitude, so that groups hold similar ones"
+        "sorts channels by magnitude, so that the channels of a group are similar"
     }
 
     fn folded_nodes(&self, graph: &BlockGraph, _settings: &TransformSettings) -> Vec<NodeId> {

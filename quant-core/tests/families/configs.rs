@@ -33,9 +33,9 @@ pub struct Case {
 }
 
 const LLAMA: [&str; 4] = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"];
-const NORMED: &str = "are separated from the residual sum by norms";
+const NORMED: &str = "norms with weights, which do not commute";
 const UNNORMED: &str = "without a norm";
-const EXPERTS: &str = "other than linears read its normalized hidden states";
+const EXPERTS: &str = "other than linears read the normalized hidden states";
 const MEAN: &str = "subtract the mean";
 
 impl Case {

@@ -54,7 +54,7 @@ impl Compiled {
     /// [`Error::InputFile`] with the line of the syntax error in the template.
     fn new(source: String, tokens: Vec<(String, String)>, path: PathBuf) -> Result<Self> {
         if source.contains(MARKS) {
-            return Err(fault(&path, "holds a noncharacter (U+FDD0 or U+FDD1)".into()));
+            return Err(fault(&path, "contains a noncharacter (U+FDD0 or U+FDD1)".into()));
         }
         let mut environment = environment();
         let (replaced, generations) = replace_tags(&source);

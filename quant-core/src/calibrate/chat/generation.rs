@@ -103,11 +103,11 @@ pub(super) fn take_marks(marked: &str) -> Result<(String, Vec<Range<usize>>), St
                 }
                 open = None;
             }
-            _ => return Err("its generation blocks are nested".into()),
+            _ => return Err("generation blocks are nested".into()),
         }
     }
     match open {
-        Some(_) => Err("it splits a generation block".into()),
+        Some(_) => Err("a generation block is split".into()),
         None => Ok((text, spans)),
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
             Some('R') => "00:00",
             Some('D' | 'x') => "07/26/24",
             Some('%') => "%",
-            _ => return Err(invalid(format!("strftime_now cannot write `{format}`"))),
+            _ => return Err(invalid(format!("strftime_now does not support the format `{format}`"))),
         };
         let shorter = value.trim_start_matches('0');
         text.push_str(match (unpadded, shorter) {
@@ -67,7 +67,8 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
 
 /// `json.dumps` with the options that transformers passes through; not escaped for HTML.
 pub(super) fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<String, Error> {
-    let json = serde_json::to_value(value).map_err(|e| invalid(format!("cannot be written as JSON: {e}")))?;
+    let json =
+        serde_json::to_value(value).map_err(|e| invalid(format!("cannot be converted to JSON: {e}")))?;
     let ensure_ascii = match ensure_ascii {
         Some(choice) => choice,
         None => options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),

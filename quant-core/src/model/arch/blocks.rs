@@ -46,9 +46,7 @@ impl Blocks {
     pub fn layers_by(config: &ConfigFields<'_>, key: &str) -> Result<usize> {
         match config.require_positive(key)? {
             layers if layers <= MAX_LAYERS => Ok(layers),
-            layers => {
-                Err(config.error(key, format!("is {layers}; at most {MAX_LAYERS} blocks are supported")))
-            }
+            layers => Err(config.error(key, format!("is {layers}; at most {MAX_LAYERS} are supported"))),
         }
     }
 

@@ -86,7 +86,7 @@ impl<'a> Decoder<'a> {
         if heads % kv_heads != 0 {
             return Err(config.error(
                 "num_key_value_heads",
-                format!("is {kv_heads}, which does not divide the {heads} heads"),
+                format!("is {kv_heads}, which does not divide the number of heads, {heads}"),
             ));
         }
         let head_dim = match config.optional_positive("head_dim")?.or(defaults.head_dim) {
@@ -96,14 +96,14 @@ impl<'a> Decoder<'a> {
                 return Err(config.error(
                     "num_attention_heads",
                     format!(
-                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is not given"
+                        "is {heads}, which does not divide hidden_size {hidden}, and head_dim is missing"
                     ),
                 ));
             }
         };
         let (activation_key, (_, names)) = (defaults.activation_key, defaults.activation);
         if let Some(found) = config.optional_str(activation_key)?.filter(|found| !names.contains(found)) {
-            let reason = format!("is `{}`; this family uses `{}`", found.escape_default(), names[0]);
+            let reason = format!("is `{}`; this family supports only `{}`", found.escape_default(), names[0]);
             return Err(config.error(activation_key, reason));
         }
         Ok(Self {
@@ -123,7 +123,7 @@ impl<'a> Decoder<'a> {
         match (0.0..1.0).contains(&eps) {
             true => Ok(Norms { kind: defaults.norm, eps }),
             false => {
-                let reason = format!("is {eps}; expected 0 or a small positive number");
+                let reason = format!("is {eps}; it must be at least 0 and less than 1");
                 Err(config.error(defaults.norm_eps_key, reason))
             }
         }

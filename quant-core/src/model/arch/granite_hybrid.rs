@@ -38,7 +38,8 @@ impl Family for GraniteMoeHybrid {
             Some("rope") => Some(d.rope()?),
             None | Some("nope") => None,
             Some(other) => {
-                let reason = format!("is `{}`; this family supports `rope` or none", other.escape_default());
+                let reason =
+                    format!("is `{}`; this family supports `rope` and `nope`", other.escape_default());
                 return Err(config.error(POSITIONS, reason));
             }
         };
@@ -86,7 +87,7 @@ fn mixing_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             "mamba" | "linear_attention" => Ok(true),
             "attention" | "full_attention" => Ok(false),
             other => {
-                let reason = format!("contains the unknown entry `{}`", other.escape_default());
+                let reason = format!("contains an unknown entry, `{}`", other.escape_default());
                 Err(d.config.error(key, reason))
             }
         };
@@ -102,7 +103,9 @@ fn mamba(d: &Decoder<'_>) -> Result<Mamba2> {
     let width = config.optional_positive("mamba_expand")?.unwrap_or(2).saturating_mul(d.hidden);
     let heads = config.optional_positive(HEADS)?.unwrap_or(128);
     if !width.is_multiple_of(heads) {
-        return Err(config.error(HEADS, format!("is {heads}, which does not divide the width {width}")));
+        return Err(
+            config.error(HEADS, format!("is {heads}, which does not divide the total width, {width}"))
+        );
     }
     let head_dim = match config.get(HEAD_DIM).and_then(serde_json::Value::as_str) {
         // `auto` is a documented value of the key.

@@ -192,7 +192,7 @@ mod tests {
         let mixed = [Some(16), None, Some(16), None].to_vec();
         assert_eq!(windows(&types([true, false, true, false]), true), Ok(mixed));
         for (text, on, part) in [
-            (types([true; 4]), false, "none is configured"),
+            (types([true; 4]), false, "`sliding_window` is not set"),
             (r#"{ "layer_types": ["full_attention"] }"#.into(), true, "1 entries for 4 blocks"),
             (types([true; 4]).replacen("sliding_a", "linear_a", 1), true, "`linear_attention`"),
         ] {

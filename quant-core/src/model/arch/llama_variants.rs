@@ -94,7 +94,7 @@ fn rotated_layers(d: &Decoder<'_>) -> Result<Vec<bool>> {
             return Err(d.config.error(KEY, format!("has {} entries for {} blocks", list.len(), d.layers)));
         }
         if let Some(other) = list.iter().find(|&&n| n > 1) {
-            return Err(d.config.error(KEY, format!("holds {other}, expected 0 or 1")));
+            return Err(d.config.error(KEY, format!("contains {other}, expected 0 or 1")));
         }
         return Ok(list.into_iter().map(|n| n == 1).collect());
     }

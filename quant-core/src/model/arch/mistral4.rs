@@ -45,13 +45,9 @@ impl Family for Mistral4 {
         // The rotated fraction of a head is redundant with the width of its rotated part.
         let share = latent.rotated() as f64 / shape.head_dim as f64;
         if let Some(other) = parameters.optional_f64(SHARE)?.filter(|found| (found - share).abs() > 1e-9) {
-            return Err(parameters.error(
-                SHARE,
-                format!(
-                    "is {other}, but the rotated share of a head is \
-                {share}"
-                ),
-            ));
+            return Err(
+                parameters.error(SHARE, format!("is {other}, but the widths of the head imply {share}"))
+            );
         }
         let mut inner = parameters.map().clone();
         inner.remove(SHARE);

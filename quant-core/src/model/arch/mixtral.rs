@@ -127,7 +127,7 @@ impl Family for Olmoe {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         if let Some(bound) = config.optional_f64("clip_qkv")? {
-            let reason = format!("is {bound}: clamped queries, keys and values are not supported");
+            let reason = format!("is {bound}; clamping queries, keys and values is not supported");
             return Err(config.error("clip_qkv", reason));
         }
         let routing = normalized_if_asked(config)?;

@@ -321,7 +321,7 @@ pub(super) fn describe(
     let nested = config.optional_object(TEXT)?;
     let (text, map) = match &nested {
         Some(fields) if fields.get(TEXT).is_some() => {
-            return Err(fields.error(TEXT, "is nested in a second `text_config`"));
+            return Err(fields.error(TEXT, "must not contain another `text_config`"));
         }
         Some(fields) => (text_of(class, fields)?, fields.map()),
         None if class.may_be_flat => (&class.texts[0], config.map()),
@@ -401,7 +401,7 @@ fn check_sections(
             return Err(fields.error(
                 &format!("{key}.mrope_section"),
                 format!(
-                    "is not a list of integers that add up to half of the rotated channels, {}",
+                    "must be a list of integers that add up to half the number of rotated channels, {}",
                     rotated / 2
                 ),
             ));

@@ -52,11 +52,7 @@ impl Windows {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
             Some(window) => Ok(Self::Listed { slides, window }),
-            None => Err(config.error(
-                "sliding_window",
-                "is null, but some layers of this family have a sliding \
-                    window",
-            )),
+            None => Err(config.error("sliding_window", "is null, but some layers have a sliding window")),
         }
     }
 
@@ -68,7 +64,7 @@ impl Windows {
         if config.optional_str_list("layer_types")?.is_some_and(|types| types.iter().any(|t| *t != wanted)) {
             return Err(config.error(
                 "layer_types",
-                format!("requests more than `{wanted}`, but all blocks of this family are alike"),
+                format!("must contain only `{wanted}`, because all blocks of this family are alike"),
             ));
         }
         Ok(window.map_or(Self::Never, |window| Self::From { first: 0, window }))
@@ -83,7 +79,9 @@ impl Windows {
     fn listed(config: &ConfigFields<'_>, slides: Vec<bool>, window: Option<usize>) -> Result<Self> {
         match window {
             _ if !slides.contains(&true) => Ok(Self::Never),
-            None => Err(config.error("layer_types", "requests a sliding window, but none is configured")),
+            None => {
+                Err(config.error("layer_types", "requests a sliding window, but `sliding_window` is not set"))
+            }
             Some(window) => Ok(Self::Listed { slides, window }),
         }
     }
@@ -122,7 +120,7 @@ fn layer_types(config: &ConfigFields<'_>) -> Result<Option<Vec<bool>>> {
     }
     if let Some(other) = types.iter().find(|t| **t != SLIDING && **t != FULL) {
         let other = other.escape_default();
-        return Err(config.error("layer_types", format!("contains the unknown entry `{other}`")));
+        return Err(config.error("layer_types", format!("contains an unknown entry, `{other}`")));
     }
     Ok(Some(types.iter().map(|t| *t == SLIDING).collect()))
 }

@@ -135,5 +135,5 @@ impl WeightBody {
 
 /// Shapes were checked when the weight was read, so an error from a kernel is a bug in this crate.
 pub(in crate::model) fn kernel_error(error: KernelError) -> Error {
-    Error::Internal(format!("a kernel rejects its operands: {error}"))
+    Error::Internal(format!("a kernel rejected its operands: {error}"))
 }

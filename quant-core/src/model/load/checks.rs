@@ -90,8 +90,8 @@ impl Model {
         let values = cached_values(graph).ok_or_else(|| Error::UnsupportedQuantization {
             path: self.path.clone(),
             reason: format!(
-                "an FP8 cache requires keys and values from one linear each, which block {layer} does not \
-                have"
+                "an FP8 cache requires that one linear each computes keys and values, which is not the case \
+                in block {layer}"
             ),
         })?;
         let tensor = |value: CachedValue| {

@@ -77,7 +77,7 @@ impl Model {
                 reader.survey(source.as_ref())?;
                 if reader.has_fp8_cache() {
                     if kv.is_some() {
-                        let reason = "contradicts the cache of FP8 in `quantization_config`";
+                        let reason = "contradicts the FP8 cache in `quantization_config`";
                         return Err(fields.error(KV_CONFIG_KEY, reason));
                     }
                     kv = Some(KvScheme::Kvf8);

@@ -31,15 +31,15 @@ const ATTEMPTS: u32 = 8;
 #[non_exhaustive]
 pub enum FactorError {
     /// Inputs were NaN or infinite, or their squares overflow.
-    #[error("the calibration text drives channel {channel} of its input to NaN or infinity")]
+    #[error("channel {channel} of the input becomes NaN or infinite on the calibration text")]
     NonFinite {
         /// The first channel with such inputs.
         channel: usize,
     },
     /// The Hessian was not positive definite even with the maximum damping.
     #[error(
-        "its Hessian is not positive definite, even with damping of {damping:e} times the mean of its \
-        diagonal: use more damping or more calibration text"
+        "the Hessian is not positive definite, even with a damping of {damping:e} times the mean of its \
+        diagonal: increase the damping, or use more calibration text"
     )]
     Indefinite {
         /// The last damping tried.
