@@ -1,5 +1,5 @@
-//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: known blocks with experts in place of the MLP. Each
-//! family has its own routing and names.
+//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: blocks of other supported families, with experts in
+//! place of the MLP. Each family has its own routing and names.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};

@@ -485,8 +485,7 @@ fn rename(
     Ok(())
 }
 
-/// Returns the outermost module of a tensor that contains no part of the text tower, without the `model.` prefix of
-/// loaders' modules.
+/// Returns the outermost module that contains the tensor but no part of the text tower, without the prefix `model.`.
 fn root(tensor: &str, base: &str, head: &str) -> Option<String> {
     let module = tensor.strip_suffix(".weight")?;
     let holds_tower = |outer: &str| [base, head].iter().any(|inner| in_module(inner, outer));

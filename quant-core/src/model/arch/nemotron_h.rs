@@ -116,7 +116,7 @@ impl Family for NemotronH {
         if let Some(layers) = config.optional_usize(LAYERS)?.filter(|layers| *layers != kinds.len()) {
             return Err(config.error(LAYERS, format!("is {layers}, but {} layers are listed", kinds.len())));
         }
-        // In newer files, only the list implies the number of layers.
+        // Newer configurations do not have the number of layers; it is the length of the list.
         let mut map = config.map().clone();
         map.insert(LAYERS.into(), kinds.len().into());
         let config = &config.with_map(&map);

@@ -20,7 +20,7 @@ pub enum Reach {
 pub enum ScalePass {
     /// The output is not proportional to the scales.
     Stopped,
-    /// A channel scaled by `s` comes out scaled by `s^exponent`, `repeat` times.
+    /// If an input channel is multiplied by `s`, its `repeat` output channels are multiplied by `s^exponent`.
     Passed {
         /// The exponent of the scale.
         exponent: u32,
@@ -73,9 +73,9 @@ pub enum Rows {
 /// The role of an attention's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionInput {
-    /// Compared with keys; its error passes through a softmax.
+    /// Queries. Their errors pass through a softmax.
     Queries,
-    /// Compared with queries; its error passes through a softmax.
+    /// Keys. Their errors pass through a softmax.
     Keys,
     /// Averaged.
     Values,
