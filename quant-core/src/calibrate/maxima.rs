@@ -100,10 +100,10 @@ impl ChannelMaxima {
         sha256_hex(bytes)
     }
 
-    /// The bytes of the file.
+    /// Returns the contents of the file.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// [`Error::Internal`] when serialization fails, which only a bug can cause.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let failed = |e: safetensors::SafeTensorError| Error::Internal(e.to_string());
         let bytes: BTreeMap<&String, Vec<u8>> = (self.linears.iter())

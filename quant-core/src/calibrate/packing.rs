@@ -28,8 +28,8 @@ pub enum Packing {
     Auto,
     /// Windows are cut from the concatenation of all documents; attention crosses document borders.
     Stream,
-    /// Windows contain whole documents where these fit. Attention stays within a document, and positions start at 0 in
-    /// each.
+    /// Windows contain whole documents; only documents longer than a window are cut. Attention stays within a document,
+    /// and positions start at 0 in each.
     Documents,
 }
 

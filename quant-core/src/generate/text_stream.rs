@@ -36,10 +36,10 @@ impl<'a> TextStream<'a> {
         self.stopped
     }
 
-    /// Adds a token and returns the text that is now certain, which may be empty.
+    /// Adds a token. Returns the text that can be emitted now, which may be empty; later tokens do not change it.
     ///
     /// # Errors
-    /// When the tokenizer fails on it.
+    /// When the tokenizer cannot decode the token.
     pub fn push(&mut self, token: u32) -> Result<String> {
         self.tokens.push(token);
         let new = self.new_text()?;
@@ -52,10 +52,10 @@ impl<'a> TextStream<'a> {
         Ok(self.certain())
     }
 
-    /// Returns the text that was held back, once no token follows.
+    /// Returns the text that is still held back, after the last token.
     ///
     /// # Errors
-    /// When the tokenizer fails on the last tokens.
+    /// When the tokenizer cannot decode the last tokens.
     pub fn finish(mut self) -> Result<String> {
         let new = self.new_text()?;
         self.held.push_str(&new);

@@ -66,7 +66,8 @@ struct Part {
     tensor: String,
     form: Form,
     expert: usize,
-    /// Outputs per expert in the tensor; `first` and `step` select those of the part.
+    /// Number of outputs per expert in the fused tensor. This part consists of every `step`th output, starting with
+    /// `first`.
     all: usize,
     first: usize,
     step: usize,

@@ -258,7 +258,7 @@ mod tests {
                     total += p;
                     for i in 0..d {
                         sums[i] += p * v[i];
-                        // A value is the midpoint plus a step times a code of at most half the range.
+                        // For the bound below: the largest magnitude of any dequantized value.
                         max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }

@@ -20,11 +20,12 @@ pub(super) struct Candidate {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Search {
-    /// All candidates on a fraction of the batch, then the better ones on more of it, until one is left or the rest are
-    /// equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is exact.
+    /// Compares all candidates on a fraction of the batch, then the better ones on more of it, until one is left or the
+    /// rest are equally good. If the Gram matrix of the batch is cheaper, it is used instead, and the comparison is
+    /// exact.
     #[default]
     Fast,
-    /// Every candidate on the whole batch, as in the reference algorithm.
+    /// Compares all candidates on the whole batch, as in the reference algorithm.
     Reference,
 }
 

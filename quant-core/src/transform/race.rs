@@ -28,7 +28,7 @@ use super::sample::{FIRST_WINDOWS, Place, RaceShape, Schedule, SearchSample};
 use crate::model::{Block, CancelTap, FoldGroup, Segments};
 use crate::{CancelToken, Error, Result};
 
-/// The number of standard errors that a difference must exceed, for many units.
+/// A candidate is eliminated if it is worse by more than this many standard errors. With few units, more are required.
 const SIGMAS: f64 = 3.0;
 /// A candidate is eliminated if it can be better by no more than this fraction of the error.
 const REGRET: f64 = 0.002;
@@ -113,7 +113,8 @@ pub(super) fn choose(
                 task.cancel.check()?;
                 let candidate = &candidates[contender.index];
                 let errors = match batch.errors(task, group, &candidate.scales, watched.as_ref()) {
-                    // Scaled weights may need a scale that its dtype cannot hold; such a candidate is not better.
+                    // A scaled weight may need a quantization scale that overflows its dtype. Such a candidate is
+                    // skipped.
                     Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
                     other => other?,
                 };

@@ -15,7 +15,8 @@ const MIN_TOKENS: usize = 4096;
 const FIRST_TOKENS: usize = 1024;
 /// The minimum number of windows in the first round, if whole windows are used.
 pub(super) const FIRST_WINDOWS: usize = 4;
-/// The minimum number of windows used, if whole windows are used. A batch with no more is used at once.
+/// The minimum number of windows used, if whole windows are used. A batch with at most this many windows is used whole
+/// in the first round.
 const MIN_WINDOWS: usize = 8;
 /// Positions at the start of a window that are always used.
 const HEAD: usize = 4;
@@ -56,7 +57,8 @@ pub(super) struct SearchSample {
 /// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
-    /// The position in the batch.
+    /// The window of the last token added, and the number of counted tokens after heads that were added from this
+    /// window.
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,

@@ -23,7 +23,8 @@ pub enum WeightBody {
     },
     /// As stored in the checkpoint, widened tile by tile on use.
     Stored(StoredWeight),
-    /// Codes, dequantized tile by tile on use. If the input has a grid, it is rounded to it and stays float.
+    /// Codes, dequantized tile by tile on use. If the input has a grid, the input is rounded to that grid and
+    /// multiplied in float.
     Quantized(QuantizedTensor),
     /// Codes in the kernels' order, multiplied without being expanded to floats in memory. The product uses integers if
     /// the input has an integer grid.

@@ -6,8 +6,8 @@ use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::{Error, Result};
 
 impl Model {
-    /// Every tensor outside the blocks that the configuration requires, with its shape. Quantized weights are excluded,
-    /// because they are packed.
+    /// Returns the tensors outside the blocks that the configuration requires, with their shapes. Quantized weights are
+    /// not included, because their tensors depend on the checkpoint format.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
