@@ -71,7 +71,7 @@ pub(super) fn without_experts(outline: &Outline) -> Verdict {
     }
 }
 
-/// Mistral 3's class with a Mistral 4 text model, which it looks up under a different name.
+/// Mistral 3's class with a Mistral 4 text model, for which the engine has no class under the name in the checkpoint.
 pub(super) fn mistral4_in_mistral3(_: &Outline) -> Verdict {
     Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }

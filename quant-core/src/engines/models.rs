@@ -164,7 +164,6 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 /// The class of Mistral 3, whose text model may be Mistral 4.
 const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
-/// Families added at the end of November 2026, and the class that contains one of them.
 const COHERE2_MOE: &[&str] = &["cohere2_moe"];
 const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
 const PHIMOE: &[&str] = &["phimoe"];

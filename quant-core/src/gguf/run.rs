@@ -61,10 +61,10 @@ pub struct GgufReport {
 }
 
 impl GgufReport {
-    /// The report as JSON.
+    /// Returns the report as JSON.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn to_json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self);
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
@@ -254,7 +254,7 @@ impl Writer<'_> {
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
         let importance = self.importance.as_ref().map(|im| {
-            // All matrices share one importance, or each has its own.
+            // There is either one importance vector for all matrices, or one per matrix.
             let matrices = im.len() / columns.max(1);
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });

@@ -1,4 +1,4 @@
-//! What a checkpoint holds besides the weights: the configuration that readers need, the model's other files, and the
+//! The files of a checkpoint besides the weights: the configuration that engines need, the model's other files, and the
 //! report.
 
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
     if plan.unties_head() {
-        // Readers that tie the two would expect a float head.
+        // Loaders that tie the head to the embedding would expect a float head.
         config.insert("tie_word_embeddings".into(), Value::Bool(false));
     }
     pretty(&Value::Object(config))

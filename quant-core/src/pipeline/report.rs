@@ -20,8 +20,8 @@ use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
 use crate::{Error, Result};
 
-/// The version of the report's schema. It increases when a field is removed or changes its meaning; readers ignore
-/// fields that they do not know.
+/// The version of the report's schema. It increases when a field is removed or changes its meaning. Programs that read
+/// reports must ignore fields that they do not know.
 pub(super) const SCHEMA: &str = "quant-report/1";
 /// The maximum size of a report in bytes; larger files are rejected.
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -58,7 +58,7 @@ pub struct QuantReport {
     pub bytes_after: u64,
     /// Average bits per quantized weight, including scales and zero points.
     pub bits_per_quantized_weight: f64,
-    /// What a vision-language model has besides its text model; absent for other models.
+    /// The parts of a vision-language model besides its text model; absent for other models.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub carried: Option<Carried>,
     /// SHA-256 over the names and hashes of all input tensors.
@@ -163,13 +163,13 @@ pub struct TensorReport {
     pub scale_search: Option<FoldRecord>,
     /// The clip search.
     pub clip_search: Option<ClipRecord>,
-    /// What GPTQ did; absent if it was not run.
+    /// The result of GPTQ; absent if it was not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gptq: Option<GptqRecord>,
-    /// What SmoothQuant did; absent if it was not run or skipped the linear.
+    /// The result of SmoothQuant; absent if it was not run or skipped the linear.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub smooth: Option<SmoothRecord>,
-    /// What SmoothAttention did; present for linears that produce keys.
+    /// The result of SmoothAttention; present for linears that produce keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionRecord>,
     /// Whether its rows or columns are in a different order than in the input.
@@ -339,7 +339,7 @@ impl QuantReport {
         self.source = SourceDigest { tensors: lines.len() as u64, sha256: sha256_hex(lines.concat()) };
     }
 
-    /// Reads the report next to the weights of `model` in `directory`; `None` if there is none.
+    /// Reads the report next to the weights of `model` in `directory`; `None` if the directory has no report.
     ///
     /// # Errors
     /// [`Error::InputFile`] when the file exceeds 64 MiB, is not a report of this schema, or contradicts the model's

@@ -72,6 +72,8 @@ pub(super) struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
+    /// Prepares to save states, if `files` asks for it.
+    ///
     /// # Errors
     /// As [`Program::current`].
     pub(super) fn new(files: &'a StateFiles, cancel: &CancelToken) -> Result<Self> {
@@ -144,8 +146,8 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all. Returns `false` if the
-/// time `until` which it may take has passed, and the file is left as it was.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. If the time `until` passes
+/// first, returns `false` and leaves an existing file unchanged.
 ///
 /// # Errors
 /// [`Error::Io`] when it cannot be written, and [`Error::Interrupted`].
@@ -167,7 +169,8 @@ pub(super) fn save(
         let new = &new;
         move |e| Error::io(action, new, e)
     };
-    // What an interrupted run left, or somebody put there: it is replaced, not followed or written through.
+    // A file or link of this name, for example from an interrupted run, is removed: writing through a link could
+    // overwrite its target.
     let removed = match std::fs::remove_file(&new) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &new, e)),
         _ => Ok(()),
@@ -192,7 +195,7 @@ pub(super) fn save(
     moved
 }
 
-/// Returns `false` if `go_on` does before everything is written.
+/// Writes the contents of the file. Stops and returns `false` as soon as `go_on` returns `false`.
 fn write(
     mut file: impl Write,
     about: &str,

@@ -210,7 +210,7 @@ impl Draft {
 /// assert_eq!(plan.float_modules, ["lm_head"]);
 /// assert!(Plan::peak_memory(&[plan], &model) > 0);
 ///
-/// // What does not fit is refused before anything is read: 96 inputs are no multiple of 128.
+/// // Unsupported shapes are found before any weight is read: 96 inputs are not a multiple of 128.
 /// let wide = Recipe { scheme: "w4a16-g128".parse()?, ..recipe };
 /// assert!(Plan::new(&model, &wide, wide.containers[0]).is_err());
 /// # Ok::<(), quant_core::Error>(())

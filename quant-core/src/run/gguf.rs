@@ -28,7 +28,7 @@ const FILE: &str = "model.gguf";
 pub struct GgufDone {
     /// The type of each tensor.
     pub plan: GgufPlan,
-    /// Where the file is.
+    /// The location of the file.
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
@@ -43,7 +43,7 @@ fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Fails for errors that the request alone shows.
+/// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.memory_budget != MemoryBudget::Auto {

@@ -57,7 +57,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
 pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
     if request.resume && outputs.len() > 1 {
-        // A run that is killed while its formats appear one after another leaves only some of them.
+        // If a run is killed while it publishes its formats one after another, only some of them exist.
         return Err(Error::usage(
             format!("{} exists already, so the run cannot be resumed", path.display()),
             "add ‹force›: existing formats are written again, and the others are resumed",

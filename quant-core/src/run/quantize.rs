@@ -259,7 +259,7 @@ fn checkpoints(
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
     let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
-        // It was created for the outputs, and is kept if anything is left in it.
+        // Removes the directory that was created for the outputs, unless it still contains files.
         let _ = std::fs::remove_dir(&request.output);
     }
     let written = written?;

@@ -168,7 +168,8 @@ impl RecipeSettings {
             }
         }
         if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
-            // A recipe file with a method that only rounds has none; here the transform was overridden.
+            // A recipe file may have `[calibration]` only if its method uses a text. Here, a setting has overridden
+            // that method.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
@@ -304,7 +305,7 @@ impl RecipeSettings {
         ]
     }
 
-    /// The scheme `w4a16-g64` with groups of 128 is a contradiction.
+    /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,

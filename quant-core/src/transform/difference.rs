@@ -1,9 +1,9 @@
 //! Computes the errors of candidates from differences in bfloat16, for the race on processors with `avx512bf16`.
 //!
-//! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by `X
-//! Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h` the
-//! same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16 causes
-//! an error relative to the *difference*, 2⁻⁸ of each term, which is too small to change the outcome of a race.
+//! A candidate changes a weight by `D = Q(W · s) / s − W`, a few percent of it. This changes a linear's output by
+//! `X Dᵀ`, and the module's output by `V (h − h₀)ᵀ`, where `h₀` is the input of the module's last linear `V`, and `h`
+//! the same input after `X Dᵀ` is added to the outputs of the consumers. Rounding `X`, `D`, `h − h₀` and `V` to bf16
+//! causes an error relative to the *difference*, 2⁻⁸ of each term, which is too small to change the outcome of a race.
 //! Rounding `X` and `Q(W · s) / s` instead would cause errors larger than the difference.
 //!
 //! The outputs of the float model are computed once in `f32`, from inputs and outputs of consumers that are rounded to

@@ -79,13 +79,13 @@ pub(super) struct GgufFamily {
 /// How a tensor is written. The strings are its names in the file, without the prefix of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
-    /// As it is.
+    /// The rows are unchanged; only the name differs.
     Named(&'static str),
-    /// Its rows are the value heads of a delta net.
+    /// The rows belong to value heads of a delta net, which are reordered if [`GgufFamily::tiles_heads`] is set.
     Heads(&'static str),
-    /// Its rows are queries and keys, followed by value heads.
+    /// As [`Heads`](Self::Heads), but queries and keys come before the value heads and keep their order.
     Mixed(&'static str),
-    /// Its columns are value heads.
+    /// As [`Heads`](Self::Heads), for columns instead of rows.
     OfHeads(&'static str),
     /// A logarithm per value head, `x`, is stored as `−eˣ`.
     Decays(&'static str),
@@ -95,7 +95,7 @@ pub(super) enum How {
     Latent([&'static str; 2]),
 }
 
-/// Which keys for routing files of a family have.
+/// The metadata keys that describe routing in files of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RoutingKeys {
     /// No keys, because routing follows from the family.

@@ -20,7 +20,7 @@ use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
 use crate::{Error, Result};
 
-/// More experts are rejected before any is allocated.
+/// Files with more experts are rejected before any memory is allocated for experts.
 const MAX_EXPERTS: u64 = 4096;
 
 /// Presents the tensors of a GGUF file as those of a checkpoint.
