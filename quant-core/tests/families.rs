@@ -354,7 +354,7 @@ fn a_cache_gives_what_whole_windows_give() {
                 let distance = relative_difference(&step, expected);
                 assert!(distance <= bound, "{} after {at} tokens: {distance:e}", case.name);
             }
-            // Rounded keys and values route some tokens to other experts, which causes outliers.
+            // With rounded keys and values, some tokens are routed to different experts, which causes outliers.
             if let [found, expected] = &seen
                 && !found.is_empty()
             {

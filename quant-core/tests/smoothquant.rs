@@ -139,7 +139,7 @@ fn scales_are_those_of_the_paper() {
                         let k = made_up.len();
                         for (i, (q, w)) in tensor.dequantize().unwrap().iter().zip(&weight).enumerate() {
                             let (target, scale) = (w * made_up[i % k], tensor.scales[i / k]);
-                            // Half a step, plus the clipping of the largest code of a row.
+                            // A code is off by at most half a step, plus the clipping of the largest code of a row.
                             assert!((q - target).abs() <= 0.51 * scale + 1e-6, "{what}: {q} for {target}");
                         }
                     }
