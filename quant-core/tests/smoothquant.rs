@@ -439,8 +439,8 @@ fn what_makes_no_sense_is_refused_before_any_compute() {
     assert!(message(&with("lm_head", "w8a8-static")).contains("only for blocks"));
     for format in ["awq", "gptq"] {
         let containers = vec![quant_core::format::container(format).unwrap()];
-        // Dynamic scales are left to the engine, and the loss is reported; static scales found on a text must not be
-        // dropped.
+        // Dynamic scales are computed by the engine, and a note says that the format does not describe them. Static
+        // scales, which were computed on a text, must not be dropped.
         let plan = |scheme| Recipe { containers: containers.clone(), ..recipe("rtn", scheme) };
         let lost = Plan::new(&model, &plan("w4a8"), containers[0]).unwrap().losses();
         assert!(lost.len() == 1 && lost[0].contains("cannot describe activations"), "{lost:?}");

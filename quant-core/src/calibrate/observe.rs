@@ -412,8 +412,8 @@ fn run_between(
 /// Runs a piece `[windows, length, hidden]` of the batch, whose first token is `first`, through a block. Passes the
 /// output to `take` in one or more parts, each with the offset of its first token in the piece.
 ///
-/// A window longer than [`CHUNK_TOKENS`] goes through attention as a whole, and then in pieces through the rest of the
-/// block, which processes each token independently.
+/// Attention always processes whole windows. If a window is longer than [`CHUNK_TOKENS`], the rest of the block, which
+/// processes each token independently, runs on parts of the window.
 fn run_piece(
     block: &Block,
     layout: &BatchLayout,

@@ -32,8 +32,8 @@ pub(super) fn remote_configuration(_: &Outline) -> Verdict {
     With("it needs the model's own configuration code and --trust-remote-code".into())
 }
 
-/// vLLM scales the queries of Ministral 3 by position if the configuration is in Mistral's own format, but not if it is
-/// in that of transformers, which checkpoints written by quant have.
+/// vLLM scales the queries of Ministral 3 by position only if the configuration is in Mistral's own format. Checkpoints
+/// written by quant have a configuration in the format of transformers.
 pub(super) fn position_scale(_: &Outline) -> Verdict {
     With(
         "it does not scale queries by position: results are wrong beyond `original_max_position_embeddings`"

@@ -14,8 +14,8 @@ const CONTEXT: usize = 8;
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     stop: &'a [String],
-    /// The most recent tokens: up to `decoded`, those whose text is already emitted, kept for tokenizers that decode a
-    /// token depending on its predecessors; then those whose text is pending.
+    /// The most recent tokens. The text of the first `decoded` tokens is already emitted; they are kept because some
+    /// tokenizers decode a token depending on its predecessors. The text of the other tokens is pending.
     tokens: Vec<u32>,
     decoded: usize,
     /// Text that may be the beginning of a stop string.

@@ -299,7 +299,7 @@ impl Importance {
         }
     }
 
-    /// Sets the number of matrices of entries read from a legacy file to that of the tensors.
+    /// Sets the number of matrices per entry from the tensors. Legacy files do not contain it.
     pub fn fit(&mut self, tensors: &[PlannedTensor]) {
         for tensor in tensors.iter().filter(|t| t.shape.len() > 2) {
             if let Some(entry) = self.entries.get_mut(&tensor.name)

@@ -248,7 +248,7 @@ impl When {
 }
 
 impl Mixture {
-    /// The type of tensors with several matrices, if it differs from the others'.
+    /// The type of tensors with several matrices, if the mixture has a separate type for them.
     pub fn stacked(&self) -> Option<&'static BlockType> {
         self.stacked
     }

@@ -271,7 +271,7 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
-            // The row in the file's tensor, which contains all experts one after the other.
+            // The row number in the file's tensor, which contains the matrices of all experts.
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),

@@ -165,7 +165,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             }
             return Ok(Finished::written(report));
         }
-        // Computed here, before the first of the linears that share a scale takes its bytes from the block.
+        // Must be computed before the first linear that shares the scale takes its bytes from the block.
         let amax = self.shared_amax(entry, work)?;
         let source = match self.prefetched.take() {
             Some((prefetched, source)) if prefetched == index => source?,
@@ -196,8 +196,8 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(done)
     }
 
-    /// Returns the largest magnitude over all linears that share a scale with this one, or `None` if there are no
-    /// others or this one is already rounded. All are read once, when the first is due.
+    /// Returns the largest magnitude over all linears that share a scale with this one; `None` if no other linear does,
+    /// or this one is already rounded. The linears are read once, when the first of them is processed.
     fn shared_amax(&mut self, entry: &PlanEntry, work: &SpanWork<'_>) -> Result<Option<f32>> {
         let Action::Quantize { module, scheme, .. } = &entry.action else { return Ok(None) };
         if !scheme.shares_over_tensor() || work.rounded(entry).is_some() {

@@ -68,7 +68,7 @@ pub fn companion_bytes(directory: &ModelDirectory, plan: &Plan) -> Result<u64> {
     let mut bytes = companions + quantized_config(directory, plan)?.len() as u64;
     let mut room = MAX_SIDECAR_BYTES;
     for sidecar in directory.sidecar_files() {
-        // Opened here so that an unreadable file is reported before the work and not after it.
+        // Opening the file now means that an unreadable file is reported before any work is done.
         let len = sidecar.bytes()?;
         room = room.checked_sub(len).ok_or_else(|| Error::InputFile {
             path: sidecar.path.clone(),

@@ -178,7 +178,8 @@ pub struct TensorReport {
     /// The input grid, if it is the same for all tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub input: Option<InputReport>,
-    /// The static scales of cached keys and values that come from it, by tensor name; absent if there are none.
+    /// The static scales of the cached keys and values that this linear produces, by tensor name; absent if there are
+    /// none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub cache_scales: BTreeMap<String, f32>,
     /// Counted tokens of the calibration batch that passed through the linear; absent if the method used no batch.
@@ -274,7 +275,7 @@ impl TensorReport {
 
     pub(super) fn repacked(entry: &PlanEntry, source_sha256: String) -> Self {
         let from = match &entry.action {
-            // A symmetric grid that was stored with zero points loses nothing.
+            // The two differ if the format restates the scheme, for example with one level of scales instead of two.
             Action::Repack { from, scheme, .. } => Some(*from).filter(|from| from != scheme),
             _ => None,
         };

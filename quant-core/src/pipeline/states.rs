@@ -85,9 +85,9 @@ impl<'a> Saver<'a> {
         Ok(Self { saved, depends_on: &files.depends_on, started: now, last: now, cost: Duration::ZERO })
     }
 
-    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
-    /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
-    /// A cancelled job saves nothing.
+    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the
+    /// file cannot be written, the observer gets a warning and later saves are skipped, because the run can complete
+    /// without them. A cancelled job saves nothing.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };

@@ -205,7 +205,7 @@ fn prepares(step: &str) -> Option<Preparation> {
 pub enum Rounding {
     /// Each weight to the nearest value of its grid.
     Nearest,
-    /// Column by column, where later columns compensate errors: [`gptq`](crate::quantize::gptq).
+    /// Column by column; later columns compensate the errors of earlier ones: [`gptq`](crate::quantize::gptq).
     Gptq,
 }
 

@@ -71,7 +71,7 @@ pub struct PlanEntry {
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub modified: bool,
-    /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
+    /// Whether the tensor is stored and written as `[in, out]`, the transpose of its shape in `info`.
     pub by_columns: bool,
     /// The action for the tensor.
     pub action: Action,

@@ -117,7 +117,7 @@ fn unfit(error: Error) -> Error {
     }
 }
 
-/// Whether there are stored zero points, and all of them are those that a symmetric grid implies.
+/// Returns whether there are stored zero points, and all of them are the midpoint, as a symmetric grid implies.
 fn has_only_default_zero_points(model: &Model) -> Result<bool> {
     let mut any = false;
     for (_, module, shape) in model.weight_modules() {

@@ -234,7 +234,7 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
         ));
     }
     let opened = source(model, settings, host)?;
-    // If an importance matrix is named, the plan is that of a weighted run.
+    // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))

@@ -126,8 +126,8 @@ pub fn write(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Returns where the run keeps hidden states: in memory or in the first job directory. There they are also saved for a
-/// resumed run.
+/// Returns where the run keeps hidden states: in memory, or in files in the first job directory. The file that is saved
+/// for resuming the run is always in that directory.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],

@@ -190,8 +190,8 @@ impl SearchSample {
         Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
     }
 
-    /// How many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory, otherwise
-    /// as many multiples of `piece` as fit, and at least one.
+    /// Returns how many tokens of `token_bytes` each may be compared at a time: all of them if the rows are in memory,
+    /// otherwise the largest multiple of `piece` that fits into the memory of a round, but at least one piece.
     pub(super) fn tokens_at_a_time(&self, token_bytes: u64, piece: usize) -> usize {
         let Some(bytes) = self.round_bytes else { return usize::MAX };
         let pieces = bytes / token_bytes.saturating_mul(piece as u64).max(1);
@@ -309,8 +309,8 @@ mod tests {
         assert_eq!(rounds[0][..6], [0, 1, 2, 3, 4, 20]);
     }
 
-    /// The choice of tokens does not depend on how rows arrive. If a value has rows for some tokens only, only those
-    /// are chosen, with their own rows.
+    /// The chosen tokens do not depend on the pieces in which rows arrive. If a value has rows for only some tokens,
+    /// only these tokens are chosen, each with its own row.
     #[test]
     fn rows_race_for_their_own_tokens() {
         use crate::calibrate::TokenUse::{Context, Counted};

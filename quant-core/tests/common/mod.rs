@@ -129,7 +129,7 @@ impl Default for Tiny {
 
 /// `max_position_embeddings` of every tiny model.
 pub const POSITIONS: usize = 256;
-/// The positions of a tiny OPT, which are stored in a table: as many as calibration requests by default.
+/// The number of positions in the table of a tiny OPT: the default window length of calibration.
 pub const OPT_POSITIONS: usize = 512;
 
 impl Tiny {

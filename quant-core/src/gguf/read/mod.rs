@@ -1,4 +1,4 @@
-//! A GGUF file presented as a model directory: tensors under the checkpoint's names, as floats, a configuration, and a
+//! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
 //! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to

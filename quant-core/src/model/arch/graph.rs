@@ -225,7 +225,7 @@ impl BlockGraph {
         }
     }
 
-    /// Returns the node whose value has the same channels as that of `id`, and all rows.
+    /// Returns the node whose value has a row for every token and the same channels as the value of `id`.
     pub fn all_rows_of(&self, id: NodeId) -> NodeId {
         match self.nodes[id].op.rows() {
             Rows::Selected { port, .. } => self.nodes[id].inputs[port],
@@ -480,7 +480,8 @@ impl BlockGraph {
         }
         match &self.nodes[value].op {
             Op::Rope(rope) => self.made_by(self.nodes[value].inputs[0]).map(|(id, _)| (id, Some(rope))),
-            // This multiplies all channels of a token by the same factor.
+            // A position scale multiplies all channels of a token by the same factor, so it commutes with channel
+            // scales.
             Op::PositionScale(_) => self.made_by(self.nodes[value].inputs[0]),
             Op::Linear { .. } => Some((value, None)),
             op if op.stored_norm().is_some() => Some((value, None)),

@@ -469,7 +469,7 @@ fn rename(
     architecture.embedding = embedding;
     architecture.block_prefix = layout.blocks;
     architecture.head = head.to_owned();
-    // Loaders use the module names of their class, not those of the file.
+    // Loaders use the module names of their class, which may differ from the names in the file.
     let renamed = [(layout.base, MODULES.base), (head, MODULES.heads[0])];
     let renamed = renamed.into_iter().filter(|(stored, module)| stored != module).collect();
     let mut wrapper = Wrapper { class: class.name, base: layout.base, names: WrapperNames::default() };

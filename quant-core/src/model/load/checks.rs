@@ -81,7 +81,7 @@ impl Model {
     /// needs none.
     ///
     /// # Errors
-    /// When one is missing (some engines then use 1, others read garbage), or does not have exactly one element.
+    /// When a scale is missing (some engines then use 1, others read garbage), or does not have exactly one element.
     pub(crate) fn kv_scale_tensors(&self, layer: usize) -> Result<Vec<(CachedValue, String)>> {
         if self.kv != Some(KvScheme::Kvf8) {
             return Ok(Vec::new());

@@ -154,7 +154,7 @@ fn the_factor_is_the_textbook_s() {
 
 #[test]
 fn wide_inputs_are_factored_in_f32() {
-    // Only the width matters, so a small matrix cannot test the f32 path.
+    // The f32 path depends on the width alone, so a small matrix cannot test it.
     assert!(Hessian::is_f64(8192) && !Hessian::is_f64(8193));
 }
 
