@@ -90,7 +90,7 @@ impl ChannelMaxima {
         self.linears.is_empty()
     }
 
-    /// The SHA-256 of names and values, by which a run records its dependence on them.
+    /// The SHA-256 of names and values, which becomes part of a run's fingerprint.
     pub fn sha256(&self) -> String {
         let mut bytes = Vec::new();
         for (name, values) in &self.linears {

@@ -26,7 +26,7 @@ pub struct Candidate {
 pub struct Choice {
     /// The token.
     pub token: u32,
-    /// The natural logarithm of the probability assigned by the model: of the softmax of its logits, before any setting
+    /// The natural logarithm of the token's probability in the model: of the softmax of its logits, before any setting
     /// changes them.
     pub logprob: f64,
     /// The natural logarithm of the probability with which the token was drawn; 0 without sampling.

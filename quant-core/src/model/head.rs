@@ -97,8 +97,8 @@ impl<'a> Head<'a> {
         self.shape[1]
     }
 
-    /// Returns whether the head can only compute all logits at once, with [`all_logits`](Self::all_logits), because the
-    /// kernels or a GPU multiply it.
+    /// Returns whether the head can only compute all logits at once, with [`all_logits`](Self::all_logits), because its
+    /// weight is packed for the kernels or is on a GPU.
     pub fn is_whole(&self) -> bool {
         self.rows.is_none()
     }

@@ -368,7 +368,7 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
-/// Gathers the ranges of all inputs of linears in one pass, and moves the states on if `advance` is set. If a range is
+/// Gathers the ranges of all inputs of linears in one pass, and advances the states if `advance` is set. If a range is
 /// not finite, the error names a linear that reads it.
 fn input_ranges(
     job: &Job<'_>,

@@ -276,7 +276,7 @@ fn checkpoints(
     Ok(written)
 }
 
-/// Reports what the formats cannot represent, and which common engines do not load them.
+/// Reports what the formats cannot represent, and which common engines cannot load the result.
 fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
     let warnings =

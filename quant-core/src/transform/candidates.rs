@@ -48,7 +48,8 @@ pub struct TriedScales {
     pub ratio: Option<f32>,
     /// Mean squared error of the inspected output with every consumer rounded.
     pub error: f64,
-    /// The number of tokens on which it was measured until it was eliminated, or in total.
+    /// The number of tokens on which the candidate was measured before it was eliminated, or the number of all tokens
+    /// in the race.
     pub tokens: u64,
 }
 

@@ -49,7 +49,8 @@ pub(super) struct SearchSample {
     round_bytes: Option<u64>,
     /// The number of counted tokens added.
     counted: usize,
-    /// The window of the last token added, and how many counted tokens after heads preceded in it.
+    /// The window of the last token added, and the number of counted tokens after heads that were added from this
+    /// window.
     window: usize,
     tails: usize,
 }
@@ -57,8 +58,7 @@ pub(super) struct SearchSample {
 /// The assignment of a kept token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Place {
-    /// The window of the last token added, and the number of counted tokens after heads that were added from this
-    /// window.
+    /// The position in the batch.
     pub(super) token: usize,
     round: usize,
     pub(super) unit: usize,

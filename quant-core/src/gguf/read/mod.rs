@@ -216,7 +216,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error for an architecture that is not supported, or not with experts, or not without them.
+/// The error for an architecture that is not supported, or that is supported only with experts or only without.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {
