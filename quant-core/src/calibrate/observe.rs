@@ -90,8 +90,8 @@ impl HiddenStates {
         let values = match spill {
             None => embedded(0, windows.tokens())?.into(),
             Some(_) => {
-                // A multiple of the pieces in which per-layer inputs are computed, so that their matrix products have the
-                // same shapes.
+                // Must be a multiple of the pieces in which per-layer inputs are computed, so that matrix products have
+                // the same shapes for any storage.
                 let piece = 4 * CHUNK_TOKENS;
                 let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
                 for (i, tokens) in windows.tokens().chunks(piece).enumerate() {

@@ -55,7 +55,7 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
 pub(super) const PARTED_BY_ROWS: &str =
     "it splits every tensor of `query_key_value` by head, which is impossible with packed codes";
 
-/// vLLM runs the class of transformers with its own linears.
+/// Families for which vLLM has no class: it runs the class of transformers with vLLM's linear layers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
     With(
         "it has no class for this family and runs the class of transformers with its own linear layers"

@@ -50,7 +50,7 @@ impl<'a> Sampler<'a> {
         Ok(Self { settings, random: SplitMix64(settings.seed) })
     }
 
-    /// Chooses the next token after `tokens`, the first `prompt` of which are the prompt, from the logits `[vocab]`.
+    /// Chooses the next token after `tokens` from the logits `[vocab]`. The first `prompt` tokens are the prompt.
     ///
     /// # Errors
     /// [`Error::Logits`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when

@@ -73,7 +73,8 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Takes the text before a stop string out of `held`, or all text except a possible beginning of one.
+    /// Removes text from `held` and returns it: the text before a stop string, or, if there is none, all text except
+    /// the possible beginning of one.
     fn certain(&mut self) -> String {
         if self.stopped {
             self.held.clear();

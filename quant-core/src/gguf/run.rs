@@ -44,7 +44,7 @@ pub struct GgufTensorReport {
     pub method: Option<String>,
     /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
     pub relative_rms: Option<f64>,
-    /// BLAKE3 of the values as read, in f32 and file order, or of codes and scales.
+    /// BLAKE3 of the values as read, in f32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,
 }
 

@@ -165,7 +165,7 @@ impl Split {
         }
     }
 
-    /// Returns the dtype in which the view shows a tensor of matrices `[n, k]`, and their layout, if the shape
+    /// Returns the dtype of the view of a tensor that stores matrices `[n, k]`, and their layout, if the shape
     /// determines it.
     fn dtype_and_form(
         &self,

@@ -38,7 +38,7 @@ pub(super) struct Rounded {
     pub(super) record: GptqRecord,
     /// The number of tokens summed into the Hessian.
     pub(super) tokens: u64,
-    /// How many of these are routed to the linear's expert, if that expert was calibrated on all tokens.
+    /// The number of these tokens that are routed to the linear's expert, if that expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
 }
 

@@ -100,7 +100,7 @@ pub struct CalibrationReport {
     pub experts: Option<ExpertSampling>,
     /// Text tokens in all windows.
     pub tokens: u64,
-    /// How many of these the method used; the others are masked prompts.
+    /// The number of these tokens that the method used; the others are masked prompts.
     pub tokens_counted: u64,
     /// Positions that the documents did not fill.
     pub padding: u64,
@@ -213,7 +213,7 @@ pub(super) struct Searched {
     pub(super) clip: Option<ClipRecord>,
     /// Tokens that passed through the linear.
     pub(super) tokens: Option<u64>,
-    /// How many of these are routed to its expert, if the expert was calibrated on all tokens.
+    /// The number of these tokens that are routed to the linear's expert, if the expert was calibrated on all tokens.
     pub(super) routed: Option<u64>,
     pub(super) gptq: Option<GptqRecord>,
     pub(super) smooth: Option<SmoothRecord>,

@@ -24,7 +24,7 @@ use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
 const CHUNK_VALUES: usize = 1 << 16;
-/// Saving between blocks takes at most this part of the run time.
+/// Saving between blocks takes at most `1 / SHARE_OF_RUN` of the run time.
 const SHARE_OF_RUN: u32 = 20;
 /// The time that a save may take early in a run.
 const MIN_ALLOWED: Duration = Duration::from_secs(5);

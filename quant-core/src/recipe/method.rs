@@ -117,11 +117,12 @@ impl Method {
         Ok(Self { default_inputs: self.default_inputs, ..Self::of(&left, self.rounding)? })
     }
 
-    /// Builds a method from steps in this order and a rounding, or returns the equal one of [`METHODS`].
+    /// Builds a method from steps in this order and a rounding. If one of [`METHODS`] has the same steps and rounding,
+    /// returns that.
     ///
     /// # Errors
     /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
-    /// result of another.
+    /// result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
             return Ok(named.clone());

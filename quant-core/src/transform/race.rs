@@ -224,7 +224,7 @@ pub(super) fn piece(differences: bool, length: usize) -> usize {
     (tokens / length.max(1)).max(1) * length.max(1)
 }
 
-/// The memory in bytes of a token while a round compares candidates on it.
+/// The memory in bytes that each token takes while a round compares candidates.
 fn token_bytes(task: &BlockTask<'_>, group: &FoldGroup, k: usize, differences: bool) -> u64 {
     let graph = task.block.graph();
     let outputs = group.consumers.iter().map(|&c| task.block.linear(c).weight().shape()[0]).sum();

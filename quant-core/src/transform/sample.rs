@@ -7,7 +7,7 @@ use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
 
-/// A race uses at most one in this many tokens of the batch, but at least [`MIN_TOKENS`].
+/// A race uses at most one token in `TOKENS_PER_SAMPLE` of the batch, but at least [`MIN_TOKENS`].
 const TOKENS_PER_SAMPLE: usize = 4;
 /// The minimum number of tokens in a race.
 const MIN_TOKENS: usize = 4096;
@@ -63,7 +63,7 @@ pub(super) struct Place {
     round: usize,
     pub(super) unit: usize,
     pub(super) head: bool,
-    /// Whether its error is measured; attention also needs tokens that do not count.
+    /// Whether the error of the token is measured. Attention also needs tokens that do not count.
     pub(super) counts: bool,
 }
 
@@ -93,8 +93,7 @@ impl SearchSample {
         if of_tokens < 1.0 {
             return Ok(sample);
         }
-        // Memory is allocated at once, because growing a list keeps the old and the new buffer in memory at the same
-        // time.
+        // All memory is allocated now. A growing list would keep its old and its new buffer in memory at the same time.
         let wanted = (0..sample.layout.tokens()).filter(|&token| sample.place(token).is_some()).count();
         (sample.window, sample.tails) = (0, 0);
         if spill.is_none() {

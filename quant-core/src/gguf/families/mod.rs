@@ -51,7 +51,7 @@ pub(super) struct GgufFamily {
     pub(super) partial_rotary: bool,
     /// Whether the weights of a token's experts are divided by their sum.
     pub(super) normalizes_experts: bool,
-    /// The number of blocks of the one model whose scores are scaled differently, if there is one.
+    /// The number of blocks of the family's largest model, if its scores are scaled differently.
     pub(super) layers_of_largest: Option<u64>,
     /// Whether the value heads of delta nets are reordered.
     pub(super) tiles_heads: bool,

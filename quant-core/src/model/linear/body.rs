@@ -94,7 +94,7 @@ impl WeightBody {
         }
     }
 
-    /// Returns its rows, read from the checkpoint if they are not yet in memory.
+    /// Returns the rows of the weight, read from the checkpoint if they are not yet in memory.
     ///
     /// # Errors
     /// When they cannot be read or are not finite, a quantized weight's parts do not match, or the weight is on a GPU.
