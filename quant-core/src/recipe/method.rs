@@ -214,7 +214,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes: that of the method with this rounding and no steps.
+    /// The name in recipes. A method that consists of only this rounding has the same name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",

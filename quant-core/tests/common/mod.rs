@@ -303,7 +303,7 @@ impl Tiny {
             };
             match self.family.experts(layer) {
                 Some((router, experts)) => {
-                    // Logits are large enough that weights differ from token to token.
+                    // Router logits are large enough that expert weights differ from token to token.
                     add(format!("model.layers.{layer}.{router}.weight"), &[EXPERTS, h], 0.0, 1.5 * fan_in(h));
                     linears.extend(experts.into_iter().flat_map(|names| mlp(names, false)));
                 }
