@@ -69,7 +69,7 @@ fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |max, v| max.max(v.abs()))
 }
 
-/// Equation 4 from ranges and weights, for a producer whose channels are the consumers' columns.
+/// The scales of equation 4, from ranges and weights, for a producer whose channels are the consumers' columns.
 fn scales(
     block: &Block,
     ranges: &BTreeMap<NodeId, Vec<[f32; 2]>>,
@@ -128,7 +128,7 @@ fn scales_are_those_of_the_paper() {
                         before.iter().zip(&expected).map(|(b, s)| f64::from(*b) / s).collect();
                     let exactness = if tiny.norm_dtype == Dtype::F32 { 1e-5 } else { 1.0 / 256.0 };
                     assert_close(&after, &divided, exactness, &what);
-                    // The weights compensate for the stored norm's actual change, not for the requested one.
+                    // Columns are multiplied by the factor by which the stored, rounded norm actually changed.
                     let made_up: Vec<f32> = before.iter().zip(&after).map(|(b, a)| b / a).collect();
                     for reader in readers {
                         let weight = exact.linear(reader).weight().to_f32().unwrap();

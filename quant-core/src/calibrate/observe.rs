@@ -237,7 +237,7 @@ impl HiddenStates {
         Ok(())
     }
 
-    /// Runs the batch through `block` only for `tap`. The states do not change.
+    /// Runs the batch through `block` while `tap` observes the evaluation. The states do not change.
     ///
     /// # Errors
     /// As [`advance_watched`](Self::advance_watched).

@@ -91,7 +91,7 @@ pub(super) enum How {
     Decays(&'static str),
     /// Split by key head: queries, keys and values become one tensor, and their gates another one.
     ByKeyHead([&'static str; 2]),
-    /// Latent attention: rows of keys, transposed, and rows of values.
+    /// Split for latent attention: the rows of keys, transposed, become one tensor, and the rows of values another one.
     Latent([&'static str; 2]),
 }
 

@@ -213,7 +213,7 @@ impl Family for HyV3 {
             return Err(config.error("qk_norm", "is false; this family norms queries and keys"));
         }
         d.refuse("mlp_bias", "biases of experts are not supported for this family")?;
-        // Required, because other implementations have different defaults.
+        // The key is required, because implementations have different defaults.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
         let routing = Routing {
