@@ -152,7 +152,7 @@ fn qwen2_vl_with_its_fields_at_the_top_level() {
         config.insert("rope_scaling".into(), json!({ "type": "mrope", "mrope_section": [2, 3, 3] }));
         let model = open(class.source(&checkpoint, PLAIN), &config).unwrap();
         assert_eq!(logits(&model, &windows), logits(&checkpoint.model(), &windows));
-        // 8 frequencies in a head of 16.
+        // A head of width 16 has 8 frequencies.
         for sections in [json!([2, 3, 4]), json!([2, 3]), json!("8"), json!([-1, 9]), json!([u64::MAX, 9])] {
             config.insert("rope_scaling".into(), json!({ "type": "mrope", "mrope_section": sections }));
             let message = refusal(class.source(&checkpoint, PLAIN), &config);

@@ -57,8 +57,8 @@ impl ExpertSampling {
         self.tokens == ExpertTokens::All || routed < self.floor
     }
 
-    /// The smallest and largest share of the batch on which an expert may be calibrated, where `routed` is the share
-    /// routed to it.
+    /// The smallest and largest share of the batch on which an expert may be calibrated. `routed` is the share of
+    /// tokens that is routed to the expert.
     pub(crate) fn shares(self, routed: f64) -> [f64; 2] {
         match self.tokens {
             ExpertTokens::All => [1.0; 2],
@@ -67,7 +67,7 @@ impl ExpertSampling {
         }
     }
 
-    /// Checks that neither setting makes the other meaningless.
+    /// Checks that both settings have an effect.
     ///
     /// # Errors
     /// [`Error::Usage`].

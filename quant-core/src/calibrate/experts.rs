@@ -65,8 +65,8 @@ impl ExpertStates {
     }
 
     /// Gathers a statistic of a value inside the expert for which `selects` selects rows. Depending on `sampling`, the
-    /// statistic covers the tokens routed to the expert or all tokens. In the latter case, returns how many counted
-    /// tokens are routed to the expert.
+    /// statistic covers the tokens routed to the expert, or all tokens. If it covers all tokens, returns how many
+    /// counted tokens are routed to the expert.
     ///
     /// # Errors
     /// When the block or the statistic fails, or the run is cancelled.

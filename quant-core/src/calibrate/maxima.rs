@@ -93,7 +93,7 @@ impl ChannelMaxima {
         self.linears.is_empty()
     }
 
-    /// The SHA-256 of names and values, by which a run records its dependence on them.
+    /// The SHA-256 of names and values, which becomes part of a run's fingerprint.
     pub fn sha256(&self) -> String {
         let mut bytes = Vec::new();
         for (name, values) in &self.linears {
@@ -103,10 +103,10 @@ impl ChannelMaxima {
         sha256_hex(bytes)
     }
 
-    /// The bytes of the file.
+    /// Returns the contents of the file.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// [`Error::Internal`] when serialization fails, which only a bug can cause.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let failed = |e: safetensors::SafeTensorError| Error::Internal(e.to_string());
         let bytes: BTreeMap<&String, Vec<u8>> = (self.linears.iter())

@@ -67,7 +67,7 @@ impl TokenizerSettings {
         Ok(tokens)
     }
 
-    /// Whether the settings ask for a first token of every text (`add_bos_token`), if they specify it.
+    /// Whether a BOS token is added at the start of every text (`add_bos_token`), if the settings specify it.
     pub fn adds_bos(&self) -> Option<bool> {
         self.fields.get("add_bos_token").and_then(Value::as_bool)
     }

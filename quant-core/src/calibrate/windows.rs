@@ -159,7 +159,7 @@ impl TokenWindows {
         Self::of_documents(documents, sampling, origin)
     }
 
-    /// Windows of tokenized documents; [`Packing::Auto`] means the stream.
+    /// Creates windows from tokenized documents; [`Packing::Auto`] means [`Packing::Stream`].
     pub(super) fn of_documents(documents: Vec<Document>, sampling: Sampling, origin: &Path) -> Result<Self> {
         let length = sampling.length;
         let total: usize = documents.iter().map(|d| d.tokens.len()).sum();

@@ -1,4 +1,4 @@
-//! Rules for experts: engines run all experts of a block on separate kernels, and most loaders keep them in one
+//! Rules for experts: engines have separate kernels for experts, and most loaders keep all experts of a block in one
 //! parameter.
 
 use super::Verdict::{self, No, Unsure, With, Yes};

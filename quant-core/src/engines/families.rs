@@ -32,8 +32,8 @@ pub(super) fn remote_configuration(_: &Outline) -> Verdict {
     With("it needs the configuration code of the model, and --trust-remote-code".into())
 }
 
-/// vLLM scales the queries of Ministral 3 by position if the configuration is in Mistral's own format, but not if it is
-/// in that of transformers, which checkpoints written by quant have.
+/// vLLM scales the queries of Ministral 3 by position only if the configuration is in Mistral's own format. Checkpoints
+/// written by quant have a configuration in the format of transformers.
 pub(super) fn position_scale(_: &Outline) -> Verdict {
     With(
         "it does not scale queries by position, so results are wrong beyond `original_max_position_embeddings`"
@@ -55,7 +55,7 @@ pub(super) fn parted_by_rows(outline: &Outline) -> Verdict {
 pub(super) const PARTED_BY_ROWS: &str =
     "it splits every tensor of `query_key_value` by head, which does not work with packed codes";
 
-/// vLLM runs the class of transformers with its own linears.
+/// Families for which vLLM has no class: it runs the class of transformers with vLLM's linear layers.
 pub(super) fn by_transformers(_: &Outline) -> Verdict {
     With("it has no class for this family, and runs the transformers class with its own linear layers".into())
 }
@@ -68,7 +68,7 @@ pub(super) fn without_experts(outline: &Outline) -> Verdict {
     }
 }
 
-/// Mistral 3's class with a Mistral 4 text model, which it looks up under a different name.
+/// Mistral 3's class with a Mistral 4 text model, for which the engine has no class under the name in the checkpoint.
 pub(super) fn mistral4_in_mistral3(_: &Outline) -> Verdict {
     Unsure("it has no Mistral 4 class of this name; what it runs instead was not checked".into())
 }

@@ -23,7 +23,7 @@ pub const READ: &str = "2026-11-22";
 /// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Whether an engine loads a checkpoint, from best to worst.
+/// The verdict on whether an engine loads a checkpoint. Variants are ordered from best to worst.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// It loads and runs on the engine's fast path.

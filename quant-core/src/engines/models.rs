@@ -111,7 +111,7 @@ const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 const REMOTE: &[&str] = &["internlm2"];
 /// Families with experts; the rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
-/// Families with experts of which only transformers was run, with compressed-tensors checkpoints.
+/// Families with experts that were run only in transformers, with compressed-tensors checkpoints.
 const OTHER_EXPERTS: &[&str] = &[
     "qwen2_moe",
     "olmoe",
@@ -125,7 +125,7 @@ const OTHER_EXPERTS: &[&str] = &[
     "qwen3_5_moe_text",
     "lfm2_moe",
 ];
-/// Families without experts of which only transformers was run, with compressed-tensors checkpoints.
+/// Families without experts that were run only in transformers, with compressed-tensors checkpoints.
 const OTHER_DENSE: &[&str] = &[
     "smollm3",
     "granite",
@@ -152,9 +152,10 @@ const OTHER_DENSE: &[&str] = &[
     "qwen3_5_text",
     "qwen3_next",
 ];
-/// Families without experts that transformers ran at a later date.
+/// Families without experts that were run in transformers at a later date.
 const NEWER_DENSE: &[&str] = &["internlm3", "bloom"];
-/// Families of which some models have experts. transformers does not read them if they are stored separately.
+/// Families in which only some models have experts. transformers cannot read their experts if these are stored
+/// separately.
 const EXPERTS_OR_NONE: &[&str] = &["granitemoehybrid", "gemma4_text"];
 const VISION_LANGUAGE: &[&str] = &[
     "Qwen2VLForConditionalGeneration",
@@ -164,7 +165,6 @@ const VISION_LANGUAGE: &[&str] = &[
 ];
 /// The class of Mistral 3, whose text model may be Mistral 4.
 const MISTRAL3: &[&str] = &["Mistral3ForConditionalGeneration"];
-/// Families added at the end of November 2026, and the class that contains one of them.
 const COHERE2_MOE: &[&str] = &["cohere2_moe"];
 const LLAMA4: &[&str] = &["llama4_text", "Llama4ForConditionalGeneration"];
 const PHIMOE: &[&str] = &["phimoe"];
@@ -234,7 +234,7 @@ const IN_VLLM: &[&str] = &[
     "hy_v3",
     "granitemoehybrid",
 ];
-/// Families for which vLLM runs the class of transformers with its own linears.
+/// Families for which vLLM runs the class of transformers with vLLM's linear layers.
 const BY_TRANSFORMERS_IN_VLLM: &[&str] = &[
     "smollm3",
     "seed_oss",
@@ -392,7 +392,7 @@ const CLASSES_IN_SGLANG: &[&str] = &[
     "Qwen3_5MoeForConditionalGeneration",
     "Llama4ForConditionalGeneration",
 ];
-/// Families that SGLang has a class for, in which a checkpoint cannot name some linears.
+/// Families whose SGLang class has linears without names, so that a checkpoint cannot configure these.
 const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
 /// Families that SGLang has no class for under the names in their checkpoints.
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];

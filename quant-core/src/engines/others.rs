@@ -186,7 +186,7 @@ pub(super) fn llama_cpp_gptq(outline: &Outline, _ranks: usize) -> Verdict {
     llama_cpp_with(outline, |scheme| matches!(scheme.bits(), 2 | 4 | 8))
 }
 
-/// `takes` returns whether the format's reader supports a scheme in addition to those that are read in all formats.
+/// `takes` returns whether a scheme is supported in this format. Some schemes are supported in all formats.
 fn llama_cpp_with(outline: &Outline, takes: fn(&LinearScheme) -> bool) -> Verdict {
     let schemes = all_schemes(outline);
     // It reads the input scale of NVFP4 only.

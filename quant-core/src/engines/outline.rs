@@ -36,7 +36,7 @@ pub struct Part {
 pub struct FusedLayer {
     /// How it is split.
     pub kind: LayerKind,
-    /// Its parts: queries, keys, values; gate, up; or a single linear.
+    /// The linears that it consists of: queries, keys, values; gate, up; or a single linear.
     pub parts: Vec<Part>,
     /// Input features.
     pub k: usize,

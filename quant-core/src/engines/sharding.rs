@@ -42,7 +42,7 @@ impl Share<'_> {
         self.scheme.float_format().is_some()
     }
 
-    /// `` `module`: what ``.
+    /// Returns the message `` `module`: what ``.
     pub(super) fn fault(&self, what: impl std::fmt::Display) -> String {
         format!("`{}`: {what}", self.module)
     }

@@ -202,7 +202,8 @@ fn cpu_kernel(share: &Share<'_>) -> Verdict {
     match share.scheme.activations {
         ActivationScheme::Float => {}
         _ if share.scheme.is_stored_as_bytes() => return Yes,
-        // These run on the kernel for 4-bit weights.
+        // Per-token 8-bit activations with symmetric 4-bit weights run on the same kernel as 4-bit weights with float
+        // activations.
         ActivationScheme::Token if share.scheme.bits() == 4 && share.scheme.is_symmetric() => {}
         _ => return No(share.fault(format!("no CPU kernel for {}", share.scheme))),
     }

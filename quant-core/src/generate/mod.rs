@@ -141,8 +141,9 @@ impl<'a> Generator<'a> {
         Ok(logits.to_vec1()?)
     }
 
-    /// Processes a prompt, then chooses tokens until one ends the text, `settings.max_new_tokens` are emitted, the
-    /// context is full, or `each` breaks. `each` receives every new token except end-of-sequence tokens.
+    /// Processes a prompt, then chooses tokens until the model emits an end-of-sequence token,
+    /// `settings.max_new_tokens` are emitted, the context is full, or `each` breaks. `each` receives every new token
+    /// except end-of-sequence tokens.
     ///
     /// # Errors
     /// As [`read`](Self::read) and [`Sampler::choose`], those of invalid settings, and those of `each`.

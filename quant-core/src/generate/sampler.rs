@@ -26,7 +26,7 @@ pub struct Candidate {
 pub struct Choice {
     /// The token.
     pub token: u32,
-    /// The natural logarithm of the probability assigned by the model: of the softmax of its logits, before any setting
+    /// The natural logarithm of the token's probability in the model: of the softmax of its logits, before any setting
     /// changes them.
     pub logprob: f64,
     /// The natural logarithm of the probability with which the token was drawn; 0 without sampling.
@@ -50,7 +50,7 @@ impl<'a> Sampler<'a> {
         Ok(Self { settings, random: SplitMix64(settings.seed) })
     }
 
-    /// Chooses the next token after `tokens`, the first `prompt` of which are the prompt, from the logits `[vocab]`.
+    /// Chooses the next token after `tokens` from the logits `[vocab]`. The first `prompt` tokens are the prompt.
     ///
     /// # Errors
     /// [`Error::Logits`] when a logit is NaN or positive infinity, or all are negative infinity; [`Error::Usage`] when

@@ -72,7 +72,8 @@ impl<'a> Curvature<'a> {
         while self.next <= layer {
             self.advance()?;
         }
-        // If the columns are reordered, the search uses only their importance.
+        // The factor is for the checkpoint's column order. If the file has a different order, only the scale search
+        // uses statistics, namely the importance.
         let name = tensor.sources().into_iter().next().filter(|_| tensor.keeps_columns());
         Ok(name.and_then(|name| self.factors.get(name)).cloned())
     }

@@ -135,8 +135,8 @@ impl Importance {
             let matrix = match (placed.expert, placed.stored_shape.len()) {
                 (Some(expert), _) => expert,
                 (None, 2) => 0,
-                // llama.cpp multiplies these matrices of latent attention per head, with inputs that no linear here
-                // has.
+                // llama.cpp multiplies by these matrices of latent attention per head. Their inputs do not occur in
+                // quant's graph, so no statistics can be gathered.
                 (None, _) => continue,
             };
             let entry = self.entries.entry(placed.name(layer));
@@ -154,8 +154,8 @@ impl Importance {
         Ok(())
     }
 
-    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if the matrix has no entry for the tensor.
-    /// A matrix that no token reached weights all channels equally.
+    /// The importance of a tensor's channels, `[matrices, columns]`; `None` if there is no entry for the tensor. If no
+    /// token reached a matrix, all its channels have the same importance.
     ///
     /// # Errors
     /// [`Error::InputFile`] when an entry has the wrong size, or the weights in a file for a matrix are all zero or not
@@ -184,7 +184,7 @@ impl Importance {
                 true => importance.extend(sums.iter().map(|sum| sum / count)),
                 false => importance.extend(std::iter::repeat_n(1.0, columns)),
             }
-            // Zeros are accepted if the matrix was gathered here, because the model computes them.
+            // If quant gathered the matrix, all weights may be zero: the inputs were then 0 for all tokens.
             let means = &importance[start..];
             let fault = match means.iter().find(|mean| !mean.is_finite()) {
                 Some(bad) => Some(format!("a mean square of {bad}")),
@@ -306,7 +306,7 @@ impl Importance {
         }
     }
 
-    /// Sets the number of matrices of entries read from a legacy file to that of the tensors.
+    /// Sets the number of matrices per entry from the tensors. Legacy files do not contain it.
     pub fn fit(&mut self, tensors: &[PlannedTensor]) {
         for tensor in tensors.iter().filter(|t| t.shape.len() > 2) {
             if let Some(entry) = self.entries.get_mut(&tensor.name)

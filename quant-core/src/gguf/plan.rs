@@ -205,7 +205,7 @@ impl GgufPlan {
     /// The tensors as a writer expects them.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn outputs(&self) -> Result<Vec<TensorSpec>> {
         self.tensors.iter().map(|t| GgufArchive::spec(&t.name, t.kind, &t.shape)).collect()
     }
@@ -221,7 +221,8 @@ impl GgufPlan {
     }
 }
 
-/// `general.file_type` if codes are kept: that of the type of most weights.
+/// Returns the `general.file_type` of a file whose codes are kept: the number of the most common block type, by
+/// weights.
 fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
@@ -396,7 +397,7 @@ impl<'a> Types<'a> {
         let wanted = match self.named(&draft) {
             Some(Some(kind)) => kind,
             Some(None) => as_stored(model, source)?,
-            // If codes are kept, floats stay as they are.
+            // If the checkpoint is already quantized, float tensors keep their type.
             None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
                 as_stored(model, source)?
             }

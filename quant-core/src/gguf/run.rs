@@ -44,7 +44,7 @@ pub struct GgufTensorReport {
     pub method: Option<String>,
     /// The square root of the sum of squared errors divided by the sum of squared values; absent if codes were kept.
     pub relative_rms: Option<f64>,
-    /// BLAKE3 of the values as read, in f32 and file order, or of codes and scales.
+    /// BLAKE3 of the values as read, in f32 and file order; if codes are kept, of the codes and scales.
     pub source_blake3: String,
 }
 
@@ -61,10 +61,10 @@ pub struct GgufReport {
 }
 
 impl GgufReport {
-    /// The report as JSON.
+    /// Returns the report as JSON.
     ///
     /// # Errors
-    /// Only because of a bug.
+    /// Only if this crate has a bug.
     pub fn to_json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self);
         text.map(|t| t + "\n").map_err(|e| Error::Internal(format!("JSON cannot be written: {e}")))
@@ -256,7 +256,7 @@ impl Writer<'_> {
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
         let importance = self.importance.as_ref().map(|im| {
-            // All matrices share one importance, or each has its own.
+            // There is either one importance vector for all matrices, or one per matrix.
             let matrices = im.len() / columns.max(1);
             &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
         });
@@ -273,7 +273,7 @@ impl Writer<'_> {
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();
         if let Some(row) = sums.iter().position(|(error, _)| !error.is_finite()) {
-            // The row in the file's tensor, which contains all experts one after the other.
+            // The row number in the file's tensor, which contains the matrices of all experts.
             let row = self.written / row_bytes as u64 + row as u64;
             return Err(Error::Numeric {
                 tensor: self.tensor.name.clone(),

@@ -116,10 +116,10 @@ pub(super) fn routing(
     Ok(())
 }
 
-/// `expert_gating_func` of scores.
+/// Returns the value of `expert_gating_func` for a score function.
 pub(super) fn gating(scores: Scores) -> u32 {
     match scores {
-        // No family with sparse scores is written.
+        // `Sparse` does not occur: families that use it cannot be written as GGUF.
         Scores::Softmax | Scores::Sparse { .. } => 1,
         Scores::Sigmoid => 2,
     }

@@ -128,7 +128,7 @@ impl Model {
     /// positions.
     ///
     /// # Errors
-    /// As [`check_positions`](Self::check_positions), and when they cannot be read or are not finite.
+    /// As [`check_positions`](Self::check_positions), and when the rows cannot be read or are not finite.
     pub fn position_table(&self, positions: usize) -> Result<Option<PositionTable>> {
         self.check_positions(positions)?;
         let Some(LearnedPositions { table, offset }) = &self.architecture().learned_positions else {
@@ -185,10 +185,10 @@ impl Model {
         Ok(Some(PerLayer { rows, scale, projection, norm }))
     }
 
-    /// Checks that all tokens are inside the embedding.
+    /// Checks that the vocabulary contains the token.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when one is not, because the tokenizer does not match the model.
+    /// [`Error::Tokenizer`] when it does not, which means that the tokenizer does not belong to the model.
     pub fn check_token(&self, token: u32) -> Result<()> {
         let vocab = self.architecture().vocab;
         if (token as usize) < vocab {

@@ -222,7 +222,8 @@ pub(super) fn sum(weights: &Tensor, outputs: &[Tensor]) -> Result<Tensor> {
     Ok(Tensor::from_vec(sums, dims, &Device::Cpu)?)
 }
 
-/// Adds an expert's output, times each token's weight `of`, to the sums `[tokens, width]`.
+/// Adds an expert's output rows to the sums `[tokens, width]`. `of` returns a token's weight for the expert; the output
+/// has one row for each token whose weight is not 0.
 ///
 /// # Errors
 /// When the number of rows differs from the number of tokens with a weight.

@@ -85,7 +85,7 @@ impl Paged {
             return Ok(());
         }
         let (heads, layout) = (self.cache.heads(), *self.cache.layout());
-        // Skip pages that no query attends to, and tokens after that of the last query.
+        // Skip pages that no query attends to, and the tokens after the last query.
         let skipped = first / PAGE_TOKENS;
         let lists: Vec<PageList<'_>> = (0..heads.kv)
             .map(|head| PageList {
@@ -227,10 +227,10 @@ mod tests {
         x.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels. An 8-bit
-    /// query is off by at most half a step of its grid in every feature, so scores are off by
-    /// `δ ≤ scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. Added to this are a rounding to
-    /// bf16, `2⁻⁸`, for paths that have it, and `10⁻⁴` for everything else.
+    /// Returns exact attention of float queries on the dequantized cache, with the maximum deviation of the kernels.
+    /// Rounding a query to 8 bits changes each feature by at most half a step of its grid, so scores change by `δ ≤
+    /// scale · s_q / 2 · Σ |k̂|` and probabilities by a factor within `e^±2δ`. The deviation also includes `2⁻⁸`, for
+    /// paths that round to bf16, and `10⁻⁴` for everything else.
     #[allow(clippy::needless_range_loop, reason = "positions are counted")]
     fn exact(case: &Case, q: &[f32], k: &[f32], v: &[f32], starts: Option<&[u32]>) -> Vec<(f64, f64)> {
         let AttentionShape { repeat, head_dim: d, window, .. } = case.shape;
@@ -259,7 +259,7 @@ mod tests {
                     total += p;
                     for i in 0..d {
                         sums[i] += p * v[i];
-                        // A value is the midpoint plus a step times a code of at most half the range.
+                        // For the bound below: the largest magnitude of any dequantized value.
                         max[i] = max[i].max(v.iter().fold(0.0, |m, v| v.abs().max(m)));
                     }
                 }

@@ -29,7 +29,7 @@ impl Block {
         !self.unrouted.is_empty()
     }
 
-    /// Returns whether a node that selects an expert's rows takes those of all tokens.
+    /// Returns whether the expert whose rows the node `selects` runs on all tokens.
     pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }

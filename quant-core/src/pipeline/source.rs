@@ -270,7 +270,7 @@ fn copied(entry: &PlanEntry, sha256: String) -> TensorReport {
     }
 }
 
-/// Fails if a chunk holds NaN or infinity, with their count and the position of the first in the whole tensor.
+/// Fails if a chunk holds NaN or infinity. The error has their number and the position of the first one in the tensor.
 fn finite(job: &Job<'_>, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
     if !dtype.is_weight_float() {
         return Ok(());

@@ -24,7 +24,7 @@ use crate::{CancelToken, Error, Event, Result};
 
 /// Values written at a time.
 const CHUNK_VALUES: usize = 1 << 16;
-/// Saving between blocks takes at most this part of the run time.
+/// Saving between blocks takes at most `1 / SHARE_OF_RUN` of the run time.
 const SHARE_OF_RUN: u32 = 20;
 /// The time that a save may take early in a run.
 const MIN_ALLOWED: Duration = Duration::from_secs(5);
@@ -72,6 +72,8 @@ pub(super) struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
+    /// Prepares to save states, if `files` asks for it.
+    ///
     /// # Errors
     /// As [`Program::current`].
     pub(super) fn new(files: &'a StateFiles, cancel: &CancelToken) -> Result<Self> {
@@ -83,9 +85,9 @@ impl<'a> Saver<'a> {
         Ok(Self { saved, depends_on: &files.depends_on, started: now, last: now, cost: Duration::ZERO })
     }
 
-    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the file
-    /// cannot be written, the observer gets a warning and nothing is saved from then on: the run itself does not need it.
-    /// A cancelled job saves nothing.
+    /// Saves the states before block `layer` if a save is due. All tensors of earlier blocks must be committed. If the
+    /// file cannot be written, the observer gets a warning and later saves are skipped, because the run can complete
+    /// without them. A cancelled job saves nothing.
     pub(super) fn save(&mut self, job: &Job<'_>, layer: usize, streams: Streams<&HiddenStates>) {
         let Some((SavedStates { path, every }, program)) = &self.saved else { return };
         let pause = if every.is_zero() { Duration::ZERO } else { (SHARE_OF_RUN * self.cost).max(*every) };
@@ -145,8 +147,8 @@ fn about(job: &Job<'_>, layer: usize, depends_on: &Value, program: &Program) -> 
     serde_json::from_str(&about.to_string()).unwrap_or(about)
 }
 
-/// Writes the states before block `layer` to a file, which appears complete or not at all. Returns `false` if the
-/// time `until` which it may take has passed, and the file is left as it was.
+/// Writes the states before block `layer` to a file, which appears complete or not at all. If the time `until` passes
+/// first, returns `false` and leaves an existing file unchanged.
 ///
 /// # Errors
 /// [`Error::Io`] when it cannot be written, and [`Error::Interrupted`].
@@ -168,7 +170,8 @@ pub(super) fn save(
         let new = &new;
         move |e| Error::io(action, new, e)
     };
-    // What an interrupted run left, or somebody put there: it is replaced, not followed or written through.
+    // A file or link of this name, for example from an interrupted run, is removed: writing through a link could
+    // overwrite its target.
     let removed = match std::fs::remove_file(&new) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &new, e)),
         _ => Ok(()),
@@ -193,7 +196,7 @@ pub(super) fn save(
     moved
 }
 
-/// Returns `false` if `go_on` does before everything is written.
+/// Writes the contents of the file. Stops and returns `false` as soon as `go_on` returns `false`.
 fn write(
     mut file: impl Write,
     about: &str,

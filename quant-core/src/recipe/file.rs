@@ -5,7 +5,7 @@
 //!
 //! [[transform]]
 //! kind = "smoothquant"
-//! alpha = 0.85                # or "auto"; the family's without it
+//! alpha = 0.85                # or "auto"; the default depends on the family
 //! producers = "norms"
 //!
 //! [[transform]]

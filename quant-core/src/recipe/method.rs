@@ -117,11 +117,12 @@ impl Method {
         Ok(Self { default_inputs: self.default_inputs, ..Self::of(&left, self.rounding)? })
     }
 
-    /// Builds a method from steps in this order and a rounding, or returns the equal one of [`METHODS`].
+    /// Builds a method from steps in this order and a rounding. If one of [`METHODS`] has the same steps and rounding,
+    /// returns that.
     ///
     /// # Errors
     /// [`Error::Usage`] with the reason, for an unknown step, a repeated step, or an order in which a step undoes the
-    /// result of another.
+    /// result of an earlier one.
     pub fn of(steps: &[&str], rounding: Rounding) -> Result<Self> {
         if let Some(named) = METHODS.iter().find(|m| m.rounding == rounding && m.steps() == steps) {
             return Ok(named.clone());
@@ -207,7 +208,7 @@ fn prepares(step: &str) -> Option<Preparation> {
 pub enum Rounding {
     /// Each weight to the nearest value of its grid.
     Nearest,
-    /// Column by column, where later columns compensate errors: [`gptq`](crate::quantize::gptq).
+    /// Column by column; later columns compensate the errors of earlier ones: [`gptq`](crate::quantize::gptq).
     Gptq,
 }
 
@@ -215,7 +216,7 @@ impl Rounding {
     /// All roundings.
     pub const ALL: [Self; 2] = [Self::Nearest, Self::Gptq];
 
-    /// The name in recipes: that of the method with this rounding and no steps.
+    /// The name in recipes. A method that consists of only this rounding has the same name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nearest => "rtn",

@@ -1,4 +1,5 @@
-//! The data that a plan needs in addition to the weights, and checks that its activations fit its method.
+//! The data that a plan needs in addition to the weights, and checks that the method supports the requested
+//! activations.
 
 use super::{Action, Plan, PlanEntry};
 use crate::model::{Architecture, BlockGraph};

@@ -71,7 +71,7 @@ pub struct PlanEntry {
     pub info: TensorInfo,
     /// Whether the preparation has modified the tensor.
     pub modified: bool,
-    /// Whether it is written as `[in, out]`, as stored in the input, which is the transpose of its shape here.
+    /// Whether the tensor is stored and written as `[in, out]`, the transpose of its shape in `info`.
     pub by_columns: bool,
     /// The action for the tensor.
     pub action: Action,
@@ -210,7 +210,7 @@ impl Draft {
 /// assert_eq!(plan.float_modules, ["lm_head"]);
 /// assert!(Plan::peak_memory(&[plan], &model) > 0);
 ///
-/// // What does not fit is refused before anything is read: 96 inputs are no multiple of 128.
+/// // Unsupported shapes are found before any weight is read: 96 inputs are not a multiple of 128.
 /// let wide = Recipe { scheme: "w4a16-g128".parse()?, ..recipe };
 /// assert!(Plan::new(&model, &wide, wide.containers[0]).is_err());
 /// # Ok::<(), quant_core::Error>(())

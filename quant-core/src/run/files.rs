@@ -76,8 +76,8 @@ pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()
     Ok(())
 }
 
-/// Fails if a file to be written is also read, or is written twice. Each file is given with its setting. Nothing has
-/// been written at this point.
+/// Fails if a file that will be written is also read, or would be written twice. Each file is given with its setting.
+/// Call this before anything is written.
 ///
 /// # Errors
 /// [`Error::Usage`].

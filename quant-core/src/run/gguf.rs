@@ -28,7 +28,7 @@ const FILE: &str = "model.gguf";
 pub struct GgufDone {
     /// The type of each tensor.
     pub plan: GgufPlan,
-    /// Where the file is.
+    /// The location of the file.
     pub published: Published,
     /// The report on every tensor.
     pub report: GgufReport,
@@ -43,7 +43,7 @@ fn gathers(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
-/// Fails for errors that the request alone shows.
+/// Checks everything about a request that can be checked without its model.
 pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     let settings = &request.settings;
     if request.memory_budget != MemoryBudget::Auto {
@@ -234,7 +234,7 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
         ));
     }
     let opened = source(model, settings, host)?;
-    // If an importance matrix is named, the plan is that of a weighted run.
+    // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, settings.gguf_request(importance.is_some())?)?;
     Ok((plan, opened.directory.source().file_bytes()))

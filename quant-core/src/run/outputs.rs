@@ -57,7 +57,7 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
 pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
     if request.resume && outputs.len() > 1 {
-        // A run that is killed while its formats appear one after another leaves only some of them.
+        // If a run is killed while it publishes its formats one after another, only some of them exist.
         return Err(Error::usage(
             format!("{} already exists, so the run cannot be resumed", path.display()),
             "add ‹force›, which writes existing formats again and resumes the others",
@@ -126,8 +126,8 @@ pub fn write(
     prepared.into_iter().zip(reports).map(|(p, report)| Ok((p.publish()?, report))).collect()
 }
 
-/// Returns where the run keeps hidden states: in memory or in the first job directory. There they are also saved for a
-/// resumed run.
+/// Returns where the run keeps hidden states: in memory, or in files in the first job directory. The file that is saved
+/// for resuming the run is always in that directory.
 fn states(
     writers: &[CheckpointWriter],
     jobs: &[Job<'_>],

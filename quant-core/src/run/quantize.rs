@@ -263,7 +263,7 @@ fn checkpoints(
     let jobs: Vec<Job<'_>> = plans.iter().map(job).collect();
     let written = write(&jobs, &opened.directory, outputs, (request.force, request.resume), residence, host);
     if written.is_err() && outputs.len() > 1 {
-        // It was created for the outputs, and is kept if anything is left in it.
+        // Removes the directory that was created for the outputs, unless it still contains files.
         let _ = std::fs::remove_dir(&request.output);
     }
     let written = written?;
@@ -280,7 +280,7 @@ fn checkpoints(
     Ok(written)
 }
 
-/// Reports what the formats cannot represent, and which common engines do not load them.
+/// Reports what the formats cannot represent, and which common engines cannot load the result.
 fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
     let lost = |plan: &Plan| plan.losses().into_iter().map(|message| ("lost", message)).collect::<Vec<_>>();
     let warnings =

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
 const ANOTHER_METHOD: &str = "leave it out, or choose a different ‹method›";
 
-/// The settings of `plan` and `quantize`; what is `None` or empty comes from the preset or the recipe.
+/// The settings of `plan` and `quantize`. Fields that are `None` or empty are taken from the preset or the recipe.
 ///
 /// Messages refer to a setting by its field name, between `‹` and `›` ([`wording`](crate::wording)).
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -168,7 +168,8 @@ impl RecipeSettings {
             }
         }
         if let (Some(path), false) = (&self.recipe, recipe.needs_text()) {
-            // A recipe file with a method that only rounds has none; here the transform was overridden.
+            // A recipe file may have `[calibration]` only if its method uses a text. Here, a setting has overridden
+            // that method.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
                 return Err(Error::usage(
                     format!(
@@ -226,8 +227,8 @@ impl RecipeSettings {
         same.or_else(begins).or_else(has).unwrap_or(&PRESETS[0]).name
     }
 
-    /// Plans what happens to a model: what the recipe says if the model is float, and a conversion to `format` if it is
-    /// already quantized.
+    /// Plans what happens to a model: quantization by the recipe if the model is float, or conversion to `format` if it
+    /// is already quantized.
     ///
     /// # Errors
     /// When the plan cannot be made ([`Plan::all`], [`Plan::repack`]), and when a quantized model would have to be
@@ -304,7 +305,7 @@ impl RecipeSettings {
         ]
     }
 
-    /// The scheme `w4a16-g64` with groups of 128 is a contradiction.
+    /// Fails if `group_size` or `symmetric` contradicts the scheme: for example, `w4a16-g64` with groups of 128.
     fn refuse_contradiction(&self, text: &str, scheme: SchemeRequest) -> Result<SchemeRequest> {
         let group = match &self.group_size {
             Some(size) => granularity(size)? != scheme.granularity,

@@ -4,15 +4,15 @@
 //! norm without a weight commutes with `H`, and the weights that read the stream can undo the rotation:
 //!
 //! ```text
-//! embedding   E  → E Hᵀ                        rows of the table
-//! norm        γ  → 1                           and into the weights that read it
-//! reads       W  → W diag(γ) Hᵀ                queries, keys, values, gate, up; the head, by the last norm
-//! writes      W  → H W,  b → H b               attention's and MLP's output projection
+//! embedding   E  → E Hᵀ                 rows of the table
+//! norm        γ  → 1                    folded into the linears that read the norm
+//! reads       W  → W diag(γ) Hᵀ         queries, keys, values, gate, up; the head, with the γ of the last norm
+//! writes      W  → H W,  b → H b        output projections of attention and MLP
 //! ```
 //!
-//! It is applied to the checkpoint and not to blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated
-//! ones, each computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages see a
-//! model like any other. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
+//! The checkpoint is rotated, not the blocks: [`rotate`] returns a [`Model`] whose tensors are the rotated ones, each
+//! computed in `f32` when it is read, and rounded to the dtype in which it is stored. Later stages process it like any
+//! other model. A tied head is untied, unless the weight of the last norm, which is folded into it, is 1.
 //!
 //! A norm that subtracts the mean does not commute with `H`, and a norm after an output projection prevents rotating
 //! its output. Families with such blocks are rejected.

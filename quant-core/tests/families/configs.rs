@@ -604,7 +604,8 @@ pub fn cases() -> Vec<Case> {
             producers: around("linear_attn.norm"),
             other_producers: vec![around("self_attn.v_proj")],
             has_pairs: false,
-            // Queries and keys are divided by their norms, and a state accumulates errors.
+            // The bound is large because queries and keys are divided by their norms, and errors accumulate in the
+            // state.
             rounding: 1.0,
             ..Case::new("qwen3_next", "Qwen3NextForCausalLM", hybrid.clone())
         },

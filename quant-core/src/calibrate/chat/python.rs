@@ -4,8 +4,8 @@ use minijinja::value::Kwargs;
 use minijinja::{Error, ErrorKind, Value};
 use serde_json::Value as Json;
 
-/// The date that templates see as today, fixed because results must not depend on the calendar. Llama 3.2's own
-/// template uses the same date as its fallback.
+/// The current date as seen by templates. It is fixed, so that results do not depend on the day of the run. Llama 3.2's
+/// own template uses the same date as its fallback.
 pub(super) const TODAY: &str = "2024-07-26";
 
 fn invalid(reason: impl Into<String>) -> Error {

@@ -182,7 +182,7 @@ fn indistinguishable_answers_are_refused() {
     // A conversation that begins with an answer.
     let first = chat(&[("assistant", "x")]);
     refused("{{ messages[0].content.strip() }}", &first, Mask::Prompts, &expected);
-    // Marks in the conversation, nested blocks, and blocks whose text is used otherwise.
+    // Marks in the conversation, nested blocks, and a template that computes with the text of a block.
     let marked = chat(&[("user", "\u{fdd0}"), ("assistant", "x")]);
     refused(GENERATION, &marked, Mask::Prompts, &["noncharacter"]);
     let nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}";

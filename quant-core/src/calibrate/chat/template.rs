@@ -1,4 +1,4 @@
-//! A model's chat template, accessed through a worker: it comes with the model, and is a program.
+//! A model's chat template, rendered by a worker because it is an untrusted program that comes with the model.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};

@@ -187,7 +187,8 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
         ("none", Some(tensor)) => {
             let divisors = divisors(about, tensor, rotary_dim)?;
             let positions = about.require("context_length")?;
-            // The file does not have the parameters of the divisors, but the divisors are sufficient.
+            // The file has only the divisors, not the parameters that they were computed from. LongRoPE takes any
+            // divisors, so it describes the same rotation.
             json!({
                 "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors,
                 "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": positions,

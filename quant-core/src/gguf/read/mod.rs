@@ -1,4 +1,4 @@
-//! A GGUF file presented as a model directory: tensors under the checkpoint's names, as floats, a configuration, and a
+//! A GGUF file presented as a model directory: float tensors under the names of the checkpoint, a configuration, and a
 //! tokenizer.
 //!
 //! Decoding blocks to `f32` is exact. The changes that the writer made are undone: rows of queries and keys return to
@@ -216,7 +216,7 @@ fn integer(file: &GgufFile, key: &str) -> Result<Option<u64>> {
     }
 }
 
-/// The error for an architecture that is not supported, or not with experts, or not without them.
+/// The error for an architecture that is not supported, or that is supported only with experts or only without.
 fn unread_architecture(file: &GgufFile, arch: &str, experts: u64) -> Error {
     let shown = printable(arch);
     let reason = match families::FAMILIES.iter().find(|f| f.arch == arch) {

@@ -1,7 +1,7 @@
-//! Tensors of a file under the names, and with the row order, of checkpoints.
+//! The tensors of a file, with the names and the row order of a checkpoint.
 //!
-//! Which tensors exist, and how each was written, follows from the model that the metadata describe. The table is that
-//! of the writer (`layout`), applied in reverse.
+//! The metadata determine which tensors exist and how each is stored. The table for this (`layout`) is the writer's,
+//! used in reverse.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
 use crate::{Error, Result};
 
-/// More experts are rejected before any is allocated.
+/// Files with more experts are rejected before any memory is allocated for experts.
 const MAX_EXPERTS: u64 = 4096;
 
 /// Presents the tensors of a GGUF file as those of a checkpoint.

@@ -99,7 +99,7 @@ impl Vocabulary<'_> {
                     "normalized": false, "special": special,
                 }));
             }
-            // Added tokens keep their IDs only if the vocabulary contains them, too.
+            // The tokenizers crate keeps the IDs of added tokens only if the vocabulary contains them.
             vocab.insert(token.clone(), json!(id));
         }
         (vocab, added)

@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// The largest file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 const JSON: &str = "tokenizer.json";
-/// Given instead of the name of a pre-tokenizer, if the file should have no vocabulary.
+/// The value of the pre-tokenizer setting for a file without a vocabulary.
 const NO_VOCABULARY: &str = "none";
 
 /// Token types.

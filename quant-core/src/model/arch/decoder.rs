@@ -11,7 +11,7 @@ use crate::model::rope::{Rope, RopeRequest};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Defaults {
     pub(super) family: &'static str,
-    /// The key of the MLP's width, or a substitute if no layer has an MLP.
+    /// Configuration key of the MLP width. If no layer has an MLP, the key of a different width that is always present.
     pub(super) intermediate_key: &'static str,
     /// Number of key and value heads; `None` means as many as query heads.
     pub(super) kv_heads: Option<usize>,
@@ -78,8 +78,8 @@ impl<'a> Decoder<'a> {
         let heads = config.require_positive("num_attention_heads")?;
         let kv_heads = match config.optional_positive("num_key_value_heads")? {
             Some(kv_heads) => kv_heads,
-            // `null` means as many as query heads in every family; a family's default applies only if the key is
-            // missing.
+            // In every family, `null` means as many key and value heads as query heads. A family's default applies only
+            // if the key is missing.
             None if config.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
@@ -151,7 +151,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The rotary embedding of most families: over whole heads, in halves.
+    /// Reads the rotary embedding as most families have it: whole heads are rotated, and channel `i` is paired with
+    /// channel `i + head_dim / 2`.
     pub(super) fn rope(&self) -> Result<Rope> {
         self.rope_request().read(self.config)
     }

@@ -1,6 +1,7 @@
 //! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention.
 //!
-//! The first layers have an MLP. The others have a shared expert and experts that are chosen from the best groups.
+//! The first layers have an MLP. The other layers have a shared expert, and routed experts that are chosen from the
+//! groups with the best scores.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
@@ -28,7 +29,7 @@ pub(super) struct Glm4Moe;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4MoeLite;
 
-/// Configuration keys for the number of experts, the published one last.
+/// Configuration keys for the number of experts. Published configurations use the last one.
 pub(super) const EXPERTS: [&str; 3] = ["num_experts", "num_local_experts", "n_routed_experts"];
 
 impl Family for DeepseekV2 {

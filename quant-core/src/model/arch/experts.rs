@@ -53,7 +53,7 @@ pub(super) enum Product {
     Silu,
     /// `gelu(gate) · up`, with the tanh approximation.
     GeluTanh,
-    /// gpt-oss's, see [`Op::ClampedGated`].
+    /// The clamped product of gpt-oss; see [`Op::ClampedGated`].
     Clamped { alpha: f32, limit: f32 },
 }
 

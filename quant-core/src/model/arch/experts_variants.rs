@@ -1,5 +1,5 @@
-//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: known blocks with experts in place of the MLP. Each
-//! family has its own routing and names.
+//! MiniMax-M2, Ernie 4.5 MoE, Granite MoE, HunYuan V1 MoE and Hy3: blocks of other supported families, with experts in
+//! place of the MLP. Each family has its own routing and names.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
@@ -215,7 +215,7 @@ impl Family for HyV3 {
             return Err(config.error("qk_norm", "is false; this family always normalizes queries and keys"));
         }
         d.refuse("mlp_bias", "this family does not support biases of experts")?;
-        // Required, because other implementations have different defaults.
+        // The key is required, because implementations have different defaults.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
         let routing = Routing {

@@ -93,7 +93,7 @@ fn mamba(d: &Decoder<'_>, outer: f32) -> Result<Mamba2> {
     let width = width.unwrap_or_else(|| expand.saturating_mul(d.hidden));
     let heads = config.optional_positive("mamba_n_heads")?.unwrap_or(128);
     let head_dim = match config.get("mamba_d_head").and_then(serde_json::Value::as_str) {
-        // `auto` is a documented value of the key.
+        // `auto` means `width / heads`.
         Some("auto") => None,
         _ => config.optional_positive("mamba_d_head")?,
     };

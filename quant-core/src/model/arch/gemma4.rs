@@ -193,7 +193,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
     if config.optional_object("rope_parameters")?.is_none() {
         return Err(config.error("rope_parameters", "is missing"));
     }
-    // With `vision`, image tokens attend to each other in both directions; text has none.
+    // `vision` makes attention bidirectional among image tokens only, so it does not change results for text.
     match config.optional_str("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {

@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(groups(&block(&Llama, all)), expected(1));
         let biased = json!({ "attention_bias": true, "mlp_bias": true });
         assert_eq!(groups(&block(&Llama, biased)), expected(4));
-        // Head norms neither carry a scale nor let one pass.
+        // Norms of queries and keys do not start a fold group and are not part of one.
         let windows = json!({ "use_sliding_window": true, "sliding_window": 16 });
         assert_eq!(groups(&block(&Qwen3, windows)), expected(4));
     }

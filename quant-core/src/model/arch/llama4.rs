@@ -1,6 +1,7 @@
-//! Llama 4: chunked attention with weightless head norms after the rotation. Every few layers, attention without
-//! rotation covers all positions, and its queries are scaled by position. An expert's input is multiplied by the
-//! sigmoid of its logit, and the outputs of experts are added unweighted.
+//! Llama 4: most layers rotate queries and keys, normalize each head without weights after the rotation, and attend
+//! within chunks. Every few layers, attention covers all positions without rotation, and queries are scaled by
+//! position. An expert's input is multiplied by the sigmoid of its logit, and the outputs of experts are added
+//! unweighted.
 
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};

@@ -136,7 +136,8 @@ impl Family for Ministral3 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        // Required: the defaults are those of a single release, and all published models set the key.
+        // The key is required: transformers' defaults are the values of one particular release, and all published
+        // configurations contain it.
         let Some(parameters) = config.optional_object(PARAMETERS)? else {
             return Err(config.error(PARAMETERS, "is missing"));
         };

@@ -112,7 +112,8 @@ pub(super) fn state_space(config: &ConfigFields<'_>, keys: [(&str, Option<usize>
     Ok(StateSpace { heads, groups, head_dim, state_dim, steps: steps(config)? })
 }
 
-/// Reads the bounds of time steps: two numbers. The second may be infinite, in any of its spellings.
+/// Reads the lower and upper bound of time steps. transformers writes an infinite upper bound as `Infinity`, or as an
+/// object with the key `__float__`.
 fn steps(config: &ConfigFields<'_>) -> Result<[f32; 2]> {
     const KEY: &str = "time_step_limit";
     let Some(limits) = config.get(KEY) else { return Ok([0.0, f32::INFINITY]) };

@@ -117,7 +117,7 @@ impl Family for NemotronH {
             return Err(config
                 .error(LAYERS, format!("is {layers}, but the configuration lists {} layers", kinds.len())));
         }
-        // In newer files, only the list implies the number of layers.
+        // Newer configurations do not have the number of layers; it is the length of the list.
         let mut map = config.map().clone();
         map.insert(LAYERS.into(), kinds.len().into());
         let config = &config.with_map(&map);

@@ -105,7 +105,8 @@ fn common_prefix(one: &str, other: &str) -> usize {
     one.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count()
 }
 
-/// Returns whether a key does not affect the computation: training, tokens, files, and program versions.
+/// Returns whether a key has no effect on the computation, such as keys about training, tokens, files and program
+/// versions.
 fn is_bookkeeping(key: &str) -> bool {
     const KEYS: &[&str] = &[
         "architectures",
@@ -160,7 +161,7 @@ fn is_unset(value: &Value) -> bool {
 /// Maximum number of fields that a family may reject before the search stops.
 const REFUSALS: usize = 16;
 
-/// A family's reading of a configuration.
+/// What a family reads from a configuration, and what it rejects.
 struct Reading {
     family: &'static dyn Family,
     /// The keys that the family reads.
@@ -317,7 +318,7 @@ fn differences(
             reasons.push(fact);
         }
     }
-    // A missing field that only the nearest family needs says nothing about this family.
+    // Fields that the nearest family misses are not listed: the unknown family may not need them.
     let refused = nearest.iter().flat_map(|reading| &reading.refused);
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
         reasons.push(format!("`{}` {reason}", printable(&fields.name_of(field))));

@@ -22,9 +22,9 @@ pub(super) enum Windows {
 impl Windows {
     /// Reads the windows. `on`: whether the family's configuration enables sliding windows.
     ///
-    /// Loaders use the first release's value if `sliding_window` is missing, and no window if it is `null`.
-    /// `layer_types` says for each block whether it has a window. Without it all blocks have one, except the first
-    /// `max_window_layers` in families with that key.
+    /// As in transformers, a missing `sliding_window` means 4096, and `null` means no window. `layer_types` says for
+    /// each block whether it has a window. If it is missing, all blocks have one, except the first `max_window_layers`
+    /// in families with that key.
     pub(super) fn read(config: &ConfigFields<'_>, on: bool) -> Result<Self> {
         let window = window(config, Some(4096))?.filter(|_| on);
         if let Some(slides) = layer_types(config)? {

@@ -88,7 +88,7 @@ impl<'a> RopeRequest<'a> {
         let reader = Reader { request: self, config, nested };
         let theta = reader.theta(own.as_ref().filter(|_| self.layer_type.is_some()))?;
         let rotary_dim = reader.rotary_dim()?;
-        // If there are separate parameters per layer type, this key is next to them.
+        // If there is one set of parameters per layer type, `truncate` is stored next to these sets.
         let truncate = match (&parameters, nested, self.layer_type) {
             (Some(parameters), _, Some(_)) => parameters.optional_bool("truncate")?,
             (_, Some(nested), None) => nested.optional_bool("truncate")?,

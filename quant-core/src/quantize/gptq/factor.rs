@@ -102,7 +102,8 @@ impl Factor {
                 }
             };
             if let Some((ratios, diagonal)) = inverse {
-                // The factored matrix was divided by the mean, so its inverse is larger by that factor. This undoes it.
+                // The matrix was divided by the mean before it was factored, which also divided `1 / U_cc²` by the
+                // mean.
                 let weights = diagonal.into_iter().map(|u| mean / (u * u)).collect();
                 return Ok(Self { columns, ratios, weights, damping, escalations, dead });
             }

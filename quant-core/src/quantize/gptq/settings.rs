@@ -21,8 +21,8 @@ pub enum ActOrder {
     /// Grids are computed beforehand, from the float weights.
     #[default]
     StaticGroups,
-    /// Groups in descending order of their largest activation, and the columns of a group in descending order of theirs
-    /// (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
+    /// Groups in descending order of their largest activation, and within a group, columns in descending order of their
+    /// activation (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
     GroupAware,
 }
 

@@ -492,7 +492,7 @@ impl<'a> BlockSearch<'a> {
         Ok(if error.is_finite() { error } else { f64::INFINITY })
     }
 
-    /// Chooses the exponent of a group; the others stay as they are.
+    /// Chooses the exponent of a group; the exponents of other groups do not change.
     fn choose(
         &mut self,
         alphas: &mut [Option<f32>],
