@@ -187,7 +187,7 @@ fn a_call_equals_a_loop_of_single_products() {
     }
 }
 
-/// Widths that do not fill a panel, and rows of more than one block of strips and tiles.
+/// Widths that are not a multiple of the panel width, and enough rows for several blocks of strips or tiles.
 #[test]
 fn many_rows_of_ragged_widths() {
     let owned = owned(3, 21);
