@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 
+use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
 use crate::calibrate::Sampling;
@@ -247,6 +248,8 @@ pub struct Plan {
     pub(super) embedding: String,
     /// Linears that engines fuse into one.
     pub(super) fused: Vec<FusedLinears>,
+    /// Linears for which engines keep one scale over the whole tensor.
+    pub(super) scale_groups: ScaleGroups,
     /// The larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
@@ -373,6 +376,7 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.add_cache_scales(model)?;
@@ -601,10 +605,10 @@ impl Plan {
         losses
     }
 
-    /// The linears that engines fuse with this one, including itself; `None` if it is not fused.
-    pub(crate) fn fused_with(&self, module: &str) -> Option<&[String]> {
-        let parts = |fused: &&FusedLinears| fused.parts.iter().any(|part| part == module);
-        self.fused.iter().find(parts).map(|fused| &fused.parts[..])
+    /// The linears for which engines keep the same scale over the whole tensor as for this one, including itself; `None`
+    /// if there are no others.
+    pub(crate) fn shares_scale_with(&self, module: &str) -> Option<&[String]> {
+        self.scale_groups.with(module)
     }
 
     /// Whether a module is stored quantized.

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::plan::FoldedNodes;
+use super::scale_groups::ScaleGroups;
 use super::{Action, Method, Plan, PlanEntry, Rounding};
 use crate::calibrate::Sampling;
 use crate::checkpoint::{Dtype, TensorInfo};
@@ -97,6 +98,7 @@ impl Plan {
             aliases: architecture.aliases(),
             embedding,
             fused: architecture.fused_modules(),
+            scale_groups: ScaleGroups::of(architecture),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;

@@ -61,8 +61,8 @@ pub struct LinearGrid {
     pub scheme: LinearScheme,
     /// The dtype of stored scales.
     pub scale_dtype: Dtype,
-    /// The first of the linears that engines fuse with this one, if there are several; their weights may need a common
-    /// scale.
+    /// The first of the linears for which engines keep one scale over the whole tensor, if there are others besides
+    /// this one.
     pub fused: Option<NodeId>,
 }
 

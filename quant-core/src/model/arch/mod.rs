@@ -40,6 +40,7 @@ mod phimoe;
 mod qwen3_next;
 mod recurrent;
 mod routing;
+mod scale_groups;
 mod side_values;
 mod starcoder2;
 mod unknown;
