@@ -250,6 +250,8 @@ pub struct Plan {
     pub(super) fused: Vec<FusedLinears>,
     /// Linears for which engines keep one scale over the whole tensor.
     pub(super) scale_groups: ScaleGroups,
+    /// Notes about the steps of the method.
+    pub(super) step_notes: Vec<String>,
     /// The larger model that contains the decoder, if there is one.
     pub(super) wrapper: Option<WrapperNames>,
 }
@@ -377,6 +379,7 @@ impl Plan {
             embedding: architecture.embedding_module(),
             fused: architecture.fused_modules(),
             scale_groups: ScaleGroups::of(architecture),
+            step_notes: recipe.method.transforms.iter().flat_map(|t| t.notes(architecture)).collect(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.add_cache_scales(model)?;
@@ -636,8 +639,14 @@ impl Plan {
         self.method.transforms.to_vec()
     }
 
-    /// Notes for the user, such as engines that cannot load the result.
+    /// Notes for the user: what the steps of the method leave unchanged, and engines that cannot load the result.
     pub fn warnings(&self) -> Vec<String> {
-        self.container.warnings(&self.module_schemes())
+        let of_format = self.container.warnings(&self.module_schemes());
+        self.step_notes.iter().cloned().chain(of_format).collect()
+    }
+
+    /// What the steps of the method leave unchanged, with the reasons.
+    pub fn step_notes(&self) -> &[String] {
+        &self.step_notes
     }
 }

@@ -99,6 +99,7 @@ impl Plan {
             embedding,
             fused: architecture.fused_modules(),
             scale_groups: ScaleGroups::of(architecture),
+            step_notes: Vec::new(),
             wrapper: architecture.wrapper.as_ref().map(|wrapper| wrapper.names.clone()),
         };
         plan.container.check(&plan.module_schemes()).map_err(unfit)?;

@@ -15,7 +15,8 @@ pub(super) struct ScaleGroups {
 impl ScaleGroups {
     pub(super) fn of(architecture: &Architecture) -> Self {
         let groups = architecture.scale_groups();
-        let members = groups.iter().enumerate().flat_map(|(i, group)| group.iter().map(move |m| (m.clone(), i)));
+        let members =
+            groups.iter().enumerate().flat_map(|(i, group)| group.iter().map(move |m| (m.clone(), i)));
         let by_module = members.collect();
         Self { groups, by_module }
     }

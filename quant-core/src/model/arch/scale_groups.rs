@@ -37,7 +37,8 @@ impl BlockGraph {
             let (Op::Gated(_) | Op::ClampedGated { .. }, &[gate, up]) = (&node.op, &node.inputs[..]) else {
                 return None;
             };
-            let both = is_linear(gate) && is_linear(up) && self.nodes()[gate].inputs == self.nodes()[up].inputs;
+            let both =
+                is_linear(gate) && is_linear(up) && self.nodes()[gate].inputs == self.nodes()[up].inputs;
             both.then_some([gate, up])
         })
     }
