@@ -8,7 +8,7 @@ use super::gguf::{GgufDone, bits_per_weight};
 use super::quantize::Quantized;
 use super::steps::StepTime;
 use crate::checkpoint::Published;
-use crate::pipeline::QuantReport;
+use crate::pipeline::{QuantReport, TensorReport};
 
 /// The summary of a run.
 #[derive(Debug, Serialize)]
