@@ -71,7 +71,7 @@ impl Plan {
         self.container.cache_scale(linear, part).ok_or_else(|| {
             let format = self.container.name();
             Error::usage(
-                format!("the {format} format cannot store the scales of keys and values in FP8"),
+                format!("the {format} format cannot store the scales of an FP8 cache"),
                 "remove kvf8 from the scheme, or write ‹format=compressed-tensors›",
             )
         })
