@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
 use quant_core::pipeline::{QuantReport, TensorReport};
+use quant_core::run::{MIN_EXPERT_TOKENS, UndersampledLinears};
 use quant_core::transform::ChannelOutlier;
 
 use super::svg::{self, Series};
@@ -164,6 +165,23 @@ fn outlier_charts<'a>(
     })
 }
 
+/// The experts that saw few tokens, least first.
+fn few_tokens(report: &QuantReport) -> Option<Markup> {
+    let mut few = UndersampledLinears::in_report(report)?;
+    few.experts.sort_by_key(|expert| expert.tokens);
+    Some(html! {
+        h2 { "Experts with few tokens" }
+        p { "Experts that saw fewer than " (MIN_EXPERT_TOKENS) " tokens of the calibration text. More text reaches more \
+            experts." }
+        div.wide { table.cards {
+            tr { th { "expert" } th { "tokens" } }
+            @for expert in &few.experts {
+                tr { td.text { (expert.module) } td { (expert.tokens) } }
+            }
+        } }
+    })
+}
+
 /// Renders the page of a `quant quantize` run; `title` names the output.
 pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCell]) -> String {
     let quantized = report.tensors.iter().filter(|t| t.weight_error.is_some()).count();
@@ -182,6 +200,7 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         @if !linears.is_empty() { h2 { "Bit map" } (bit_map(linears)) }
         @if quantized > 0 { h2 { "Error of every quantized tensor" } (tensor_errors(report, usize::MAX)) }
         @for charts in outliers(report) { (charts) }
+        @if let Some(experts) = few_tokens(report) { (experts) }
         h2 { "Provenance" }
         div.wide { table {
             tr { td { "input, SHA-256" } td.hash { (report.source.sha256) } }
