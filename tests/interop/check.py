@@ -1,6 +1,6 @@
 """The interop check: quant's numbers against transformers', and its bits against an independent implementation.
 
-Nine kinds of checks, each on its own line with what it measured:
+Eleven kinds of checks, each on its own line with what it measured:
 
   float     logits of float models, quant's against transformers', at most 1e-3 of the largest logit
   loads     a checkpoint that `quant quantize` wrote, loaded by transformers with compressed-tensors
@@ -13,6 +13,7 @@ Nine kinds of checks, each on its own line with what it measured:
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
             transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
+  tokens    tokenizers of GGUF files, token by token: see check_tokenizers.py
   carried   vision-language models: see check_vision_language.py
   profile   the results of `quant eval` with a profile, against the rule computed with transformers and
             against the program that the profile is named after: see check_profiles.py
@@ -43,6 +44,7 @@ import check_gguf
 import check_numbers
 import check_pages
 import check_profiles
+import check_tokenizers
 import check_vision_language
 import check_workflows
 import make_vision_language
@@ -382,6 +384,7 @@ def main():
         check_floats.run_all(check, arguments.only, arguments.llama_cpp)
         check_generate.run_all(check, arguments.only)
         check_gguf.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
+        check_tokenizers.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_profiles.run_all(check, arguments.llama_cpp, arguments.only, arguments.whole)
         check_workflows.run_all(check, arguments.only)
         check_pages.run_all(check, arguments.chromium, arguments.only)
