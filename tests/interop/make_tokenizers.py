@@ -117,7 +117,7 @@ def spaced(prefix=False, size=900):
     # Bytes are no added tokens.
     data["added_tokens"] = [token for token in data["added_tokens"] if not token["content"].startswith("<0x")]
     # Runs of newlines are tokens without merges, as in Gemma's vocabulary.
-    for run in ("\n\n", "\n\n\n"):
+    for run in ("\n\n", "\n\n\n", "\n\n\n\n"):
         data["added_tokens"].append({"id": len(data["model"]["vocab"]), "content": run, "single_word": False, "lstrip": False,
                                      "rstrip": False, "normalized": False, "special": False})
         data["model"]["vocab"][run] = len(data["model"]["vocab"])

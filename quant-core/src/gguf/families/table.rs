@@ -353,12 +353,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     },
     GgufFamily { family: "deepseek_v3", class: "DeepseekV3ForCausalLM", ..DEEPSEEK },
     GgufFamily { family: "deepseek_v2", class: "DeepseekV2ForCausalLM", softmax_scores: true, ..DEEPSEEK },
-    GgufFamily {
-        family: "glm4_moe_lite",
-        class: "Glm4MoeLiteForCausalLM",
-        roles: GLM_ROLES,
-        ..DEEPSEEK
-    },
+    GgufFamily { family: "glm4_moe_lite", class: "Glm4MoeLiteForCausalLM", roles: GLM_ROLES, ..DEEPSEEK },
     GgufFamily {
         family: "olmoe",
         arch: "olmoe",

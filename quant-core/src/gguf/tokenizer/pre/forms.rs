@@ -71,14 +71,32 @@ const FORM: Form = Form { names: &[], steps: &[], whole: false, adds_bos: false,
 static FORMS: &[Form] = &[
     Form {
         names: &[
-            "gpt-2", "a.x-4.0", "exaone4", "gigachat", "granite-docling", "jais", "mellum", "mpt", "olmo", "phi-2",
+            "gpt-2",
+            "a.x-4.0",
+            "exaone4",
+            "gigachat",
+            "granite-docling",
+            "jais",
+            "mellum",
+            "mpt",
+            "olmo",
+            "phi-2",
             "trillion",
         ],
         steps: &[WORDS],
         ..FORM
     },
     Form {
-        names: &["smollm", "codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "starcoder"],
+        names: &[
+            "smollm",
+            "codeshell",
+            "command-r",
+            "exaone",
+            "mellum2",
+            "minerva-7b",
+            "refact",
+            "starcoder",
+        ],
         steps: &[Step::Digits, WORDS],
         ..FORM
     },
@@ -89,14 +107,19 @@ static FORMS: &[Form] = &[
         adds_bos: true,
         ..FORM
     },
-    Form {
-        names: &["smaug-bpe", "chatglm-bpe", "dbrx", "glm4"],
-        steps: &[split(LLAMA_3), BYTES],
-        ..FORM
-    },
+    Form { names: &["smaug-bpe", "chatglm-bpe", "dbrx", "glm4"], steps: &[split(LLAMA_3), BYTES], ..FORM },
     Form { names: &["qwen2"], steps: &[split(QWEN_2), BYTES], composes: true, ..FORM },
     Form {
-        names: &["stablelm2", "deepseek-r1-qwen", "f2llmv2", "grok-2", "hunyuan", "kormo", "megrez", "solar-open"],
+        names: &[
+            "stablelm2",
+            "deepseek-r1-qwen",
+            "f2llmv2",
+            "grok-2",
+            "hunyuan",
+            "kormo",
+            "megrez",
+            "solar-open",
+        ],
         steps: &[split(QWEN_2), BYTES],
         ..FORM
     },
@@ -197,7 +220,9 @@ impl Form {
         };
         match self.steps {
             [only] => one(only),
-            steps => json!({ "type": "Sequence", "pretokenizers": steps.iter().map(one).collect::<Vec<Json>>() }),
+            steps => {
+                json!({ "type": "Sequence", "pretokenizers": steps.iter().map(one).collect::<Vec<Json>>() })
+            }
         }
     }
 }

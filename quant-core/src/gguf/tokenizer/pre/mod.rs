@@ -40,16 +40,21 @@ pub(super) fn composes(json: &Json) -> Option<bool> {
     }
 }
 
-/// The name and how it was found: by the hash of the tokens of [`PROBE`], or by the steps.
+/// The name and how it was found: by the hash of the tokens of [`PROBE`], or by the steps. If both are known and
+/// contradict each other, the steps are right: several models may share a vocabulary.
 pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     let ids: Vec<String> = probe.iter().map(u32::to_string).collect();
     let hash = sha256_hex(format!("[{}]", ids.join(", ")));
-    if let Some((name, _)) = hashes::HASHES.iter().find(|(_, known)| *known == hash) {
-        return Some(((*name).to_owned(), "recognized by its vocabulary".into()));
-    }
     let whole = json.get("model").and_then(|m| m.get("ignore_merges")).and_then(Json::as_bool) == Some(true);
-    let found = json.get("pre_tokenizer").and_then(forms::steps);
-    let name = found.and_then(|steps| Form::name(&steps, whole)).filter(|_| composes(json).is_some())?;
+    let steps = json.get("pre_tokenizer").and_then(forms::steps);
+    let by_steps = steps.as_ref().and_then(|steps| Form::name(steps, whole));
+    if let Some((name, _)) = hashes::HASHES.iter().find(|(_, known)| *known == hash) {
+        let contradicts = Form::named(name).is_some_and(|form| Some(form.steps) != steps.as_deref());
+        if by_steps.is_none() || !contradicts {
+            return Some(((*name).to_owned(), "recognized by its vocabulary".into()));
+        }
+    }
+    let name = by_steps.filter(|_| composes(json).is_some())?;
     Some((name.to_owned(), "recognized by its steps".into()))
 }
 

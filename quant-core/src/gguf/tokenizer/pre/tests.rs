@@ -41,9 +41,7 @@ fn steps_have_names() {
 
 #[test]
 fn other_spellings_and_other_steps() {
-    let split = |expression: &str, behavior: &str, invert: bool| {
-        json!({ "type": "Split", "pattern": { "Regex": expression }, "behavior": behavior, "invert": invert })
-    };
+    let split = |expression: &str, behavior: &str, invert: bool| json!({ "type": "Split", "pattern": { "Regex": expression }, "behavior": behavior, "invert": invert });
     let whole = r"\p{N}|\s+(?!\S)|\s+";
     assert_eq!(steps(&split(whole, "Removed", true)), Some(vec![Step::Split(whole.into())]));
     assert_eq!(steps(&split("a\r\n", "Isolated", false)), Some(vec![Step::Split(r"a\r\n".into())]));
@@ -73,4 +71,33 @@ fn one_that_is_not_recognized_can_be_named() {
     let error = unrecognized(Path::new("tokenizer.json"));
     assert_eq!(error.category(), crate::Category::Input);
     assert!(error.remedy().contains("‹pre=NAME›") && error.remedy().contains("‹pre=none›"));
+}
+
+/// The tokens of [`PROBE`] in StarCoder 2's vocabulary.
+const STARCODER_2: &[u32] = &[
+    353, 736, 8886, 221, 10883, 4238, 16101, 28540, 222, 3822, 272, 246, 327, 4434, 46, 18445, 152, 46030,
+    45022, 142, 13878, 327, 12585, 19884, 33773, 40920, 751, 46, 41839, 5954, 137, 271, 3822, 137, 271, 244,
+    56, 244, 56, 56, 244, 56, 56, 56, 244, 56, 56, 56, 56, 244, 56, 56, 56, 56, 56, 244, 56, 56, 56, 56, 56,
+    56, 244, 56, 56, 56, 56, 56, 56, 56, 244, 56, 56, 56, 56, 56, 56, 56, 56, 244, 56, 51, 56, 244, 56, 516,
+    56, 244, 56, 1198, 56, 244, 14566, 246, 14566, 152, 14566, 265, 30428, 257, 14566, 261, 30428, 248,
+    14566, 268, 14566, 153, 14566, 277, 30428, 247, 14566, 277, 14566, 133, 14566, 152, 14566, 251, 36570,
+    247, 1037, 4995, 13379, 2924, 9515, 17823, 54, 56, 54, 57, 54, 58, 54, 11904, 47892, 20895, 16625, 13047,
+    8389, 1059, 9504, 40216, 13858, 2073, 8983, 12571, 1539, 10721, 5918, 9643, 13298, 932, 31723, 31330,
+    9221, 3226, 35426, 10400, 457, 4783, 2602, 349, 121, 1477, 957, 1200, 2038, 49, 349, 632, 863, 3673, 68,
+    349, 82, 666, 3673, 457, 4650, 1949, 580, 49, 349, 73, 863, 2144, 1649, 35941, 68, 2726, 44, 7728, 331,
+    44, 113, 81,
+];
+
+#[test]
+fn published_vocabularies_have_hashes() {
+    let with = |name: &str| json!({ "pre_tokenizer": Form::named(name).map(Form::json) });
+    let found = |json: &Json, ids: &[u32]| find(json, ids).map(|(name, how)| format!("{name}, {how}"));
+    let by_hash = Some("starcoder, recognized by its vocabulary".to_owned());
+    assert_eq!(found(&with("starcoder"), STARCODER_2), by_hash);
+    // Steps that have no name contradict nothing.
+    assert_eq!(found(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), STARCODER_2), by_hash);
+    // Another model with the same vocabulary, and one more token.
+    assert_eq!(found(&with("gpt-2"), STARCODER_2), Some("gpt-2, recognized by its steps".into()));
+    let longer = [STARCODER_2, &[7]].concat();
+    assert_eq!(found(&with("starcoder"), &longer), Some("smollm, recognized by its steps".into()));
 }
