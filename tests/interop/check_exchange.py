@@ -45,7 +45,7 @@ def imatrix(check, llama_cpp):
     compared = 0
     for form in ("gguf", "dat"):
         matrix = at / f"theirs.{form}"
-        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text("demo"), "-c", 128, "-b", 128, "-ub", 128, "--chunks", 4,
+        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text("demo"), "-c", 128, "-b", 128, "-ub", 128, "--chunks", 2,
             "-o", matrix, "--output-format", form, "--no-ppl")
         ours = quantize(check, model, at / "ours.gguf", "--scheme", "q4_k_m", "--imatrix", matrix)
         theirs = llama_quantize(llama_cpp, floats, at / "theirs-quantized.gguf", "Q4_K_M", "--imatrix", matrix)

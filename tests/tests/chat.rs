@@ -98,7 +98,9 @@ fn importance_matrices_of_conversations() {
             "--format",
             "gguf",
             "--scheme",
-            "q4_0",
+            "q8_0",
+            "--pre",
+            "none",
             "--save-imatrix",
             &file
         ];
@@ -109,7 +111,7 @@ fn importance_matrices_of_conversations() {
     assert_eq!(masked, importance("again", &["--mask", "prompts", "--threads", "2"]));
     // Tokens of prompts count, or rendered without the template, they are other tokens.
     assert_ne!(masked, importance("whole", &["--mask", "none"]));
-    bench.write("model/chat_template.jinja", &TEMPLATE.replace("'<'", "'[['"));
+    bench.write("model/chat_template.jinja", &TEMPLATE.replace("eos_token", "'!!'"));
     assert_ne!(masked, importance("other", &["--mask", "prompts"]));
 }
 
