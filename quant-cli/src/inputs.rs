@@ -63,5 +63,5 @@ impl Catalog for Session {
 }
 
 fn sets() -> Result<Vec<quant_calibration_data::PublicSet>> {
-    public_sets().map_err(|e| Error::Internal(format!("the manifest of sets: {e}")))
+    public_sets().map_err(|e| Error::Internal(format!("the built-in manifest of text sets is invalid: {e}")))
 }

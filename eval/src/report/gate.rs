@@ -8,14 +8,15 @@ use crate::gate::Outcome;
 
 /// Renders the page of a gate's decision on these results.
 pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String {
-    let subtitle = html! { "By " (outcome.policy) ", at a one-sided level of " (outcome.level) "." };
+    let subtitle =
+        html! { "Policy " (outcome.policy) ", with a one-sided significance level of " (outcome.level) "." };
     let count = |name: &str| outcome.checks.iter().filter(|c| c.verdict.name() == name).count().to_string();
     let body = html! {
         div.tiles {
             (tile("verdict", outcome.verdict.name(), ""))
             (tile("checks that pass", &count("pass"), ""))
             (tile("checks that fail", &count("fail"), ""))
-            (tile("inconclusive checks", &count("inconclusive"), "too few windows to tell"))
+            (tile("inconclusive checks", &count("inconclusive"), "too few windows to decide"))
         }
         h2 { "Checks" }
         div.wide { table.cards {
@@ -38,7 +39,7 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)]) -> String 
         h2 { "Provenance" }
         div.wide { table {
             (row("policy, SHA-256", &outcome.policy_sha256))
-            (row("baseline, SHA-256", outcome.baseline_sha256.as_deref().unwrap_or("none given")))
+            (row("baseline, SHA-256", outcome.baseline_sha256.as_deref().unwrap_or("none")))
             @for judged in &outcome.results {
                 (row(&format!("{}, SHA-256", judged.name), &judged.sha256))
                 (row("its tool", &tool(&judged.tool)))

@@ -52,7 +52,7 @@ fn row(name: &str, value: &str) -> Markup {
 }
 
 fn tool(tool: &Tool) -> String {
-    let sha256 = tool.sha256.as_deref().unwrap_or("of unknown bytes");
+    let sha256 = tool.sha256.as_deref().unwrap_or("SHA-256 unknown");
     format!("{} {} ({}), {sha256}", tool.name, tool.version, tool.isa)
 }
 
@@ -91,7 +91,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
         })
         .collect();
     html! {
-        (svg::points("Divergence by size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
+        (svg::points("Divergence and size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
         div.wide { table {
             tr { th { "" } th.text { "result" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {
@@ -102,7 +102,8 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
                     td { (format!("{:.3}", e.scores.perplexity)) }
                     td { (nats_of(c.kl)) }
                     td { (format!("{:.4}", c.top1_agreement)) }
-                    td.text { @if point.marked && points.len() > 1 { "no other result is better in both" } }
+                    td.text { @if point.marked && points.len() > 1 { "no other result is both smaller and \
+                        closer to the reference" } }
                 }
             }
         } }

@@ -70,12 +70,14 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
         values: quantized.iter().map(|t| error(t)).collect(),
     };
     html! {
-        p { "Root mean square of the rounding error relative to that of the weight, in percent; tensors are \
-            in model order." }
+        p { "RMS of the rounding error divided by the RMS of the weight, in percent. Tensors are in model \
+            order." }
         (svg::bars("Error of every quantized tensor", "tensor", &[], &[errors]))
         div.wide { table.cards {
             @if worst.len() > shown { caption { "The worst " (shown) " of " (worst.len()) } }
-            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "exponent: AWQ, SmoothQuant" } th { "search: error before → after" } }
+            tr { th { "tensor" } th { "scheme" } th { "error, %" } th { "SQNR, dB" } th { "exponent (AWQ, \
+                SmoothQuant)" } th { "error \
+                before and after the search" } }
             @for t in worst.iter().take(shown) {
                 tr {
                     td.text { (t.tensor) }
@@ -106,15 +108,15 @@ fn outliers(report: &QuantReport) -> Vec<Markup> {
     let smoothed = smoothed.map(|s| (&s.producer, &s.consumers, s.outlier));
     let charts = [
         outlier_charts(
-            "Outliers in the inputs of linears",
-            "Ratio of the largest channel's mean magnitude to the median channel's, on the calibration text, \
-            without scales and with the chosen ones.",
+            "Outliers in the inputs of linear layers",
+            "Mean magnitude of the largest channel divided by that of the median channel, on the \
+            calibration text, without scales and with the chosen scales.",
             searched,
         ),
         outlier_charts(
-            "Outliers that SmoothQuant moved",
-            "Ratio of the largest channel's maximum magnitude to the median channel's, on the calibration \
-            text, before and after smoothing.",
+            "Outliers before and after SmoothQuant",
+            "Maximum magnitude of the largest channel divided by that of the median channel, on the \
+            calibration text, before and after smoothing.",
             smoothed,
         ),
     ];
@@ -170,7 +172,8 @@ pub fn quantization_page(title: &str, report: &QuantReport, linears: &[LinearCel
         div.tiles {
             (tile("tensors before", &bytes(report.bytes_before), ""))
             (tile("tensors now", &bytes(report.bytes_after), &format!("{:.1} % of before", 100.0 * report.bytes_after as f64 / report.bytes_before.max(1) as f64)))
-            (tile("bits per quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "scales and zeros included"))
+            (tile("bits per quantized weight", &format!("{:.3}", report.bits_per_quantized_weight), "including \
+                scales and zero points"))
             (tile("quantized tensors", &quantized.to_string(), &format!("of {}", report.tensors.len())))
             @if let Some(c) = &report.calibration {
                 (tile("calibration", &format!("{} × {}", c.samples, c.length), &format!("{} tokens counted", c.tokens_counted)))

@@ -28,7 +28,7 @@ impl Pattern {
         let fault = |reason: String| {
             Error::usage(
                 format!("pattern `{text}`: {reason}"),
-                "a pattern is a name (down_proj), a glob (*.layers.3.*), or re: and a regular expression",
+                "use a name (down_proj), a glob (*.layers.3.*), or a regular expression after re:",
             )
         };
         let expression = match text.strip_prefix("re:") {

@@ -87,7 +87,7 @@ fn ends(tokenizer: &TextTokenizer) -> Result<([Option<u32>; 2], Option<String>)>
     let without: Vec<u32> = tokenizer.encode_rendered(TEXT)?.into_iter().map(|(id, _)| id).collect();
     let place = (0..=with.len().saturating_sub(without.len())).find(|&at| with[at..].starts_with(&without));
     let fault = |reason: &str| Error::Tokenizer { path: tokenizer.path().to_owned(), reason: reason.into() };
-    let place = place.ok_or_else(|| fault("adds tokens within texts, which GGUF cannot express"))?;
+    let place = place.ok_or_else(|| fault("adds tokens within a text, which GGUF cannot express"))?;
     let (before, after) = (&with[..place], &with[place + without.len()..]);
     let note = (before.len() > 1 || after.len() > 1).then(|| {
         format!(
@@ -125,7 +125,7 @@ pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, 
     };
     let fault = || Error::Tokenizer {
         path: path.clone(),
-        reason: "`chat_template` is neither a string nor a list of named templates".into(),
+        reason: "`chat_template` must be a string or a list of named templates".into(),
     };
     const KEY: &str = "tokenizer.chat_template";
     match &template {

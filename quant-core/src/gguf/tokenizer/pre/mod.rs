@@ -55,7 +55,7 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
         }
     }
     let name = by_steps.filter(|_| composes(json).is_some())?;
-    Some((name.to_owned(), "recognized by its steps".into()))
+    Some((name.to_owned(), "recognized by its pre-tokenization steps".into()))
 }
 
 /// The error for a pre-tokenizer that is not recognized.
@@ -63,9 +63,9 @@ pub(super) fn unrecognized(path: &Path) -> Error {
     Error::InputFile {
         path: path.to_owned(),
         line: None,
-        reason: "has an unknown pre-tokenizer".into(),
-        remedy: "add ‹pre=NAME›, with llama.cpp's name of the equivalent pre-tokenizer, or ‹pre=none› for a \
-            file without a vocabulary"
+        reason: "has a pre-tokenizer that is not recognized".into(),
+        remedy: "set ‹pre=NAME› to llama.cpp's name of the equivalent pre-tokenizer, or ‹pre=none› to write \
+            a file without a vocabulary"
             .into(),
     }
 }
