@@ -111,7 +111,7 @@ def kl(check, llama_cpp, mixture, windows):
 
 def run_all(check, llama_cpp, only, whole):
     if llama_cpp is None or not (llama_cpp / "bin/llama-imatrix").exists():
-        print("SKIPPED: llama.cpp is not at hand: exchange", flush=True)
+        print("SKIPPED: llama.cpp's programs are missing: exchange", flush=True)
         return
     llama_cpp = llama_cpp.resolve()
     cases = {

@@ -34,7 +34,11 @@ fn steps_have_names() {
             "model": { "ignore_merges": form.whole },
         });
         let known = find(&json, &[1, 2]).unwrap_or_else(|| panic!("{name} is not recognized"));
-        assert_eq!((known.0.as_str(), known.1.as_str()), (found, "recognized by its pre-tokenization steps"), "{name}");
+        assert_eq!(
+            (known.0.as_str(), known.1.as_str()),
+            (found, "recognized by its pre-tokenization steps"),
+            "{name}"
+        );
     }
     assert!(Form::named("tekken-2").is_none());
 }
@@ -97,7 +101,13 @@ fn published_vocabularies_have_hashes() {
     // Steps that have no name contradict nothing.
     assert_eq!(found(&json!({ "pre_tokenizer": { "type": "Whitespace" } }), STARCODER_2), by_hash);
     // Another model with the same vocabulary, and one more token.
-    assert_eq!(found(&with("gpt-2"), STARCODER_2), Some("gpt-2, recognized by its pre-tokenization steps".into()));
+    assert_eq!(
+        found(&with("gpt-2"), STARCODER_2),
+        Some("gpt-2, recognized by its pre-tokenization steps".into())
+    );
     let longer = [STARCODER_2, &[7]].concat();
-    assert_eq!(found(&with("starcoder"), &longer), Some("smollm, recognized by its pre-tokenization steps".into()));
+    assert_eq!(
+        found(&with("starcoder"), &longer),
+        Some("smollm, recognized by its pre-tokenization steps".into())
+    );
 }
