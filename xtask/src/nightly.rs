@@ -33,7 +33,9 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || {
-        interop::run(&["--whole", "--only", "profile"])?;
+        for kind in ["profile", "gguf", "tokens", "exchange"] {
+            interop::run(&["--whole", "--only", kind])?;
+        }
         interop::run(&["--whole", "--only", "vision-language"])?;
         interop::run(&["--families", "all", "--only", "family"])
     });

@@ -196,7 +196,7 @@ impl GgufPlan {
         let file_type = commonest_type(&tensors).unwrap_or(mixture.id);
         let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
         metadata.extend(about.entries);
-        let vocabulary = tokenizer::metadata(directory, a.vocab, request.pre.as_deref())?;
+        let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
         notes.extend(vocabulary.notes);
         metadata.extend(vocabulary.entries);
         Ok(Self { request, metadata, tensors, notes })
