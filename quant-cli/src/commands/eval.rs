@@ -39,8 +39,9 @@ pub struct Args {
     /// and scored token, and the output head
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
-    /// Evaluation text: a file, or the name of a set
-    #[arg(long, value_name = "FILE|NAME")]
+    // Its help lists the names of sets.
+    #[allow(missing_docs)]
+    #[arg(long, value_name = "FILE|NAME", help = inputs::evaluation_text_help())]
     pub text: String,
     /// Scoring rule: wt2-gptq-2048 or gptq-L, wt2-llamacpp-512 or llamacpp-L, hf-stride-L-S,
     /// lmeval-rolling-L, with windows of L tokens [default: gptq-L, L being 2048 or the model's positions if those are
