@@ -88,7 +88,7 @@ fn judged(
         output::write_file(path, junit(&outcome)?.as_bytes())?;
     }
     if let Some(path) = &args.report {
-        output::write_file(path, gate_page(&outcome, results).as_bytes())?;
+        output::write_file(path, gate_page(&outcome, results, read.as_ref().map(|(b, _)| b)).as_bytes())?;
     }
     match args.json.emit_by(&outcome, || output::print_verdicts(&show(&outcome))) {
         // The output was closed, which does not change the verdict.
@@ -139,8 +139,29 @@ fn show(outcome: &Outcome) -> String {
     for row in &rows {
         text.push_str(&format!("{:first$}  {:second$}  {}\n", row[0], row[1], row[2]));
     }
+    text.push('\n');
+    text.push_str(&changed(outcome));
     text.push_str(&format!("\nby {}: {}\n", printable(&outcome.policy), outcome.verdict.name()));
     text
+}
+
+/// What was judged, and what has changed since the baseline.
+fn changed(outcome: &Outcome) -> String {
+    let compares = outcome.changes.iter().any(|c| c.before.is_some());
+    let rows: Vec<Vec<String>> = (outcome.changes.iter())
+        .map(|c| {
+            let before = compares.then(|| printable(c.before.as_deref().unwrap_or("–")));
+            let change = compares.then(|| c.described());
+            [Some(c.name.to_owned()), Some(printable(&c.result)), before, Some(printable(&c.now)), change]
+                .into_iter()
+                .flatten()
+                .collect()
+        })
+        .collect();
+    match compares {
+        true => table(&["", "result", "baseline", "now", "change"], &rows),
+        false => table(&["", "result", "now"], &rows),
+    }
 }
 
 /// Writes a baseline and shows the changes.
